@@ -1,10 +1,9 @@
 """Simulates a step: the runtime's schedule and tracker, driven by a clock and a cost model."""
 
-from __future__ import annotations
-
+import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -16,12 +15,12 @@ from undertow.plan import GathersBehind, LaneTimes, Plan, in_backward_order
 from undertow.profile import Profile
 from undertow.schedule import Op, OpKind, Strategy, Tracker, lower_data_parallel, lower_in_backward, verify
 from undertow.trace import BucketRecord, StepRecord
-from undertow.trace.record import Interval
 
 __all__ = ["Conditions", "simulate"]
 
 _Times = NDArray[np.float64]  # by rank; one entry if all ranks are equal
 
+_WHERE = "conditions of a simulated step"
 _MAX_SKEW = 0.2  # the fastest of a million ranks is 4.9 deviations below the mean: it must still take some time
 
 
@@ -49,23 +48,32 @@ class Conditions:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.skew <= _MAX_SKEW:
-            raise _impossible(
-                f"skew must be 0 to {_MAX_SKEW}, got {self.skew}.", remedy="0.05 is a standard deviation of 5 % between ranks."
-            )
-        if not 0 <= self.contention < 1:
-            raise _impossible(
+        impossible = (
+            (
+                not 0 <= self.skew <= _MAX_SKEW,
+                f"skew must be 0 to {_MAX_SKEW}, got {self.skew}.",
+                "0.05 is a standard deviation of 5 % between ranks.",
+            ),
+            (
+                not 0 <= self.contention < 1,
                 f"contention must be 0 or more and below 1, got {self.contention}.",
-                remedy="0.1 slows computation by 10 % while the network works.",
-            )
-        if not 0 <= self.launch_us < float("inf"):
-            raise _impossible(f"launch_us must be 0 or more, got {self.launch_us}.", remedy="Give microseconds per collective.")
-        if self.in_backward and not self.overlap:
-            raise _impossible(
-                "steps in backward lie under backward, and overlap=False lets nothing lie there.", remedy="Leave one out."
-            )
-        if self.rank < 0:
-            raise _impossible(f"there is no rank {self.rank}.", remedy="Ranks count from 0, the fastest.")
+                "0.1 slows computation by 10 % while the network works.",
+            ),
+            (
+                not 0 <= self.launch_us < math.inf,
+                f"launch_us must be 0 or more, got {self.launch_us}.",
+                "Give microseconds per collective.",
+            ),
+            (
+                self.in_backward and not self.overlap,
+                "steps in backward lie under backward, and overlap=False lets nothing lie there.",
+                "Leave one out.",
+            ),
+            (self.rank < 0, f"there is no rank {self.rank}.", "Ranks count from 0, the fastest."),
+        )
+        for is_wrong, what, remedy in impossible:
+            if is_wrong:
+                raise ConfigError(what, where=_WHERE, remedy=remedy)
 
 
 def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions | None = None) -> StepRecord:
@@ -97,10 +105,14 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
             remedy="Make the plan from the parameters of this profile.",
         )
     if conditions.rank >= plan.num_ranks:
-        raise _impossible(f"there is no rank {conditions.rank}.", remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}.")
+        raise ConfigError(
+            f"there is no rank {conditions.rank}.", where=_WHERE, remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}."
+        )
     if conditions.in_backward and strategy.gather is None:
-        raise _impossible(
-            f"there are no steps in backward with strategy {strategy.name!r}.", remedy='Take "zero1", "zero2" or "hybrid".'
+        raise ConfigError(
+            f"there are no steps in backward with strategy {strategy.name!r}.",
+            where=_WHERE,
+            remedy='Take "zero1", "zero2" or "hybrid".',
         )
     return _Step(profile, plan, strategy, costs, conditions).run()
 
@@ -114,7 +126,7 @@ def lane_times(profile: Profile, plan: Plan, costs: Costs) -> LaneTimes:
     uses = dict(_uses(profile, plan))
     ready_us = [max((profile.ready_us[param] for param in bucket.params), default=0.0) for bucket in plan.buckets]
     ready_us[-1] = profile.backward_us
-    num_bytes = np.array([bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets])
+    num_bytes = np.array(_gathered_bytes(plan))
     wire_bytes = [bucket.wire_bytes for bucket in plan.buckets]
     reduce_us = costs.collective_us("reduce_scatter", wire_bytes)
     lane_us = np.minimum(reduce_us, costs.collective_us("all_gather", wire_bytes))
@@ -127,10 +139,6 @@ def lane_times(profile: Profile, plan: Plan, costs: Costs) -> LaneTimes:
         used_us=[uses[bucket.index] for bucket in plan.buckets],
         forward_us=profile.forward_us,
     )
-
-
-def _impossible(what: str, *, remedy: str) -> ConfigError:
-    return ConfigError(what, where="conditions of a simulated step", remedy=remedy)
 
 
 class _Clocks:
@@ -169,30 +177,6 @@ class _Clocks:
         return self._free_us
 
 
-@dataclass(slots=True, kw_only=True)
-class _Sent:
-    """A collective in flight, as the recorded rank sees it."""
-
-    op: Op
-    num_bytes: int
-    ready_us: float
-    launched_us: float
-    done_us: float
-    waited: Interval = (0.0, 0.0)
-
-    def record(self, *, begin_us: float) -> BucketRecord:
-        """Returns the record with times relative to `begin_us`."""
-        return BucketRecord(
-            bucket=self.op.bucket or 0,
-            num_bytes=self.num_bytes,
-            kind=self.op.kind,
-            ready_us=self.ready_us - begin_us,
-            launched_us=self.launched_us - begin_us,
-            done_us=self.done_us - begin_us,
-            waited=(self.waited[0] - begin_us, self.waited[1] - begin_us),
-        )
-
-
 class _Step:
     """Issues the ops of one step, from the end of the previous step's last bucket to the end of this step's.
 
@@ -204,7 +188,9 @@ class _Step:
         self._plan = plan
         self._conditions = conditions
         self._uses = _uses(profile, plan)
-        self._num_bytes = _num_bytes(plan, strategy)
+        self._num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets]}
+        if strategy.gather is not None:
+            self._num_bytes[strategy.gather] = _gathered_bytes(plan)
         self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
         if conditions.in_backward:
             times = lane_times(profile, plan, costs)
@@ -218,8 +204,9 @@ class _Step:
         self._schedule = verify(schedule, strategy, num_buckets=len(plan.buckets))
         self._clocks = _Clocks(_slowness(plan.num_ranks, conditions.skew), contention=conditions.contention)
         self._ready_us: dict[int, float] = {}  # by bucket: when it is packed or stepped
-        self._reductions: dict[int, _Sent] = {}
-        self._gathers: dict[int, _Sent] = {}
+        # By bucket, as the recorded rank sees them.
+        self._reductions: dict[int, BucketRecord] = {}
+        self._gathers: dict[int, BucketRecord] = {}
 
     def run(self) -> StepRecord:
         """Returns the step as the recorder of one rank would have recorded it."""
@@ -242,9 +229,9 @@ class _Step:
             step_us=self._now_us - start_us,
             forwards=((0.0, forward_stop_us - begin_us),),
             backwards=((forward_stop_us - begin_us, left_us - begin_us),),
-            buckets=tuple(sent.record(begin_us=begin_us) for sent in self._reductions.values()),
+            buckets=_since(begin_us, self._reductions.values()),
             busy_ms=tuple((busy_us / 1e3).tolist()),
-            gathers=tuple(sent.record(begin_us=begin_us) for sent in gathers),
+            gathers=_since(begin_us, gathers),
         )
 
     @property
@@ -257,23 +244,22 @@ class _Step:
         """Runs the optimizer and launches the gathers. Returns when the forward begins."""
         self._clocks.compute(self._profile.update_us)
         for op in self._schedule.ops:
-            if op.kind is OpKind.ALL_GATHER and self._num_bytes[op.kind][op.bucket or 0]:
+            if op.kind is OpKind.ALL_GATHER:
                 self._ready_us[op.bucket or 0] = self._now_us
-                self._gathers[op.bucket or 0] = self._send(op)
+                self._issue([op])
         begin_us = self._now_us
         if not self._conditions.overlap:
-            for sent in self._gathers.values():
-                self._wait(sent)
+            for bucket in self._gathers:
+                self._wait(self._gathers, bucket)
         return begin_us
 
     def _forward(self) -> None:
         computed_us = 0.0
         for bucket, used_us in self._uses:
-            sent = self._gathers.get(bucket)
-            if sent is not None and self._conditions.overlap:
+            if bucket in self._gathers and self._conditions.overlap:
                 self._clocks.compute(used_us - computed_us)
                 computed_us = used_us
-                self._wait(sent)
+                self._wait(self._gathers, bucket)
         self._clocks.compute(self._profile.forward_us - computed_us)
 
     def _backward(self, tracker: Tracker) -> None:
@@ -295,7 +281,7 @@ class _Step:
             if op.kind is OpKind.PACK:
                 self._ready_us[bucket] = self._now_us
             elif op.kind is OpKind.BIND:
-                self._wait(self._reductions[bucket])
+                self._wait(self._reductions, bucket)
             elif op.kind is OpKind.STEP:  # one bucket after another
                 begin_us = max(self._reductions[bucket].done_us, self._ready_us.get(bucket - 1, 0.0))
                 self._ready_us[bucket] = begin_us + self._step_us[bucket]
@@ -306,22 +292,37 @@ class _Step:
             elif self._num_bytes[op.kind][bucket]:
                 self._gathers[bucket] = self._send(op)
 
-    def _send(self, op: Op) -> _Sent:
+    def _send(self, op: Op) -> BucketRecord:
         bucket, launched_us = op.bucket or 0, self._now_us
-        ready_us = self._ready_us[bucket]
         self._clocks.compute(self._conditions.launch_us)
-        return _Sent(
-            op=op,
+        return BucketRecord(
+            bucket=bucket,
             num_bytes=self._num_bytes[op.kind][bucket],
-            ready_us=ready_us,
+            kind=op.kind,
+            ready_us=self._ready_us[bucket],
             launched_us=launched_us,
-            done_us=self._clocks.send(float(self._cost_us[op.kind][bucket]), not_before_us=ready_us),
+            done_us=self._clocks.send(float(self._cost_us[op.kind][bucket]), not_before_us=self._ready_us[bucket]),
+            waited=(0.0, 0.0),
         )
 
-    def _wait(self, sent: _Sent) -> None:
+    def _wait(self, sent: dict[int, BucketRecord], bucket: int) -> None:
         start_us = self._now_us
-        self._clocks.wait(max(sent.done_us, self._ready_us[sent.op.bucket or 0]))  # a reduced bucket may also be stepped
-        sent.waited = (start_us, self._now_us)
+        self._clocks.wait(max(sent[bucket].done_us, self._ready_us[bucket]))  # a reduced bucket may also be stepped
+        sent[bucket] = replace(sent[bucket], waited=(start_us, self._now_us))
+
+
+def _since(begin_us: float, records: Iterable[BucketRecord]) -> tuple[BucketRecord, ...]:
+    """Returns the records with times relative to `begin_us`."""
+    return tuple(
+        replace(
+            record,
+            ready_us=record.ready_us - begin_us,
+            launched_us=record.launched_us - begin_us,
+            done_us=record.done_us - begin_us,
+            waited=(record.waited[0] - begin_us, record.waited[1] - begin_us),
+        )
+        for record in records
+    )
 
 
 def _slowness(num_ranks: int, skew: float) -> _Times:
@@ -340,9 +341,5 @@ def _uses(profile: Profile, plan: Plan) -> list[tuple[int, float]]:
     return sorted(enumerate(first_us), key=lambda use: (use[1], -use[0]))
 
 
-def _num_bytes(plan: Plan, strategy: Strategy) -> Mapping[OpKind, Sequence[int]]:
-    """Returns the bytes that each bucket passes to each kind of collective."""
-    num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets]}
-    if strategy.gather is not None:
-        num_bytes[strategy.gather] = [bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets]
-    return num_bytes
+def _gathered_bytes(plan: Plan) -> list[int]:
+    return [bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from support.schedules import schedule_from_text
 from undertow.schedule import (
     DDP,
     HYBRID,
@@ -14,7 +15,6 @@ from undertow.schedule import (
     lower_accumulation,
     lower_data_parallel,
     lower_in_backward,
-    schedule_from_text,
     verify,
 )
 

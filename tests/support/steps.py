@@ -14,7 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from support.strategies import spec
 from undertow.plan import ParamSpec, Piece, StepTiming
-from undertow.plan.atoms import small_pieces, whole_pieces
+from undertow.plan.layout import piece_of
+from undertow.plan.optimal import small_pieces
 from undertow.profile import Profile
 
 
@@ -162,5 +163,5 @@ def random_case(rng: random.Random, shapes: tuple[str, ...] = SHAPES, *, has_sha
         has_shards=has_shards,
         pieces=small_pieces(params, order, num_ranks=NUM_RANKS, max_bucket_bytes=cap)
         if has_shards
-        else whole_pieces(params, order),
+        else [piece_of(param, params) for param in order],
     )

@@ -18,7 +18,7 @@ from undertow.cost import CostCurve
 from undertow.foreign import MOST_LEVELS, parsed_json, printable, printable_lines
 from undertow.plan import ParamSpec, Plan, plan_from_groups
 from undertow.profile import Profile, profile_from_file, profile_from_json
-from undertow.profile.reader import source_from_file
+from undertow.profile.profile import source_from_file
 from undertow.report.explain import print_explanation
 from undertow.report.terminal import print_report
 from undertow.report.timeline import save_timeline

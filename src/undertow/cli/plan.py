@@ -14,7 +14,7 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Plan, first_plan, plan_from_groups, plan_in_order
 from undertow.profile import Profile
-from undertow.profile.reader import source_from_file
+from undertow.profile.profile import source_from_file
 from undertow.report.comparison import print_outcomes
 from undertow.report.plan import print_plan
 from undertow.report.shown import print_line

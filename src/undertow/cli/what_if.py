@@ -14,7 +14,7 @@ from undertow.report.comparison import Outcome
 from undertow.schedule import Strategy
 from undertow.simulate import Conditions, simulate
 from undertow.trace import summarize
-from undertow.tune.in_backward import best_groups_in_backward
+from undertow.tune.tuner import best_groups_in_backward
 
 __all__ = ["FIXED", "FIXED_CAPS", "OPTIMAL", "PER_PARAMETER", "WhatIf", "caps_of"]
 

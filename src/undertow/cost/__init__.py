@@ -1,9 +1,20 @@
 """Models the cost of communication: links, measured curves, and the time that collectives take on them."""
 
-from undertow.cost.costs import Costs, MeasuredCosts, NodeCosts, RingCosts
-from undertow.cost.curve import CostCurve, curve_from_samples
-from undertow.cost.link import COLLECTIVES, Link, collective_seconds, link_from_text
-from undertow.cost.network import NODE_LINK, costs_for, link_from_curve
+from undertow.cost.costs import (
+    COLLECTIVES,
+    NODE_LINK,
+    CostCurve,
+    Costs,
+    Link,
+    MeasuredCosts,
+    NodeCosts,
+    RingCosts,
+    collective_seconds,
+    costs_for,
+    curve_from_samples,
+    link_from_curve,
+    link_from_text,
+)
 
 __all__ = [
     "COLLECTIVES",

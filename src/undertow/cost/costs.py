@@ -1,4 +1,4 @@
-"""The time of collectives as a function of their payload: one interface for measured curves and for formulas.
+"""The time of collectives as a function of their payload: one interface for measured curves, and for formulas of links.
 
 The formulas are from Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, over n
 ranks, with M bytes, latency a of one message and inverse bandwidth b in seconds per byte:
@@ -9,17 +9,257 @@ ranks, with M bytes, latency a of one message and inverse bandwidth b in seconds
     mesh     the same                       all but the gather       the all_gather inside
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping
-from typing import Protocol, final
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Protocol, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from undertow.cost.curve import CostCurve
-from undertow.cost.link import COLLECTIVES, Link
 from undertow.errors import ConfigError
+
+_Floats = NDArray[np.float64]
+
+# Sizes that differ by less count as one size: buckets cut at slightly different places, paddings.
+_SAME_SIZE = 1.02
+# Latency and bandwidth cannot be told apart if sizes are closer than this ratio.
+_LEAST_RATIO = 1.5
+# Sizes this far apart are needed before a slope is trusted beyond the last one: two always lie on a line, which confirms nothing.
+_LEAST_SIZES = 3
+# Lines are tried through pairs of at most this many points: the work grows with the square.
+_MAX_FIT_POINTS = 48
+
+# NVLink 3 of an A100 carries 300 GB/s in each direction.
+NODE_LINK = "2400gbit,3us"
+# Share of the line rate that is payload: iperf3 over TCP on a link shaped to 1 Gb/s carries 956 Mb/s.
+TCP_PAYLOAD_SHARE = 0.956
+_ETHERNET_HOP_S = 100e-6
+_BITS_PER_S = {"mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_SECONDS = {"us": 1e-6, "ms": 1e-3}
+_LINK_TEXT = re.compile(
+    r"(?P<rate>\d+(?:\.\d+)?)(?P<rate_unit>mbit|gbit|tbit)(?:,(?P<latency>\d+(?:\.\d+)?)(?P<latency_unit>us|ms))?"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A full-duplex link of each rank to the network. Raises ConfigError for a bandwidth of zero or a negative latency."""
+
+    name: str
+    hop_s: float  # latency of one message between two ranks
+    bytes_per_s: float  # payload, per direction; infinity for a link that costs nothing
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_s > 0 and math.isfinite(self.hop_s) and self.hop_s >= 0):
+            raise ConfigError(
+                f"link {self.name!r} is impossible: {self.bytes_per_s} bytes/s, {self.hop_s} s per hop.",
+                remedy="Give a positive bandwidth and a latency of zero or more.",
+            )
+
+    @property
+    def is_free(self) -> bool:
+        """True if nothing that crosses this link takes time."""
+        return math.isinf(self.bytes_per_s) and self.hop_s == 0
+
+
+def link_from_text(text: str) -> Link:
+    """Parses a link from `text`; the payload is 95.6 % of any rate.
+
+    - "1gbit" or "200mbit": a rate, with the latency of Ethernet carrying TCP, 100 us.
+    - "100gbit,5us" or "1gbit,20ms": a rate and another latency.
+    - "none": a link that costs nothing.
+
+    Raises ConfigError for any other text.
+    """
+    if text == "none":
+        return Link(name="none", hop_s=0.0, bytes_per_s=math.inf)
+    match = _LINK_TEXT.fullmatch(text)
+    if match is None or float(match["rate"]) == 0:
+        raise ConfigError(
+            f"there is no link {text!r}.",
+            remedy='Write a rate such as "1gbit", "2.5gbit" or "200mbit", a rate and a latency such as "100gbit,5us", '
+            'or "none" for the bare loopback.',
+        )
+    line_rate = float(match["rate"]) * _BITS_PER_S[match["rate_unit"]] / 8
+    hop_s = float(match["latency"]) * _SECONDS[match["latency_unit"]] if match["latency"] else _ETHERNET_HOP_S
+    return Link(name=text, hop_s=hop_s, bytes_per_s=line_rate * TCP_PAYLOAD_SHARE)
+
+
+# Ring algorithms over n ranks: (messages one after another, share of the payload that crosses each rank's link).
+# The arithmetic of the reduction is left out, because the processor does it and not the link.
+COLLECTIVES: Mapping[str, Callable[[int], tuple[int, float]]] = {
+    "all_reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
+    "reduce_scatter": lambda n: (n - 1, (n - 1) / n),
+    "all_gather": lambda n: (n - 1, (n - 1) / n),
+    "all_to_all": lambda n: (n - 1, (n - 1) / n),
+    "broadcast": lambda n: (math.ceil(math.log2(n)), 1.0),
+    "reduce": lambda n: (math.ceil(math.log2(n)), 1.0),
+    "gather": lambda n: (n - 1, (n - 1) / n),
+    "scatter": lambda n: (n - 1, (n - 1) / n),
+    "send": lambda n: (1, 1.0),
+    "barrier": lambda n: (math.ceil(math.log2(n)), 0.0),
+}
+
+
+def collective_seconds(link: Link, kind: str, *, num_bytes: int, num_ranks: int) -> float:
+    """Returns the seconds that one collective occupies the link; `num_bytes` is the whole payload."""
+    if num_ranks == 1:
+        return 0.0
+    hops, share = COLLECTIVES[kind](num_ranks)
+    return hops * link.hop_s + share * num_bytes / link.bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostCurve:
+    """A cost curve of points (bytes, microseconds), by increasing bytes.
+
+    Decreasing times are evened out, so that a larger payload never costs less. Raises ConfigError unless there is a point and
+    sizes increase.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        points = [_checked_point(point, index) for index, point in enumerate(self.points)]
+        if not points:
+            raise ConfigError("a cost curve needs one point at least.", remedy="Measure one size or more.")
+        for index, ((before, _), (size, _)) in enumerate(pairwise(points), 1):
+            if size <= before:
+                raise ConfigError(
+                    f"point {index} of a cost curve has {_number(size)} bytes and follows one of {_number(before)}.",
+                    remedy="Sort the points by size, each size once.",
+                )
+        times = _never_decreasing([[time] for _, time in points])
+        object.__setattr__(self, "points", tuple((size, time) for (size, _), time in zip(points, times, strict=True)))
+
+    @cached_property
+    def _interpolated(self) -> tuple[_Floats, _Floats, float]:
+        """Sizes and times that `us` interpolates, from zero bytes on, and the microseconds per byte beyond the last point."""
+        (first_size, first_time), (last_size, last_time) = self.points[0], self.points[-1]
+        # If sizes are too few or too close, a smaller payload is assumed to be no cheaper, and a larger one no faster per byte.
+        latency, us_per_byte = first_time, last_time / last_size if last_size else 0.0
+        if self.is_enough:
+            # If points do not lie on one line, the ones closer to the extrapolated end know more.
+            ranks = range(1, len(self.points) + 1)
+            latency = min(line_through(self.points, weights=ranks[::-1])[0], first_time)
+            if self._num_apart >= _LEAST_SIZES:
+                _, us_per_byte = line_through(self.points, weights=ranks)
+        sizes, times = np.array(self.points if first_size == 0 else ((0.0, latency), *self.points), dtype=np.float64).T
+        return sizes, times, us_per_byte
+
+    @property
+    def is_enough(self) -> bool:
+        """True if its sizes are far enough apart to show how costs grow, so that a plan may be based on it."""
+        (first, _), (last, _) = self.points[0], self.points[-1]
+        return last > 0 and last >= _LEAST_RATIO * first
+
+    @property
+    def _num_apart(self) -> int:
+        """The largest number of sizes that each exceed the previous one by `_LEAST_RATIO`."""
+        num_apart, last = 0, -math.inf
+        for size, _ in self.points:
+            if size >= _LEAST_RATIO * last:
+                num_apart, last = num_apart + 1, size
+        return num_apart
+
+    def us(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
+        """Returns the microseconds of payloads of `num_bytes`, in an array of the same shape; not decreasing in the size.
+
+        The curve is linear between two points. Beyond the last point it continues with the slope of `line_through` all points, in
+        which larger ones count more. With fewer than three sizes that are far enough apart it continues in proportion to the last
+        point. Below the first point it runs towards the latency of a line in which smaller points count more.
+        """
+        wanted = np.asarray(num_bytes, dtype=np.float64)
+        sizes, times, us_per_byte = self._interpolated
+        return np.asarray(np.interp(wanted, sizes, times) + us_per_byte * np.maximum(wanted - sizes[-1], 0.0))
+
+
+def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
+    """Fits a curve to measured pairs (bytes, microseconds), in any order.
+
+    Less than half of the samples of each size may be outliers. Samples of one size, up to 2 %, become one point at their median.
+    If medians decrease, samples of neighboring sizes are pooled until they do not (isotonic regression of medians), so that
+    larger sizes outvote a single outlier at its size. Raises ConfigError if `samples` is empty, or for an impossible sample.
+    """
+    ordered = sorted(_checked_point(sample, index, of="samples") for index, sample in enumerate(samples))
+    if not ordered:
+        raise ConfigError("there are no samples to make a cost curve of.", remedy="Measure one size or more.")
+    groups: list[list[tuple[float, float]]] = []
+    for sample in ordered:
+        if not groups or sample[0] > _SAME_SIZE * groups[-1][0][0]:
+            groups.append([])
+        groups[-1].append(sample)
+    sizes = (_lower_median([size for size, _ in group]) for group in groups)
+    times = _never_decreasing([time for _, time in group] for group in groups)
+    return CostCurve(points=tuple(zip(sizes, times, strict=True)))
+
+
+def line_through(points: Sequence[tuple[float, float]], *, weights: Sequence[int] | None = None) -> tuple[float, float]:
+    """Returns latency in us, and us per byte, of the line through points (bytes, microseconds) of different sizes.
+
+    It has the least sum of weight * |log(line / time)|. Ratios count, so that small sizes determine the latency and large ones
+    the bandwidth. They are not squared, so that outliers matter little. Candidates are lines through two points, and lines
+    through one point without a latency or without a slope; neither number is negative.
+    """
+    sizes, times = np.array(points, dtype=np.float64).T
+    chosen = np.unique(np.linspace(0, len(sizes) - 1, _MAX_FIT_POINTS).round().astype(int))
+    latencies, slopes = _lines(sizes[chosen], times[chosen])
+    # A line without a latency is zero at zero bytes, infinitely far from any time: such a line loses.
+    with np.errstate(divide="ignore"):
+        distances = np.abs(np.log((latencies[:, None] + slopes[:, None] * sizes) / times))
+    best = int(np.average(distances, axis=1, weights=weights).argmin())
+    return float(latencies[best]), float(slopes[best])
+
+
+def _lines(sizes: _Floats, times: _Floats) -> tuple[_Floats, _Floats]:
+    i, j = np.triu_indices(len(sizes), 1)
+    slopes = (times[j] - times[i]) / (sizes[j] - sizes[i])
+    latencies = times[i] - slopes * sizes[i]
+    possible = (slopes >= 0) & (latencies >= 0)
+    has_bytes = sizes > 0
+    rates = times[has_bytes] / sizes[has_bytes]
+    return (
+        np.concatenate([latencies[possible], np.zeros_like(rates), times]),
+        np.concatenate([slopes[possible], rates, np.zeros_like(times)]),
+    )
+
+
+def _never_decreasing(groups: Iterable[list[float]]) -> list[float]:
+    """Returns one time per group: its median if no later one is less, else the median of all samples that had to be pooled."""
+    pools: list[tuple[list[float], int]] = []  # sorted samples, and the number of groups in them
+    for group in groups:
+        samples, num_groups = sorted(group), 1
+        while pools and _lower_median(pools[-1][0]) > _lower_median(samples):
+            earlier, num_earlier = pools.pop()
+            samples, num_groups = sorted(earlier + samples), num_earlier + num_groups
+        pools.append((samples, num_groups))
+    return [_lower_median(samples) for samples, num_groups in pools for _ in range(num_groups)]
+
+
+def _lower_median(ordered: Sequence[float]) -> float:
+    """Returns the median, and the lower middle value of an even number: disturbances only make measurements longer."""
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def _checked_point(point: Any, index: int, *, of: str = "a cost curve") -> tuple[float, float]:
+    try:
+        size, time = map(float, point)
+    except (TypeError, ValueError, OverflowError):
+        size, time = math.nan, math.nan
+    if 0 <= size < math.inf and 0 < time < math.inf:
+        return size, time
+    raise ConfigError(
+        f"point {index} of {of} is impossible: {point!r}.",
+        remedy="A point is a size of zero bytes or more and a time of more than zero microseconds.",
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value.is_integer() else str(value)
 
 
 class Costs(Protocol):
@@ -35,18 +275,21 @@ class Costs(Protocol):
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class RingCosts:
     """Ring algorithms over `num_ranks` ranks, each with its own `link`. Raises ConfigError unless `num_ranks` is positive."""
 
-    def __init__(self, link: Link, *, num_ranks: int) -> None:
-        self._link = link
-        self._num_ranks = _checked_num_ranks(num_ranks)
+    link: Link
+    num_ranks: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_num_ranks(self.num_ranks)
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Implements `Costs` for any kind in COLLECTIVES."""
         _check_kind(kind, COLLECTIVES, "a ring")
-        hops, share = COLLECTIVES[kind](self._num_ranks) if self._num_ranks > 1 else (0, 0.0)
-        return 1e6 * (hops * self._link.hop_s + share / self._link.bytes_per_s * _sizes(num_bytes))
+        hops, share = COLLECTIVES[kind](self.num_ranks) if self.num_ranks > 1 else (0, 0.0)
+        return 1e6 * (hops * self.link.hop_s + share / self.link.bytes_per_s * np.asarray(num_bytes, dtype=np.float64))
 
 
 # The collectives inside a node that are part of a collective over all nodes.
@@ -58,6 +301,7 @@ _INSIDE = {
 
 
 @final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCosts:
     """Costs on nodes of `per_node` ranks: `inside` one node, and `across` nodes.
 
@@ -66,22 +310,22 @@ class NodeCosts:
     rank's shard across nodes; an all_gather runs inside only.
     """
 
-    def __init__(self, *, inside: Costs, across: Costs, per_node: int, is_mesh: bool = False) -> None:
-        self._inside = inside
-        self._across = across
-        self._per_node = _checked_num_ranks(per_node)
-        self._is_mesh = is_mesh
+    inside: Costs
+    across: Costs
+    per_node: int
+    is_mesh: bool = False
+
+    def __post_init__(self) -> None:
+        _check_num_ranks(self.per_node)
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Implements `Costs`."""
         _check_kind(kind, _INSIDE, "nodes")
-        sizes = _sizes(num_bytes)
+        sizes = np.asarray(num_bytes, dtype=np.float64)
         crossing = np.zeros_like(sizes)
-        if not self._is_mesh:
-            crossing = self._across.collective_us(kind, sizes / self._per_node)
-        elif kind != "all_gather":
-            crossing = self._across.collective_us("all_reduce", sizes / self._per_node)
-        return sum((self._inside.collective_us(phase, sizes) for phase in _INSIDE[kind]), start=crossing)
+        if not self.is_mesh or kind != "all_gather":
+            crossing = self.across.collective_us("all_reduce" if self.is_mesh else kind, sizes / self.per_node)
+        return sum((self.inside.collective_us(phase, sizes) for phase in _INSIDE[kind]), start=crossing)
 
 
 # Substitutes for a kind that was not measured, best first, as in a ring: an all-reduce is a reduce-scatter and an all-gather,
@@ -94,33 +338,74 @@ _STANDS_FOR: Mapping[str, tuple[tuple[float, tuple[str, ...]], ...]] = {
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class MeasuredCosts:
     """Measured costs by kind; all_reduce, reduce_scatter and all_gather substitute for each other if one was not measured."""
 
-    def __init__(self, curves: Mapping[str, CostCurve]) -> None:
-        self._curves = dict(curves)
+    curves: Mapping[str, CostCurve]
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Implements `Costs`; raises ConfigError if neither the kind nor a substitute was measured."""
         for factor, kinds in ((1.0, (kind,)), *_STANDS_FOR.get(kind, ())):
-            if self._curves.keys() >= set(kinds):
-                return factor * sum((self._curves[measured].us(num_bytes) for measured in kinds), start=np.zeros(()))
-        known = ", ".join(sorted(self._curves)) or "nothing"
+            if self.curves.keys() >= set(kinds):
+                return factor * sum((self.curves[measured].us(num_bytes) for measured in kinds), start=np.zeros(()))
+        known = ", ".join(sorted(self.curves)) or "nothing"
         raise ConfigError(
             f"what {kind} costs was not measured.", where=f"measured: {known}", remedy="Measure it, or name a link."
         )
 
 
-def _sizes(num_bytes: ArrayLike) -> NDArray[np.float64]:
-    return np.asarray(num_bytes, dtype=np.float64)
-
-
-def _checked_num_ranks(num_ranks: int) -> int:
+def _check_num_ranks(num_ranks: int) -> None:
     if num_ranks < 1:
         raise ConfigError(f"a collective is one of one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
-    return num_ranks
 
 
 def _check_kind(kind: str, known: Iterable[str], what: str) -> None:
     if kind not in known:
         raise ConfigError(f"there is no {kind} over {what}.", remedy=f"Choose one of: {', '.join(known)}.")
+
+
+def costs_for(text: str, *, num_ranks: int, per_node: int | None = None, inside: str = NODE_LINK, is_mesh: bool = False) -> Costs:
+    """Returns the costs of ring collectives over `num_ranks` ranks, each with its own link as named by `text`.
+
+    - `text`: a link, see `link_from_text`. With `per_node` it is each rank's link to other nodes: its share, if the ranks of a
+      node share one.
+    - `per_node`: ranks per node, which are connected by links `inside`. None: all ranks are connected by `text`.
+    - `is_mesh`: only ranks of one node have different shards, and nodes are replicas; see `NodeCosts`.
+
+    Raises ConfigError for an unknown link or impossible numbers of ranks.
+
+    ```python
+    costs = costs_for("25gbit", num_ranks=16, per_node=8)
+    costs.collective_us("all_reduce", [25e6])  # microseconds
+    ```
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"a network has one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
+    if per_node is not None:
+        if per_node < 1 or num_ranks % per_node:
+            raise ConfigError(
+                f"{num_ranks} ranks cannot be on nodes of {per_node} ranks each.",
+                remedy=f"Give a number of ranks per node that divides {num_ranks}.",
+            )
+        across = costs_for(text, num_ranks=num_ranks // per_node)
+        return NodeCosts(inside=costs_for(inside, num_ranks=per_node), across=across, per_node=per_node, is_mesh=is_mesh)
+    return RingCosts(link_from_text(text), num_ranks=num_ranks)
+
+
+def link_from_curve(curve: CostCurve, kind: str, *, num_ranks: int, name: str) -> Link:
+    """Returns the link on which a ring of `num_ranks` matches `curve` for collectives of that kind as closely as possible.
+
+    So a measurement between two ranks predicts 64 ranks on the same network. It uses the line of `line_through`. Raises
+    ConfigError for fewer than two ranks, or if the curve's sizes are too close together.
+    """
+    if num_ranks < 2 or not curve.is_enough:
+        reason = f"num_ranks={num_ranks}" if num_ranks < 2 else "its sizes lie too close together"
+        raise ConfigError(
+            f"no link can be made of the curve of {kind}: {reason}.",
+            remedy="Measure between two ranks or more, and sizes of which one is half as large again as another.",
+        )
+    hops, share = COLLECTIVES[kind](num_ranks)
+    latency_us, us_per_byte = line_through(curve.points)
+    bytes_per_s = share / (us_per_byte * 1e-6) if us_per_byte > 0 else math.inf
+    return Link(name=name, hop_s=latency_us * 1e-6 / hops, bytes_per_s=bytes_per_s)

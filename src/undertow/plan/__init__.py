@@ -1,14 +1,15 @@
 """Plans buckets before any gradient exists."""
 
-from undertow.plan.choose import first_plan, plan_in_order
 from undertow.plan.gather_order import GathersBehind, LaneTimes, in_backward_order, lane_period_us
 from undertow.plan.grouping import (
     SizeCaps,
     default_caps,
+    first_plan,
     group_by_size,
     group_in_pieces,
     largest_first,
     observed,
+    plan_in_order,
     reverse_registration,
 )
 from undertow.plan.layout import GroupEntry, Groups, ParamSpec, Piece, Slot, Trailer, ranks_differ, signature_bits

@@ -6,8 +6,7 @@ the lane would be idle. A gather that is still running when the next gradient is
 for several shares of a gather that may run over, and the order with the shortest period wins.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,8 +89,8 @@ def in_backward_order(times: LaneTimes) -> GathersBehind:
 
 def _gathers_last(times: LaneTimes) -> GathersBehind:
     """Puts all gathers after the last reduction, in the order in which the forward needs them."""
-    num = times.num_buckets
-    return (*((),) * (num - 1), tuple(_by_need(times, range(num))))
+    by_need = sorted(range(times.num_buckets), key=lambda bucket: (times.used_us[bucket], -bucket))
+    return (*((),) * (times.num_buckets - 1), tuple(by_need))
 
 
 def _in_gaps(times: LaneTimes, patience: float) -> GathersBehind:
@@ -99,14 +98,14 @@ def _in_gaps(times: LaneTimes, patience: float) -> GathersBehind:
     lane = _Lane(times)
     behind: list[list[int]] = []
     waiting: list[int] = []
-    for bucket in range(times.num_buckets):
+    for bucket, next_us in enumerate((*times.ready_us[1:], math.inf)):
         lane.reduce()
         waiting.append(bucket)
         behind.append([])
-        is_last = bucket == times.num_buckets - 1
-        next_us = float("inf") if is_last else times.ready_us[bucket + 1]
         while waiting:
-            chosen = _next_gather(times, lane, waiting)
+            # Of the buckets that can start first, the one that is needed first. If two are read at once, the one reduced last
+            # comes first: its layer is the earlier one.
+            chosen = min(waiting, key=lambda it: (lane.gather_start_us(it), times.used_us[it], -it))
             start_us, takes_us = lane.gather_start_us(chosen), times.gather_us[chosen]
             if start_us >= next_us or start_us + takes_us - next_us > patience * takes_us:
                 break
@@ -114,14 +113,3 @@ def _in_gaps(times: LaneTimes, patience: float) -> GathersBehind:
             waiting.remove(chosen)
             behind[-1].append(chosen)
     return tuple(map(tuple, behind))
-
-
-def _next_gather(times: LaneTimes, lane: _Lane, waiting: Sequence[int]) -> int:
-    """Returns the bucket that is needed first among the buckets that can start first."""
-    earliest_us = min(map(lane.gather_start_us, waiting))
-    return _by_need(times, [bucket for bucket in waiting if lane.gather_start_us(bucket) == earliest_us])[0]
-
-
-def _by_need(times: LaneTimes, buckets: Sequence[int]) -> list[int]:
-    """Sorts by first use. If two buckets are read at once, the one reduced last comes first: its layer is the earlier one."""
-    return sorted(buckets, key=lambda bucket: (times.used_us[bucket], -bucket))

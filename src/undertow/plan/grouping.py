@@ -1,13 +1,14 @@
-"""Decides which parameters share a bucket."""
+"""Decides which parameters share a bucket before anything is measured, and makes the plan that the settings request."""
 
-from __future__ import annotations
-
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from undertow.config import SyncConfig, bytes_from_mib
 from undertow.errors import ConfigError
 from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, member_of, piece_of, unit_numel
+from undertow.plan.plan import Plan, plan_from_groups
 
 _MIB = 1024 * 1024
 _SMALLEST, _LARGEST = float(_MIB), 25.0 * _MIB
@@ -28,14 +29,13 @@ class SizeCaps:
 
     def __post_init__(self) -> None:
         sizes = {"cap_bytes": (self.cap_bytes,), "first_bytes": self.first_bytes, "last_bytes": self.last_bytes}
-        for name, values in sizes.items():
-            for value in values:
-                if not value > 0:  # NaN is not above zero either
-                    raise ConfigError(
-                        f"a bucket size must be positive, got {name}={value}.",
-                        where="the largest sizes of buckets",
-                        remedy="Give a size above zero; math.inf puts everything into one bucket.",
-                    )
+        for name, value in ((name, value) for name, values in sizes.items() for value in values):
+            if not value > 0:  # NaN is not above zero either
+                raise ConfigError(
+                    f"a bucket size must be positive, got {name}={value}.",
+                    where="the largest sizes of buckets",
+                    remedy="Give a size above zero; math.inf puts everything into one bucket.",
+                )
 
 
 def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
@@ -62,38 +62,12 @@ def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
     return SizeCaps(cap_bytes=min(size, _LARGEST), first_bytes=ends, last_bytes=ends)
 
 
-def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps) -> tuple[tuple[int, ...], ...]:
-    """Groups consecutive parameters of `order`, as many as fit under the caps; a larger parameter gets its own bucket.
-
-    Parameters of different dtype or device go to different groups. Groups are sorted by the time at which their last member is
-    ready, which is the launch order.
-    """
-    groups = _groups(_Members(params=params, num_ranks=None), order, caps)
-    return tuple(tuple(piece.param for piece in group) for group in groups)
-
-
-def group_in_pieces(
-    params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps, *, num_ranks: int
-) -> tuple[tuple[GroupEntry, ...], ...]:
-    """Groups like `group_by_size`, but cuts a parameter above the cap into even pieces that fit.
-
-    The first piece is sent while later ones are packed. At the end of `order` the pieces shrink with the caps. A piece joins a
-    group that is less than half full; otherwise it starts a group, because a sliver is not worth a slot. Pieces
-    begin at multiples of 16 bytes and of the number of ranks; a piece of exactly one such unit may exceed a smaller cap.
-    """
-    groups = _groups(_Members(params=params, num_ranks=num_ranks), order, caps)
-    return tuple(tuple(member_of(piece, params) for piece in group) for group in groups)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Members:
-    """Size, kind and cutting of the members of groups."""
+    """Sizes and cutting of the members of groups."""
 
     params: Sequence[ParamSpec]
     num_ranks: int | None  # None if parameters stay whole
-
-    def kind(self, piece: Piece) -> Kind:
-        return self.params[piece.param].kind
 
     def num_bytes(self, piece: Piece) -> int:
         return piece.numel * self.params[piece.param].itemsize
@@ -156,7 +130,7 @@ def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[f
     while waiting:
         cap = caps_bytes[min(len(closed), len(caps_bytes) - 1)]
         piece = waiting.popleft()
-        kind = members.kind(piece)
+        kind = members.params[piece.param].kind
         first, *rest = members.cut(piece, cap, taken_bytes=sizes[kind], at_end=False)
         if kind not in open_groups or sizes[kind] + members.num_bytes(first) <= cap:
             open_groups[kind].append(first)
@@ -169,6 +143,29 @@ def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[f
             waiting.extendleft(rest)
     groups = [*closed, *open_groups.values()]
     return sorted((tuple(group) for group in groups), key=lambda group: (position[group[-1].param], group[-1].first))
+
+
+def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps) -> tuple[tuple[int, ...], ...]:
+    """Groups consecutive parameters of `order`, as many as fit under the caps; a larger parameter gets its own bucket.
+
+    Parameters of different dtype or device go to different groups. Groups are sorted by the time at which their last member is
+    ready, which is the launch order.
+    """
+    groups = _groups(_Members(params=params, num_ranks=None), order, caps)
+    return tuple(tuple(piece.param for piece in group) for group in groups)
+
+
+def group_in_pieces(
+    params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps, *, num_ranks: int
+) -> tuple[tuple[GroupEntry, ...], ...]:
+    """Groups like `group_by_size`, but cuts a parameter above the cap into even pieces that fit.
+
+    The first piece is sent while later ones are packed. At the end of `order` the pieces shrink with the caps. A piece joins a
+    group that is less than half full; otherwise it starts a group, because a sliver is not worth a slot. Pieces
+    begin at multiples of 16 bytes and of the number of ranks; a piece of exactly one such unit may exceed a smaller cap.
+    """
+    groups = _groups(_Members(params=params, num_ranks=num_ranks), order, caps)
+    return tuple(tuple(member_of(piece, params) for piece in group) for group in groups)
 
 
 def reverse_registration(num_params: int) -> tuple[int, ...]:
@@ -185,3 +182,64 @@ def observed(num_params: int, arrivals: Sequence[int]) -> tuple[int, ...]:
 def largest_first(params: Sequence[ParamSpec]) -> tuple[int, ...]:
     """Returns parameters by size in bytes, largest first; equal sizes in order of registration."""
     return tuple(sorted(range(len(params)), key=lambda i: -params[i].num_bytes))
+
+
+def first_plan(params: Sequence[ParamSpec], config: SyncConfig, *, num_ranks: int, splits: bool = False) -> Plan:
+    """Makes the plan of the first step, before any measurement; raises ConfigError if a pinned plan does not fit.
+
+    With `splits` a large parameter may be spread over several buckets. This is for sharded gradients, which need no view.
+    """
+    if config.plan is not None:
+        return _pinned_plan(params, str(config.plan), num_ranks=num_ranks, splits=splits)
+    order = largest_first(params) if config.order == "largest_first" else reverse_registration(len(params))
+    return plan_in_order(params, order, config, num_ranks=num_ranks, splits=splits)
+
+
+def plan_in_order(
+    params: Sequence[ParamSpec], order: Sequence[int], config: SyncConfig, *, num_ranks: int, splits: bool = False
+) -> Plan:
+    """Makes buckets of the configured size over `order`; with `splits`, larger parameters are cut."""
+    caps = _caps(config.bucket_cap_mb, total_bytes=sum(spec.num_bytes for spec in params), has_shards=splits)
+    if splits:
+        return plan_from_groups(params, group_in_pieces(params, order, caps, num_ranks=num_ranks), num_ranks=num_ranks)
+    return plan_from_groups(params, group_by_size(params, order, caps), num_ranks=num_ranks)
+
+
+def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int, has_shards: bool) -> SizeCaps:
+    if bucket_cap_mb is None:
+        return default_caps(total_bytes, has_shards=has_shards)
+    if isinstance(bucket_cap_mb, tuple):
+        *first, rest = (bytes_from_mib(cap, name="bucket_cap_mb") for cap in bucket_cap_mb)
+        return SizeCaps(cap_bytes=rest, first_bytes=tuple(first))
+    cap = bytes_from_mib(bucket_cap_mb, name="bucket_cap_mb")
+    small = min(cap, math.ceil(bytes_from_mib(1.0, name="first bucket")))
+    return SizeCaps(cap_bytes=cap, first_bytes=(small,), last_bytes=(small,))
+
+
+def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int, splits: bool) -> Plan:
+    pinned = Plan.from_json(text)
+    for mine, planned in zip(params, pinned.params, strict=False):
+        if mine.is_sparse != planned.is_sparse:
+            raise _another_model(f"gradients of {mine.name!r} are sparse in {'the model' if mine.is_sparse else 'the plan'} only")
+        if (mine.name, mine.shape, mine.dtype) != (planned.name, planned.shape, planned.dtype):
+            raise _another_model(
+                f"it has {planned.name!r} {planned.shape} {planned.dtype} where the model has "
+                f"{mine.name!r} {mine.shape} {mine.dtype}"
+            )
+    if len(params) != len(pinned.params):
+        raise _another_model(f"it has {len(pinned.params)} parameters, the model {len(params)}")
+    if pinned.split_params and not splits:
+        raise ConfigError(
+            f"the saved plan cuts parameter {params[min(pinned.split_params)].name!r} into pieces.",
+            where="a gradient that is not sharded lies in one bucket as a whole",
+            remedy="Use this plan with a sharded optimizer, or leave SyncConfig(plan=...) out.",
+        )
+    return plan_from_groups(params, pinned.groups, num_ranks=num_ranks)
+
+
+def _another_model(difference: str) -> ConfigError:
+    return ConfigError(
+        "the saved plan is for another model.",
+        where=difference,
+        remedy="Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
+    )

@@ -14,12 +14,10 @@ only as "not zero", which is exact in any dtype. A flag of `used` is NaN if the 
 any dtype too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate, pairwise
 from reprlib import repr as brief
 from typing import Any
 
@@ -28,172 +26,6 @@ from undertow.errors import ConfigError
 _ALIGN_BYTES = 16
 _STEP_BITS, _GENERATION_BITS, _MODE_BITS = 12, 8, 4
 SIGNATURE_BITS = _STEP_BITS + _GENERATION_BITS + _MODE_BITS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Consecutive elements of one parameter, counted in memory order."""
-
-    param: int  # index into Plan.params
-    first: int  # elements, inclusive
-    stop: int  # elements, exclusive; equal to first for a parameter without elements
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.first <= self.stop:
-            raise ConfigError(
-                f"the piece of parameter {self.param} is impossible: [{self.first}, {self.stop}).",
-                remedy="A piece begins at zero or later and does not end before it begins.",
-            )
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.first
-
-
-GroupEntry = int | Piece  # member of a group: the index of a whole parameter, or a piece of one
-Groups = tuple[tuple[GroupEntry, ...], ...]  # the contents of each bucket of a plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """Place of one parameter's gradient, or of a piece of it, inside a bucket."""
-
-    param: int  # index into Plan.params
-    start: int  # elements, inclusive
-    stop: int  # elements, exclusive; equal to start for a parameter without elements
-    first: int = 0  # element of the parameter, in memory order, that is at start
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.start <= self.stop and self.first >= 0):
-            raise ConfigError(
-                f"the slot of parameter {self.param} is impossible: [{self.start}, {self.stop}), first element {self.first}.",
-                remedy="A slot starts at zero or later and does not end before it starts.",
-            )
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def piece(self) -> Piece:
-        """The part of the parameter that this slot holds."""
-        return Piece(param=self.param, first=self.first, stop=self.first + self.numel)
-
-
-@dataclass(frozen=True, kw_only=True)  # without slots: each field is computed from the one before it, and cached
-class Trailer:
-    """Fields after the gradients of a bucket, as half-open ranges of the bucket's storage.
-
-    Only the last bucket, which is sent at the end of backward, carries the verdict: four flags and a busy time for each of
-    `num_ranks` ranks, and `num_late` flags, one per bucket. In the other buckets both numbers are zero and these fields are
-    empty.
-    """
-
-    start: int
-    num_slots: int
-    num_late: int = 0
-    num_ranks: int = 0
-
-    @cached_property
-    def used(self) -> range:
-        """One flag per slot: a gradient arrived since the last synchronization. NaN: it arrived and is not finite."""
-        return range(self.start, self.start + self.num_slots)
-
-    @cached_property
-    def signature(self) -> range:
-        """The bits of `signature_bits`, followed by their complements."""
-        return range(self.used.stop, self.used.stop + 2 * SIGNATURE_BITS)
-
-    @cached_property
-    def failed(self) -> range:
-        """One small number per rank: non-zero if it failed in this step, above 1 to give the reason. Last bucket only."""
-        return range(self.signature.stop, self.signature.stop + self.num_ranks)
-
-    @cached_property
-    def changed(self) -> range:
-        """One flag per rank, set if its parameters differ from the plan's. In the last bucket only."""
-        return range(self.failed.stop, self.failed.stop + self.num_ranks)
-
-    @cached_property
-    def buffers(self) -> range:
-        """One flag per rank, set if its buffers differ from the ones that were compared. In the last bucket only."""
-        return range(self.changed.stop, self.changed.stop + self.num_ranks)
-
-    @cached_property
-    def nonfinite(self) -> range:
-        """One flag per rank, set if one of its gradients is not finite. In the last bucket only."""
-        return range(self.buffers.stop, self.buffers.stop + self.num_ranks)
-
-    @cached_property
-    def late(self) -> range:
-        """One flag per bucket, set if one of its gradients arrived again after the bucket was sent. In the last bucket only."""
-        return range(self.nonfinite.stop, self.nonfinite.stop + self.num_late)
-
-    @cached_property
-    def busy(self) -> range:
-        """One time per rank in milliseconds, each written by its own rank. In the last bucket only."""
-        return range(self.late.stop, self.late.stop + self.num_ranks)
-
-    @property
-    def has_verdict(self) -> bool:
-        return self.num_late > 0
-
-    @cached_property
-    def stop(self) -> int:
-        return self.busy.stop
-
-
-def signature_bits(*, step: int, generation: int, mode: int | None, has_other_op: bool = False) -> tuple[int, ...]:
-    """Returns bits that encode a rank's step, generation and mode, then their complements.
-
-    A rank whose mode is None accepts the mode of the others. `has_other_op` marks a synchronization with another op than the
-    settings'. Summed over ranks, a bit and its complement are both non-zero exactly if ranks differ.
-    """
-    generation ^= has_other_op << (_GENERATION_BITS - 1)  # ranks have the same generation
-    fields = [(step, _STEP_BITS), (generation, _GENERATION_BITS), (mode or 0, _MODE_BITS)]
-    bits = [(value >> bit) & 1 for value, width in fields for bit in range(width)]
-    complements = [1 - bit for bit in bits]
-    if mode is None:
-        complements[-_MODE_BITS:] = [0] * _MODE_BITS
-    return (*bits, *complements)
-
-
-def ranks_differ(signature: Sequence[bool]) -> bool:
-    """Returns True if a reduced signature, given as non-zero flags, shows that ranks differ."""
-    half = len(signature) // 2
-    return any(bit and complement for bit, complement in zip(signature[:half], signature[half:], strict=True))
-
-
-def piece_of(member: GroupEntry, params: Sequence[ParamSpec]) -> Piece:
-    """Returns the piece that `member` of a group holds."""
-    if isinstance(member, Piece):
-        return member
-    return Piece(param=member, first=0, stop=params[member].slot_numel)
-
-
-def member_of(piece: Piece, params: Sequence[ParamSpec]) -> GroupEntry:
-    """Returns the member of a group that holds `piece`: the parameter's index if the piece is the whole parameter."""
-    return piece.param if piece == piece_of(piece.param, params) else piece
-
-
-def slots_of(group: Sequence[Piece]) -> tuple[Slot, ...]:
-    """Lays the pieces of `group` one after the other."""
-    slots, start = [], 0
-    for piece in group:
-        slots.append(Slot(param=piece.param, start=start, stop=start + piece.numel, first=piece.first))
-        start = slots[-1].stop
-    return tuple(slots)
-
-
-def unit_numel(*, itemsize: int, num_ranks: int) -> int:
-    """Returns the fewest elements that are a multiple of the number of ranks and of 16 bytes."""
-    return math.lcm(num_ranks, _ALIGN_BYTES // math.gcd(_ALIGN_BYTES, itemsize))
-
-
-def padded_numel(numel: int, *, itemsize: int, num_ranks: int) -> int:
-    """Returns the least multiple of the number of ranks and of 16 bytes that holds `numel` elements."""
-    unit = unit_numel(itemsize=itemsize, num_ranks=num_ranks)
-    return -(-numel // unit) * unit
 
 
 MOST = 2**63 - 1  # largest count: a signed integer of 64 bits
@@ -252,7 +84,144 @@ class ParamSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, as in JSON."""
-        values = {**asdict(self), "shape": list(self.shape)}
-        if self.own_dtype is None:
-            del values["own_dtype"]
-        return values
+        return {name: value for name, value in asdict(self).items() if value is not None} | {"shape": list(self.shape)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Consecutive elements of one parameter, counted in memory order."""
+
+    param: int  # index into Plan.params
+    first: int  # elements, inclusive
+    stop: int  # elements, exclusive; equal to first for a parameter without elements
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.stop:
+            raise ConfigError(
+                f"the piece of parameter {self.param} is impossible: [{self.first}, {self.stop}).",
+                remedy="A piece begins at zero or later and does not end before it begins.",
+            )
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.first
+
+
+GroupEntry = int | Piece  # member of a group: the index of a whole parameter, or a piece of one
+Groups = tuple[tuple[GroupEntry, ...], ...]  # the contents of each bucket of a plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Place of one parameter's gradient, or of a piece of it, inside a bucket."""
+
+    param: int  # index into Plan.params
+    start: int  # elements, inclusive
+    stop: int  # elements, exclusive; equal to start for a parameter without elements
+    first: int = 0  # element of the parameter, in memory order, that is at start
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.start <= self.stop and self.first >= 0):
+            raise ConfigError(
+                f"the slot of parameter {self.param} is impossible: [{self.start}, {self.stop}), first element {self.first}.",
+                remedy="A slot starts at zero or later and does not end before it starts.",
+            )
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def piece(self) -> Piece:
+        """The part of the parameter that this slot holds."""
+        return Piece(param=self.param, first=self.first, stop=self.first + self.numel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trailer:
+    """Fields after the gradients of a bucket, as half-open ranges of the bucket's storage.
+
+    Only the last bucket, which is sent at the end of backward, carries the verdict: in the other buckets all fields after
+    `signature` are empty.
+    """
+
+    used: range  # one flag per slot: a gradient arrived since the last synchronization. NaN: it arrived and is not finite
+    signature: range  # the bits of `signature_bits`, followed by their complements
+    failed: range  # one small number per rank: non-zero if it failed in this step, above 1 to give the reason
+    changed: range  # one flag per rank, set if its parameters differ from the plan's
+    buffers: range  # one flag per rank, set if its buffers differ from the ones that were compared
+    nonfinite: range  # one flag per rank, set if one of its gradients is not finite
+    late: range  # one flag per bucket, set if one of its gradients arrived again after the bucket was sent
+    busy: range  # one time per rank in milliseconds, each written by its own rank
+
+    @property
+    def start(self) -> int:
+        return self.used.start
+
+    @property
+    def stop(self) -> int:
+        return self.busy.stop
+
+    @property
+    def has_verdict(self) -> bool:
+        return len(self.late) > 0
+
+
+def trailer_at(start: int, *, num_slots: int, num_late: int = 0, num_ranks: int = 0) -> Trailer:
+    """Lays out a trailer from `start` on; with a verdict for the last bucket of `num_late`, and `num_ranks` ranks."""
+    ends = accumulate((num_slots, 2 * SIGNATURE_BITS, *[num_ranks] * 4, num_late, num_ranks), initial=start)
+    names = (field.name for field in fields(Trailer))
+    return Trailer(**{name: range(first, stop) for name, (first, stop) in zip(names, pairwise(ends), strict=True)})
+
+
+def signature_bits(*, step: int, generation: int, mode: int | None, has_other_op: bool = False) -> tuple[int, ...]:
+    """Returns bits that encode a rank's step, generation and mode, then their complements.
+
+    A rank whose mode is None accepts the mode of the others. `has_other_op` marks a synchronization with another op than the
+    settings'. Summed over ranks, a bit and its complement are both non-zero exactly if ranks differ.
+    """
+    generation ^= has_other_op << (_GENERATION_BITS - 1)  # ranks have the same generation
+    numbers = [(step, _STEP_BITS), (generation, _GENERATION_BITS), (mode or 0, _MODE_BITS)]
+    bits = [(value >> bit) & 1 for value, width in numbers for bit in range(width)]
+    complements = [1 - bit for bit in bits]
+    if mode is None:
+        complements[-_MODE_BITS:] = [0] * _MODE_BITS
+    return (*bits, *complements)
+
+
+def ranks_differ(signature: Sequence[bool]) -> bool:
+    """Returns True if a reduced signature, given as non-zero flags, shows that ranks differ."""
+    half = len(signature) // 2
+    return any(bit and complement for bit, complement in zip(signature[:half], signature[half:], strict=True))
+
+
+def piece_of(member: GroupEntry, params: Sequence[ParamSpec]) -> Piece:
+    """Returns the piece that `member` of a group holds."""
+    if isinstance(member, Piece):
+        return member
+    return Piece(param=member, first=0, stop=params[member].slot_numel)
+
+
+def member_of(piece: Piece, params: Sequence[ParamSpec]) -> GroupEntry:
+    """Returns the member of a group that holds `piece`: the parameter's index if the piece is the whole parameter."""
+    return piece.param if piece == piece_of(piece.param, params) else piece
+
+
+def slots_of(group: Sequence[Piece]) -> tuple[Slot, ...]:
+    """Lays the pieces of `group` one after the other."""
+    ends = accumulate((piece.numel for piece in group), initial=0)
+    return tuple(
+        Slot(param=piece.param, start=start, stop=stop, first=piece.first)
+        for piece, (start, stop) in zip(group, pairwise(ends), strict=True)
+    )
+
+
+def unit_numel(*, itemsize: int, num_ranks: int) -> int:
+    """Returns the fewest elements that are a multiple of the number of ranks and of 16 bytes."""
+    return math.lcm(num_ranks, _ALIGN_BYTES // math.gcd(_ALIGN_BYTES, itemsize))
+
+
+def padded_numel(numel: int, *, itemsize: int, num_ranks: int) -> int:
+    """Returns the least multiple of the number of ranks and of 16 bytes that holds `numel` elements."""
+    unit = unit_numel(itemsize=itemsize, num_ranks=num_ranks)
+    return -(-numel // unit) * unit

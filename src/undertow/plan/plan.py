@@ -1,7 +1,5 @@
 """The plan: each parameter's bucket, the order of buckets, and the layout of each bucket."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import defaultdict
@@ -27,12 +25,11 @@ from undertow.plan.layout import (
     padded_numel,
     piece_of,
     slots_of,
+    trailer_at,
 )
 
 _MOST_RANKS = 1 << 20  # a simulation stores times of each rank
 _FORMAT = 1
-
-_Place = tuple[int, Piece]  # index of a bucket, and the part of a parameter in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +115,13 @@ class Plan:
                 "format": _FORMAT,
                 "num_ranks": self.num_ranks,
                 "params": [spec.to_dict() for spec in self.params],
-                "buckets": [[_member_to_json(member) for member in group] for group in self.groups],
+                "buckets": [[member_to_json(member) for member in group] for group in self.groups],
             },
             sort_keys=True,
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> "Plan":
         """Reads a plan that `to_json` wrote; raises ConfigError for any other text."""
         try:
             data = parsed_json(text)
@@ -146,7 +143,8 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _member_to_json(member: GroupEntry) -> int | list[int]:
+def member_to_json(member: GroupEntry) -> int | list[int]:
+    """Returns a member as `member_from_json` reads it."""
     return [member.param, member.first, member.stop] if isinstance(member, Piece) else member
 
 
@@ -181,7 +179,7 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[Piece], index: int, num
     slots = slots_of(group)
     first = params[group[0].param] if group else ParamSpec(name="", shape=(), dtype="float32", itemsize=4)
     verdict = {"num_late": num_buckets, "num_ranks": num_ranks} if index == num_buckets - 1 else {}
-    trailer_numel = Trailer(start=0, num_slots=len(slots), **verdict).stop
+    trailer_numel = trailer_at(0, num_slots=len(slots), **verdict).stop
     numel = slots[-1].stop if slots else 0
     sharded_numel = padded_numel(numel, itemsize=first.itemsize, num_ranks=num_ranks)
     storage_numel = padded_numel(sharded_numel + trailer_numel, itemsize=first.itemsize, num_ranks=num_ranks)
@@ -192,7 +190,7 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[Piece], index: int, num
         device=first.device,
         is_sparse=first.is_sparse,
         slots=slots,
-        trailer=Trailer(start=storage_numel - trailer_numel, num_slots=len(slots), **verdict),
+        trailer=trailer_at(storage_numel - trailer_numel, num_slots=len(slots), **verdict),
         shard_numel=sharded_numel // num_ranks,
         storage_numel=storage_numel,
         own_dtype=first.own_dtype,
@@ -200,49 +198,44 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[Piece], index: int, num
 
 
 def _check_each_is_held_once(params: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> None:
-    places: dict[int, list[_Place]] = defaultdict(list)
+    held: dict[int, list[tuple[int, Piece]]] = defaultdict(list)  # by parameter: index of a bucket, and the piece in it
     for index, bucket in enumerate(buckets):
         for slot in bucket.slots:
-            places[slot.param].append((index, slot.piece))
-    for param in sorted({*range(len(params)), *places}):
-        numel = params[param].slot_numel if param in range(len(params)) else None
-        if not _is_held_once(places[param], numel):
-            raise _not_held_once(param, places[param], params)
+            held[slot.param].append((index, slot.piece))
+    what = f"a plan must hold each of its {len(params)} parameters exactly once."
+    for param in sorted({*range(len(params)), *held}):
+        places, whole = held[param], piece_of(param, params) if param in range(len(params)) else None
+        if whole is None or all(piece == whole for _, piece in places):
+            if whole is None or len(places) != 1:
+                name = f"parameter {param}" if whole is None else f"parameter {param} ({params[param].name!r})"
+                raise ConfigError(
+                    what,
+                    where=f"first difference: {name} is in {len(places)} slots",
+                    remedy="Make the plan from the parameters of this model.",
+                )
+        elif not _are_in_sequence(places, whole.stop):
+            slots = ", ".join(f"[{piece.first}, {piece.stop}) in bucket {bucket}" for bucket, piece in places)
+            raise ConfigError(
+                what,
+                where=f"first difference: parameter {param} ({params[param].name!r}) has elements [0, {whole.stop}), "
+                f"its slots hold {slots}",
+                remedy="The pieces of a parameter follow each other without gaps, each in a later bucket.",
+            )
 
 
-def _is_held_once(places: Sequence[_Place], numel: int | None) -> bool:
+def _are_in_sequence(places: Sequence[tuple[int, Piece]], numel: int) -> bool:
     """Returns True if the pieces hold `numel` elements from first to last, each in a later bucket than the one before."""
     pieces = [piece for _, piece in places]
-    if len(pieces) != 1 and not all(piece.numel for piece in pieces):
-        return False
     follow_each_other = [0, *(piece.stop for piece in pieces)] == [*(piece.first for piece in pieces), numel]
-    return bool(pieces) and follow_each_other and all(earlier < later for (earlier, _), (later, _) in pairwise(places))
-
-
-def _not_held_once(param: int, places: Sequence[_Place], params: Sequence[ParamSpec]) -> ConfigError:
-    what = f"a plan must hold each of its {len(params)} parameters exactly once."
-    whole = piece_of(param, params) if param in range(len(params)) else None
-    name = f"parameter {param} ({params[param].name!r})" if whole else f"parameter {param}"
-    if whole is None or all(piece == whole for _, piece in places):
-        return ConfigError(
-            what,
-            where=f"first difference: {name} is in {len(places)} slots",
-            remedy="Make the plan from the parameters of this model.",
-        )
-    held = ", ".join(f"[{piece.first}, {piece.stop}) in bucket {bucket}" for bucket, piece in places)
-    return ConfigError(
-        what,
-        where=f"first difference: {name} has elements [0, {whole.stop}), its slots hold {held}",
-        remedy="The pieces of a parameter follow each other without gaps, each in a later bucket.",
-    )
+    are_later = all(earlier < later for (earlier, _), (later, _) in pairwise(places))
+    return follow_each_other and are_later and all(piece.numel for piece in pieces)
 
 
 def _check_bucket(bucket: Bucket, params: Sequence[ParamSpec]) -> None:
     end = 0
     for slot in bucket.slots:
         spec = params[slot.param]
-        is_of_kind = spec.kind == bucket.kind
-        if slot.start < end or not is_of_kind:
+        if slot.start < end or spec.kind != bucket.kind:
             raise ConfigError(
                 f"parameter {spec.name!r} does not fit its slot [{slot.start}, {slot.stop}) of bucket {bucket.index}.",
                 where=f"it has {spec.slot_numel} elements of {spec.dtype} on {spec.device}; the bucket holds {bucket.dtype} "

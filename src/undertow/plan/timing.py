@@ -12,8 +12,6 @@ much. Counted from the first bucket on, this is the same recursion with -u for t
     K = max(K, -earliest use) + C(bytes),   stall = max(0, K)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +23,8 @@ from undertow.cost.costs import Costs
 from undertow.errors import ConfigError
 from undertow.plan.layout import GroupEntry, ParamSpec, Piece
 
+Floats = NDArray[np.float64]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:
@@ -35,10 +35,17 @@ class StepTiming:
     used_us: Sequence[float] = ()  # by parameter: first read in forward, since forward began; only for shards
 
     def __post_init__(self) -> None:
-        _check_us("backward_end_us", self.backward_end_us)
+        named = [("backward_end_us", self.backward_end_us)]
         for name, times in (("ready_us", self.ready_us), ("used_us", self.used_us)):
-            for param, time in enumerate(times):
-                _check_us(f"{name} of parameter {param}", time)
+            named += [(f"{name} of parameter {param}", time_us) for param, time_us in enumerate(times)]
+        for name, time_us in named:
+            if not 0 <= time_us < math.inf:  # also false for NaN
+                raise ConfigError(
+                    f"a time of a step must be finite and not negative, got {time_us}.",
+                    where=name,
+                    remedy="Count from the beginning of the step or of forward; "
+                    "a gradient that never comes is ready when backward ends.",
+                )
 
 
 def check_timing(params: Sequence[ParamSpec], timing: StepTiming, *, has_shards: bool) -> None:
@@ -92,17 +99,6 @@ def _through_us(starts: Iterable[float], times: Iterable[float]) -> float:
         through = max(through, start) + time
     return through
 
-
-def _check_us(name: str, time_us: float) -> None:
-    if not 0 <= time_us < math.inf:  # also false for NaN
-        raise ConfigError(
-            f"a time of a step must be finite and not negative, got {time_us}.",
-            where=name,
-            remedy="Count from the beginning of the step or of forward; a gradient that never comes is ready when backward ends.",
-        )
-
-
-Floats = NDArray[np.float64]
 
 # Number of sizes between 1 byte and the total at which a cost is looked up; a cell is then a sixth of a percent wide for 1 GB.
 _NUM_SIZES = 12288

@@ -1,10 +1,9 @@
 """The ops of one step: lowered from a plan, verified, printed, and released as gradients arrive."""
 
-from undertow.schedule.arrivals import Arrivals, SerialArrivals
 from undertow.schedule.lower import gathers_after_reductions, lower_accumulation, lower_data_parallel, lower_in_backward
-from undertow.schedule.op import Buffer, Op, OpKind, Schedule, schedule_from_text
-from undertow.schedule.placement import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, Placement, Strategy, strategy_named
-from undertow.schedule.tracker import Releases, Tracker
+from undertow.schedule.op import Buffer, Op, OpKind, Schedule
+from undertow.schedule.strategies import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, Placement, Strategy, strategy_named
+from undertow.schedule.tracker import Arrivals, Releases, SerialArrivals, Tracker
 from undertow.schedule.verify import verify
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "lower_accumulation",
     "lower_data_parallel",
     "lower_in_backward",
-    "schedule_from_text",
     "strategy_named",
     "verify",
 ]

@@ -1,12 +1,10 @@
 """Lowers a number of buckets and a strategy to the ops of one step."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from undertow.errors import ConfigError
 from undertow.schedule.op import COLLECTIVES, COMPUTE, UPDATE, Buffer, Op, OpKind, Schedule
-from undertow.schedule.placement import DDP, Strategy
+from undertow.schedule.strategies import DDP, Strategy
 
 # The axis over which ranks have different shards, and the axis over which they have the same shard.
 _INSIDE, _ACROSS = "comm.inside", "comm.across"
@@ -24,15 +22,13 @@ def lower_data_parallel(
     """
     build = _Builder(strategy)
     reductions, join = build.backward(num_buckets, overlap=overlap)
-    step = build.step(after=build.binds(reductions, join=join))
+    owned = "param" if strategy.gather is None else "own"
+    binds = build.binds(reductions, join=join)
+    step = build.add(OpKind.STEP, None, reads=(build.reduced,), writes=(owned,), after=binds)
     if strategy.gather is None:
-        build.add(OpKind.USE, None, reads=("param",), after=(step,))
-        return build.schedule
-    order = tuple(reversed(range(num_buckets)) if gather_order is None else gather_order)
-    gathers = [build.gather(bucket, after=step) for bucket in order]
-    for bucket, gather in zip(order, gathers, strict=True):
-        build.add(OpKind.USE, bucket, reads=("param",), after=(gather,))
-    return build.schedule
+        return build.uses({None: step})
+    order = reversed(range(num_buckets)) if gather_order is None else gather_order
+    return build.uses({bucket: build.gather(bucket, after=step) for bucket in order})
 
 
 def lower_in_backward(num_buckets: int, strategy: Strategy, gathers_behind: Sequence[Sequence[int]] | None = None) -> Schedule:
@@ -47,14 +43,14 @@ def lower_in_backward(num_buckets: int, strategy: Strategy, gathers_behind: Sequ
     build = _Builder(strategy, backward_reads=("param",))
     fills: list[int] = []
     steps: list[int] = []
-    gathers: dict[int, int] = {}
+    gathers: dict[int | None, int] = {}
     for bucket in range(num_buckets):
         full = build.fill(bucket)
         fills.append(full)
         if bucket == num_buckets - 1:
-            full = end = build.add(OpKind.END, None, after=tuple(fills))
+            full = end = build.add(OpKind.END, None, after=fills)
         reduction = build.pack_and_reduce(bucket, after=full)
-        steps.append(build.step_of(bucket, after=reduction))
+        steps.append(build.add(OpKind.STEP, bucket, reads=(build.reduced,), writes=("own",), after=[reduction]))
         for gathered in behind[bucket]:
             if gathered > bucket:
                 raise ConfigError(
@@ -63,11 +59,8 @@ def lower_in_backward(num_buckets: int, strategy: Strategy, gathers_behind: Sequ
                     remedy="Put its gather behind its own reduction, or a later one.",
                 )
             gathers[gathered] = build.gather(gathered, after=steps[gathered])
-    join = build.add(OpKind.JOIN, None, after=(end,))
-    build.binds(steps, join=join)
-    for bucket, gather in gathers.items():
-        build.add(OpKind.USE, bucket, reads=("param",), after=(gather,))
-    return build.schedule
+    build.binds(steps, join=build.add(OpKind.JOIN, None, after=[end]))
+    return build.uses(gathers)
 
 
 def gathers_after_reductions(num_buckets: int) -> tuple[tuple[int, ...], ...]:
@@ -81,29 +74,25 @@ def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
     if strategy.reduces_micro_batches:
         reductions, join = build.backward(num_buckets, overlap=True)
         build.binds(reductions, join=join)
-        return build.schedule
+        return Schedule(tuple(build.ops))
     fills, binds = [], []
     for bucket in range(num_buckets):
         fills.append(build.fill(bucket))
-        pack = build.add(OpKind.PACK, bucket, reads=("grad",), writes=("grad",), after=(fills[-1],))
-        binds.append(build.add(OpKind.BIND, bucket, reads=("grad",), after=(pack,)))
-    end = build.add(OpKind.END, None, after=tuple(fills))
+        pack = build.add(OpKind.PACK, bucket, reads=("grad",), writes=("grad",), after=fills[-1:])
+        binds.append(build.add(OpKind.BIND, bucket, reads=("grad",), after=[pack]))
+    end = build.add(OpKind.END, None, after=fills)
     build.add(OpKind.JOIN, None, after=(end, *binds))
-    return build.schedule
+    return Schedule(tuple(build.ops))
 
 
 class _Builder:
-    """Builds a schedule and numbers its ops."""
+    """Builds the ops of a schedule and numbers them."""
 
     def __init__(self, strategy: Strategy, *, backward_reads: tuple[str, ...] = ()) -> None:
-        self._ops: list[Op] = []
+        self.ops: list[Op] = []
+        self.reduced = "grad" if strategy.reduction is OpKind.ALL_REDUCE else "shard"
         self._backward_reads = backward_reads
         self._reduction, self._crossing = strategy.reduction, strategy.crossing
-        self._reduced = "grad" if strategy.reduction is OpKind.ALL_REDUCE else "shard"
-
-    @property
-    def schedule(self) -> Schedule:
-        return Schedule(tuple(self._ops))
 
     def add(
         self,
@@ -112,19 +101,21 @@ class _Builder:
         *,
         reads: tuple[str, ...] = (),
         writes: tuple[str, ...] = (),
-        after: tuple[int, ...] = (),
+        after: Iterable[int] = (),
     ) -> int:
-        steps_in_backward = kind is OpKind.STEP and bucket is not None
+        lane = UPDATE if kind is OpKind.STEP and bucket is not None else COMPUTE
+        if kind in COLLECTIVES:
+            lane = _ONLY if self._crossing is None else _ACROSS if kind is self._crossing else _INSIDE
         op = Op(
-            id=len(self._ops),
-            lane=self._lane_of(kind) if kind in COLLECTIVES else UPDATE if steps_in_backward else COMPUTE,
+            id=len(self.ops),
+            lane=lane,
             kind=kind,
             bucket=bucket,
             reads=tuple(Buffer(name, bucket) for name in reads),
             writes=tuple(Buffer(name, bucket) for name in writes),
-            after=after,
+            after=tuple(after),
         )
-        self._ops.append(op)
+        self.ops.append(op)
         return op.id
 
     def backward(self, num_buckets: int, *, overlap: bool) -> tuple[list[int], int]:
@@ -135,42 +126,32 @@ class _Builder:
             fills.append(self.fill(bucket))
             if overlap and bucket < num_buckets - 1:
                 reductions.append(self.pack_and_reduce(bucket, after=fills[bucket]))
-        end = self.add(OpKind.END, None, after=tuple(fills))
+        end = self.add(OpKind.END, None, after=fills)
         for bucket in range(len(reductions), num_buckets):
             reductions.append(self.pack_and_reduce(bucket, after=end))
-        return reductions, self.add(OpKind.JOIN, None, after=(end,))
+        return reductions, self.add(OpKind.JOIN, None, after=[end])
 
     def fill(self, bucket: int) -> int:
         """Adds the op that stands for autograd producing the bucket's gradients."""
         return self.add(OpKind.FILL, bucket, reads=self._backward_reads, writes=("grad",))
 
-    def binds(self, reduced: Sequence[int], *, join: int) -> tuple[int, ...]:
+    def pack_and_reduce(self, bucket: int, *, after: int) -> int:
+        pack = self.add(OpKind.PACK, bucket, reads=("grad",), writes=("grad",), after=[after])
+        reduction = self.add(self._reduction, bucket, reads=("grad",), writes=(self.reduced,), after=[pack])
+        if self._crossing is None:
+            return reduction
+        return self.add(self._crossing, bucket, reads=(self.reduced,), writes=(self.reduced,), after=[reduction])
+
+    def binds(self, reduced: Sequence[int], *, join: int) -> list[int]:
         """Makes the compute lane wait for every bucket."""
-        return tuple(
-            self.add(OpKind.BIND, bucket, reads=(self._reduced,), after=(last, join)) for bucket, last in enumerate(reduced)
-        )
-
-    def step(self, *, after: tuple[int, ...]) -> int:
-        """Adds the optimizer's update of this rank's parameters."""
-        owned = "param" if self._reduced == "grad" else "own"
-        return self.add(OpKind.STEP, None, reads=(self._reduced,), writes=(owned,), after=after)
-
-    def step_of(self, bucket: int, *, after: int) -> int:
-        """Adds the optimizer's update of this rank's part of one bucket."""
-        return self.add(OpKind.STEP, bucket, reads=(self._reduced,), writes=("own",), after=(after,))
+        return [self.add(OpKind.BIND, bucket, reads=(self.reduced,), after=(last, join)) for bucket, last in enumerate(reduced)]
 
     def gather(self, bucket: int, *, after: int) -> int:
         """Adds the op that gives every rank the other ranks' updates of a bucket."""
-        return self.add(OpKind.ALL_GATHER, bucket, reads=("own",), writes=("param",), after=(after,))
+        return self.add(OpKind.ALL_GATHER, bucket, reads=("own",), writes=("param",), after=[after])
 
-    def pack_and_reduce(self, bucket: int, *, after: int) -> int:
-        pack = self.add(OpKind.PACK, bucket, reads=("grad",), writes=("grad",), after=(after,))
-        reduction = self.add(self._reduction, bucket, reads=("grad",), writes=(self._reduced,), after=(pack,))
-        if self._crossing is None:
-            return reduction
-        return self.add(self._crossing, bucket, reads=(self._reduced,), writes=(self._reduced,), after=(reduction,))
-
-    def _lane_of(self, kind: OpKind) -> str:
-        if self._crossing is None:
-            return _ONLY
-        return _ACROSS if kind is self._crossing else _INSIDE
+    def uses(self, gathers: Mapping[int | None, int]) -> Schedule:
+        """Makes the next forward wait for each gather, or for the step of all buckets. Returns the schedule."""
+        for bucket, op_id in gathers.items():
+            self.add(OpKind.USE, bucket, reads=("param",), after=[op_id])
+        return Schedule(tuple(self.ops))

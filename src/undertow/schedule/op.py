@@ -1,9 +1,5 @@
-"""The operations of one step, as data that can be printed and parsed."""
+"""The operations of one step, as data that can be printed."""
 
-from __future__ import annotations
-
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -48,7 +44,7 @@ class Buffer:
         """Name of the memory that contains this buffer."""
         return _PART_OF.get(self.name, self.name)
 
-    def overlaps(self, other: Buffer) -> bool:
+    def overlaps(self, other: "Buffer") -> bool:
         return self.memory == other.memory and (None in (self.bucket, other.bucket) or self.bucket == other.bucket)
 
     def __str__(self) -> str:
@@ -94,84 +90,21 @@ class Schedule:
         return tuple(op for op in self.ops if op.kind in COLLECTIVES)
 
     def to_text(self) -> str:
-        """Returns a table with one line per op; `schedule_from_text` reads it back."""
-        rows = [_COLUMNS, *(_row(op) for op in self.ops)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+        """Returns a table with one line per op."""
+        rows = [_COLUMNS, *map(_row, self.ops)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
         return "\n".join(lines) + "\n"
 
 
 _COLUMNS = ("id", "lane", "kind", "bucket", "reads", "writes", "after")
-_EMPTY = "-"
-_BUFFER = re.compile(r"(?P<name>\w+)\[(?P<bucket>b\d+|\*)\]")
-
-
-def schedule_from_text(text: str) -> Schedule:
-    """Parses a schedule that `Schedule.to_text` printed; raises ConfigError, naming the line, for any other text."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines or tuple(lines[0].split()) != _COLUMNS:
-        raise ConfigError("this is no schedule: the first line is not its header.", remedy=f"Expected: {' '.join(_COLUMNS)}")
-    return Schedule(tuple(_op_from_line(line.strip()) for line in lines[1:]))
-
-
-def _op_from_line(line: str) -> Op:
-    cells = re.split(r"\s{2,}", line)
-    if len(cells) != len(_COLUMNS):
-        raise _no_op(line, f"it has {len(cells)} columns, expected {len(_COLUMNS)}")
-    try:
-        op_id, lane, kind, bucket, reads, writes, after = cells
-        return Op(
-            id=int(op_id),
-            lane=lane,
-            kind=OpKind(kind),
-            bucket=_bucket_from_text(bucket),
-            reads=tuple(_buffer_from_text(cell) for cell in _cells(reads)),
-            writes=tuple(_buffer_from_text(cell) for cell in _cells(writes)),
-            after=tuple(int(cell) for cell in _cells(after)),
-        )
-    except ValueError as error:
-        raise _no_op(line, str(error)) from error
-
-
-def _no_op(line: str, reason: str) -> ConfigError:
-    remedy = "Columns are two spaces apart, items of one column one space; an empty column is '-'."
-    return ConfigError(f"this line is no op: {line!r}.", where=reason, remedy=remedy)
 
 
 def _row(op: Op) -> tuple[str, ...]:
-    return (
-        f"{op.id:02d}",
-        op.lane,
-        op.kind,
-        _bucket_text(op.bucket),
-        _joined(str(buffer) for buffer in op.reads),
-        _joined(str(buffer) for buffer in op.writes),
-        _joined(f"{earlier:02d}" for earlier in op.after),
-    )
-
-
-def _joined(cells: Iterable[str]) -> str:
-    return " ".join(cells) or _EMPTY
-
-
-def _cells(text: str) -> list[str]:
-    return [] if text == _EMPTY else text.split(" ")
+    columns = (op.reads, op.writes, (f"{earlier:02d}" for earlier in op.after))
+    items = (" ".join(map(str, column)) or "-" for column in columns)
+    return (f"{op.id:02d}", op.lane, op.kind, _bucket_text(op.bucket), *items)
 
 
 def _bucket_text(bucket: int | None) -> str:
     return "*" if bucket is None else f"b{bucket}"
-
-
-def _bucket_from_text(text: str) -> int | None:
-    if text == "*":
-        return None
-    if not re.fullmatch(r"b\d+", text):
-        raise ValueError(f"{text!r} is no bucket")
-    return int(text[1:])
-
-
-def _buffer_from_text(text: str) -> Buffer:
-    match = _BUFFER.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is no buffer")
-    return Buffer(match["name"], _bucket_from_text(match["bucket"]))

@@ -1,14 +1,184 @@
-"""Releases the ops of a schedule as gradients arrive; shared by the runtime and the simulator."""
+"""Tracks one synchronization: which gradients are ready, which buckets are full, and which ops of the schedule that releases.
 
-from __future__ import annotations
+The runtime and the simulator share it.
+"""
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from typing import Any
 
-from undertow.schedule.arrivals import Arrivals
+from undertow.errors import ConfigError
 from undertow.schedule.op import COMPUTE, EXTERNAL, Op, OpKind, Schedule
+
+# States of a parameter. All except the first are true, so that arrive() tells the usual case from the others with one test.
+_ABSENT, _ARRIVED, _ABSENT_AND_UNUSUAL = 0, 1, 2  # unusual: in pieces, or its arrival is noted
+
+
+class Arrivals:
+    """Counts gradients as they arrive, and calls `on_full(bucket)` when the last one of a bucket arrives.
+
+    A parameter that is cut into pieces is in several buckets: its arrival counts for each of them.
+
+    `traversal` distinguishes a backward from another that runs inside it. If it has changed since the last arrival,
+    `on_traversal(traversal, param)` is called first. Only the runtime uses both; elsewhere there is one traversal.
+    """
+
+    def __init__(
+        self,
+        params_of_bucket: Sequence[Sequence[int]],
+        *,
+        num_params: int,
+        on_full: Callable[[int], object],
+        traversal: Callable[[], int] = int,
+        on_traversal: Callable[[int, int], object] = max,
+    ) -> None:
+        self._on_full = on_full
+        self._traversal = traversal
+        self._on_traversal = on_traversal
+        self._seen_traversal = -1
+        self._note: Callable[[int], object] | None = None
+        # At the start of a synchronization: states, the number of gradients that each bucket waits for, and expected repeats.
+        self._fresh: tuple[bytes, list[int], Counter[int]] = (b"", [], Counter())
+        self._repeats: Counter[int] = Counter()
+        # Flags and counts instead of sets: arrive() runs thousands of times a step, and these stay in the fastest cache.
+        self._states = bytearray(num_params)
+        self.regroup(params_of_bucket)
+
+    def regroup(self, params_of_bucket: Sequence[Sequence[int]]) -> None:
+        """Switches to other buckets of the same parameters and resets. Raises ConfigError if a parameter has no bucket."""
+        self._params_of_bucket = [tuple(params) for params in params_of_bucket]
+        self._buckets_of_param: list[list[int]] = [[] for _ in self._states]
+        for bucket, params in enumerate(self._params_of_bucket):
+            for param in params:
+                self._buckets_of_param[param].append(bucket)
+        for param, buckets in enumerate(self._buckets_of_param):
+            if not buckets:
+                raise ConfigError(f"parameter {param} belongs to no bucket.", remedy="Put every parameter into one bucket.")
+        self._bucket_of_param = [buckets[0] for buckets in self._buckets_of_param]
+        self._prepare(self._fresh[2])
+        self.reset()
+
+    def call_at_each(self, note: Callable[[int], object] | None) -> None:
+        """From the next synchronization on calls `note(param)` whenever a gradient counts; None stops that."""
+        self._note = note
+        self._prepare(self._fresh[2])
+
+    def reset(self) -> None:
+        """Starts the next synchronization: nothing has arrived."""
+        states, num_pending, _ = self._fresh
+        self._states, self._num_pending = bytearray(states), list(num_pending)
+        self._repeats.clear()
+
+    def forget_traversal(self) -> None:
+        """Makes the next arrival call `on_traversal`, whatever its traversal."""
+        self._seen_traversal = -1
+
+    def silence(self) -> None:
+        """Stops calls of `on_full`."""
+        self._on_full = lambda _bucket: None
+
+    def arrive(self, param: int, _gradient: object = None) -> None:
+        """Records that the gradient of `param` arrived. A repeated arrival counts only if `learn_repeats` expects it."""
+        # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
+        if self._traversal() != self._seen_traversal:
+            self._enter(param)
+        if self._states[param]:
+            self._arrive_unusually(param)
+            return
+        self._states[param] = 1  # _ARRIVED, without looking up a global name
+        bucket = self._bucket_of_param[param]
+        num_pending = self._num_pending[bucket] - 1
+        self._num_pending[bucket] = num_pending
+        if not num_pending:
+            self._on_full(bucket)
+
+    def note(self, param: int) -> None:
+        """Records that the gradient of `param` arrived, without calling anything."""
+        if self._states[param] != _ARRIVED:
+            self._states[param] = _ARRIVED
+            self._count_down(param)
+
+    @property
+    def listener(self) -> object:
+        """The object whose method `on_full` is."""
+        return getattr(self._on_full, "__self__", None)
+
+    @property
+    def arrived(self) -> set[int]:
+        """Parameters that have arrived in this synchronization."""
+        return {param for param, state in enumerate(self._states) if state == _ARRIVED}
+
+    @property
+    def absent(self) -> set[int]:
+        """Parameters that have not arrived in this synchronization."""
+        if self._states.count(_ARRIVED) == len(self._states):
+            return set()
+        return {param for param, state in enumerate(self._states) if state != _ARRIVED}
+
+    def missing(self, bucket: int) -> frozenset[int]:
+        """Returns the parameters of `bucket` that have not arrived in this synchronization."""
+        if self._num_pending[bucket] <= 0:
+            return frozenset()
+        return frozenset(param for param in self._params_of_bucket[bucket] if self._states[param] != _ARRIVED)
+
+    @property
+    def has_repeats(self) -> bool:
+        """True if some parameter arrived more often in this synchronization than expected."""
+        _, _, expected = self._fresh
+        return any(count > expected[param] for param, count in self._repeats.items())
+
+    def learn_repeats(self) -> None:
+        """Expects each parameter to arrive as often as in this synchronization, from the next one on.
+
+        Learning costs one synchronization in which a gradient arrived after its bucket was sent. If a parameter then arrives less
+        often, its bucket is sent at the end of backward: later than possible, but never wrong.
+        """
+        self._prepare(self._repeats.copy())
+
+    def _prepare(self, repeats: Counter[int]) -> None:
+        """Sets how the next synchronization starts; `repeats` are expected."""
+        is_noted = self._note is not None
+        states = (_ABSENT_AND_UNUSUAL if is_noted or len(buckets) > 1 else _ABSENT for buckets in self._buckets_of_param)
+        num_pending = [len(params) for params in self._params_of_bucket]
+        for param, count in repeats.items():
+            for bucket in self._buckets_of_param[param]:
+                num_pending[bucket] += count
+        self._fresh = (bytes(states), num_pending, repeats)
+
+    def _enter(self, param: int) -> None:
+        self._seen_traversal = self._traversal()
+        self._on_traversal(self._seen_traversal, param)
+
+    def _arrive_unusually(self, param: int) -> None:
+        if self._states[param] == _ARRIVED:
+            self._repeats[param] += 1
+            if self._repeats[param] > self._fresh[2][param]:
+                return
+        if self._note is not None:
+            self._note(param)
+        self._states[param] = _ARRIVED
+        for bucket in self._count_down(param):
+            self._on_full(bucket)
+
+    def _count_down(self, param: int) -> list[int]:
+        """Returns the buckets that the gradient of `param` has filled. All are counted before any callback runs."""
+        for bucket in self._buckets_of_param[param]:
+            self._num_pending[bucket] -= 1
+        return [bucket for bucket in self._buckets_of_param[param] if not self._num_pending[bucket]]
+
+
+class SerialArrivals(Arrivals):
+    """Arrivals from several threads: autograd has one thread per device, and buckets must be launched in one order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._lock = threading.RLock()  # a hook may run a backward
+        super().__init__(*args, **kwargs)
+
+    def arrive(self, param: int, _gradient: object = None) -> None:
+        with self._lock:
+            super().arrive(param)
 
 
 class Releases:
@@ -22,29 +192,38 @@ class Releases:
 
     def __init__(self, schedule: Schedule) -> None:
         self._ops = schedule.ops
-        self._graph = _Graph.of(schedule)
-        self._blockers: list[int] = []
-        self._queues: list[deque[int]] = []
-        self._happened: set[int] = set()
+        self._successors: list[list[int]] = [[] for _ in schedule.ops]
+        lanes: dict[str, list[int]] = {}  # by comm lane and update lane: its ops, in the order in which they are released
+        of_kind: dict[OpKind, list[Op]] = {}
+        for op in schedule.ops:
+            for earlier in op.after:
+                self._successors[earlier].append(op.id)
+            if op.lane != COMPUTE:
+                lanes.setdefault(op.lane, []).append(op.id)
+            of_kind.setdefault(op.kind, []).append(op)
+        self._lanes = tuple(lanes.values())
+        self._is_computed = [op.lane == COMPUTE and op.kind not in EXTERNAL for op in schedule.ops]
+        self._fills = [op.id for op in sorted(of_kind[OpKind.FILL], key=lambda op: op.bucket or 0)]
+        self._end, self._join = of_kind[OpKind.END][0].id, of_kind[OpKind.JOIN][0].id
         self.reset()
 
     def reset(self) -> None:
         """Starts the next synchronization: nothing has happened."""
-        self._happened.clear()
-        self._blockers = list(self._graph.num_blockers)
-        self._queues = [deque(ids) for ids in self._graph.queues]
+        self._happened: set[int] = set()
+        self._num_blockers = [len(op.after) for op in self._ops]
+        self._queues = [deque(ids) for ids in self._lanes]
 
     def fill(self, bucket: int) -> Sequence[Op]:
         """Returns the ops to issue after all gradients of `bucket` have arrived."""
-        return self._happen(self._graph.fills[bucket])
+        return self._happen(self._fills[bucket])
 
     def end_backward(self) -> Sequence[Op]:
         """Ends backward: gradients that have not arrived are unused on this rank, and all remaining buckets are launched."""
-        return [op for happened in (*self._graph.fills, self._graph.end) for op in self._happen(happened)]
+        return [op for happened in (*self._fills, self._end) for op in self._happen(happened)]
 
     def join(self) -> Sequence[Op]:
         """Returns the ops that wait for the network, after every engine of this process has launched."""
-        return self._happen(self._graph.join)
+        return self._happen(self._join)
 
     def _happen(self, op_id: int) -> list[Op]:
         """Marks an op as happened and returns the ops that this releases, transitively, in the order to issue them."""
@@ -58,25 +237,14 @@ class Releases:
             self._happened.add(done)
             if done != op_id:
                 released.append(self._ops[done])
-            for unblocked in (*self._release_compute(done), *self._release_queues()):
-                heappush(worklist, unblocked)
-        return released
-
-    def _release_compute(self, done: int) -> list[int]:
-        released = []
-        for successor in self._graph.successors[done]:
-            self._blockers[successor] -= 1
-            op = self._ops[successor]
-            if self._blockers[successor] == 0 and op.lane == COMPUTE and op.kind not in EXTERNAL:
-                released.append(op.id)
-        return released
-
-    def _release_queues(self) -> list[int]:
-        # The head of a queue holds back all later ops: launch order must not depend on arrival.
-        released = []
-        for queue in self._queues:
-            while queue and self._blockers[queue[0]] == 0:
-                released.append(queue.popleft())
+            for successor in self._successors[done]:
+                self._num_blockers[successor] -= 1
+                if self._num_blockers[successor] == 0 and self._is_computed[successor]:
+                    heappush(worklist, successor)
+            # The head of a queue holds back all later ops: launch order must not depend on arrival.
+            for queue in self._queues:
+                while queue and self._num_blockers[queue[0]] == 0:
+                    heappush(worklist, queue.popleft())
         return released
 
 
@@ -109,35 +277,3 @@ class Tracker:
 
     def _fill(self, bucket: int) -> None:
         self._released += self._releases.fill(bucket)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Graph:
-    """The initial state of a synchronization: the schedule's edges, and the external ops."""
-
-    num_blockers: tuple[int, ...]
-    successors: tuple[tuple[int, ...], ...]
-    queues: tuple[tuple[int, ...], ...]  # one for each lane except the compute lane
-    fills: tuple[int, ...]  # by bucket
-    end: int
-    join: int
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> _Graph:
-        successors: list[list[int]] = [[] for _ in schedule.ops]
-        lanes: dict[str, list[int]] = {}
-        of_kind: dict[OpKind, list[int]] = {}
-        for op in schedule.ops:
-            for earlier in op.after:
-                successors[earlier].append(op.id)
-            if op.lane != COMPUTE:
-                lanes.setdefault(op.lane, []).append(op.id)
-            of_kind.setdefault(op.kind, []).append(op.id)
-        return cls(
-            num_blockers=tuple(len(op.after) for op in schedule.ops),
-            successors=tuple(map(tuple, successors)),
-            queues=tuple(map(tuple, lanes.values())),
-            fills=tuple(sorted(of_kind[OpKind.FILL], key=lambda op_id: schedule.ops[op_id].bucket or 0)),
-            end=of_kind[OpKind.END][0],
-            join=of_kind[OpKind.JOIN][0],
-        )

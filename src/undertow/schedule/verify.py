@@ -1,17 +1,15 @@
 """Proves properties of a schedule whose violation must never be found at run time."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import combinations, pairwise
+from itertools import combinations
 from operator import or_
 
 from undertow.errors import ConfigError
 from undertow.schedule.op import COMPUTE, REDUCTIONS, Buffer, Op, OpKind, Schedule
-from undertow.schedule.placement import DDP, Strategy
+from undertow.schedule.strategies import DDP, Strategy
 
 
 def verify(schedule: Schedule, strategy: Strategy = DDP, *, num_buckets: int) -> Schedule:
@@ -28,7 +26,9 @@ def verify(schedule: Schedule, strategy: Strategy = DDP, *, num_buckets: int) ->
     before = _happens_before(schedule)
     _check_end(schedule, before)
     _check_steps(schedule, num_buckets)
-    _check_reductions(schedule, strategy, num_buckets, before)
+    _check_axis(schedule, strategy.reduction, OpKind.FILL, strategy, num_buckets, before)
+    if strategy.crossing is not None:
+        _check_axis(schedule, strategy.crossing, strategy.reduction, strategy, num_buckets, before)
     _check_gathers(schedule, strategy, num_buckets, before)
     _check_hazards(schedule, before)
     twice = _twice(schedule)
@@ -56,17 +56,13 @@ def _happens_before(schedule: Schedule) -> list[int]:
     Order comes from `after` and from the queues of the comm lanes. The compute lane gives no order: its ops follow the arrival of
     gradients, which no schedule can know.
     """
-    direct: list[list[int]] = [list(op.after) for op in schedule.ops]
-    lanes: dict[str, list[int]] = defaultdict(list)
-    for op in schedule.ops:
-        lanes[op.lane].append(op.id)
-    for lane, ids in lanes.items():
-        if lane != COMPUTE:
-            for earlier, later in pairwise(ids):
-                direct[later].append(earlier)
     closed: list[int] = []
-    for earlier_ids in direct:
-        closed.append(reduce(or_, (closed[i] | 1 << i for i in earlier_ids), 0))
+    last_of_lane: dict[str, int] = {}
+    for op in schedule.ops:
+        earlier = [*op.after, *([last_of_lane[op.lane]] if op.lane in last_of_lane else ())]
+        closed.append(reduce(or_, (closed[op_id] | 1 << op_id for op_id in earlier), 0))
+        if op.lane != COMPUTE:
+            last_of_lane[op.lane] = op.id
     return closed
 
 
@@ -105,40 +101,30 @@ def _check_steps(schedule: Schedule, num_buckets: int) -> None:
         )
 
 
-def _steps_on(schedule: Schedule) -> dict[int | None, list[Op]]:
-    """Returns the steps that update each bucket."""
-    steps = [op for op in schedule.ops if op.kind is OpKind.STEP]
-    whole = [op for op in steps if op.bucket is None]
-    return defaultdict(lambda: whole, {op.bucket: [*whole, op] for op in steps if op.bucket is not None})
-
-
-def _check_reductions(schedule: Schedule, strategy: Strategy, num_buckets: int, before: Sequence[int]) -> None:
-    _check_axis(schedule, strategy.reduction, OpKind.FILL, strategy, num_buckets, before)
-    if strategy.crossing is not None:
-        _check_axis(schedule, strategy.crossing, strategy.reduction, strategy, num_buckets, before)
+def _by_bucket(schedule: Schedule, kind: OpKind) -> dict[int | None, list[Op]]:
+    """Returns the ops of `kind` by bucket; those of all buckets are under None."""
+    found: dict[int | None, list[Op]] = defaultdict(list)
+    for op in schedule.ops:
+        if op.kind is kind:
+            found[op.bucket].append(op)
+    return found
 
 
 def _check_axis(
-    schedule: Schedule, kind: OpKind, behind: OpKind, strategy: Strategy, num_buckets: int, before: Sequence[int]
+    schedule: Schedule, kind: OpKind, source_kind: OpKind, strategy: Strategy, num_buckets: int, before: Sequence[int]
 ) -> None:
-    """Checks that every bucket crosses by one op of `kind`, after its op of kind `behind` and before its step."""
-    sources: dict[int | None, list[Op]] = defaultdict(list)
-    crossings: dict[int | None, list[Op]] = defaultdict(list)
-    for op in schedule.ops:
-        if op.kind is behind:
-            sources[op.bucket].append(op)
-        elif op.kind is kind:
-            crossings[op.bucket].append(op)
-    steps_on = _steps_on(schedule)
+    """Checks that every bucket crosses by one op of `kind`, after its op of `source_kind` and before its step."""
+    sources, crossings = _by_bucket(schedule, source_kind), _by_bucket(schedule, kind)
+    steps_on = _by_bucket(schedule, OpKind.STEP)
     for bucket in dict.fromkeys((*range(num_buckets), *sources, *crossings)):
-        exists, steps = bucket in range(num_buckets), steps_on[bucket]
+        exists, steps = bucket in range(num_buckets), [*steps_on[None], *steps_on[bucket]]
         is_sent = int(exists and (bool(steps) or strategy.reduces_micro_batches))
-        wanted = (int(exists) if behind is OpKind.FILL else is_sent, is_sent)
+        wanted = (int(exists) if source_kind is OpKind.FILL else is_sent, is_sent)
         found = (len(sources[bucket]), len(crossings[bucket]))
         if found != wanted:
             raise ConfigError(
                 f"the ops on {Buffer('grad', bucket)} do not carry each gradient across once.",
-                where=f"{behind}s: expected {wanted[0]}, got {found[0]}; {kind}s: expected {wanted[1]}, "
+                where=f"{source_kind}s: expected {wanted[0]}, got {found[0]}; {kind}s: expected {wanted[1]}, "
                 f"got {found[1]}; the plan has {num_buckets} buckets",
                 remedy="A step fills every bucket once and sends it once; an accumulation sends nothing, or shards.",
             )
@@ -152,13 +138,9 @@ def _check_axis(
 
 
 def _check_gathers(schedule: Schedule, strategy: Strategy, num_buckets: int, before: Sequence[int]) -> None:
-    gathers: dict[int | None, list[Op]] = defaultdict(list)
-    for op in schedule.ops:
-        if op.kind is OpKind.ALL_GATHER:
-            gathers[op.bucket].append(op)
-    steps_on = _steps_on(schedule)
+    gathers, steps_on = _by_bucket(schedule, OpKind.ALL_GATHER), _by_bucket(schedule, OpKind.STEP)
     for bucket in dict.fromkeys((*range(num_buckets), *gathers)):
-        steps = steps_on[bucket]
+        steps = [*steps_on[None], *steps_on[bucket]]
         wanted = int(bucket in range(num_buckets) and bool(steps) and strategy.gather is not None)
         if len(gathers[bucket]) != wanted:
             raise ConfigError(
@@ -189,9 +171,8 @@ def _check_hazards(schedule: Schedule, before: Sequence[int]) -> None:
 
 def _check_pairs(ops: Sequence[Op], before: Sequence[int]) -> None:
     for earlier, later in combinations(sorted(ops, key=lambda op: op.id), 2):
-        if _is_before(before, earlier, later):
-            continue
-        if clash := _clash(earlier, later):
+        clash = None if _is_before(before, earlier, later) else _clash(earlier, later)
+        if clash is not None:
             raise ConfigError(
                 f"ops {earlier.id:02d} ({earlier.label}) and {later.id:02d} ({later.label}) may touch {clash} at once.",
                 where=f"one writes it, and nothing orders {later.id:02d} after {earlier.id:02d}",
@@ -199,11 +180,13 @@ def _check_pairs(ops: Sequence[Op], before: Sequence[int]) -> None:
             )
 
 
-def _clash(one: Op, other: Op) -> str | None:
+def _clash(one: Op, other: Op) -> Buffer | None:
     """Returns a buffer that one op writes while the other touches it."""
-    for writer, toucher in ((one, other), (other, one)):
-        for written in writer.writes:
-            for touched in (*toucher.reads, *toucher.writes):
-                if written.overlaps(touched):
-                    return str(touched if written.bucket is None else written)
-    return None
+    clashes = (
+        touched if written.bucket is None else written
+        for writer, toucher in ((one, other), (other, one))
+        for written in writer.writes
+        for touched in (*toucher.reads, *toucher.writes)
+        if written.overlaps(touched)
+    )
+    return next(clashes, None)

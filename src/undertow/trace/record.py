@@ -1,13 +1,48 @@
-"""The measured times of one step, and the trace built from them."""
+"""The measured times of one step, its events, how much of its communication is hidden, and lower bounds."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from undertow.trace.event import COMPUTE, Event, Trace
-
+COMPUTE = "compute"
 Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A half-open interval on a lane; times in microseconds since the step began. Gathers may have started before that."""
+
+    lane: str  # "compute", or "comm." and the name of a mesh axis
+    kind: str  # an op's kind, or "forward", "backward", "wait", "optimizer"
+    start_us: float
+    stop_us: float
+    bucket: int | None = None
+    num_bytes: int = 0  # payload of a collective; 0 if a communication hook sent it
+
+    @property
+    def duration_us(self) -> float:
+        return self.stop_us - self.start_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The events of one step of one rank."""
+
+    rank: int
+    step: int
+    events: tuple[Event, ...]
+
+    def on_lane(self, lane: str) -> tuple[Event, ...]:
+        return tuple(event for event in self.events if event.lane == lane)
+
+    @property
+    def duration_us(self) -> float:
+        """Microseconds from the first event of the compute lane to the end of the last one."""
+        events = self.on_lane(COMPUTE)
+        return max(event.stop_us for event in events) - min(event.start_us for event in events) if events else 0.0
+
+    @property
+    def communication(self) -> tuple[Event, ...]:
+        return tuple(event for event in self.events if event.lane != COMPUTE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,23 +83,20 @@ class StepRecord:
 
     def trace(self) -> Trace:
         """Returns the step as events; the optimizer runs from the end of the waits to the end of the step."""
-        events = [_compute("forward", interval) for interval in self.forwards]
-        events += [_compute("backward", interval) for interval in self.backwards]
-        sent = (*self.gathers, *self.buckets)
-        events += [_compute("wait", bucket.waited, bucket.bucket) for bucket in sent]
-        synchronized_us = max((event.stop_us for event in events), default=0.0)
+        sent, wires = (*self.gathers, *self.buckets), (*self.gather_intervals(), *self.wire_intervals())
+        computed: list[tuple[str, Interval, int | None]] = [("forward", interval, None) for interval in self.forwards]
+        computed += [("backward", interval, None) for interval in self.backwards]
+        computed += [("wait", row.waited, row.bucket) for row in sent]
+        synchronized_us = max((stop for _, (_, stop), _ in computed), default=0.0)
         if self.step_us > synchronized_us:
-            events.append(_compute("optimizer", (synchronized_us, self.step_us)))
+            computed.append(("optimizer", (synchronized_us, self.step_us), None))
+        events = [
+            Event(lane=COMPUTE, kind=kind, start_us=start, stop_us=stop, bucket=bucket)
+            for kind, (start, stop), bucket in computed
+        ]
         events += [
-            Event(
-                lane="comm.dp",
-                kind=bucket.kind,
-                bucket=bucket.bucket,
-                start_us=start,
-                stop_us=stop,
-                num_bytes=bucket.num_bytes,
-            )
-            for bucket, (start, stop) in zip(sent, (*self.gather_intervals(), *self.wire_intervals()), strict=True)
+            Event(lane="comm.dp", kind=row.kind, bucket=row.bucket, start_us=start, stop_us=stop, num_bytes=row.num_bytes)
+            for row, (start, stop) in zip(sent, wires, strict=True)
         ]
         return Trace(rank=self.rank, step=self.step, events=tuple(events))
 
@@ -78,5 +110,71 @@ def _wire_intervals(buckets: Sequence[BucketRecord]) -> tuple[Interval, ...]:
     return tuple(intervals)
 
 
-def _compute(kind: str, interval: Interval, bucket: int | None = None) -> Event:
-    return Event(lane=COMPUTE, kind=kind, start_us=interval[0], stop_us=interval[1], bucket=bucket)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """Communication of one step in microseconds."""
+
+    total_us: float  # time in which the link was in use
+    exposed_us: float  # time in which the compute lane waited for it
+
+    @property
+    def hidden_us(self) -> float:
+        return max(0.0, self.total_us - self.exposed_us)
+
+    @property
+    def fraction(self) -> float | None:
+        """Hidden share of the total, 0 to 1; None if nothing was communicated."""
+        return self.hidden_us / self.total_us if self.total_us > 0 else None
+
+
+def union_us(intervals: Iterable[tuple[float, float]]) -> float:
+    """Returns the length of the union of half-open intervals: overlaps count once."""
+    total, covered_until = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total += max(0.0, stop - max(start, covered_until))
+        covered_until = max(covered_until, stop)
+    return total
+
+
+def overlap_of(trace: Trace) -> Overlap:
+    """Computes the overlap: `total` is the union of the communication lanes, `exposed` the waits of the compute lane."""
+    return Overlap(
+        total_us=union_us((event.start_us, event.stop_us) for event in trace.communication),
+        exposed_us=sum(event.duration_us for event in trace.on_lane(COMPUTE) if event.kind == "wait"),
+    )
+
+
+def limit_us(ready_us: Sequence[float], wire_us: Sequence[float]) -> float:
+    """Returns the earliest end of communication for these buckets, given in launch order; microseconds.
+
+    It is the maximum, over all buckets, of ready time + wire time of this bucket and all later ones.
+    """
+    remaining, limit = 0.0, 0.0
+    for ready, wire in zip(reversed(ready_us), reversed(wire_us), strict=True):
+        remaining += wire
+        limit = max(limit, ready + remaining)
+    return limit
+
+
+def step_limit_us(record: StepRecord) -> float:
+    """Returns a lower bound of the period of steps with these buckets, in microseconds.
+
+    Gathers may run under backward as well as under the next forward. The bound is the maximum of the step's computation, the
+    link's total wire time, and over all buckets: ready time + wire time, for reduction and gather, of this bucket and all later
+    ones - the time at which the forward reads the last of these. Ready times and reads are counted without waits for parameters.
+    Returns 0 if no parameters are gathered.
+    """
+    if not record.gathers:
+        return 0.0
+    gather_us = {row.bucket: stop - start for row, (start, stop) in zip(record.gathers, record.gather_intervals(), strict=True)}
+    read_us, waited_us = {}, 0.0
+    for row in sorted(record.gathers, key=lambda row: row.waited):
+        read_us[row.bucket] = max(0.0, row.waited[0] - waited_us)
+        waited_us += row.waited[1] - row.waited[0]
+    exposed_us = waited_us + sum(row.waited[1] - row.waited[0] for row in record.buckets)
+    carried_us, last_read_us, limit = 0.0, 0.0, record.step_us - exposed_us
+    for row, (start, stop) in zip(reversed(record.buckets), reversed(record.wire_intervals()), strict=True):
+        carried_us += stop - start + gather_us.get(row.bucket, 0.0)
+        last_read_us = max(last_read_us, read_us.get(row.bucket, 0.0))
+        limit = max(limit, row.ready_us - waited_us + carried_us - last_read_us)
+    return max(limit, carried_us)

@@ -1,7 +1,5 @@
 """Derives the cost of single collectives from the times of many that shared the link."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LEAST_US = 1e-3  # of a sample: no transfer takes zero time, whatever the clock says
+# An interval in which the link was busy without a pause: the bytes of each collective in it, and the microseconds until it ended
+# since the link became busy; in the order in which they ended.
+_Spell = Sequence[tuple[int, float]]
 # Limits how much an error in a time is amplified in the cost of a collective: by 1 / this.
 _LEAST_APART = 0.1
 
@@ -40,47 +41,27 @@ def cost_samples(steps: Sequence[Sequence[Transfer]]) -> tuple[tuple[float, floa
     return tuple(sample for spell in spells for sample in _divided(spell, latency_us, us_per_byte))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Spell:
-    """An interval in which the link was busy without a pause, and the collectives in it."""
-
-    sizes: tuple[int, ...]  # in the order in which they ended
-    through_us: tuple[float, ...]  # when each ended, since the link became busy
-
-    @property
-    def duration_us(self) -> float:
-        return self.through_us[-1]
-
-
 def _spells(transfers: Sequence[Transfer]) -> list[_Spell]:
-    spells: list[_Spell] = []
-    together: list[Transfer] = []
+    together: list[list[Transfer]] = []
     busy_until_us = float("-inf")
     for transfer in sorted(transfers, key=lambda it: it.start_us):
-        if together and transfer.start_us >= busy_until_us:
-            spells.append(_spell(together))
-            together = []
-        together.append(transfer)
+        if transfer.start_us >= busy_until_us:
+            together.append([])
+        together[-1].append(transfer)
         busy_until_us = max(busy_until_us, transfer.stop_us)
-    return [*spells, _spell(together)] if together else spells
-
-
-def _spell(together: Sequence[Transfer]) -> _Spell:
-    through = sorted(together, key=lambda it: it.stop_us)
-    begin_us = min(it.start_us for it in together)
-    return _Spell(
-        sizes=tuple(it.num_bytes for it in through), through_us=tuple(max(0.0, it.stop_us - begin_us) for it in through)
-    )
+    return [
+        [(it.num_bytes, max(0.0, it.stop_us - run[0].start_us)) for it in sorted(run, key=lambda it: it.stop_us)]
+        for run in together
+    ]
 
 
 def _fit(spells: Sequence[_Spell]) -> tuple[float, float]:
     """Returns latency and microseconds per byte, neither below zero: least squares, repeated without the worst tenth."""
-    counts = np.array([[len(spell.sizes), sum(spell.sizes)] for spell in spells], dtype=np.float64)
-    times = np.array([spell.duration_us for spell in spells])
-    rows, wanted = _relative(counts, times)
+    counts = np.array([[len(spell), sum(size for size, _ in spell)] for spell in spells], dtype=np.float64)
+    rows, wanted = _relative(counts, np.array([spell[-1][1] for spell in spells]))
     if not _are_apart(rows):
-        every = [np.cumsum([[1, size] for size in spell.sizes], axis=0, dtype=np.float64) for spell in spells]
-        rows, wanted = _relative(np.concatenate(every), np.concatenate([spell.through_us for spell in spells]))
+        every = [np.cumsum([[1, size] for size, _ in spell], axis=0, dtype=np.float64) for spell in spells]
+        rows, wanted = _relative(np.concatenate(every), np.array([us for spell in spells for _, us in spell]))
     errors = np.abs(rows @ _least_squares(rows, wanted) - wanted)
     # Fewer than ten are all kept: a dropped one may be the only one that separates bytes from latency.
     is_usual = errors <= np.sort(errors)[len(errors) - 1 - len(errors) // 10]
@@ -114,8 +95,8 @@ def _least_squares(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> ND
 
 
 def _divided(spell: _Spell, latency_us: float, us_per_byte: float) -> list[tuple[float, float]]:
-    shares = [latency_us + us_per_byte * size for size in spell.sizes]
+    shares = [latency_us + us_per_byte * size for size, _ in spell]
     if sum(shares) == 0:  # nothing is known of either: divide by bytes
-        shares = [size + 1.0 for size in map(float, spell.sizes)]
-    us_per_share = spell.duration_us / sum(shares)
-    return [(float(size), max(_LEAST_US, us_per_share * share)) for size, share in zip(spell.sizes, shares, strict=True)]
+        shares = [size + 1.0 for size, _ in spell]
+    us_per_share = spell[-1][1] / sum(shares)
+    return [(float(size), max(_LEAST_US, us_per_share * share)) for (size, _), share in zip(spell, shares, strict=True)]

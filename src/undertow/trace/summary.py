@@ -1,16 +1,14 @@
 """Summarizes where the time of the recorded steps went: medians over steps."""
 
-from __future__ import annotations
-
 import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from undertow.plan import Plan
-from undertow.trace.overlap import limit_us, overlap_of, step_limit_us, union_us
-from undertow.trace.record import BucketRecord, Interval, StepRecord
+from undertow.trace.record import BucketRecord, Interval, StepRecord, limit_us, overlap_of, step_limit_us, union_us
 
 _MS = 1e-3  # milliseconds in a microsecond
 
@@ -124,11 +122,13 @@ def summarize(
     - `num_skipped`: optimizer steps skipped by nonfinite="skip".
     - `is_one_graph`: True if the model is compiled as a whole.
     """
-    splits = [_split(record) for record in records]
-    times = {field.name: _median(splits, field.name) for field in dataclasses.fields(_Split)}
+    nothing = StepRecord(step=0, rank=rank, step_us=0.0, forwards=(), backwards=(), buckets=(), busy_ms=())
+    splits = [_times_ms(record) for record in records or [nothing]]
+    times = {name: median(split[name] for split in splits) for name in splits[0]}
     # Times that are parts of others are computed from the medians, so that the lines of the report add up.
     communication_ms, exposed_ms = times["communication_ms"], times["exposed_ms"]
-    busy = tuple(median(times) for times in zip(*(record.busy_ms for record in records), strict=True))
+    busy = tuple(median(of_rank) for of_rank in zip(*(record.busy_ms for record in records), strict=True))
+    sent = [record for record in records if record.buckets]
     return StepReport(
         num_steps=len(records),
         num_skipped=num_skipped,
@@ -139,88 +139,63 @@ def summarize(
         overlap=max(0.0, 1 - exposed_ms / communication_ms) if communication_ms > 0 else None,
         slowest_rank=max(range(len(busy)), key=busy.__getitem__) if busy else None,
         busy_ms=busy,
-        buckets=tuple(_bucket_report(records, plan, index) for index in range(len(plan.buckets))) if _any_sent(records) else (),
+        buckets=tuple(_bucket_report(sent, plan, index) for index in range(len(plan.buckets))) if sent else (),
         gathers=_gather_reports(records),
         **times,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Split:
-    """The times of one step for the report."""
-
-    step_ms: float
-    forward_ms: float
-    backward_ms: float
-    communication_ms: float
-    exposed_ms: float
-    late_rank_ms: float
-    gather_ms: float
-    gather_exposed_ms: float
-    synchronized_ms: float
-    limit_ms: float
-    step_limit_ms: float
-
-
-def _split(record: StepRecord) -> _Split:
+def _times_ms(record: StepRecord) -> dict[str, float]:
+    """Returns the times of one step, by their names in the report."""
     overlap = overlap_of(record.trace())
-    exposed_ms = overlap.exposed_us * _MS
-    late_ms = min(exposed_ms, max(record.busy_ms) - record.busy_ms[record.rank]) if record.busy_ms else 0.0
-    wires = [stop - start for start, stop in record.wire_intervals()]
-    return _Split(
-        step_ms=record.step_us * _MS,
-        forward_ms=sum(stop - start for start, stop in record.forwards) * _MS,
-        backward_ms=sum(stop - start for start, stop in record.backwards) * _MS,
-        communication_ms=overlap.total_us * _MS,
-        exposed_ms=exposed_ms,
-        late_rank_ms=late_ms,
-        gather_ms=union_us(record.gather_intervals()) * _MS,
-        gather_exposed_ms=sum(_length_us(gather.waited) for gather in record.gathers) * _MS,
-        synchronized_ms=max((bucket.done_us for bucket in record.buckets), default=0.0) * _MS,
-        limit_ms=limit_us([bucket.ready_us for bucket in record.buckets], wires) * _MS,
-        step_limit_ms=step_limit_us(record) * _MS,
-    )
-
-
-def _median(splits: Sequence[_Split], name: str) -> float:
-    return median(getattr(split, name) for split in splits) if splits else 0.0
-
-
-def _any_sent(records: Sequence[StepRecord]) -> bool:
-    return any(record.buckets for record in records)
+    times_us = {
+        "step_ms": record.step_us,
+        "forward_ms": sum(map(_length_us, record.forwards)),
+        "backward_ms": sum(map(_length_us, record.backwards)),
+        "communication_ms": overlap.total_us,
+        "exposed_ms": overlap.exposed_us,
+        "gather_ms": union_us(record.gather_intervals()),
+        "gather_exposed_ms": sum(_length_us(gather.waited) for gather in record.gathers),
+        "synchronized_ms": max((bucket.done_us for bucket in record.buckets), default=0.0),
+        "limit_ms": limit_us([bucket.ready_us for bucket in record.buckets], [*map(_length_us, record.wire_intervals())]),
+        "step_limit_ms": step_limit_us(record),
+    }
+    times_ms = {name: time_us * _MS for name, time_us in times_us.items()}
+    behind_ms = max(record.busy_ms) - record.busy_ms[record.rank] if record.busy_ms else 0.0
+    return times_ms | {"late_rank_ms": min(times_ms["exposed_ms"], behind_ms)}
 
 
 def _bucket_report(records: Sequence[StepRecord], plan: Plan, index: int) -> BucketReport:
-    rows = [(record.buckets[index], record.wire_intervals()[index]) for record in records if record.buckets]
+    bucket, rows = plan.buckets[index], [(record.buckets[index], record.wire_intervals()[index]) for record in records]
     return BucketReport(
         index=index,
-        params=tuple(plan.params[param].name for param in plan.buckets[index].params),
-        num_bytes=plan.buckets[index].num_bytes,
+        params=tuple(plan.params[param].name for param in bucket.params),
+        num_bytes=bucket.num_bytes,
         sent_bytes=int(median(row.num_bytes for row, _ in rows)),
         ready_ms=median(row.ready_us for row, _ in rows) * _MS,
-        launched_ms=median(row.launched_us for row, _ in rows) * _MS,
-        done_ms=median(row.done_us for row, _ in rows) * _MS,
-        wire_ms=median(_length_us(wire) for _, wire in rows) * _MS,
-        waited_ms=median(_length_us(row.waited) for row, _ in rows) * _MS,
+        **_medians_ms(rows),
     )
 
 
 def _gather_reports(records: Sequence[StepRecord]) -> tuple[GatherReport, ...]:
-    rows: dict[int, list[tuple[BucketRecord, Interval]]] = {}
+    rows: dict[int, list[tuple[BucketRecord, Interval]]] = defaultdict(list)
     for record in reversed(records):  # in the order of the newest step
         for row, wire in zip(record.gathers, record.gather_intervals(), strict=True):
-            rows.setdefault(row.bucket, []).append((row, wire))
+            rows[row.bucket].append((row, wire))
     return tuple(
-        GatherReport(
-            bucket=bucket,
-            num_bytes=of_bucket[0][0].num_bytes,
-            launched_ms=median(row.launched_us for row, _ in of_bucket) * _MS,
-            done_ms=median(row.done_us for row, _ in of_bucket) * _MS,
-            wire_ms=median(_length_us(wire) for _, wire in of_bucket) * _MS,
-            waited_ms=median(_length_us(row.waited) for row, _ in of_bucket) * _MS,
-        )
+        GatherReport(bucket=bucket, num_bytes=of_bucket[0][0].num_bytes, **_medians_ms(of_bucket))
         for bucket, of_bucket in rows.items()
     )
+
+
+def _medians_ms(rows: Sequence[tuple[BucketRecord, Interval]]) -> dict[str, float]:
+    """Returns the times that buckets and gathers have in common, from their records and when the link worked on them."""
+    return {
+        "launched_ms": median(row.launched_us for row, _ in rows) * _MS,
+        "done_ms": median(row.done_us for row, _ in rows) * _MS,
+        "wire_ms": median(_length_us(wire) for _, wire in rows) * _MS,
+        "waited_ms": median(_length_us(row.waited) for row, _ in rows) * _MS,
+    }
 
 
 def _length_us(interval: Interval) -> float:

@@ -1,14 +1,12 @@
 """Explains in words and numbers why the plan was chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from undertow.plan import Groups, Plan, finish_us
 from undertow.profile import Profile
-from undertow.tune.decision import Decided, Decision, Outcome
+from undertow.tune.messages import Decided, Decision, Outcome
 from undertow.tune.tuner import Tuner, kinds_needed, knows_enough
 
 _MS = 1e-3  # milliseconds in a microsecond
@@ -53,7 +51,7 @@ def explanation(
         bucket_mb=tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
         why=why,
         achieved_ms=None if measurement is None else measurement.synchronized_us * _MS,
-        decisions=tuple(_decision_text(decided) for decided in history),
+        decisions=tuple(f"round {made.round}: {_TEXTS[made.decision.outcome](made.decision)}" for made in history),
     )
     has_shards = strategy != "ddp"
     needed = kinds_needed(has_shards=has_shards)
@@ -77,22 +75,17 @@ def explanation(
 def _alternatives(plan: Plan, present_us: float, predicted_us: Callable[[Groups], float]) -> Iterator[str]:
     groups = plan.groups
     alike = [at for at, (bucket, following) in enumerate(pairwise(plan.buckets)) if bucket.kind == following.kind]
-    merged = [
-        ((*groups[:at], groups[at] + groups[at + 1], *groups[at + 2 :]), at)
-        for at in (alike[index] for index in _some(len(alike)))
-    ]
-    if merged:
-        later_us, at = min((predicted_us(other) - present_us, at) for other, at in merged)
-        yield f"one bucket fewer, at best {at} and {at + 1} in one: {later_us * _MS:+.2f} ms"
     wide = [at for at, group in enumerate(groups) if len(group) > 1]
+    merged = [((*groups[:at], groups[at] + groups[at + 1], *groups[at + 2 :]), at) for at in _some(alike)]
     cut = [
         ((*groups[:at], groups[at][:half], groups[at][half:], *groups[at + 1 :]), at)
-        for at in (wide[index] for index in _some(len(wide)))
+        for at in _some(wide)
         for half in {1, len(groups[at]) // 2, len(groups[at]) - 1}
     ]
-    if cut:
-        later_us, at = min((predicted_us(other) - present_us, at) for other, at in cut)
-        yield f"one bucket more, at best {at} in two: {later_us * _MS:+.2f} ms"
+    for text, tried in (("fewer, at best {} and {} in one", merged), ("more, at best {} in two", cut)):
+        if tried:
+            later_us, at = min((predicted_us(other) - present_us, at) for other, at in tried)
+            yield f"one bucket {text.format(at, at + 1)}: {later_us * _MS:+.2f} ms"
 
 
 def num_buckets_text(num_buckets: int) -> str:
@@ -100,8 +93,8 @@ def num_buckets_text(num_buckets: int) -> str:
     return f"{num_buckets} bucket{'' if num_buckets == 1 else 's'}"
 
 
-def _some(count: int) -> range:
-    return range(0, count, max(1, -(-count // _MAX_TRIED)))
+def _some(places: Sequence[int]) -> Sequence[int]:
+    return places[:: max(1, -(-len(places) // _MAX_TRIED))]
 
 
 def _curve_text(profile: Profile, kind: str) -> str:
@@ -109,11 +102,6 @@ def _curve_text(profile: Profile, kind: str) -> str:
     (smallest, least_us), (largest, most_us) = points[0], points[-1]
     span = f"{smallest / 1e6:.3g} MB in {least_us * _MS:.2f} ms"
     return f"{kind}: {span} to {largest / 1e6:.3g} MB in {most_us * _MS:.2f} ms" if len(points) > 1 else f"{kind}: {span}"
-
-
-def _decision_text(decided: Decided) -> str:
-    decision = decided.decision
-    return f"round {decided.round}: {_TEXTS[decision.outcome](decision)}"
 
 
 def _numbers(decision: Decision) -> str:

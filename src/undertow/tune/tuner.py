@@ -1,19 +1,29 @@
 """Decides when to move to another plan."""
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
-from undertow.cost import CostCurve, MeasuredCosts, curve_from_samples
-from undertow.plan import GathersBehind, Groups, Optimum, Plan, finish_us, in_backward_order, optimal_groups
+from undertow.cost import CostCurve, Costs, curve_from_samples
+from undertow.plan import (
+    GathersBehind,
+    Groups,
+    Optimum,
+    Plan,
+    SizeCaps,
+    finish_us,
+    group_in_pieces,
+    in_backward_limit_us,
+    in_backward_order,
+    lane_period_us,
+    optimal_groups,
+    plan_from_groups,
+)
 from undertow.profile import Profile
 from undertow.simulate import lane_times
-from undertow.tune.decision import Decision, Outcome
-from undertow.tune.in_backward import best_groups_in_backward, in_backward_period_us, without_update
-from undertow.tune.measurement import Measurement
+from undertow.tune.messages import Decision, Measurement, Outcome
 
 # A plan must be predicted to gain at least this share of the time until gradients are reduced to be worth its new buckets.
 _WORTHWHILE = 0.005
@@ -32,32 +42,15 @@ _LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
 _NUM_WINDOWS = 4  # windows of samples of the same sizes, and checks of a plan, that count
 _NUM_SIZES = 8  # sets of sizes that are remembered
 _DRIFT = 1.25  # a network or computation that is slower or faster by this factor counts as changed
+# A bucket may hold one of this many equal shares of all parameters' bytes.
+_NUM_SHARES = (6, 9, 12, 16, 24, 32, 48, 64)
+# A plan of more buckets must be faster by this share of the step, because each bucket costs time on the host.
+_SLACK_IN_BACKWARD = 0.002
 NUM_STEPS_BETWEEN_LOOKS = 100
+_DIGITS = 1  # of microseconds in profiles: no clock is finer
 
 _Samples = tuple[tuple[float, float], ...]  # bytes, microseconds
-
-
-class _Known:
-    """The measured times of a plan, from the last checks of it."""
-
-    def __init__(self) -> None:
-        self._looks: deque[tuple[float, float]] = deque(maxlen=_NUM_WINDOWS)
-
-    def add(self, measurement: Measurement) -> None:
-        self._looks.append((measurement.synchronized_us, measurement.spread_us))
-
-    @property
-    def synchronized_us(self) -> float:
-        return median(synchronized_us for synchronized_us, _ in self._looks)
-
-    @property
-    def spread_us(self) -> float:
-        return median(spread_us for _, spread_us in self._looks)
-
-    def is_better_than(self, other: _Known) -> bool:
-        """Returns True if it is faster by more than steps differ from one another."""
-        margin_us = _WORTHWHILE * self.synchronized_us + max(self.spread_us, other.spread_us)
-        return self.synchronized_us + margin_us < other.synchronized_us
+_Look = tuple[float, float]  # microseconds until all gradients are reduced, and their spread
 
 
 class Tuner:
@@ -72,7 +65,7 @@ class Tuner:
         # By kind, then by the sizes that were sent: a plan that stays must not push out the samples of other sizes.
         self._windows: dict[str, dict[frozenset[float], deque[_Samples]]] = {}
         self._is_new = False  # since the last decision
-        self._known: dict[Groups, _Known] = {}
+        self._looks: dict[Groups, deque[_Look]] = {}  # by plan: the last checks of it
         self._has_varied = self._has_tried_fewer = False
         self._num_moves = 0
         self._promised_us = 0.0  # predicted gain of the last move
@@ -111,15 +104,15 @@ class Tuner:
             return None
         return Profile(
             params=plan.params,
-            ready_us=tuple(_rounded(ready_us) for ready_us in now.ready_us),
-            forward_us=_rounded(now.forward_us),
-            backward_us=_rounded(now.backward_us),
-            update_us=_rounded(now.rest_us),
+            ready_us=tuple(round(ready_us, _DIGITS) for ready_us in now.ready_us),
+            forward_us=round(now.forward_us, _DIGITS),
+            backward_us=round(now.backward_us, _DIGITS),
+            update_us=round(now.rest_us, _DIGITS),
             num_ranks=plan.num_ranks,
             curves=self.curves,
             strategy=strategy,
             groups=plan.groups,
-            step_us=_rounded(now.synchronized_us + now.rest_us),
+            step_us=round(now.synchronized_us + now.rest_us, _DIGITS),
         )
 
     def decide(self, plan: Plan, *, has_shards: bool, steps_in_backward: bool = False) -> Decision:
@@ -127,16 +120,15 @@ class Tuner:
 
         `steps_in_backward`: its buckets are stepped in backward.
         """
-        now = self.measurement if self._is_new else None
-        self._is_new = False
-        if now is None:
+        now, profile = self.measurement, self.profile(plan, strategy="zero1" if has_shards else "ddp")
+        if now is None or profile is None or not self._is_new:
             return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
-        profile = self.profile(plan, strategy="zero1" if has_shards else "ddp")
-        assert profile is not None  # there is a measurement
+        self._is_new = False
         if not knows_enough(profile, has_shards=has_shards):
             return self._try_other_sizes(plan, has_shards=has_shards)
         best, present_us = self.best_and_present(profile, plan, has_shards=has_shards, steps_in_backward=steps_in_backward)
-        move_us = _move_us(plan, profile.costs()) if has_shards else 0.0
+        # Gradients and optimizer state move to their owners under another plan.
+        move_us = (1 + _NUM_STATES) * float(profile.costs().collective_us("all_gather", _num_bytes(plan))) if has_shards else 0.0
         outcome, groups = self._choose(plan.groups, best.groups, now, gain_us=present_us - best.finish_us, move_us=move_us)
         if groups is not None and not _may_move(plan, has_shards=has_shards):
             outcome, groups = Outcome.TOO_LARGE, None
@@ -154,7 +146,7 @@ class Tuner:
         profile = self.profile(plan, strategy="zero1")
         if profile is None or not knows_enough(profile, has_shards=True):
             return None
-        return in_backward_order(lane_times(without_update(profile), plan, profile.costs()))
+        return in_backward_order(lane_times(replace(profile, update_us=0.0), plan, profile.costs()))
 
     def best_and_present(
         self, profile: Profile, plan: Plan, *, has_shards: bool, steps_in_backward: bool
@@ -163,7 +155,7 @@ class Tuner:
         order, timing, costs = profile.order if self.order is None else self.order, profile.timing, profile.costs()
         most_bytes = max_bucket_bytes(plan)
         if steps_in_backward:
-            stepped = without_update(profile)
+            stepped = replace(profile, update_us=0.0)  # no measurement contains updates in backward
             best = best_groups_in_backward(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes)
             return best, in_backward_period_us(stepped, plan, costs)
         best = optimal_groups(
@@ -183,21 +175,23 @@ class Tuner:
         self, present: Groups, best: Groups, now: Measurement, *, gain_us: float, move_us: float
     ) -> tuple[Outcome, Groups | None]:
         """Chooses an outcome; measurements take precedence over predictions."""
-        known = self._known.setdefault(present, _Known())
-        known.add(now)
-        fastest = min(self._known, key=lambda groups: self._known[groups].synchronized_us)
-        loss_us = known.synchronized_us - self._known[fastest].synchronized_us
-        if self._known[fastest].is_better_than(known) and loss_us * _PAID_BACK_AFTER_STEPS > move_us:
+        self._looks.setdefault(present, deque(maxlen=_NUM_WINDOWS)).append((now.synchronized_us, now.spread_us))
+        usual = {groups: _usual(looks) for groups, looks in self._looks.items()}
+        fastest = min(usual, key=lambda groups: usual[groups][0])
+        (fastest_us, fastest_spread_us), (present_us, present_spread_us) = usual[fastest], usual[present]
+        margin_us = _WORTHWHILE * fastest_us + max(fastest_spread_us, present_spread_us)
+        loss_us = present_us - fastest_us
+        if fastest_us + margin_us < present_us and loss_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._overrated_us = max(self._overrated_us, self._promised_us + loss_us)
             self._promised_us = 0.0
             return Outcome.BACK, fastest
         # Every move requires more gain than the previous one, so that random differences between checks soon stop causing moves.
         least_us = max(_WORTHWHILE * 2**self._num_moves * now.synchronized_us, self._overrated_us)
-        if best not in self._known and gain_us > least_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us:
+        if best not in usual and gain_us > least_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._num_moves, self._promised_us = self._num_moves + 1, gain_us
             return Outcome.MOVE, best
         # Once per network: the next measurement shows whether it pays.
-        host_us, is_tried = _HOST_US * (len(present) - len(best)), self._has_tried_fewer or best in self._known
+        host_us, is_tried = _HOST_US * (len(present) - len(best)), self._has_tried_fewer or best in usual
         if len(best) <= _FEWER * len(present) and not is_tried and host_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._has_tried_fewer, self._promised_us = True, 0.0
             return Outcome.FEWER, best
@@ -212,9 +206,13 @@ class Tuner:
         for kind in drifted:
             del self._windows[kind]
         if drifted or _has_drifted(before.forward_us + before.backward_us, now.forward_us + now.backward_us):
-            self._known.clear()
+            self._looks.clear()
             self._num_moves, self._overrated_us = 0, 0.0
             self._has_varied = self._has_tried_fewer = False
+
+
+def _usual(looks: Collection[_Look]) -> _Look:
+    return median(synchronized_us for synchronized_us, _ in looks), median(spread_us for _, spread_us in looks)
 
 
 def _sizes(measurement: Measurement) -> dict[str, set[float]]:
@@ -229,11 +227,6 @@ def _has_drifted(before_us: float, now_us: float) -> bool:
     return max(before_us, now_us) > _DRIFT * min(before_us, now_us)
 
 
-def _rounded(time_us: float) -> float:
-    """Rounds to 0.1 us: no clock is finer."""
-    return round(time_us, 1)
-
-
 def kinds_needed(*, has_shards: bool) -> tuple[str, ...]:
     """Returns the collectives of a step."""
     return ("reduce_scatter", "all_gather") if has_shards else ("all_reduce",)
@@ -243,6 +236,38 @@ def knows_enough(profile: Profile, *, has_shards: bool) -> bool:
     """Returns True if the measurements show the cost of buckets of other sizes."""
     curves = profile.curves
     return all(kind in curves and curves[kind].is_enough for kind in kinds_needed(has_shards=has_shards))
+
+
+def best_groups_in_backward(profile: Profile, order: Sequence[int], costs: Costs, *, num_ranks: int, max_bytes: float) -> Optimum:
+    """Returns the buckets with the shortest period, among several sizes and the best buckets for a step with a barrier.
+
+    A parameter above the size is cut.
+    """
+    params = profile.params
+    total = sum(spec.num_bytes for spec in params)
+    barrier = optimal_groups(
+        params, order, profile.timing, costs, num_ranks=num_ranks, has_shards=True, max_bucket_bytes=max_bytes
+    )
+    sizes = [max(1, int(min(total // num, max_bytes))) for num in _NUM_SHARES]
+    firsts = [(), (max(1, int(total // _NUM_SHARES[-1])),)]  # a small one, so that communication starts sooner
+    caps = [SizeCaps(cap_bytes=size, first_bytes=first) for size in sizes for first in firsts]
+    tried = [group_in_pieces(params, order, cap, num_ranks=num_ranks) for cap in caps]
+    plans = [plan_from_groups(params, groups, num_ranks=num_ranks) for groups in dict.fromkeys([barrier.groups, *tried])]
+    periods = [(in_backward_period_us(profile, plan, costs), len(plan.buckets), at) for at, plan in enumerate(plans)]
+    least_us = min(periods)[0]
+    _, period_us, at = min((num, us, at) for us, num, at in periods if us <= least_us * (1 + _SLACK_IN_BACKWARD))
+    return Optimum(
+        groups=plans[at].groups,
+        finish_us=period_us,
+        best_us=least_us,
+        limit_us=in_backward_limit_us(params, profile.timing, costs),
+    )
+
+
+def in_backward_period_us(profile: Profile, plan: Plan, costs: Costs) -> float:
+    """Returns the period of a step with these buckets, in the order in which they are gathered."""
+    times = lane_times(profile, plan, costs)
+    return lane_period_us(times, in_backward_order(times))
 
 
 def max_bucket_bytes(plan: Plan) -> float:
@@ -271,8 +296,3 @@ def _may_move(plan: Plan, *, has_shards: bool) -> bool:
 
 def _num_bytes(plan: Plan) -> int:
     return sum(bucket.num_bytes for bucket in plan.buckets)
-
-
-def _move_us(plan: Plan, costs: MeasuredCosts) -> float:
-    """Returns the microseconds needed to move gradients and optimizer state to the owners under another plan."""
-    return (1 + _NUM_STATES) * float(costs.collective_us("all_gather", _num_bytes(plan)))

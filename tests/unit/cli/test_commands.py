@@ -12,6 +12,7 @@ import pytest
 import undertow as library
 from support.cli import EXAMPLE, MEASURED, SMALL, TABLE, Undertow, rows_of, what_if
 from support.project import ROOT
+from support.schedules import schedule_from_text
 from undertow import demo
 from undertow.cli import main
 from undertow.cli.sweep import SWEEPS, swept_ranks
@@ -19,8 +20,8 @@ from undertow.cli.what_if import OPTIMAL
 from undertow.demo import DemoSettings
 from undertow.plan import plan_from_groups
 from undertow.profile import profile_from_file, profile_from_json
-from undertow.profile.reader import source_from_file
-from undertow.schedule import STRATEGIES, Strategy, schedule_from_text
+from undertow.profile.profile import source_from_file
+from undertow.schedule import STRATEGIES, Strategy
 
 
 @pytest.fixture(autouse=True)

@@ -44,9 +44,8 @@ from undertow.plan import (
     optimal_groups,
     plan_from_groups,
 )
-from undertow.plan.atoms import atoms_of, small_pieces, whole_pieces
-from undertow.plan.layout import unit_numel
-from undertow.plan.optimal import SLACK
+from undertow.plan.layout import piece_of, unit_numel
+from undertow.plan.optimal import SLACK, atoms_of, small_pieces
 from undertow.plan.timing import limit_us
 from undertow.schedule import ZERO1, gathers_after_reductions, lower_in_backward, verify
 from undertow.simulate import lane_times
@@ -73,7 +72,7 @@ def plan(params: Sequence[ParamSpec], when: StepTiming, curve: Any, **more: Any)
 def cases(seed: int, shapes: tuple[str, ...] = SHAPES, *, has_shards: bool) -> Iterator[Case]:
     rng, num = random.Random(seed), NUM_CASES
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("undertow.plan.atoms._MOST_PIECES", 4)
+        patch.setattr("undertow.plan.optimal._MOST_PIECES", 4)
         while num > 0:
             case = random_case(rng, shapes, has_shards=has_shards)
             if len(case.pieces) <= MOST_BRUTE_PIECES:
@@ -301,8 +300,9 @@ def test_coarsening_costs_no_more_than_the_times_within_an_atom(has_shards: bool
         when = timing(*ready, used=used if has_shards else ())
         solve_it = partial(plan, params, when, line(rng.uniform(0, 10), rng.choice([0.01, 0.03, 0.1])))
         fine_us, coarse_us = solve_it().best_us, coarse(monkeypatch, 12, solve_it).best_us
-        atoms = atoms_of(params, whole_pieces(params, range(num)), when, max_atoms=12, has_shards=has_shards)
-        assert atoms.num_cuts <= 13
+        pieces = [piece_of(param, params) for param in range(num)]
+        atoms = atoms_of(params, pieces, when, max_atoms=12, has_shards=has_shards)
+        assert len(atoms.cuts) <= 13
         within = list(pairwise(atoms.cuts))
         spread_us = max(ready[stop - 1] - ready[first] for first, stop in within)
         spread_us += has_shards * max(used[first] - used[stop - 1] for first, stop in within)

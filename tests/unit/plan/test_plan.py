@@ -29,8 +29,8 @@ from undertow.plan import (
     ranks_differ,
     signature_bits,
 )
-from undertow.plan.layout import padded_numel
-from undertow.profile.reader import source_from_file
+from undertow.plan.layout import padded_numel, trailer_at
+from undertow.profile.profile import source_from_file
 
 PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
 SPARSE = (spec("rows", 40, is_sparse=True), spec("none", 0, is_sparse=True))
@@ -313,13 +313,13 @@ def ranges_of(trailer: Trailer) -> list[range]:
 
 
 def test_trailer_of_the_last_bucket() -> None:
-    trailer = Trailer(start=100, num_slots=3, num_late=2, num_ranks=4)
+    trailer = trailer_at(100, num_slots=3, num_late=2, num_ranks=4)
     ends = (100, 103, 151, 155, 159, 163, 167, 169, 173)
     assert (trailer.has_verdict, ranges_of(trailer), trailer.stop) == (True, [range(*ends) for ends in pairwise(ends)], 173)
 
 
 def test_trailer_of_another_bucket_has_no_verdict() -> None:
-    trailer = Trailer(start=100, num_slots=3)
+    trailer = trailer_at(100, num_slots=3)
     assert (trailer.has_verdict, trailer.stop, trailer.signature.stop, [len(part) for part in ranges_of(trailer)]) == (
         False,
         151,

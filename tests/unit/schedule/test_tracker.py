@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.errors import refusal
+from support.schedules import schedule_from_text
 from support.strategies import lowerings, plans
 from undertow.plan import Plan
 from undertow.schedule import (
@@ -21,7 +22,6 @@ from undertow.schedule import (
     Tracker,
     lower_accumulation,
     lower_data_parallel,
-    schedule_from_text,
 )
 from undertow.schedule.op import EXTERNAL
 

@@ -108,7 +108,7 @@ class TrailerCodec:
             changed_ranks=_set_flags(self._flags(flags, fields.changed)),
             other_buffers_ranks=_set_flags(self._flags(flags, fields.buffers)),
             late_buckets=_set_flags(self._flags(flags, fields.late)),
-            nonfinite=frozenset(_set_flags(trailer[: fields.num_slots].isnan().tolist())),
+            nonfinite=frozenset(_set_flags(trailer[: len(fields.used)].isnan().tolist())),
             nonfinite_ranks=_set_flags(self._flags(flags, fields.nonfinite)),
         )
 

@@ -1,6 +1,4 @@
-"""Placements of tensors: the table of strategies, and the op that converts one placement to another."""
-
-from __future__ import annotations
+"""The table of strategies: the placements of tensors, and the op that converts one placement to another."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,12 +15,14 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """States which tensors are replicated and which are sharded over the ranks; on a mesh of two axes, over the inner axis."""
+    """States which tensors are replicated and which are sharded over the ranks; on a mesh of two axes, over the inner axis.
+
+    Parameters are replicated.
+    """
 
     name: str
     gradient: Placement  # at rest, between micro-batches
     optimizer: Placement
-    parameter: Placement = Placement.REPLICATE
     across: Placement | None = None  # placement of the optimizer over the outer axis, if there is one
 
     @property
@@ -38,7 +38,7 @@ class Strategy:
     @property
     def gather(self) -> OpKind | None:
         """The op that moves updated parameters to the forward's placement; None if they are there already."""
-        return None if self.optimizer is self.parameter else _OPS[self.optimizer, self.parameter]
+        return _OPS.get((self.optimizer, Placement.REPLICATE))
 
     @property
     def reduces_micro_batches(self) -> bool:

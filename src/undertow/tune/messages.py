@@ -1,0 +1,217 @@
+"""The messages of tuning: several steps under one plan as measured by all ranks, and the tuner's decision on one rank.
+
+Ranks exchange rows of numbers, one row per step, and take the maximum over ranks. A row has times in microseconds since the end
+of the previous synchronization, which ends on all ranks at once:
+
+    begin | backward begins | backward ends | rest | synchronized | ready ... | -reductions ... | -gathers ...
+                                                                    by param    by bucket         by bucket
+
+Each rank subtracts the time for which its forward waited for parameters from the times before and in backward.
+
+A gradient is ready when the last rank has it: the maximum. A collective takes as long as on the rank that launched it last,
+because the others waited for that rank: the minimum, which is the maximum of the negatives. Values that a rank does not know are
+minus infinity.
+
+A decision is an array of numbers too: its rank sends it to the others.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undertow.errors import ConfigError
+from undertow.plan import GathersBehind, GroupEntry, ParamSpec, Piece, Plan
+from undertow.plan.layout import member_of, piece_of
+from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
+
+_BEGIN, _BACKWARD_BEGINS, _BACKWARD_ENDS, _REST, _SYNCHRONIZED = range(5)
+_NUM_TIMES = 5
+_UNKNOWN = -np.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Medians over the steps of a window; microseconds."""
+
+    ready_us: tuple[float, ...]  # by parameter, since backward began; the end of backward if its gradient never arrived
+    forward_us: float  # until backward begins, without waits for parameters
+    backward_us: float
+    rest_us: float  # from the last wait to the next forward
+    synchronized_us: float  # from the start of the step until all gradients were reduced
+    spread_us: float  # between the quartiles of synchronized_us
+    samples: Mapping[str, tuple[tuple[float, float], ...]]  # by kind of collective: bytes, microseconds
+
+
+def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: int) -> NDArray[np.float64]:
+    """Returns this rank's measurements of `num_steps` steps, [steps, numbers]; all unknown if it has not recorded that many."""
+    num_params, num_buckets = len(plan.params), len(plan.buckets)
+    rows = np.full((num_steps, _NUM_TIMES + num_params + 2 * num_buckets), _UNKNOWN)
+    if not _is_complete(records, num_steps):
+        return rows
+    for row, record in zip(rows, records, strict=True):
+        begin, ready = record.idle_us, row[_NUM_TIMES : _NUM_TIMES + num_params]
+        computing = begin - sum(max(0.0, stop - max(0.0, start)) for start, stop in (gather.waited for gather in record.gathers))
+        row[_BEGIN] = begin
+        row[_BACKWARD_BEGINS : _BACKWARD_ENDS + 1] = [computing + at for at in record.backwards[-1]]
+        last_wait = max(bucket.waited[1] for bucket in record.buckets)
+        row[_REST], row[_SYNCHRONIZED] = record.step_us - last_wait, begin + last_wait
+        for param, arrived_us in record.arrivals.items():
+            ready[param] = computing + arrived_us
+        negated = row[_NUM_TIMES + num_params :].reshape(2, num_buckets)
+        for negated_us, sent in zip(negated, (record.buckets, record.gathers), strict=True):
+            for bucket in sent:
+                negated_us[bucket.bucket] = bucket.launched_us - bucket.done_us
+    return rows
+
+
+def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRecord], plan: Plan) -> Measurement | None:
+    """Builds the measurement of `plan` from `latest`, the maximum over all ranks' arrays, and from this rank's `records`.
+
+    Returns None if this rank or all ranks have not recorded the steps.
+    """
+    if not _is_complete(records, len(latest)) or not np.isfinite(latest[:, :_NUM_TIMES]).all():
+        return None
+    num_params, num_buckets = len(plan.params), len(plan.buckets)
+    times, ready, durations = np.split(latest, [_NUM_TIMES, _NUM_TIMES + num_params], axis=1)
+    # In the planner's bytes, even if gradients are sent in a narrower dtype.
+    planned = [[replace(row, num_bytes=plan.buckets[row.bucket].wire_bytes) for row in record.buckets] for record in records]
+    samples = _samples(planned, -durations[:, :num_buckets])
+    return _measurement(times, ready, samples | _samples([record.gathers for record in records], -durations[:, num_buckets:]))
+
+
+def measurement_of_one_rank(records: Sequence[StepRecord], plan: Plan) -> Measurement | None:
+    """Builds the measurement of a single rank, which sends nothing; None if the steps were not recorded.
+
+    Its backward ends with its last gradient.
+    """
+    if not records or not all(record.forwards and record.arrivals for record in records):
+        return None
+    ends_us = [max(record.arrivals.values()) for record in records]
+    times = [(0.0, it.forwards[-1][1], end_us, it.step_us - end_us, end_us) for it, end_us in zip(records, ends_us, strict=True)]
+    ready = [[record.arrivals.get(param, _UNKNOWN) for param in range(len(plan.params))] for record in records]
+    return _measurement(np.array(times), np.array(ready), {})
+
+
+def _measurement(
+    times: NDArray[np.float64], ready: NDArray[np.float64], samples: Mapping[str, tuple[tuple[float, float], ...]]
+) -> Measurement:
+    begins, backward_begins, backward_ends, rest, synchronized = times.T
+    # Median over steps: a parameter whose gradient arrived only once counts as one that never does.
+    ready = np.where(np.isfinite(ready), ready, backward_ends[:, None]) - backward_begins[:, None]
+    backward_us = max(0.0, float(np.median(backward_ends - backward_begins)))
+    low_us, median_us, high_us = np.quantile(synchronized - begins, [0.25, 0.5, 0.75])
+    return Measurement(
+        ready_us=tuple(np.clip(np.median(ready, axis=0), 0.0, backward_us).tolist()),
+        forward_us=max(0.0, float(np.median(backward_begins - begins))),
+        backward_us=backward_us,
+        rest_us=max(0.0, float(np.median(rest))),
+        synchronized_us=float(median_us),
+        spread_us=float(high_us - low_us),
+        samples=samples,
+    )
+
+
+def _is_complete(records: Sequence[StepRecord], num_steps: int) -> bool:
+    return len(records) == num_steps and all(record.backwards and record.buckets and record.arrivals for record in records)
+
+
+def _samples(
+    steps: Sequence[Sequence[BucketRecord]], durations: NDArray[np.float64]
+) -> dict[str, tuple[tuple[float, float], ...]]:
+    transfers = [
+        [Transfer(num_bytes=row.num_bytes, start_us=row.done_us - took[row.bucket], stop_us=row.done_us) for row in rows]
+        for rows, took in zip(steps, durations.tolist(), strict=True)
+    ]
+    return {kind: cost_samples(transfers) for kind in {row.kind for rows in steps for row in rows}}
+
+
+_NUM_NUMBERS = 7  # outcome, steps until the next check, three times, and the numbers of rows and gathers
+# Planners cut a parameter into pieces of at least this size, or cut all together into fewer than _MOST_SMALL_PIECES.
+_LEAST_PIECE_BYTES = 256 * 1024
+_MOST_SMALL_PIECES = 1024
+
+
+class Outcome(IntEnum):
+    KEEP = 0  # another plan would gain too little
+    MOVE = 1
+    BACK = 2  # the previous plan was faster
+    UNKNOWN = 3  # too few measurements
+    FROZEN = 4  # the plan may no longer change
+    OVERTAKEN = 5  # the plan changed while this was decided
+    LEARN = 6  # buckets of other sizes, to learn their cost
+    TOO_LARGE = 7  # every rank would have to hold all state for a moment
+    FEWER = 8  # predicted to be as fast, with less work for the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The plan from now on; times are predictions in microseconds, from the start of a step until all gradients are reduced."""
+
+    outcome: Outcome
+    next_look: int  # steps until the next check
+    present_us: float = 0.0  # under the current plan
+    predicted_us: float = 0.0  # under the best plan
+    limit_us: float = 0.0  # lower bound of every plan
+    groups: tuple[tuple[GroupEntry, ...], ...] | None = None  # None: keep the plan
+    gathers_behind: GathersBehind | None = None  # for that plan, if buckets are stepped in backward; None: not known
+
+    def to_array(self, params: tuple[ParamSpec, ...]) -> NDArray[np.float64]:
+        """Encodes the decision as numbers, a fixed count for these parameters. Exact: indices stay below 2^53."""
+        rows = [
+            (piece.param, piece.first, piece.stop, bucket)
+            for bucket, group in enumerate(self.groups or ())
+            for piece in (piece_of(member, params) for member in group)
+        ]
+        most = _most_rows(params)
+        if len(rows) > most:
+            raise ConfigError(
+                f"a plan of {len(rows)} slots is too long to tell the other ranks of.",
+                where=f"{len(params)} parameters, at most {most} slots",
+                remedy="Cut parameters into fewer pieces.",
+            )
+        gathers = [(at, bucket) for at, behind in enumerate(self.gathers_behind or ()) for bucket in behind]
+        times = (self.present_us, self.predicted_us, self.limit_us)
+        return np.concatenate(
+            [
+                [self.outcome, self.next_look, *times, len(rows), len(gathers)],
+                np.ravel([*rows, *[(0, 0, 0, 0)] * (most - len(rows))]),
+                np.ravel([*gathers, *[(0, 0)] * (most + 1 - len(gathers))]),
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """A decision, and the synchronization after which it was made."""
+
+    round: int  # number of the synchronization, from 0, among those with these parameters
+    decision: Decision
+
+
+def _most_rows(params: Sequence[ParamSpec]) -> int:
+    return len(params) + _MOST_SMALL_PIECES + sum(spec.num_bytes for spec in params) // _LEAST_PIECE_BYTES
+
+
+def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, ...]) -> Decision:
+    """Decodes the numbers of `Decision.to_array`."""
+    single, rows, gathers = np.split(numbers, np.cumsum([_NUM_NUMBERS, 4 * _most_rows(params)]))
+    outcome, next_look, present_us, predicted_us, limit_us, num_rows, num_gathers = single.tolist()
+    groups: dict[int, list[GroupEntry]] = defaultdict(list)
+    for param, first, stop, bucket in rows.astype(np.int64).reshape(-1, 4)[: int(num_rows)].tolist():
+        groups[bucket].append(member_of(Piece(param=param, first=first, stop=stop), params))
+    behind: list[list[int]] = [[] for _ in range(int(num_gathers))]  # every bucket is gathered once
+    for at, bucket in gathers.astype(np.int64).reshape(-1, 2)[: int(num_gathers)].tolist():
+        behind[at].append(bucket)
+    return Decision(
+        outcome=Outcome(int(outcome)),
+        next_look=int(next_look),
+        present_us=present_us,
+        predicted_us=predicted_us,
+        limit_us=limit_us,
+        groups=tuple(map(tuple, groups.values())) or None,
+        gathers_behind=tuple(map(tuple, behind)) or None,
+    )
