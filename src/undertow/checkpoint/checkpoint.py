@@ -3,14 +3,12 @@
 Entries are stored under the parameters' names:  model.<name>,  optimizer.state.<name>.<key>,  optimizer.param_groups.<n>.<key>
 """
 
-import json
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from reprlib import repr as brief
 from typing import Any, Self, TypeVar
 
 import torch
@@ -24,7 +22,7 @@ from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.errors import CheckpointError, UndertowError
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.optim.state import MASTER, OF_THE_WHOLE, ShardedState
-from undertow.runtime.comm.group import GroupRef, OwnGroup
+from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.execute.hooks import earlier_watchers
 from undertow.runtime.peers.waiting import over_users
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
@@ -54,10 +52,11 @@ def save_checkpoint(
     """
     target, ranks = Path(path), _Ranks.of(model, optimizer)
     ranks.meet("save a checkpoint")
-    header = ranks.agree(lambda: _header(optimizer, extra))
+    cls = None if optimizer is None else _class_of(optimizer).__name__
+    header = ranks.agree(lambda: files.header_text(optimizer=cls, extra=extra))
     state = ranks.agree(lambda: _state_of(_Names(model), optimizer, is_first=ranks.is_first))
-    folder = ranks.agree_on_first(lambda: str(files.folder_for_saving(target, header=header)))
-    ranks.call(lambda: private_checkpoint.save_checkpoint(state, Path(folder), ranks.group), doing=f"save {target}")
+    folder = ranks.agree_on_first(lambda: files.folder_for_saving(target, header=header))
+    ranks.call(lambda: private_checkpoint.save_checkpoint(state, folder, ranks.group), doing=f"save {target}")
     ranks.agree_on_first(lambda: files.put_in_place(target))
 
 
@@ -85,8 +84,8 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torc
     """
     target, ranks = Path(path), _Ranks.of(model, optimizer)
     ranks.meet("load a checkpoint")
-    folder = ranks.agree_on_first(lambda: str(files.folder_for_loading(target)))
-    stored = ranks.agree(lambda: files.read_stored(Path(folder)))
+    folder = ranks.agree_on_first(lambda: files.folder_for_loading(target))
+    stored = ranks.agree(lambda: files.read_stored(folder))
     names = _Names(model)
     room = ranks.agree(lambda: _room_for_model(stored, names) | _room_for_optimizer(stored, names, optimizer))
     found = ranks.agree(lambda: _read(stored, room))
@@ -106,21 +105,20 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torc
 class _Ranks:
     """The ranks that save and load together; `group` is None for a single process."""
 
-    group: dist.ProcessGroup | None
-    device: torch.device
+    group: dist.ProcessGroup | None = None
+    cuda: torch.device | int = -1  # the device that sends if the backend is NCCL; -1 on a host
     engines: Sequence[Any] = ()  # the engines that synchronize the model
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Self:
         _require_no_experts(model, optimizer)
         if not dist.is_available() or not dist.is_initialized():
-            return cls(None, torch.device("cpu"))
+            return cls()
         group = _group_of(model, optimizer) or dist.group.WORLD
         assert group is not None  # torch.distributed is initialized
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
-        is_nccl = GroupRef.of(group).backend_for(device) == "nccl"
         engines = tuple(earlier_watchers(model.named_parameters()).values())
-        return cls(group, device if is_nccl else torch.device("cpu"), engines)
+        return cls(group, device if device.type == "cuda" else -1, engines)
 
     @property
     def is_first(self) -> bool:
@@ -148,10 +146,10 @@ class _Ranks:
             raise CheckpointError(failed[0]) from cause
         return result  # type: ignore[return-value]  # it has not failed
 
-    def agree_on_first(self, work: Callable[[], _Result]) -> _Result:
-        """Runs `work` on the first rank only, and returns its string or None on every rank."""
+    def agree_on_first(self, work: Callable[[], Any]) -> Any:
+        """Runs `work` on the first rank only, and returns its result on every rank."""
         mine = self.agree(work if self.is_first else lambda: None)
-        return json.loads(self._from_all(json.dumps(mine))[0])  # type: ignore[no-any-return]
+        return self._from_all(mine)[0]
 
     def call(self, work: Callable[[], None], *, doing: str) -> None:
         """Runs `work`, a function of torch's that agrees across ranks itself, and converts its error to Undertow's."""
@@ -165,18 +163,13 @@ class _Ranks:
         except BaseException as error:  # torch's CheckpointException is not a subclass of Exception
             raise private.first_failure(error, CheckpointError) or _failed(doing, error) from error
 
-    def _from_all(self, text: str, *, waits_for: str = "") -> list[str]:
+    def _from_all(self, mine: _Result, *, waits_for: str = "") -> list[_Result]:
         if self.group is None:
-            return [text]
-        mine = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(self.device)
-        num_ranks = dist.get_world_size(self.group)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(num_ranks)]
-        with over_users(self.group, waits_for):
-            dist.all_gather(sizes, torch.tensor([mine.numel()], device=self.device), group=self.group)
-            longest = max(int(size) for size in sizes)
-            rows = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(num_ranks)]
-            dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - mine.numel())]), group=self.group)
-        return [bytes(row[: int(size)].tolist()).decode().strip("\0") for row, size in zip(rows, sizes, strict=True)]
+            return [mine]
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        with over_users(self.group, waits_for), torch.cuda.device(self.cuda):  # torch would send from the current device
+            dist.all_gather_object(found, mine, group=self.group)
+        return found
 
 
 def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dist.ProcessGroup | None:
@@ -240,17 +233,6 @@ def _failed(doing: str, error: BaseException) -> CheckpointError:
         where=f"{type(error).__name__}: {error}",
         remedy="A checkpoint that was there before is still there.",
     )
-
-
-def _header(optimizer: torch.optim.Optimizer | None, extra: Any) -> str:
-    try:
-        return files.header_text(optimizer=None if optimizer is None else _class_of(optimizer).__name__, extra=extra)
-    except (TypeError, ValueError):
-        raise CheckpointError(
-            f"extra does not survive being written as JSON: {brief(extra)}.",
-            where="save_checkpoint(extra=...)",
-            remedy="Give numbers, strings, lists and dicts with strings as keys.",
-        ) from None
 
 
 def _state_of(names: _Names, optimizer: torch.optim.Optimizer | None, *, is_first: bool) -> dict[str, Any]:

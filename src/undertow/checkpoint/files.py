@@ -139,13 +139,19 @@ def read_entries(folder: Path, entries: Mapping[str, Entry], targets: Mapping[st
 
 
 def header_text(*, optimizer: str | None, extra: Any) -> str:
-    """Returns the JSON stored alongside the tensors; raises ValueError or TypeError if it would not read back the same."""
+    """Returns the JSON stored alongside the tensors; raises CheckpointError if it would not read back the same."""
+    header = {"format": _FORMAT, "optimizer": optimizer, "extra": extra}
     try:
-        text = json.dumps({"format": _FORMAT, "optimizer": optimizer, "extra": extra})
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if parsed_json(text)["extra"] != extra:
-        raise ValueError("it is read back as something else")
+        text = json.dumps(header)
+        is_kept = parsed_json(text) == header
+    except (TypeError, ValueError, RecursionError):
+        is_kept = False
+    if not is_kept:
+        raise CheckpointError(
+            f"extra does not survive being written as JSON: {brief(extra)}.",
+            where="save_checkpoint(extra=...)",
+            remedy="Give numbers, strings, lists and dicts with strings as keys.",
+        )
     return text
 
 
@@ -203,11 +209,9 @@ def _is_complete(folder: Path) -> bool:
 
 def _require_ours(folder: Path) -> None:
     """Raises CheckpointError if the folder holds foreign files: they are never moved or removed."""
-    stranger: Path | None = None
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        stranger = folder
-    elif folder.exists():
-        stranger = next((file for file in sorted(folder.iterdir()) if not _OURS.fullmatch(file.name)), None)
+    is_foreign = folder.is_symlink() or (folder.exists() and not folder.is_dir())
+    present = [folder] if is_foreign else sorted(folder.iterdir()) if folder.exists() else []
+    stranger = next((file for file in present if is_foreign or not _OURS.fullmatch(file.name)), None)
     if stranger is not None:
         raise CheckpointError(
             f"{stranger.name} is no part of a checkpoint, and saving there would remove it.",
@@ -262,17 +266,7 @@ class _Part(io.RawIOBase):
     """The bytes of a piece as a file, because a second copy of a large tensor may not fit in memory."""
 
     def __init__(self, stream: BinaryIO, piece: Piece) -> None:
-        self._stream = stream
-        self._start, self._size, self._place = piece.start, piece.num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._place
+        self._stream, self._start, self._size, self._place = stream, piece.start, piece.num_bytes, 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]

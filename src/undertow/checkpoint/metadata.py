@@ -11,7 +11,7 @@ import math
 import pickle
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from io import BytesIO
 from reprlib import repr as brief
 from typing import Any
@@ -96,7 +96,7 @@ class _Made:
 
     name: str
     arguments: tuple[Any, ...]
-    state: Any = field(default=None)
+    state: Any = None
 
 
 _Unpickler: Any = pickle._Unpickler  # the pure Python version, whose opcodes are a table
@@ -163,13 +163,11 @@ def _entry(name: str, path: tuple[str | int, ...], found: Any, places: dict[tupl
     chunks = [_fields(chunk, _CHUNK) for chunk in fields["chunks"]]
     extents = [(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks]
     _require_whole(name, shape, extents)
-    pieces = []
-    for offsets, sizes in extents:
-        place = places.pop((name, offsets))
-        if math.prod(sizes) * _DTYPES[dtype].itemsize > place.num_bytes:
-            raise ValueError(f"{place.num_bytes} bytes do not hold {sizes} of {brief(name)}")
-        pieces.append(Piece(offsets=offsets, sizes=sizes, file=place.file, start=place.start, num_bytes=place.num_bytes))
-    return Entry(name=name, path=path, pieces=tuple(pieces), dtype=_DTYPES[dtype], shape=shape)
+    pieces = tuple(replace(places.pop((name, offsets)), sizes=sizes) for offsets, sizes in extents)
+    for piece in pieces:
+        if math.prod(piece.sizes) * _DTYPES[dtype].itemsize > piece.num_bytes:
+            raise ValueError(f"{piece.num_bytes} bytes do not hold {piece.sizes} of {brief(name)}")
+    return Entry(name=name, path=path, pieces=pieces, dtype=_DTYPES[dtype], shape=shape)
 
 
 def _places(table: Any) -> dict[tuple[str, Sizes | None], Piece]:

@@ -177,9 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         It is empty on every rank until the first step, and on no rank afterwards: torch.distributed.checkpoint relies on that.
         """
-        found: defaultdict[Tensor, ParamState] = defaultdict(dict)
-        found.update(self._states())
-        return found
+        return defaultdict(dict, self._states())
 
     @state.setter
     def state(self, _value: object) -> None:

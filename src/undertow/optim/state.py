@@ -1,10 +1,8 @@
 """The state of a sharded optimizer: as shards, as whole tensors, and conversions between them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -42,7 +40,7 @@ class ShardedState(Tensor):
     pieces: tuple[tuple[ShardPart, Tensor], ...]
 
     @staticmethod
-    def __new__(cls, param: Tensor, dtype: torch.dtype, pieces: Sequence[tuple[ShardPart, Tensor]]) -> ShardedState:
+    def __new__(cls, param: Tensor, dtype: torch.dtype, pieces: Sequence[tuple[ShardPart, Tensor]]) -> Self:
         made = private.wrapper_tensor(cls, torch.empty_like(param, dtype=dtype, device="meta"), device=param.device)
         made.pieces = tuple(pieces)
         return made
@@ -69,7 +67,7 @@ class ShardedState(Tensor):
             remedy='Leave state_dict="sharded" out of ShardedOptimizer(...), or save by torch.distributed.checkpoint.',
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self._with_pieces([(part, values.clone()) for part, values in self.pieces])
         return copied
 
@@ -105,8 +103,8 @@ class ShardedState(Tensor):
 
     def _with_pieces(
         self, pieces: Sequence[tuple[ShardPart, Tensor]], *, device: torch.device | None = None, **_given: Any
-    ) -> ShardedState:
-        made = private.wrapper_tensor(ShardedState, self, device=device)
+    ) -> Self:
+        made = private.wrapper_tensor(type(self), self, device=device)
         made.pieces = tuple(pieces)
         return made
 
