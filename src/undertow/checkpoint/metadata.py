@@ -198,7 +198,8 @@ def _require_whole(name: str, shape: Sizes, extents: list[Extent]) -> None:
         raise ValueError(f"{brief(name)} has a shape that cannot be")
     if math.prod(shape) == 0:
         return
-    left, before = extents, [((), ())]
+    left = extents
+    before: list[Extent] = []
     while left != before:
         before = left
         for dim in reversed(range(len(shape))):

@@ -68,7 +68,7 @@ def shard_optimizer(
     sharded = ShardedOptimizer(
         type(optimizer), model, _groups(optimizer), in_backward=in_backward, state_dict=state_dict, **settings
     )
-    group = getattr(model, "sync", model).own_group
+    group: Any = getattr(model, "sync", model).own_group
     if group.num_ranks > 1:
         states = [optimizer.state.get(param, {}) for param in _params(optimizer)]
         described = [{key: description(value) for key, value in state.items()} for state in states]
@@ -85,7 +85,7 @@ def _constructor_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     for cls in type(optimizer).__mro__:
         if cls is torch.optim.Optimizer:  # every constructor passes its keyword arguments on
             return optimizer.defaults
-        parameters = inspect.signature(cls.__init__).parameters.values()
+        parameters = inspect.signature(cls).parameters.values()
         arguments.update(parameter.name for parameter in parameters)
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
             break

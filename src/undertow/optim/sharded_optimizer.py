@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.optim.clipping import Clipping
-from undertow.optim.elementwise import MakeOptimizer, require_elementwise, state_of_one_element
+from undertow.optim.elementwise import require_elementwise, state_of_one_element
 from undertow.optim.inner import InnerOptimizer, Owned, changed_settings, hyper_parameters, owned_part
 from undertow.optim.state import (
     MASTER,
@@ -75,9 +75,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         sync = _checked(cls, getattr(target, "sync", target), params, state_dict)
-        make: Any = cls  # its constructor takes other arguments than the base class's
         # Parameter groups alone are not enough: some settings are read only by the constructor.
-        self._make: MakeOptimizer = partial(make, **defaults)
+        self._make: partial[Any] = partial(cls, **defaults)
         self._sync = sync
         whole = self._make([param for _, param in sync.named_parameters()] if params is None else params)
         self._sharding: Sharding | None = None
@@ -358,7 +357,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        return self._make.func  # type: ignore[attr-defined]
+        return self._make.func  # type: ignore[return-value]
 
     def owned_parts(self) -> dict[Tensor, list[ShardPart]]:
         """Returns the parts that this rank owns of each sharded parameter, possibly none; parameters are keys by identity."""
