@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from undertow.ddp.comm_hooks import chain_comm_hooks
     from undertow.ddp.wrapper import DistributedDataParallel
     from undertow.optim.clipping import clip_grad_norm_
+    from undertow.optim.shard_optimizer import shard_optimizer
     from undertow.optim.sharded_optimizer import ShardedOptimizer
     from undertow.sync import GradientSync
 
@@ -51,6 +52,7 @@ _LAZY = {
     "has_checkpoint": "undertow.checkpoint.checkpoint",
     "load_checkpoint": "undertow.checkpoint.checkpoint",
     "save_checkpoint": "undertow.checkpoint.checkpoint",
+    "shard_optimizer": "undertow.optim.shard_optimizer",
 }
 
 __all__ = [
@@ -82,6 +84,7 @@ __all__ = [
     "has_checkpoint",
     "load_checkpoint",
     "save_checkpoint",
+    "shard_optimizer",
 ]
 
 logging.getLogger("undertow").addHandler(logging.NullHandler())

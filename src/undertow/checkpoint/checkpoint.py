@@ -3,31 +3,26 @@
 Entries are stored under the parameters' names:  model.<name>,  optimizer.state.<name>.<key>,  optimizer.param_groups.<n>.<key>
 """
 
-from __future__ import annotations
-
-import json
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from reprlib import repr as brief
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from undertow.checkpoint import files
-from undertow.checkpoint.files import Stored
+from undertow.checkpoint.files import Stored, Target
 from undertow.checkpoint.metadata import Entry
-from undertow.checkpoint.reads import Target, read_entries
 from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.errors import CheckpointError, UndertowError
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.optim.state import MASTER, OF_THE_WHOLE, ShardedState
-from undertow.runtime.comm.group import GroupRef, OwnGroup
+from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.execute.hooks import earlier_watchers
 from undertow.runtime.peers.waiting import over_users
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
@@ -57,10 +52,11 @@ def save_checkpoint(
     """
     target, ranks = Path(path), _Ranks.of(model, optimizer)
     ranks.meet("save a checkpoint")
-    header = ranks.agree(lambda: _header(optimizer, extra))
+    cls = None if optimizer is None else _class_of(optimizer).__name__
+    header = ranks.agree(lambda: files.header_text(optimizer=cls, extra=extra))
     state = ranks.agree(lambda: _state_of(_Names(model), optimizer, is_first=ranks.is_first))
-    folder = ranks.agree_on_first(lambda: str(files.folder_for_saving(target, header=header)))
-    ranks.call(lambda: private_checkpoint.save_checkpoint(state, Path(folder), ranks.group), doing=f"save {target}")
+    folder = ranks.agree_on_first(lambda: files.folder_for_saving(target, header=header))
+    ranks.call(lambda: private_checkpoint.save_checkpoint(state, folder, ranks.group), doing=f"save {target}")
     ranks.agree_on_first(lambda: files.put_in_place(target))
 
 
@@ -69,7 +65,7 @@ def has_checkpoint(path: str | PathLike[str]) -> bool:
 
     A save that was interrupted counts if it left a complete checkpoint. A damaged checkpoint counts too; loading it raises.
     """
-    return files.is_there(Path(path))
+    return files.found_at(Path(path)) is not None
 
 
 def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -88,11 +84,11 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torc
     """
     target, ranks = Path(path), _Ranks.of(model, optimizer)
     ranks.meet("load a checkpoint")
-    folder = ranks.agree_on_first(lambda: str(files.folder_for_loading(target)))
-    stored = ranks.agree(lambda: files.read_stored(Path(folder)))
+    folder = ranks.agree_on_first(lambda: files.folder_for_loading(target))
+    stored = ranks.agree(lambda: files.read_stored(folder))
     names = _Names(model)
     room = ranks.agree(lambda: _room_for_model(stored, names) | _room_for_optimizer(stored, names, optimizer))
-    found = ranks.agree(lambda: _nested(stored, _read(stored, room)))
+    found = ranks.agree(lambda: _read(stored, room))
     of_optimizer = ranks.agree(lambda: None if optimizer is None else _for_optimizer(found[_OPTIMIZER], names, optimizer))
 
     def put() -> None:
@@ -109,21 +105,20 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torc
 class _Ranks:
     """The ranks that save and load together; `group` is None for a single process."""
 
-    group: dist.ProcessGroup | None
-    device: torch.device
+    group: dist.ProcessGroup | None = None
+    cuda: torch.device | int = -1  # the device that sends if the backend is NCCL; -1 on a host
     engines: Sequence[Any] = ()  # the engines that synchronize the model
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Ranks:
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Self:
         _require_no_experts(model, optimizer)
         if not dist.is_available() or not dist.is_initialized():
-            return cls(None, torch.device("cpu"))
+            return cls()
         group = _group_of(model, optimizer) or dist.group.WORLD
         assert group is not None  # torch.distributed is initialized
-        param, engines = next(model.parameters(), None), tuple(earlier_watchers(model.named_parameters()).values())
-        if param is None or GroupRef.of(group).backend_for(param.device) != "nccl":
-            return cls(group, torch.device("cpu"), engines)
-        return cls(group, param.device, engines)
+        device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        engines = tuple(earlier_watchers(model.named_parameters()).values())
+        return cls(group, device if device.type == "cuda" else -1, engines)
 
     @property
     def is_first(self) -> bool:
@@ -151,10 +146,10 @@ class _Ranks:
             raise CheckpointError(failed[0]) from cause
         return result  # type: ignore[return-value]  # it has not failed
 
-    def agree_on_first(self, work: Callable[[], _Result]) -> _Result:
-        """Runs `work` on the first rank only, and returns its string or None on every rank."""
+    def agree_on_first(self, work: Callable[[], Any]) -> Any:
+        """Runs `work` on the first rank only, and returns its result on every rank."""
         mine = self.agree(work if self.is_first else lambda: None)
-        return json.loads(self._from_all(json.dumps(mine))[0])  # type: ignore[no-any-return]
+        return self._from_all(mine)[0]
 
     def call(self, work: Callable[[], None], *, doing: str) -> None:
         """Runs `work`, a function of torch's that agrees across ranks itself, and converts its error to Undertow's."""
@@ -168,18 +163,13 @@ class _Ranks:
         except BaseException as error:  # torch's CheckpointException is not a subclass of Exception
             raise private.first_failure(error, CheckpointError) or _failed(doing, error) from error
 
-    def _from_all(self, text: str, *, waits_for: str = "") -> list[str]:
+    def _from_all(self, mine: _Result, *, waits_for: str = "") -> list[_Result]:
         if self.group is None:
-            return [text]
-        mine = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(self.device)
-        num_ranks = dist.get_world_size(self.group)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(num_ranks)]
-        with over_users(self.group, waits_for):
-            dist.all_gather(sizes, torch.tensor([mine.numel()], device=self.device), group=self.group)
-            longest = max(int(size) for size in sizes)
-            rows = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(num_ranks)]
-            dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - mine.numel())]), group=self.group)
-        return [bytes(row[: int(size)].tolist()).decode().strip("\0") for row, size in zip(rows, sizes, strict=True)]
+            return [mine]
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        with over_users(self.group, waits_for), torch.cuda.device(self.cuda):  # torch would send from the current device
+            dist.all_gather_object(found, mine, group=self.group)
+        return found
 
 
 def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dist.ProcessGroup | None:
@@ -245,17 +235,6 @@ def _failed(doing: str, error: BaseException) -> CheckpointError:
     )
 
 
-def _header(optimizer: torch.optim.Optimizer | None, extra: Any) -> str:
-    try:
-        return files.header_text(optimizer=None if optimizer is None else _class_of(optimizer).__name__, extra=extra)
-    except (TypeError, ValueError):
-        raise CheckpointError(
-            f"extra does not survive being written as JSON: {brief(extra)}.",
-            where="save_checkpoint(extra=...)",
-            remedy="Give numbers, strings, lists and dicts with strings as keys.",
-        ) from None
-
-
 def _state_of(names: _Names, optimizer: torch.optim.Optimizer | None, *, is_first: bool) -> dict[str, Any]:
     """Returns this rank's entries of the checkpoint."""
     # For tensors that all ranks have, torch picks any rank: that spreads the work for parameters, but buffers may differ.
@@ -272,17 +251,15 @@ def _state_of(names: _Names, optimizer: torch.optim.Optimizer | None, *, is_firs
     return {_MODEL: mine, _OPTIMIZER: {_STATE: state, _GROUPS: groups}}
 
 
-def _paths(stored: Stored, *begin: str) -> Iterable[tuple[tuple[Any, ...], Entry]]:
-    """Yields every entry below `begin` with the rest of its path."""
-    for entry in stored.entries.values():
-        if entry.path[: len(begin)] == begin:
-            yield entry.path[len(begin) :], entry
+def _below(stored: Stored, *begin: str) -> list[tuple[tuple[Any, ...], Entry]]:
+    """Returns every entry below `begin` with the rest of its path."""
+    return [(entry.path[len(begin) :], entry) for entry in stored.entries.values() if entry.path[: len(begin)] == begin]
 
 
 def _room_for_model(stored: Stored, names: _Names) -> dict[str, Tensor | None]:
     """Allocates tensors to read the model into, so that it is never left half loaded; None for other values."""
     saved: dict[str, list[Entry]] = defaultdict(list)
-    for (of, *_), entry in _paths(stored, _MODEL):
+    for (of, *_), entry in _below(stored, _MODEL):
         saved[of].append(entry)
     for name, value in names.values.items():
         if name not in saved:
@@ -315,61 +292,49 @@ def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Op
             where=str(stored.folder),
             remedy="Load it into the same kind of optimizer, or load the model alone: load_checkpoint(path, model).",
         )
-    params = {name: param for group in optimizer.param_groups for name, param in _named(names, group["params"])}
+    params = {
+        name: param
+        for group in optimizer.param_groups
+        for name, param in zip(names.of_group(group["params"]), group["params"], strict=True)
+    }
     parts = optimizer.owned_parts() if isinstance(optimizer, ShardedOptimizer) else None
-    room: dict[str, Tensor | None] = {entry.name: _whole(entry) for _, entry in _paths(stored, _OPTIMIZER, _GROUPS)}
-    for (of, *keys), entry in _paths(stored, _OPTIMIZER, _STATE):
+    room: dict[str, Tensor | None] = {entry.name: _whole(entry) for _, entry in _below(stored, _OPTIMIZER, _GROUPS)}
+    for (of, *keys), entry in _below(stored, _OPTIMIZER, _STATE):
         if of not in params:
             raise _other_model(stored, f"has a state of {of!r}, which is none of the optimizer's parameters")
         param, dtype = params[of], entry.dtype
-        if (parts is not None and not _is_shardable(keys, entry, param)) or (keys == [MASTER] and entry.shape != param.shape):
+        is_of_elements = entry.shape == param.shape and keys[-1] not in OF_THE_WHOLE
+        if (parts is not None and entry.shape and not is_of_elements) or (keys == [MASTER] and entry.shape != param.shape):
             what = f"has {'.'.join(map(str, keys))!r} of shape {entry.shape} in the state of {of!r}"
             raise _other_model(stored, f"{what}, and the parameter is of shape {tuple(param.shape)}")
-        if parts is None:
-            if keys != [MASTER]:  # the fp32 values of a sharded optimizer, which a plain one does not have
-                room[entry.name] = _whole(entry)
-        elif dtype is not None and entry.shape == param.shape and keys[-1] not in OF_THE_WHOLE and param in parts:
+        if parts is not None and dtype is not None and is_of_elements and param in parts:
             pieces = [(part, torch.zeros(part.numel, dtype=dtype, device=param.device)) for part in parts[param]]
             room[entry.name] = ShardedState(param, dtype, pieces)
-        else:
+        elif parts is not None or keys != [MASTER]:  # the fp32 values of a sharded optimizer, which a plain one does not have
             room[entry.name] = _whole(entry)
     return room
-
-
-def _is_shardable(keys: Sequence[str | int], entry: Entry, param: Tensor) -> bool:
-    """Returns True if the entry is a number or has one value per element of the parameter, as a sharded optimizer needs."""
-    return not entry.shape or (entry.shape == param.shape and keys[-1] not in OF_THE_WHOLE)
-
-
-def _named(names: _Names, params: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
-    return zip(names.of_group(params), params, strict=True)
 
 
 def _whole(entry: Entry) -> Tensor | None:
     return None if entry.shape is None else torch.empty(entry.shape, dtype=entry.dtype)
 
 
-def _read(stored: Stored, room: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Reads the requested entries; returns them by their names in the checkpoint."""
-    targets = {name: [] if tensor is None else _targets(tensor) for name, tensor in room.items()}
-    return {**room, **read_entries(stored.folder, stored.entries, targets, on_error=files.broken_data)}
-
-
-def _targets(tensor: Tensor) -> list[Target]:
+def _targets(tensor: Tensor | None) -> list[Target]:
     if isinstance(tensor, ShardedState):
         return [(box.offsets, values) for box, values in tensor.boxes()]
-    return [((0,) * tensor.dim(), tensor)]
+    return [] if tensor is None else [((0,) * tensor.dim(), tensor)]
 
 
-def _nested(stored: Stored, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Restores the nesting of the saved values: torch numbers the items of lists, and nothing else."""
+def _read(stored: Stored, room: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """Reads the requested entries and restores their nesting: torch numbers the items of lists, and nothing else."""
+    values = files.read_entries(stored.folder, stored.entries, {name: _targets(tensor) for name, tensor in room.items()})
     found: dict[str | int, Any] = {_MODEL: {}, _OPTIMIZER: {_STATE: {}, _GROUPS: {}}}
-    for name, value in flat.items():
+    for name, tensor in room.items():
         *path, last = stored.entries[name].path
         place = found
         for step in path:
             place = place.setdefault(step, {})
-        place[last] = value
+        place[last] = values.get(name, tensor)
     return _with_lists(found)  # type: ignore[no-any-return]  # the top level has string keys
 
 

@@ -7,19 +7,23 @@ path.old    the previous one, between the two renames:  path -> path.old,  path.
 If a save is interrupted at any point, one of the three is complete.
 """
 
-from __future__ import annotations
-
+import io
 import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+import zipfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as brief
-from typing import Any
+from typing import Any, BinaryIO, cast, final
 
-from undertow.checkpoint.metadata import Entry, file_sizes, stored_entries
+import torch
+from torch import Tensor
+
+from undertow.checkpoint.metadata import Entry, Piece, file_sizes, stored_entries
 from undertow.errors import CheckpointError
 from undertow.foreign import parsed_json
 
@@ -27,6 +31,7 @@ _HEADER, _METADATA = "undertow.json", ".metadata"
 _OURS = re.compile(r"undertow\.json|\.metadata(\.tmp)?|__[0-9]+_[0-9]+\.distcp")
 _FORMAT = 1
 _MOST_CHARACTERS = 500  # of the reason in an error
+Target = tuple[Sequence[int], Tensor]  # offsets in a stored tensor, and the tensor that takes its elements from there on
 _MOST_BYTES = 1 << 30  # limit for files that are read as a whole; the metadata of a million tensors takes a sixth of it
 
 
@@ -74,21 +79,19 @@ def put_in_place(path: Path) -> None:
     _remove(old)
 
 
+def found_at(path: Path) -> Path | None:
+    """Returns `path`, damaged or not, or the complete folder that an interrupted save left next to it, or None."""
+    return path if path.exists() or path.is_symlink() else _left_beside(path)
+
+
 def folder_for_loading(path: Path) -> Path:
-    """Returns `path`, or the complete folder that an interrupted save left next to it; CheckpointError if neither exists."""
-    if path.exists() or path.is_symlink():
-        return path
-    found = _left_beside(path)
+    """Returns the folder to load; raises CheckpointError if there is none."""
+    found = found_at(path)
     if found is None:
         raise CheckpointError(
             "there is no checkpoint.", where=str(path.absolute()), remedy="Look for it in another place; every rank must see it."
         )
     return found
-
-
-def is_there(path: Path) -> bool:
-    """Returns True if there is something to load at `path`, complete or damaged; otherwise the run has not begun."""
-    return path.exists() or path.is_symlink() or _left_beside(path) is not None
 
 
 def _left_beside(path: Path) -> Path | None:
@@ -112,18 +115,43 @@ def read_stored(folder: Path) -> Stored:
     return Stored(folder=folder, entries=entries, optimizer=header["optimizer"], extra=header["extra"])
 
 
-def broken_data(path: Path, error: Exception) -> CheckpointError:
-    return _broken(path, f"cannot be read ({_reason(error)})")
+def read_entries(folder: Path, entries: Mapping[str, Entry], targets: Mapping[str, Sequence[Target]]) -> dict[str, Any]:
+    """Fills the targets of each tensor in `targets`, and returns the values by name; values have an empty list of targets.
+
+    Raises CheckpointError if the contents of a file do not match `entries`.
+    """
+    values: dict[str, Any] = {}
+    by_file: dict[str, list[tuple[Piece, Entry, Sequence[Target]]]] = defaultdict(list)
+    for name, wanted in targets.items():
+        for piece in entries[name].pieces:
+            by_file[piece.file].append((piece, entries[name], wanted))
+    for file, reads in sorted(by_file.items()):
+        try:
+            with (folder / file).open("rb") as stream:
+                for piece, entry, wanted in sorted(reads, key=lambda read: read[0].start):
+                    if entry.dtype is None:
+                        values[entry.name] = _loaded(stream, piece)
+                    else:
+                        _read_tensor(stream, entry, piece, wanted)
+        except Exception as error:  # arbitrary bytes can raise any exception
+            raise _broken(folder / file, f"cannot be read ({_reason(error)})") from error
+    return values
 
 
 def header_text(*, optimizer: str | None, extra: Any) -> str:
-    """Returns the JSON stored alongside the tensors; raises ValueError or TypeError if it would not read back the same."""
+    """Returns the JSON stored alongside the tensors; raises CheckpointError if it would not read back the same."""
+    header = {"format": _FORMAT, "optimizer": optimizer, "extra": extra}
     try:
-        text = json.dumps({"format": _FORMAT, "optimizer": optimizer, "extra": extra})
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if parsed_json(text)["extra"] != extra:
-        raise ValueError("it is read back as something else")
+        text = json.dumps(header)
+        is_kept = parsed_json(text) == header
+    except (TypeError, ValueError, RecursionError):
+        is_kept = False
+    if not is_kept:
+        raise CheckpointError(
+            f"extra does not survive being written as JSON: {brief(extra)}.",
+            where="save_checkpoint(extra=...)",
+            remedy="Give numbers, strings, lists and dicts with strings as keys.",
+        )
     return text
 
 
@@ -181,11 +209,9 @@ def _is_complete(folder: Path) -> bool:
 
 def _require_ours(folder: Path) -> None:
     """Raises CheckpointError if the folder holds foreign files: they are never moved or removed."""
-    stranger: Path | None = None
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        stranger = folder
-    elif folder.exists():
-        stranger = next((file for file in sorted(folder.iterdir()) if not _OURS.fullmatch(file.name)), None)
+    is_foreign = folder.is_symlink() or (folder.exists() and not folder.is_dir())
+    present = [folder] if is_foreign else sorted(folder.iterdir()) if folder.exists() else []
+    stranger = next((file for file in present if is_foreign or not _OURS.fullmatch(file.name)), None)
     if stranger is not None:
         raise CheckpointError(
             f"{stranger.name} is no part of a checkpoint, and saving there would remove it.",
@@ -211,3 +237,61 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _read_tensor(stream: BinaryIO, entry: Entry, piece: Piece, targets: Sequence[Target]) -> None:
+    """Copies the elements that a piece and the targets share; reads nothing if they share none."""
+    overlaps = [(target, common) for target in targets if (common := _common(piece, target)) is not None]
+    if not overlaps:
+        return
+    stored = _loaded(stream, piece)
+    is_tensor = type(stored) is Tensor and stored.layout is torch.strided and stored.device.type == "cpu"
+    if not is_tensor or stored.dtype != entry.dtype or stored.shape != torch.Size(piece.sizes):
+        raise ValueError(f"{entry.name!r} is not a tensor of {entry.dtype} and of shape {piece.sizes}")
+    for (offsets, values_there), common in overlaps:
+        _box(values_there.detach(), offsets, common).copy_(_box(stored, piece.offsets, common))
+
+
+def _loaded(stream: BinaryIO, piece: Piece) -> Any:
+    """Loads the output of torch.save: an archive in the current format, without compression."""
+    with zipfile.ZipFile(_Part(stream, piece)) as archive:
+        members = archive.infolist()
+    if any(it.compress_type != zipfile.ZIP_STORED for it in members) or sum(it.file_size for it in members) > piece.num_bytes:
+        raise ValueError("it is compressed")
+    return torch.load(cast("BinaryIO", _Part(stream, piece)), map_location="cpu", weights_only=True, mmap=False)
+
+
+@final
+class _Part(io.RawIOBase):
+    """The bytes of a piece as a file, because a second copy of a large tensor may not fit in memory."""
+
+    def __init__(self, stream: BinaryIO, piece: Piece) -> None:
+        self._stream, self._start, self._size, self._place = stream, piece.start, piece.num_bytes, 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        if begin + offset < 0:
+            raise ValueError("it ends before its end")
+        self._place = begin + offset
+        return self._place
+
+    def readinto(self, buffer: Any, /) -> int:
+        room = memoryview(buffer).cast("B")[: max(0, self._size - self._place)]
+        self._stream.seek(self._start + self._place)
+        found: int = self._stream.readinto(room)  # type: ignore[attr-defined]  # a file opened for reading
+        self._place += found
+        return found
+
+
+def _common(piece: Piece, target: Target) -> list[range] | None:
+    """Returns the range of indices that the two share in each dimension, or None if they do not overlap."""
+    offsets, tensor = target
+    common = [
+        range(max(mine, theirs), min(mine + size, theirs + length))
+        for mine, size, theirs, length in zip(piece.offsets, piece.sizes, offsets, tensor.shape, strict=True)
+    ]
+    return common if all(common) else None
+
+
+def _box(tensor: Tensor, offsets: Sequence[int], common: Sequence[range]) -> Tensor:
+    return tensor[tuple(slice(it.start - offset, it.stop - offset) for it, offset in zip(common, offsets, strict=True))]

@@ -6,14 +6,12 @@ dicts and `_Made`, a record of a call that the pickle requests. No class is look
 Everything is checked before anything is used.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from io import BytesIO
 from reprlib import repr as brief
 from typing import Any
@@ -25,6 +23,7 @@ from undertow.foreign import MOST_LEVELS
 __all__ = ["Entry", "Piece", "file_sizes", "stored_entries"]
 
 Sizes = tuple[int, ...]
+Extent = tuple[Sizes, Sizes]  # offsets, sizes
 
 _FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 # The meaning of their values is stored elsewhere.
@@ -97,7 +96,7 @@ class _Made:
 
     name: str
     arguments: tuple[Any, ...]
-    state: Any = field(default=None)
+    state: Any = None
 
 
 _Unpickler: Any = pickle._Unpickler  # the pure Python version, whose opcodes are a table
@@ -164,13 +163,11 @@ def _entry(name: str, path: tuple[str | int, ...], found: Any, places: dict[tupl
     chunks = [_fields(chunk, _CHUNK) for chunk in fields["chunks"]]
     extents = [(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks]
     _require_whole(name, shape, extents)
-    pieces = []
-    for offsets, sizes in extents:
-        place = places.pop((name, offsets))
-        if math.prod(sizes) * _DTYPES[dtype].itemsize > place.num_bytes:
-            raise ValueError(f"{place.num_bytes} bytes do not hold {sizes} of {brief(name)}")
-        pieces.append(Piece(offsets=offsets, sizes=sizes, file=place.file, start=place.start, num_bytes=place.num_bytes))
-    return Entry(name=name, path=path, pieces=tuple(pieces), dtype=_DTYPES[dtype], shape=shape)
+    pieces = tuple(replace(places.pop((name, offsets)), sizes=sizes) for offsets, sizes in extents)
+    for piece in pieces:
+        if math.prod(piece.sizes) * _DTYPES[dtype].itemsize > piece.num_bytes:
+            raise ValueError(f"{piece.num_bytes} bytes do not hold {piece.sizes} of {brief(name)}")
+    return Entry(name=name, path=path, pieces=pieces, dtype=_DTYPES[dtype], shape=shape)
 
 
 def _places(table: Any) -> dict[tuple[str, Sizes | None], Piece]:
@@ -191,7 +188,7 @@ def _places(table: Any) -> dict[tuple[str, Sizes | None], Piece]:
     return places
 
 
-def _require_whole(name: str, shape: Sizes, extents: Sequence[tuple[Sizes, Sizes]]) -> None:
+def _require_whole(name: str, shape: Sizes, extents: list[Extent]) -> None:
     """Raises ValueError unless the pieces cover `shape` exactly: gaps would hold uninitialized memory.
 
     Ranks write ranges of a tensor in memory order: rows, and parts of rows. Neighbors that match in all other dimensions are
@@ -201,30 +198,29 @@ def _require_whole(name: str, shape: Sizes, extents: Sequence[tuple[Sizes, Sizes
         raise ValueError(f"{brief(name)} has a shape that cannot be")
     if math.prod(shape) == 0:
         return
-    left, before = list(extents), len(extents) + 1
-    while 1 < len(left) < before:
-        before = len(left)
+    left = extents
+    before: list[Extent] = []
+    while left != before:
+        before = left
         for dim in reversed(range(len(shape))):
             left = _joined(left, dim)
     if left != [((0,) * len(shape), shape)]:
         raise ValueError(f"the pieces of {brief(name)} do not make up all of it")
 
 
-def _joined(extents: Sequence[tuple[Sizes, Sizes]], dim: int) -> list[tuple[Sizes, Sizes]]:
+def _joined(extents: list[Extent], dim: int) -> list[Extent]:
     """Merges each extent with the one that ends at its start in this dimension."""
 
-    def others(extent: tuple[Sizes, Sizes]) -> tuple[Any, ...]:
-        offsets, sizes = extent
-        return offsets[:dim], offsets[dim + 1 :], sizes[:dim], sizes[dim + 1 :]
+    def others(extent: Extent) -> list[Sizes]:
+        return [sizes[:dim] + sizes[dim + 1 :] for sizes in extent]
 
-    joined: list[tuple[Sizes, Sizes]] = []
+    joined: list[Extent] = []
     for offsets, sizes in sorted(extents, key=lambda extent: (others(extent), extent[0][dim])):
-        if joined and others(joined[-1]) == others((offsets, sizes)):
-            first, length = joined[-1]
-            if first[dim] + length[dim] == offsets[dim]:
-                joined[-1] = first, (*length[:dim], length[dim] + sizes[dim], *length[dim + 1 :])
-                continue
-        joined.append((offsets, sizes))
+        first, length = joined[-1] if joined else (offsets, sizes)
+        if joined and others(joined[-1]) == others((offsets, sizes)) and first[dim] + length[dim] == offsets[dim]:
+            joined[-1] = first, (*length[:dim], length[dim] + sizes[dim], *length[dim + 1 :])
+        else:
+            joined.append((offsets, sizes))
     return joined
 
 

@@ -1,9 +1,7 @@
 """Clips by the norm of all gradients as one vector, across shards, experts and ranks."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from undertow.errors import ConfigError, NonFiniteGradient, WrongType
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.sharded.layout import Sharding
+from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.step.sharded_steps import finish_before_look, require_synchronized
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
@@ -48,83 +47,69 @@ def clip_grad_norm_(
             where="clip_grad_norm_",
             remedy="For a bare model use torch.nn.utils.clip_grad_norm_.",
         )
-    norm_type = checked_norm_type(norm_type)
-    for each in (sync, *sync.experts):
+    clipping, syncs = Clipping(norm_type, sync.rank), (sync, *sync.experts)
+    for each in syncs:
         finish_before_look(each, [param for _, param in each.named_parameters()])
         require_synchronized(each)
-    parts = [_Gradients(each) for each in (sync, *sync.experts)]
-    sharding = parts[0].sharding
-    # Without experts, sum over the ranks that hold shards of the same parameters: on a mesh, each row has all of them.
-    group = sync.own_group if sharding is None or sync.experts else sharding.group
-    counted = [grad for part in parts for grad in part.counted]
-    total = total_norm(counted, norm_type, device=sync.device, group=group)
-    if error_if_nonfinite:
-        require_finite(total, norm_type, rank=sync.rank)
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for part in parts:
-        part.multiply(scale)
-    return total
-
-
-class _Gradients:
-    """This rank's gradients of one group of ranks; `counted` holds the ones that it adds to the norm."""
-
-    def __init__(self, sync: GradientSync) -> None:
-        self.sharding: Sharding | None = None if sync.steps is None else sync.steps.begin_clipping()
-        self._whole: list[Tensor] = []
-        if self.sharding is not None:
-            shards = map(self.sharding.gradient, self.sharding.parts)
-            self.counted = [shard for shard in shards if shard is not None]
+    shardings = [None if each.steps is None else each.steps.begin_clipping() for each in syncs]
+    for each, sharding in zip(syncs, shardings, strict=True):
+        if sharding is not None:
+            clipping.add_shards(sharding, sharding.parts)
         else:
-            self._whole = [param.grad for _, param in sync.named_parameters() if param.grad is not None]
-            self.counted = self._whole if sync.rank == 0 else []  # the same gradients on every rank of the group
+            clipping.add_whole((param.grad for _, param in each.named_parameters()), counts=each.rank == 0)
+    # Without experts, sum over the ranks that hold shards of the same parameters: on a mesh, each row has all of them.
+    group = sync.own_group if shardings[0] is None or sync.experts else shardings[0].group
+    return clipping.clip(max_norm, group, error_if_nonfinite=error_if_nonfinite)
 
-    def multiply(self, scale: Tensor) -> None:
-        if self.sharding is not None:
-            self.sharding.scale_gradients(self.sharding.parts, scale)
+
+class Clipping:
+    """This rank's gradients, and those among them that it adds to the norm."""
+
+    def __init__(self, norm_type: float, rank: int) -> None:
+        self._norm_type, self._rank = float(norm_type), rank
+        self._counted: list[Tensor] = []
+        self._whole: list[Tensor] = []
+        self._shards: list[tuple[Sharding, list[ShardPart]]] = []
+        if not self._norm_type > 0:
+            raise ConfigError(
+                f"norm_type must be above zero, got {self._norm_type}.",
+                where="clip_grad_norm_",
+                remedy="Give 2.0, another power, or infinity for the largest element.",
+            )
+
+    def add_shards(self, sharding: Sharding, parts: list[ShardPart]) -> None:
+        """Adds the gradients of these parts."""
+        self._counted += [grad for part in parts if (grad := sharding.gradient(part)) is not None]
+        self._shards.append((sharding, parts))
+
+    def add_whole(self, grads: Iterable[Tensor | None], *, counts: bool) -> None:
+        """Adds gradients that are the same on all ranks of a group; they count on one of these ranks."""
+        whole = [grad for grad in grads if grad is not None]
+        self._counted += whole if counts else []
+        self._whole += whole
+
+    def clip(self, max_norm: float, group: OwnGroup, *, error_if_nonfinite: bool) -> Tensor:
+        """Scales the gradients by the norm over all ranks of `group`, which it returns: a 0-dim fp32 tensor."""
+        is_largest = math.isinf(self._norm_type)
+        total = torch.zeros((), dtype=torch.float64, device=group.device)
+        for grad in self._counted:
+            values = grad.coalesce().values() if grad.is_sparse else grad  # the elements that may be nonzero, each once
+            wide = torch.complex128 if grad.dtype.is_complex else torch.float64
+            norm = torch.linalg.vector_norm(values, self._norm_type, dtype=wide).to(total)
+            total = torch.maximum(total, norm) if is_largest else total + norm**self._norm_type
+        if group.num_ranks > 1:
+            with group.waiting("the norm of all gradients"):
+                group.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
+        total = (total if is_largest else total ** (1.0 / self._norm_type)).to(torch.float32)
+        if error_if_nonfinite and not total.isfinite():
+            raise NonFiniteGradient(
+                f"the total norm of order {self._norm_type} of the gradients is {total.item()}.",
+                where=f"clip_grad_norm_, rank {self._rank}",
+                remedy="Look for the cause, skip this step, or pass error_if_nonfinite=False.",
+            )
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for sharding, parts in self._shards:
+            sharding.scale_gradients(parts, scale)
         for grad in self._whole:
             grad.mul_(scale.to(grad.device))
-
-
-def total_norm(grads: Sequence[Tensor], norm_type: float, *, device: torch.device, group: OwnGroup) -> Tensor:
-    """Returns the norm of the gradients of all ranks of `group` as one vector: a 0-dim fp32 tensor on `device`."""
-    is_largest = math.isinf(norm_type)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for grad in map(_values, grads):
-        norm = torch.linalg.vector_norm(grad, norm_type, dtype=_double(grad.dtype)).to(total)
-        total = torch.maximum(total, norm) if is_largest else total + norm**norm_type
-    if group.num_ranks > 1:
-        with group.waiting("the norm of all gradients"):
-            group.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
-    return (total if is_largest else total ** (1.0 / norm_type)).to(torch.float32)
-
-
-def checked_norm_type(norm_type: float) -> float:
-    """Returns `norm_type` as a float; raises ConfigError unless it is above zero."""
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ConfigError(
-            f"norm_type must be above zero, got {norm_type}.",
-            where="clip_grad_norm_",
-            remedy="Give 2.0, another power, or infinity for the largest element.",
-        )
-    return norm_type
-
-
-def require_finite(total: Tensor, norm_type: float, *, rank: int) -> None:
-    """Raises NonFiniteGradient unless `total` is finite."""
-    if not total.isfinite():
-        raise NonFiniteGradient(
-            f"the total norm of order {norm_type} of the gradients is {total.item()}.",
-            where=f"clip_grad_norm_, rank {rank}",
-            remedy="Look for the cause, skip this step, or pass error_if_nonfinite=False.",
-        )
-
-
-def _values(grad: Tensor) -> Tensor:
-    """Returns the elements that may be nonzero, each once."""
-    return grad.coalesce().values() if grad.is_sparse else grad
-
-
-def _double(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
+        return total

@@ -1,9 +1,7 @@
 """Checks that an optimizer is elementwise, so that it can update a parameter in pieces."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,47 +45,48 @@ def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: d
 
 def state_of_one_element(make: MakeOptimizer, hyper_parameters: dict[str, Any], *, like: Tensor) -> dict[str, Any]:
     """Returns the optimizer's state of a parameter with one element, after one step."""
-    return dict(_Trial(make, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]]).states[0])
+    optimizer = _stepped(make, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]])
+    (param,) = optimizer.param_groups[0]["params"]
+    return dict(optimizer.state.get(param, {}))
 
 
 def _found_out(make: MakeOptimizer, hyper_parameters: dict[str, Any], device: torch.device) -> str | None:
     """Runs a few steps of an unknown optimizer; returns why it cannot be sharded, or None if it can."""
     generator = torch.Generator().manual_seed(0)  # does not touch the user's generator
     start, *grads = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_NUM_STEPS + 1))
-    whole = _Trial(make, hyper_parameters, [start], [[grad] for grad in grads])
-    parts = _Trial(make, hyper_parameters, _cut(start), [_cut(grad) for grad in grads])
-    if not torch.equal(whole.values[0].flatten(), torch.cat(parts.values)):
+    new = _stepped(make, hyper_parameters, [start], [])
+    whole = _stepped(make, hyper_parameters, [start], [[grad] for grad in grads])
+    parts = _stepped(make, hyper_parameters, _cut(start), map(_cut, grads))
+    if not torch.equal(_values(whole), _values(parts)):
         return "it updates parts of a parameter otherwise than the whole"
-    if whole.changed:
-        names = ", ".join(map(repr, whole.changed))
-        return f"its steps change {names} in its parameter groups, and only its state is kept, moved and saved"
+    before, after = _settings(new), _settings(whole)
+    changed = [repr(name) for name in {**before, **after} if before.get(name) != after.get(name)]
+    if changed:
+        return f"its steps change {', '.join(changed)} in its parameter groups, and only its state is kept, moved and saved"
     return None
 
 
+def _stepped(
+    make: MakeOptimizer, hyper_parameters: dict[str, Any], start: Sequence[Tensor], grads: Iterable[Sequence[Tensor]]
+) -> torch.optim.Optimizer:
+    """Returns an optimizer of parameters with the values of `start` after one step for each of `grads`."""
+    params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
+    optimizer = make([{"params": params, **copy.deepcopy(hyper_parameters)}])
+    for of_step in grads:
+        for param, grad in zip(params, of_step, strict=True):
+            param.grad = grad.clone()
+        private.step_unwatched(optimizer)
+    return optimizer
+
+
 def _cut(tensor: Tensor) -> list[Tensor]:
-    return [tensor.flatten()[:_CUT].clone(), tensor.flatten()[_CUT:].clone()]
+    return [tensor.flatten()[:_CUT], tensor.flatten()[_CUT:]]
 
 
-class _Trial:
-    """Runs a few steps of an optimizer on separate parameters."""
-
-    def __init__(
-        self, make: MakeOptimizer, hyper_parameters: dict[str, Any], start: list[Tensor], grads: list[list[Tensor]]
-    ) -> None:
-        params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
-        optimizer = make([{"params": params, **copy.deepcopy(hyper_parameters)}])
-        before = _settings(optimizer)
-        for of_step in grads:
-            for param, grad in zip(params, of_step, strict=True):
-                param.grad = grad.clone()
-            private.step_unwatched(optimizer)
-        after = _settings(optimizer)
-        self.values = [param.detach() for param in params]
-        self.states = [optimizer.state.get(param, {}) for param in params]
-        self.changed = [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]
+def _values(optimizer: torch.optim.Optimizer) -> Tensor:
+    return torch.cat([param.detach().flatten() for param in optimizer.param_groups[0]["params"]])
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Returns settings as text, because a function or NaN among them does not equal its own copy."""
-    (group,) = optimizer.param_groups
-    return {name: repr(value) for name, value in group.items() if name != "params"}
+    return {name: repr(value) for name, value in optimizer.param_groups[0].items() if name != "params"}

@@ -1,7 +1,5 @@
 """The user's optimizer, running over this rank's parts of the parameters: all of them, or those in one bucket."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undertow.optim.state import MASTER, ParamState
 from undertow.runtime.comm.p2p import accumulation_dtype
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
@@ -20,14 +19,9 @@ class Owned:
     """This rank's part of one parameter."""
 
     part: ShardPart
+    param: Tensor
     values: Tensor  # [part.numel] in place, of the parameter's dtype
     target: Tensor  # the tensor that the inner optimizer updates: `values`, or an fp32 copy of 16-bit values
-
-    def follow_values(self) -> None:
-        """Copies values that were written into the parameter from outside, for example by `load_state_dict`, into `target`."""
-        if self.target is not self.values:
-            is_written = self.values != self.target.to(self.values.dtype)
-            self.target.copy_(torch.where(is_written, self.values.to(self.target.dtype), self.target))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,9 +36,11 @@ class InnerOptimizer:
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
         for owned in self.owned:
-            grad = gradient_of(owned.part)
-            owned.target.grad = None if grad is None else grad.to(owned.target.dtype)
-            owned.follow_values()
+            grad, target = gradient_of(owned.part), owned.target
+            target.grad = None if grad is None else grad.to(target.dtype)
+            if target is not owned.values:  # follow values that were written into the parameter, for example by `load_state_dict`
+                is_written = owned.values != target.to(owned.values.dtype)
+                target.copy_(torch.where(is_written, owned.values.to(target.dtype), target))
         try:
             private.step_unwatched(self.optimizer)  # hooks of the user's optimizer run around the whole step, not here
         finally:  # also if interrupted: a stale copy would look like an outside write to the parameter
@@ -53,12 +49,23 @@ class InnerOptimizer:
                 if owned.target is not owned.values:
                     owned.values.copy_(owned.target)
 
+    def take(self, owned: Owned, state: ParamState) -> None:
+        """Takes over the state of a part and its fp32 values."""
+        master = state.pop(MASTER, None)
+        if master is not None and owned.target is not owned.values:
+            owned.target.copy_(master)
+        self.optimizer.state[owned.target] = state
 
-def owned_part(sharding: Sharding, part: ShardPart) -> Owned:
-    """Returns this rank's part, with an fp32 copy if its dtype has 16 bits."""
+
+def owned_part(sharding: Sharding, param: Tensor, part: ShardPart) -> Owned:
+    """Returns this rank's part of `param`, with an fp32 copy if its dtype has 16 bits."""
     values = sharding.values(part)
-    is_narrow = accumulation_dtype(values.dtype) != values.dtype
-    return Owned(part, values, values.to(accumulation_dtype(values.dtype)) if is_narrow else values)
+    return Owned(part, param, values, values.to(accumulation_dtype(values.dtype)))
+
+
+def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a parameter group, without its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def changed_settings(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[str]:
@@ -68,7 +75,7 @@ def changed_settings(before: Sequence[dict[str, Any]], now: Sequence[dict[str, A
     return [
         f"{name} of group {group}: {then.get(name)}, now {present.get(name)}"
         for group, (then, present) in enumerate(zip(before, now, strict=True))
-        for name in dict.fromkeys((*then, *present))
+        for name in {**then, **present}
         if not _is_same(then.get(name), present.get(name))
     ]
 

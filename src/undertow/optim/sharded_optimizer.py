@@ -1,11 +1,10 @@
 """An optimizer whose state and work are sharded over ranks."""
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
-from functools import partial
+from functools import cache, partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -13,26 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undertow.errors import ConfigError, PhaseError, WrongType
-from undertow.optim.arguments import (
-    ParamGroups,
-    described,
-    hyper_parameters,
-    require_kind_of_state_dict,
-    require_one_group_of_ranks,
-)
-from undertow.optim.clipping import checked_norm_type, require_finite, total_norm
-from undertow.optim.elementwise import MakeOptimizer, require_elementwise, state_of_one_element
-from undertow.optim.inner import InnerOptimizer, Owned, changed_settings, owned_part
+from undertow.optim.clipping import Clipping
+from undertow.optim.elementwise import require_elementwise, state_of_one_element
+from undertow.optim.inner import InnerOptimizer, Owned, changed_settings, hyper_parameters, owned_part
 from undertow.optim.state import (
     MASTER,
-    Consolidated,
     FullStates,
     ParamState,
     ShardedState,
     full_states,
-    has_shards,
     parts_of_state,
-    states_without_elements,
+    sharded_state,
+    whole_state_without_elements,
     with_scalars_in_place,
 )
 from undertow.runtime.comm.p2p import accumulation_dtype
@@ -41,6 +32,8 @@ from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.step.sharded_steps import finish_before_look
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
+
+ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -81,29 +74,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_dict: Literal["full", "sharded"] = "full",
         **defaults: Any,
     ) -> None:
-        sync = _checked(cls, getattr(target, "sync", target))
-        require_kind_of_state_dict(state_dict)
-        require_one_group_of_ranks(sync, params)
-        self._cls = cls
-        make: Any = cls  # its constructor takes other arguments than the base class's
+        sync = _checked(cls, getattr(target, "sync", target), params, state_dict)
         # Parameter groups alone are not enough: some settings are read only by the constructor.
-        self._make: MakeOptimizer = partial(make, **defaults)
+        self._make: partial[Any] = partial(cls, **defaults)
         self._sync = sync
         whole = self._make([param for _, param in sync.named_parameters()] if params is None else params)
-        self._steps_in_backward = in_backward
+        self._sharding: Sharding | None = None
         self._inners: dict[int, InnerOptimizer] = {}  # by bucket in backward; otherwise one, under key 0
         self._used: list[dict[str, Any]] = []  # hyper-parameters of the updates in the last backward, by group
         self._ours: frozenset[int] = frozenset()  # ids of the parameters that these updates cover
-        self._sharding: Sharding | None = None
-        self._owned: list[Owned] = []
         self._stepped: set[Tensor] = set()  # parameters that have state on some rank, by identity
         self._waiting: FullStates = {}  # states of parameters that are not among this rank's parts, or not yet
         self._gives_shards = state_dict == "sharded"
-        self._consolidated: Consolidated | None = None  # valid until the state changes
+        self._consolidated: Callable[[], FullStates] | None = None  # valid until the state changes
         super().__init__(whole.param_groups, whole.defaults)
         for group in self.param_groups:
             require_elementwise(cls, self._make, hyper_parameters(group), device=sync.device)
-        self._steps = sync.shard(self, described(cls, self.param_groups), steps_in_backward=in_backward)
+        # All ranks must have the same.
+        groups = [
+            {"parameters": len(group["params"]), **{name: repr(value) for name, value in hyper_parameters(group).items()}}
+            for group in self.param_groups
+        ]
+        described = {"optimizer": f"{cls.__module__}.{cls.__qualname__}", "parameter groups": groups}
+        self._steps = sync.shard(self, described, steps_in_backward=in_backward)
 
     @private.untraced
     @torch.no_grad()
@@ -137,7 +130,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def begin_updates(self, sharding: Sharding) -> bool:
         """Called by the runtime when a synchronization begins; returns True if it updates buckets with the current settings."""
-        if not self._steps_in_backward or sharding is not self._sharding:
+        if sharding is not self._sharding:
             return False
         self._consolidated = None
         self._used, self._ours = self._settings(), frozenset(map(id, self._params()))
@@ -170,16 +163,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         A collective call. Every rank gets the same value: powers are summed in fp64 and rounded once. `foreach` has no effect.
         """
         self._require_barrier("clip_grad_norm_", "the norm is known when parameters are updated already")
-        norm_type = checked_norm_type(norm_type)
+        clipping = Clipping(norm_type, self._sync.rank)
         finish_before_look(self._sync, self._params())
         sharding = self._begin()
         sharding.require_synchronized(self._params())
-        grads = [grad for owned in self._owned if (grad := sharding.gradient(owned.part)) is not None]
-        total = total_norm(grads, norm_type, device=sharding.group.device, group=sharding.group)
-        if error_if_nonfinite:
-            require_finite(total, norm_type, rank=sharding.rank)
-        sharding.scale_gradients([owned.part for owned in self._owned], (max_norm / (total + 1e-6)).clamp(max=1.0))
-        return total
+        clipping.add_shards(sharding, [owned.part for inner in self._inners.values() for owned in inner.owned])
+        return clipping.clip(max_norm, sharding.group, error_if_nonfinite=error_if_nonfinite)
 
     @property  # type: ignore[override]  # an attribute in torch
     def state(self) -> dict[Tensor, ParamState]:
@@ -187,9 +176,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         It is empty on every rank until the first step, and on no rank afterwards: torch.distributed.checkpoint relies on that.
         """
-        found: defaultdict[Tensor, ParamState] = defaultdict(dict)
-        found.update(self._states())
-        return found
+        return defaultdict(dict, self._states())
 
     @state.setter
     def state(self, _value: object) -> None:
@@ -203,7 +190,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         `state_dict="sharded"`, the optimizer returns this rank's part instead, for torch.distributed.checkpoint.
         """
         if self._consolidated is not None:
-            return self._packed(self._consolidated.states)
+            return self._packed(self._consolidated)
         return self.sharded_state_dict() if self._gives_shards else self.full_state_dict()
 
     @private.untraced
@@ -233,7 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 remedy=f"Give a rank of the process group, 0 to {num_ranks - 1}.",
             )
         states = self._whole_states(keeps=rank == to, device=torch.device("cpu"))
-        self._consolidated = Consolidated(to, states if rank == to else None)
+        self._consolidated = (lambda: states) if rank == to else partial(_raise_elsewhere, to)
 
     @private.untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -245,7 +232,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def take(_self: object, found: dict[str, Any]) -> dict[str, Any]:
             given.update(found)
-            if self._sharding is None and has_shards(found["state"].values()):
+            is_in_shards = any(isinstance(value, ShardedState) for state in found["state"].values() for value in state.values())
+            if self._sharding is None and is_in_shards:
                 self._begin()  # they must match this rank's parts, which are known only now
             return {**found, "state": {}}  # super() loads the groups and checks their order
 
@@ -257,13 +245,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         """Loads the states after the parameter groups have been loaded."""
-        states = state_dict["state"]
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        params = [(param, group) for group in self.param_groups for param in group["params"]]
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        params = ((param, group) for group in self.param_groups for param in group["params"])
         self._waiting = {
-            param: with_scalars_in_place(states[number], param, group)
+            param: with_scalars_in_place(state_dict["state"][number], param, group)
             for number, (param, group) in zip(numbers, params, strict=True)
-            if number in states
+            if number in state_dict["state"]
         }
         self._stepped, self._consolidated = set(), None
         if self._sharding is not None:
@@ -277,14 +264,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         on.
         """
         super().add_param_group(param_group)
-        try:
-            self._require_synchronized()
-        except ConfigError:
+        known, params = {id(param) for _, param in self._sync.named_parameters()}, self._params()
+        stranger = next((index for index, param in enumerate(params) if id(param) not in known), None)
+        if stranger is not None:
             self.param_groups.pop()
-            raise
-        if getattr(self, "_sharding", None) is not None:
-            self._waiting = self._full_states(is_moved=True) | self._waiting
-            self._sharding, self._owned = None, []
+            raise ConfigError(
+                f"parameter {stranger} of the optimizer, of shape {tuple(params[stranger].shape)}, is none that is synchronized.",
+                where="ShardedOptimizer",
+                remedy="Give it parameters of the wrapped module, and none that `ignore` names.",
+            )
+        self._waiting = self._full_states(is_moved=True) | self._waiting
+        self._sharding, self._inners = None, {}
 
     def __getstate__(self) -> dict[str, Any]:
         raise WrongType(
@@ -295,51 +285,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _begin(self) -> Sharding:
         """Waits for everything in flight and returns the sharding of this rank's parts."""
-        before, sharding = self._sharding, self._steps.begin()
-        if sharding is not before:
-            if before is not None:
-                self._waiting = self._full_states(is_moved=True) | self._waiting
+        sharding = self._steps.begin()
+        if sharding is not self._sharding:
+            self._waiting = self._full_states(is_moved=True) | self._waiting
             self._take_over(sharding)
         return sharding
 
     def _take_over(self, sharding: Sharding) -> None:
         """Makes `sharding` the source of this rank's parts and moves waiting states to them."""
-        self._sharding = sharding
-        parts = self.owned_parts()
+        self._sharding, self._inners = sharding, {}
+        parts, in_backward = self.owned_parts(), self._steps.steps_in_backward
         by_group = [
-            [owned_part(sharding, part) for param in group["params"] for part in parts.get(param, ())]
+            [owned_part(sharding, param, part) for param in group["params"] for part in parts.get(param, ())]
             for group in self.param_groups
         ]
-        self._owned = [owned for of_group in by_group for owned in of_group]
-        self._inners = {
-            at: self._inner_over([[it for it in of_group if self._place(it) == at] for of_group in by_group], sharding)
-            for at in (dict.fromkeys(map(self._place, self._owned)) or (0,))
-        }
-        for owned in self._owned:
-            param = sharding.params[owned.part.param]
-            if param in self._waiting:
-                state = parts_of_state(self._waiting[param], owned.part, param)
-                master = state.pop(MASTER, None)
-                if master is not None and owned.target is not owned.values:
-                    owned.target.copy_(master)
-                self._inners[self._place(owned)].optimizer.state[owned.target] = state
-        arrived = [param for param in self._waiting if param in parts]
-        self._stepped.update(param for param in arrived if self._waiting[param].keys() != {MASTER})
-        for param in arrived:
-            del self._waiting[param]
-
-    def _place(self, owned: Owned) -> int:
-        """Returns the key of its inner optimizer."""
-        return owned.part.bucket if self._steps_in_backward else 0
-
-    def _inner_over(self, by_group: Sequence[Sequence[Owned]], sharding: Sharding) -> InnerOptimizer:
-        groups: list[dict[str, Any]] = [
-            {**hyper_parameters(group), "params": [each.target for each in mine]}
-            for group, mine in zip(self.param_groups, by_group, strict=True)
-        ]
-        if not any(by_group):
-            groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch requires at least one parameter
-        return InnerOptimizer([owned for mine in by_group for owned in mine], self._make(groups))
+        for place in {owned.part.bucket if in_backward else 0 for owned in chain.from_iterable(by_group)} or (0,):
+            mine = [[owned for owned in of_group if not in_backward or owned.part.bucket == place] for of_group in by_group]
+            groups: list[dict[str, Any]] = [
+                {**hyper_parameters(group), "params": [owned.target for owned in of_group]}
+                for group, of_group in zip(self.param_groups, mine, strict=True)
+            ]
+            if not any(mine):
+                groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch requires at least one parameter
+            self._inners[place] = inner = InnerOptimizer(list(chain.from_iterable(mine)), self._make(groups))
+            for owned in inner.owned:
+                if owned.param in self._waiting:
+                    inner.take(owned, parts_of_state(self._waiting[owned.param], owned.part, owned.param))
+        for param in self._waiting.keys() & parts.keys():
+            if self._waiting.pop(param).keys() != {MASTER}:
+                self._stepped.add(param)
 
     def _confirm(self) -> None:
         """Raises PhaseError if the updates made during backward differ from the ones that step() should make."""
@@ -357,7 +331,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _require_barrier(self, what: str, why: str) -> None:
         """Raises PhaseError in backward."""
-        if self._steps_in_backward:
+        if self._steps.steps_in_backward:
             raise PhaseError(
                 f"{what} does not go with in_backward=True: {why}.",
                 where="ShardedOptimizer",
@@ -383,7 +357,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        return self._cls
+        return self._make.func  # type: ignore[return-value]
 
     def owned_parts(self) -> dict[Tensor, list[ShardPart]]:
         """Returns the parts that this rank owns of each sharded parameter, possibly none; parameters are keys by identity."""
@@ -409,80 +383,62 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _whole_states(self, *, keeps: bool = True, device: torch.device | None = None) -> FullStates:
         """Gathers the whole state of every parameter, on `device` if given; empty if not `keeps`. A collective call."""
         self._steps.make_whole_to_gather()
-        nobodys = states_without_elements(self._stepped, self._state_of_nothing)
+        nobodys = {
+            param: whole_state_without_elements(param, self._state_of_one_element(number, param.dtype, param.device))
+            for number, param in self._stepped_params()
+            if param.numel() == 0
+        }
         waiting = {param: state for param, state in self._waiting.items() if state.keys() != {MASTER}}
         return nobodys | self._full_states(keeps=keeps, device=device) | waiting
 
     def _states(self) -> FullStates:
         """Returns this rank's knowledge of every parameter's state."""
         self._steps.make_whole()
-        owned: dict[int, list[Owned]] = {}
-        for each in self._owned:
-            owned.setdefault(id(self._param_of(each)), []).append(each)
-        empty: dict[Any, ParamState] = {}  # for parameters without a part on this rank, by number of the group, dtype and device
+        mine: defaultdict[Tensor, list[tuple[ShardPart, ParamState]]] = defaultdict(list)
+        for owned, state in self._inner_states():
+            mine[owned.param].append((owned.part, state))
+        of_one = cache(self._state_of_one_element)
         states = {
-            param: self._state_of(param, owned.get(id(param), ()), empty.setdefault((number, param.dtype, param.device), {}))
-            for number, group in enumerate(self.param_groups)
-            for param in group["params"]
-            if param in self._stepped
+            param: sharded_state(param, mine[param], partial(of_one, number, param.dtype, param.device))
+            for number, param in self._stepped_params()
         }
         return states | self._waiting
 
-    def _state_of(self, param: Tensor, owned: Sequence[Owned], empty: ParamState) -> ParamState:
-        """Returns scalars and shards if this rank owns a part; otherwise empty shards, from `empty`, which it fills."""
-        states = [self._inner_state(each) for each in owned]
-        if not owned:
-            if not empty:
-                empty.update(self._state_of_nothing(param))
-            states = [empty]
-        found: ParamState = {}
-        for key, value in states[0].items():
-            if isinstance(value, Tensor) and value.dim() == 1:
-                pieces = [(each.part, state[key]) for each, state in zip(owned, states, strict=False)]
-                found[key] = ShardedState(param, value.dtype, pieces)
-            elif owned or param.numel() == 0:  # no rank owns a parameter without elements: all report the same
-                found[key] = value
-        return found
-
-    def _state_of_nothing(self, param: Tensor) -> dict[str, Any]:
-        group = next(group for group in self.param_groups if any(it is param for it in group["params"]))
-        like = torch.zeros(1, dtype=accumulation_dtype(param.dtype), device=param.device)
-        state = state_of_one_element(self._make, hyper_parameters(group), like=like)
-        return state if like.dtype == param.dtype else {**state, MASTER: like}
-
-    def _inner_state(self, owned: Owned, *, is_moved: bool = False) -> dict[str, Any]:
-        """Returns the inner optimizer's state with the fp32 values; an empty state stays empty, except when state moves."""
-        state = dict(self._inners[self._place(owned)].optimizer.state.get(owned.target, {}))
-        has_master = owned.target is not owned.values and (is_moved or bool(state))
-        return {**state, MASTER: owned.target} if has_master else state
+    def _state_of_one_element(self, group: int, dtype: torch.dtype, device: torch.device) -> ParamState:
+        """Returns the state of a parameter with one element in the group of that number."""
+        like = torch.zeros(1, dtype=accumulation_dtype(dtype), device=device)
+        state = state_of_one_element(self._make, hyper_parameters(self.param_groups[group]), like=like)
+        return state if like.dtype == dtype else {**state, MASTER: like}
 
     def _full_states(self, *, is_moved: bool = False, keeps: bool = True, device: torch.device | None = None) -> FullStates:
         """Gathers the whole state of every parameter of the current sharding; a collective call."""
         if self._sharding is None:
             return {}
-        mine = {each.part: self._inner_state(each, is_moved=is_moved) for each in self._owned}
+        mine = {owned.part: state for owned, state in self._inner_states(is_moved=is_moved)}
         return full_states(self._sharding, mine, keeps=keeps, device=device)
 
-    def _param_of(self, owned: Owned) -> Tensor:
-        assert self._sharding is not None
-        return self._sharding.params[owned.part.param]
+    def _inner_states(self, *, is_moved: bool = False) -> Iterator[tuple[Owned, ParamState]]:
+        """Yields this rank's parts and their state with fp32 values; an empty state stays empty, except when state moves."""
+        for inner in self._inners.values():
+            for owned in inner.owned:
+                state = dict(inner.optimizer.state.get(owned.target, {}))
+                has_master = owned.target is not owned.values and (is_moved or bool(state))
+                yield owned, {**state, MASTER: owned.target} if has_master else state
+
+    def _stepped_params(self) -> list[tuple[int, Tensor]]:
+        """Returns the parameters that have state on some rank, each with the number of its group."""
+        return [
+            (number, param)
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if param in self._stepped
+        ]
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _require_synchronized(self) -> None:
-        known = {id(param) for _, param in self._sync.named_parameters()}
-        strangers = [index for index, param in enumerate(self._params()) if id(param) not in known]
-        if strangers:
-            raise ConfigError(
-                f"parameter {strangers[0]} of the optimizer, of shape {tuple(self._params()[strangers[0]].shape)}, is none "
-                "that is synchronized.",
-                where="ShardedOptimizer",
-                remedy="Give it parameters of the wrapped module, and none that `ignore` names.",
-            )
 
-
-def _checked(cls: object, sync: object) -> GradientSync:
+def _checked(cls: object, sync: object, params: ParamGroups | None, state_dict: object) -> GradientSync:
     if not isinstance(sync, GradientSync):
         raise WrongType(
             f"target must be what attach() or DistributedDataParallel returned, got {type(sync).__name__}.",
@@ -495,4 +451,25 @@ def _checked(cls: object, sync: object) -> GradientSync:
             where="ShardedOptimizer",
             remedy="Pass the class, such as torch.optim.AdamW, and its settings by name.",
         )
+    if state_dict not in ("full", "sharded"):
+        raise ConfigError(
+            f'state_dict must be "full" or "sharded", got {state_dict!r}.',
+            where="ShardedOptimizer",
+            remedy='Leave it out, or write state_dict="sharded" to save by torch.distributed.checkpoint.',
+        )
+    if sync.experts and params is None:
+        raise ConfigError(
+            "this model has experts, whose parameters and optimizer state are sharded over other ranks than the dense ones.",
+            where="ShardedOptimizer",
+            remedy="Make one for the model with params=[param for _, param in sync.named_parameters()], its dense ones, and "
+            "one for each of sync.experts.",
+        )
     return sync
+
+
+def _raise_elsewhere(rank: int) -> FullStates:
+    raise PhaseError(
+        f"the state was brought to rank {rank} by consolidate_state_dict(), and is asked for on another rank.",
+        where="ShardedOptimizer.state_dict",
+        remedy=f"Call state_dict() on rank {rank} only, or full_state_dict() on every rank.",
+    )

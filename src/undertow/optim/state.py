@@ -1,17 +1,14 @@
 """The state of a sharded optimizer: as shards, as whole tensors, and conversions between them."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from undertow.boxes import Box, boxes_of_range
-from undertow.errors import CheckpointError, PhaseError
+from undertow.errors import CheckpointError
 from undertow.runtime.comm.agreement import gather_json
 from undertow.runtime.comm.p2p import accumulation_dtype
 from undertow.runtime.gradients.storage import strides_of_gradient
@@ -43,9 +40,8 @@ class ShardedState(Tensor):
     pieces: tuple[tuple[ShardPart, Tensor], ...]
 
     @staticmethod
-    def __new__(cls, param: Tensor, dtype: torch.dtype, pieces: Sequence[tuple[ShardPart, Tensor]]) -> ShardedState:
-        like = torch.empty_strided(param.shape, strides_of_gradient(param), dtype=dtype, device="meta")
-        made = private.wrapper_tensor(cls, like, device=param.device)
+    def __new__(cls, param: Tensor, dtype: torch.dtype, pieces: Sequence[tuple[ShardPart, Tensor]]) -> Self:
+        made = private.wrapper_tensor(cls, torch.empty_like(param, dtype=dtype, device="meta"), device=param.device)
         made.pieces = tuple(pieces)
         return made
 
@@ -71,7 +67,7 @@ class ShardedState(Tensor):
             remedy='Leave state_dict="sharded" out of ShardedOptimizer(...), or save by torch.distributed.checkpoint.',
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = self._with_pieces([(part, values.clone()) for part, values in self.pieces])
         return copied
 
@@ -107,9 +103,8 @@ class ShardedState(Tensor):
 
     def _with_pieces(
         self, pieces: Sequence[tuple[ShardPart, Tensor]], *, device: torch.device | None = None, **_given: Any
-    ) -> ShardedState:
-        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-        made = private.wrapper_tensor(ShardedState, like, device=device or self.device)
+    ) -> Self:
+        made = private.wrapper_tensor(type(self), self, device=device)
         made.pieces = tuple(pieces)
         return made
 
@@ -123,28 +118,6 @@ class ShardedState(Tensor):
             for part, values in self.pieces
             for box in boxes_of_range(self.shape, self.stride(), part.start, part.stop)
         ]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Consolidated:
-    """The whole state of an optimizer on one rank; `mine` is None on the others."""
-
-    rank: int  # the rank that holds it
-    mine: FullStates | None
-
-    def states(self) -> FullStates:
-        """Returns the state; raises PhaseError on a rank that does not hold it."""
-        if self.mine is None:
-            raise PhaseError(
-                f"the state was brought to rank {self.rank} by consolidate_state_dict(), and is asked for on another rank.",
-                where="ShardedOptimizer.state_dict",
-                remedy=f"Call state_dict() on rank {self.rank} only, or full_state_dict() on every rank.",
-            )
-        return self.mine
-
-
-def has_shards(states: Iterable[Mapping[str, Any]]) -> bool:
-    return any(isinstance(value, ShardedState) for state in states for value in state.values())
 
 
 def with_scalars_in_place(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]) -> ParamState:
@@ -172,15 +145,25 @@ def parts_of_state(state: Mapping[str, Any], part: ShardPart, param: Tensor) -> 
     }
 
 
-def states_without_elements(params: Iterable[Tensor], state_of: Callable[[Tensor], ParamState]) -> FullStates:
-    """Returns the state of parameters without elements: no rank owns them, but plain optimizers keep state for them too."""
+def sharded_state(
+    param: Tensor, parts: Sequence[tuple[ShardPart, ParamState]], of_one_element: Callable[[], ParamState]
+) -> ParamState:
+    """Returns a parameter's scalars and shards, from the states of its `parts` on this rank; without parts, empty shards.
+
+    A parameter without elements has its scalars on every rank.
+    """
+    state = parts[0][1] if parts else of_one_element()
     return {
-        param: {
-            key: _empty_like(param, value.dtype) if isinstance(value, Tensor) and value.dim() else value
-            for key, value in state_of(param).items()
-        }
-        for param in params
-        if param.numel() == 0
+        key: ShardedState(param, value.dtype, [(part, of_part[key]) for part, of_part in parts]) if _is_flat(value) else value
+        for key, value in state.items()
+        if _is_flat(value) or parts or param.numel() == 0
+    }
+
+
+def whole_state_without_elements(param: Tensor, of_one_element: ParamState) -> ParamState:
+    """Returns the state of a parameter without elements: no rank owns it, but plain optimizers keep state for it too."""
+    return {
+        key: torch.empty_like(param, dtype=value.dtype) if _is_flat(value) else value for key, value in of_one_element.items()
     }
 
 
@@ -192,31 +175,29 @@ def full_states(
     They are on `device`, or on the parameters' devices if None. A rank with `keeps=False` contributes and returns nothing.
     """
     described = _agreed_descriptions(sharding, mine)
-    found: FullStates = {}
+    found = {
+        index: {key: _room(what, sharding.params[index], sharding.strides[index], device) for key, what in state.items()}
+        for index, state in described.items()
+        if keeps
+    }
     for bucket in sharding.plan.buckets:
-        tensors = {
-            (key, what[1]) for index in bucket.params for key, what in described.get(index, {}).items() if what[0] == _TENSOR
-        }
-        for key, dtype in sorted(tensors):
+        states = [described.get(index, {}) for index in bucket.params]
+        for key, dtype in sorted({(key, what[1]) for state in states for key, what in state.items() if what[0] == _TENSOR}):
             own = torch.zeros(sharding.shard_numel(bucket), dtype=getattr(torch, dtype), device=bucket.device)
             for part, state in mine.items():
                 if part.bucket == bucket.index and key in state and state[key].dtype == own.dtype:
                     part.of_shard(own).copy_(state[key])
             flat = sharding.gathered(bucket.index, own)
-            for slot in bucket.slots if keeps else ():
-                if described.get(slot.param, {}).get(key) == [_TENSOR, dtype]:
-                    param = sharding.params[slot.param]
-                    strides = sharding.strides[slot.param]
-                    empty = torch.empty_strided(param.shape, strides, dtype=own.dtype, device=device or param.device)
-                    whole = found.setdefault(param, {}).setdefault(key, empty)
-                    flat_of_param = in_memory_order(whole, strides)
-                    flat_of_param[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
-    for index, of_param in described.items() if keeps else ():
-        param = sharding.params[index]
-        state = found.setdefault(param, {})
-        state |= {key: _scalar(what, param) for key, what in of_param.items() if what[0] != _TENSOR}
-        found[param] = {key: state[key] for key in of_param}
-    return found
+            for slot in bucket.slots:
+                if slot.param in found and described[slot.param].get(key) == [_TENSOR, dtype]:
+                    whole = in_memory_order(found[slot.param][key], sharding.strides[slot.param])
+                    whole[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
+    return {sharding.params[index]: state for index, state in found.items()}
+
+
+def _is_flat(value: object) -> bool:
+    """Returns True for one value per element of a part, and False for values of the whole parameter."""
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _part_of(key: str, value: Any, part: ShardPart, param: Tensor) -> Any:
@@ -235,31 +216,30 @@ def _part_of(key: str, value: Any, part: ShardPart, param: Tensor) -> Any:
 
 def _agreed_descriptions(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> dict[int, dict[str, list[Any]]]:
     """Describes each parameter's state entries, by parameter index and then by key, combined from all ranks."""
-    own = {part.param: {key: _description(value) for key, value in state.items()} for part, state in mine.items() if state}
+    own = {part.param: {key: description(value) for key, value in state.items()} for part, state in mine.items() if state}
     if sharding.group.num_ranks == 1:
         return own
-    found: dict[int, dict[str, list[Any]]] = {}
     with sharding.group.gathering_state():
         of_ranks = gather_json(sharding.group, json.dumps(own).encode(), waits_for="")  # the wait is named inside
-    for of_rank in of_ranks:
-        found |= {int(index): described for index, described in of_rank.items()}
-    return dict(sorted(found.items()))
+    return dict(sorted({int(index): state for of_rank in of_ranks for index, state in of_rank.items()}.items()))
 
 
-def _description(value: Any) -> list[Any]:
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return [_TENSOR, dtype] if value.dim() else [_SCALAR, dtype, value.item(), value.device.type]
-    return [_VALUE, value]
+def description(value: Any) -> list[Any]:
+    """Returns an entry of a state as JSON, without the elements of tensors."""
+    if not isinstance(value, Tensor):
+        return [_VALUE, value]
+    dtype = str(value.dtype).removeprefix("torch.")
+    return [_TENSOR, dtype] if value.dim() else [_SCALAR, dtype, value.item(), value.device.type]
 
 
-def _scalar(description: list[Any], param: Tensor) -> Any:
-    if description[0] == _VALUE:
-        return description[1]
-    _, dtype, value, device = description
+def _room(description: list[Any], param: Tensor, strides: tuple[int, ...], device: torch.device | None) -> Any:
+    """Returns a new tensor for elements, and the value itself of anything else."""
+    kind, value, *of_scalar = description
+    if kind == _VALUE:
+        return value
+    dtype = getattr(torch, value)
+    if kind == _TENSOR:
+        return torch.empty_strided(param.shape, strides, dtype=dtype, device=device or param.device)
+    number, place = of_scalar
     # A tensor on another rank's GPU belongs on this rank's GPU here.
-    return torch.tensor(value, dtype=getattr(torch, dtype), device=param.device if param.device.type == device else device)
-
-
-def _empty_like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(param.shape, strides_of_gradient(param), dtype=dtype, device=param.device)
+    return torch.tensor(number, dtype=dtype, device=param.device if param.device.type == place else place)

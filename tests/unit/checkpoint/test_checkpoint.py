@@ -25,8 +25,8 @@ from support.checkpoints import rewrite
 from support.errors import text_of
 from undertow import CheckpointError, load_checkpoint, save_checkpoint
 from undertow.boxes import Box, boxes_of_range
+from undertow.checkpoint.files import read_entries
 from undertow.checkpoint.metadata import file_sizes, stored_entries
-from undertow.checkpoint.reads import read_entries
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
 from undertow.runtime.torch_private import private
 
@@ -439,8 +439,7 @@ def saved_by_torch(tmp_path: Path) -> Path:
 
 
 def read(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
-    entries = stored_entries((folder / ".metadata").read_bytes())
-    return read_entries(folder, entries, targets, on_error=lambda path, error: ValueError(f"{path.name}: {error}"))
+    return read_entries(folder, stored_entries((folder / ".metadata").read_bytes()), targets)
 
 
 def test_a_tensor_in_boxes_that_torch_saves_is_read_by_us(saved_by_torch: Path) -> None:

@@ -55,7 +55,7 @@ def test_copying_out_does_not_count_as_a_reference() -> None:
 def sixteen_bits() -> tuple[InnerOptimizer, Owned]:
     values = torch.linspace(-1, 1, 64, dtype=torch.bfloat16)
     part = ShardPart(param=0, bucket=0, start=0, stop=64, in_bucket=0, in_shard=0)
-    owned = Owned(part=part, values=values, target=values.float())
+    owned = Owned(part=part, param=values, values=values, target=values.float())
     return InnerOptimizer([owned], torch.optim.SGD([owned.target], lr=1e-3, momentum=0.9)), owned
 
 

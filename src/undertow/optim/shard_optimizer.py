@@ -1,0 +1,153 @@
+"""Makes a sharded optimizer of one that exists already."""
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from undertow.errors import ConfigError, WrongType
+from undertow.optim.inner import hyper_parameters
+from undertow.optim.sharded_optimizer import ShardedOptimizer
+from undertow.optim.state import OF_THE_WHOLE, description
+from undertow.runtime.comm.agreement import Agreement
+from undertow.runtime.torch_private import private
+from undertow.sync import GradientSync
+
+# Groups and state are taken over. torch's optimizers set the flags in their first step.
+_NOT_COMPARED = {
+    *("state", "param_groups", "defaults"),
+    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"),
+}
+
+
+@private.untraced
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: GradientSync | nn.Module,
+    *,
+    in_backward: bool = False,
+    state_dict: Literal["full", "sharded"] = "full",
+) -> ShardedOptimizer:
+    """Returns a ShardedOptimizer with the class, the parameter groups and the state of `optimizer`, which exists already.
+
+        optimizer = timm.optim.create_optimizer_v2(model.module, "adamw", weight_decay=0.05)
+        optimizer = undertow.shard_optimizer(optimizer, model)
+
+    It is for optimizers that a factory makes, as in timm, Transformers and Accelerate. A collective call. If `optimizer` has
+    stepped, its state moves, and each rank keeps its shards. Make learning-rate schedulers and register hooks on the result.
+    `optimizer` must not be stepped afterwards: its step raises PhaseError.
+
+    - `optimizer`: an elementwise optimizer of torch's kind, the same on every rank.
+    - `model`: the result of `attach` or `DistributedDataParallel`.
+    - `in_backward`, `state_dict`: as for ShardedOptimizer.
+
+    Raises ConfigError, and leaves `optimizer` as it is, if a new optimizer of its class would not behave the same: if its
+    constructor takes other arguments than its defaults, if it has hooks, a scheduler or other attributes that a new one does not
+    have, or if its state is not one of numbers and tensors of the parameters' shapes. Raises it also if ShardedOptimizer does.
+    Raises PlanMismatch on every rank if ranks have different groups or different kinds of state.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
+        raise WrongType(
+            f"optimizer must be an optimizer of torch's that is not sharded, got {type(optimizer).__name__}.",
+            where="shard_optimizer",
+            remedy="Give the optimizer itself, such as torch.optim.AdamW(model.parameters(), lr=...).",
+        )
+    settings = _constructor_settings(optimizer)
+    reason = _found_different(optimizer, settings) or _found_in_state(optimizer)
+    if reason is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot be taken over: {reason}.",
+            where="shard_optimizer",
+            remedy="Give a plain optimizer, and make schedulers and register hooks on the one that is returned; "
+            "or write ShardedOptimizer(cls, model, params, ...).",
+        )
+    sharded = ShardedOptimizer(
+        type(optimizer), model, _groups(optimizer), in_backward=in_backward, state_dict=state_dict, **settings
+    )
+    group: Any = getattr(model, "sync", model).own_group
+    if group.num_ranks > 1:
+        states = [optimizer.state.get(param, {}) for param in _params(optimizer)]
+        described = [{key: description(value) for key, value in state.items()} for state in states]
+        Agreement(group, settings={"state of the optimizer": described}, params=[], others=[]).require()
+    if optimizer.state:
+        sharded.load_state_dict(optimizer.state_dict())
+        optimizer.state.clear()
+    return sharded
+
+
+def _constructor_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns the defaults that are arguments of the constructor; a class may add others."""
+    arguments: set[str] = set()
+    for cls in type(optimizer).__mro__:
+        if cls is torch.optim.Optimizer:  # every constructor passes its keyword arguments on
+            return optimizer.defaults
+        parameters = inspect.signature(cls).parameters.values()
+        arguments.update(parameter.name for parameter in parameters)
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return {name: value for name, value in optimizer.defaults.items() if name in arguments}
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Returns copies of the parameter groups with the same parameters."""
+    return [
+        {name: list(value) if name == "params" else copy.deepcopy(value) for name, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+
+
+def _found_different(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> str | None:
+    """Returns how a new optimizer with these settings and the same groups differs, or None if it does not."""
+    make: Any = type(optimizer)
+    try:
+        new = make(_groups(optimizer), **settings)
+    except Exception as error:  # a constructor may raise anything
+        return f"a new one cannot be made with its defaults ({type(error).__name__}: {error})"
+    mine, theirs = _described(optimizer, new.defaults), _described(new, new.defaults)
+    different = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    return f"a new one differs in {', '.join(different)}" if different else None
+
+
+def _described(optimizer: torch.optim.Optimizer, defaults: Iterable[str]) -> dict[str, Any]:
+    """Returns its attributes, these defaults and the settings of its groups as text, and the number of its hooks."""
+    attributes = {
+        name: len(value) if isinstance(value, OrderedDict) else repr(value)
+        for name, value in vars(optimizer).items()
+        if name not in _NOT_COMPARED
+    }
+    of_defaults = {f"the default of {name}": repr(optimizer.defaults.get(name)) for name in defaults}
+    return {**attributes, **of_defaults} | {
+        f"{name} of group {number}": repr(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in hyper_parameters(group).items()
+    }
+
+
+def _found_in_state(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns a state that cannot be cut into shards, or None if there is none."""
+    params = _params(optimizer)
+    if not optimizer.state.keys() <= set(params):
+        return "it has state that does not belong to one of its parameters"
+    return next(
+        (
+            f"its state {key!r} of parameter {number} is neither a number nor a tensor of shape {tuple(param.shape)}"
+            for number, param in enumerate(params)
+            for key, value in optimizer.state.get(param, {}).items()
+            if not _is_sound(key, value, param)
+        ),
+        None,
+    )
+
+
+def _is_sound(key: str, value: object, param: Tensor) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0 or (value.shape == param.shape and key not in OF_THE_WHOLE)
+    return isinstance(value, int | float | str | None)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]

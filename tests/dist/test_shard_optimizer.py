@@ -1,0 +1,191 @@
+"""An optimizer that exists already continues in shards with the bits of the plain one, or is refused by name."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from support.errors import text_of
+from support.inside import num_state_elements
+from support.ranks import in_ranks
+from support.sharded import MLP, OPTIMIZERS, ORDERED, one_step, parameters, require_equal
+from undertow import (
+    ConfigError,
+    DistributedDataParallel,
+    PhaseError,
+    PlanMismatch,
+    ShardedOptimizer,
+    SyncConfig,
+    WrongType,
+    attach,
+    shard_optimizer,
+)
+
+
+@contextlib.contextmanager
+def wrapped() -> Iterator[DistributedDataParallel]:
+    with contextlib.closing(DistributedDataParallel(MLP.model(), config=SyncConfig(**ORDERED))) as ddp:
+        yield ddp
+
+
+def made(ddp: nn.Module, name: str = "AdamW") -> Any:
+    """As a factory makes it: weights and biases have different settings."""
+    cls, settings = OPTIMIZERS[name]
+    weights, biases = ([it for it in ddp.named_parameters() if (it[1].dim() > 1) is is_weight] for is_weight in (True, False))
+    return cls(
+        [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": settings["lr"] / 2}], **settings
+    )
+
+
+def flat(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {f"{number} {key}": torch.as_tensor(value) for number, of in state["state"].items() for key, value in of.items()}
+
+
+def trained(name: str, num_plain: int, then: Callable[[Any, Any], Any]) -> dict[str, Tensor]:
+    """The parameters and the state after six steps; after `num_plain` of them `then` gives another optimizer, with a schedule."""
+    with wrapped() as ddp:
+        opt = made(ddp, name)
+        for step in range(num_plain):
+            one_step(ddp, opt, step)
+        opt = then(opt, ddp)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=8)
+        for step in range(num_plain, 6):
+            one_step(ddp, opt, step)
+            schedule.step()
+            assert [group["lr"] for group in opt.param_groups] == schedule.get_last_lr()
+        return {**parameters(ddp), **flat(opt.state_dict())}
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("in_backward", [False, True], ids=["barrier", "in_backward"])
+@pytest.mark.parametrize("num_plain", [0, 3])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "foreach AdamW"])
+def test_it_continues_with_the_bits_of_the_plain_one(name: str, num_plain: int, in_backward: bool) -> None:
+    plain = trained(name, num_plain, lambda opt, _: opt)
+    require_equal(plain, trained(name, num_plain, lambda opt, ddp: shard_optimizer(opt, ddp, in_backward=in_backward)))
+
+
+@in_ranks(2)
+def test_its_groups_are_those_of_the_plain_one_and_its_state_is_moved() -> None:
+    with wrapped() as ddp:
+        plain = made(ddp)
+        one_step(ddp, plain)
+        groups, state = [dict(group) for group in plain.param_groups], plain.state_dict()
+        opt = shard_optimizer(plain, ddp, state_dict="sharded")
+        assert (opt.optimizer_class, opt.param_groups, opt.defaults) == (torch.optim.AdamW, groups, plain.defaults)
+        assert all(mine is not given for mine, given in zip(opt.param_groups, plain.param_groups, strict=True))
+        assert not plain.state
+        require_equal(flat(state), flat(opt.full_state_dict()))
+        one_step(ddp, opt, 1)
+        assert num_state_elements(opt) < 1.3 * sum(param.numel() for param in ddp.parameters())  # it was twice as many
+        MLP.loss(ddp, 2).backward()
+        assert "AdamW steps on parameters that a ShardedOptimizer updates" in text_of(PhaseError, plain.step)
+
+
+class Named(torch.optim.AdamW):
+    """Passes its settings on, and keeps one to itself."""
+
+    def __init__(self, params: Any, *, name: str = "", **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.name = name
+
+
+class Settings(torch.optim.Optimizer):
+    """All of its settings are defaults."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, settings)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["rate"])
+
+
+class Around(torch.optim.Optimizer):
+    """As Accelerate's, around another one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize(("cls", "settings"), [(Named, {"lr": 0.01, "betas": (0.5, 0.9)}), (Settings, {"rate": 0.1})])
+def test_optimizers_of_other_classes_are_taken_over(cls: Any, settings: dict[str, Any]) -> None:
+    found = []
+    for then in (lambda opt, _: opt, shard_optimizer):
+        with wrapped() as ddp:
+            opt = cls(ddp.parameters(), **settings)
+            one_step(ddp, opt)
+            opt = then(opt, ddp)
+            one_step(ddp, opt, 1)
+            found.append(parameters(ddp))
+    require_equal(*found)
+
+
+def changed(change: Callable[[Any], object]) -> Callable[[Any], Any]:
+    def make(ddp: Any) -> Any:
+        opt = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        change(opt)
+        return opt
+
+    return make
+
+
+DIFFERS = "SGD cannot be taken over: a new one differs in "
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a scheduler": (changed(lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1)), f"{DIFFERS}step"),
+    "a hook": (changed(lambda opt: opt.register_step_pre_hook(lambda *_: None)), f"{DIFFERS}_optimizer_step_pre_hooks."),
+    "an attribute": (changed(lambda opt: setattr(opt, "num_steps", 3)), f"{DIFFERS}num_steps."),
+    "a setting": (lambda ddp: Named(ddp.parameters(), name="mine"), "Named cannot be taken over: a new one differs in name."),
+    "a wrapper": (
+        lambda ddp: Around(torch.optim.SGD(ddp.parameters(), lr=0.1)),
+        "Around cannot be taken over: a new one cannot be made with its defaults (AttributeError: ",
+    ),
+    "a state of its own": (
+        changed(lambda opt: opt.state.update(count=1)),
+        "SGD cannot be taken over: it has state that does not belong to one of its parameters.",
+    ),
+    "a state of another shape": (
+        changed(lambda opt: opt.state[opt.param_groups[0]["params"][1]].update(row=torch.zeros(3))),
+        "SGD cannot be taken over: its state 'row' of parameter 1 is neither a number nor a tensor of shape (8,).",
+    ),
+    "a state of no number": (
+        changed(lambda opt: opt.state[opt.param_groups[0]["params"][0]].update(past=[])),
+        "SGD cannot be taken over: its state 'past' of parameter 0 is neither a number nor",
+    ),
+    "an optimizer of matrices": (
+        lambda ddp: torch.optim.Adafactor(ddp.parameters()),
+        "Adafactor cannot be sharded: it keeps one",
+    ),
+}
+
+
+@in_ranks(2)
+def test_an_optimizer_that_cannot_be_taken_over_is_refused_and_left_alone() -> None:
+    with wrapped() as ddp:
+        for what, (make, text) in REFUSED.items():
+            opt = make(ddp)
+            before = opt.state_dict() if what != "a state of its own" else {}
+            assert text_of(ConfigError, lambda opt=opt: shard_optimizer(opt, ddp)).startswith(text), what
+            assert what == "a state of its own" or opt.state_dict() == before
+        for given in (MLP, ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)):
+            assert text_of(WrongType, lambda given=given: shard_optimizer(given, ddp)).startswith(
+                "optimizer must be an optimizer of"
+            )
+
+
+@in_ranks(2)
+def test_ranks_with_other_states_are_found_out() -> None:
+    with wrapped() as ddp:
+        opt = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        opt.state[ddp.module[0].weight]["step"] = dist.get_rank()
+        assert "first difference: state of the optimizer" in text_of(PlanMismatch, lambda: shard_optimizer(opt, ddp))
+    with contextlib.closing(attach(MLP.model())) as sync:
+        opt = torch.optim.SGD([param for _, param in sync.named_parameters()], lr=0.1 * (1 + dist.get_rank()))
+        assert "ranks disagree on the settings" in text_of(PlanMismatch, lambda: shard_optimizer(opt, sync))
