@@ -19,10 +19,9 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime.comm.handles import ReductionHandle, all_reduce_async
 from undertow.runtime.peers import patience
-from undertow.runtime.peers.leaked_groups import FREEING
-from undertow.runtime.peers.model_monitor import ModelMonitor
+from undertow.runtime.peers.ring import ModelMonitor
+from undertow.runtime.peers.threads import FREEING, Worker
 from undertow.runtime.peers.waiting import Launching, Waiting, join_ring, require_no_fault
-from undertow.runtime.peers.worker import Worker
 from undertow.runtime.torch_private import private
 
 _Result = TypeVar("_Result")
@@ -184,7 +183,8 @@ class OwnGroup:
     def _joins(self) -> ModelMonitor | None:
         member = join_ring(self.user.ranks, self.rank, self._limits)
         if member is not None:
-            member.num_steps, member.is_idle, member.module = self.num_steps, self.is_idle, self.module
+            here = member.here
+            here.num_steps, here.is_idle, here.module = self.num_steps, self.is_idle, self.module
         return member
 
     def waiting(self, what: str = "") -> Waiting:
@@ -275,7 +275,7 @@ class OwnGroup:
     def trains_here(self) -> None:
         """Makes this the training thread: other ranks are told of an exception that ends it and shown its stack if it is late."""
         if self.member is not None:
-            self.member.thread = threading.get_ident()
+            self.member.here.thread = threading.get_ident()
 
     @property
     def is_broken(self) -> bool:

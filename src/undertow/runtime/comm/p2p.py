@@ -20,7 +20,7 @@ from torch import Tensor
 from undertow.runtime.comm.cast import cast_for_wire
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import FutureHandle, Handle, started
-from undertow.runtime.peers.worker import Worker
+from undertow.runtime.peers.threads import Worker
 
 _GATHER_TAG = 1 << 24  # gathers may start in a different order on another rank, so a number identifies each
 _NUM_TAGS = 1 << 20

@@ -41,6 +41,7 @@ class LiveBucket:
     trailer: TrailerCodec
     label: str  # in messages
     wire_bytes: int
+    trailer_start: int  # in the bucket's memory
     handles: list[Handle] = field(default_factory=list)
     late: tuple[Sequence[Tensor], list[Handle]] | None = None  # gradients that arrived after the launch, in a second collective
     is_packed: bool = False  # by a round that only accumulates
@@ -138,7 +139,9 @@ class Executor:
 
     def _live(self, layout: Bucket, plan: Plan, binding: Any) -> LiveBucket:
         trailer = TrailerCodec(layout, binding.storage, divisor=self._reducer.trailer_divisor(binding.storage.flat.dtype))
-        return LiveBucket(layout, binding, trailer, label_of(layout, plan), self._reducer.wire_bytes(layout))
+        return LiveBucket(
+            layout, binding, trailer, label_of(layout, plan), self._reducer.wire_bytes(layout), layout.trailer.start
+        )
 
     def _binding(self, bucket: Bucket) -> Any:
         params = [self._params[index] for index in bucket.params]
@@ -169,7 +172,7 @@ class Executor:
         self._recorder.ready(index, num_bytes=bucket.wire_bytes, kind=self.reduction)
         bucket.is_unsound = result.steps_in_backward and result.is_unsound
         unused = result.unused[index] = binding.pack(result.round.not_arrived(index))
-        verdict = self._verdict() if bucket.layout.trailer.num_late else None
+        verdict = self._verdict() if bucket.layout.trailer.late else None
         bucket.trailer.write(unused=unused, signature=self._signature(bucket), verdict=verdict)
         self._packed(bucket)
 
@@ -178,14 +181,14 @@ class Executor:
             self._mark_nonfinite(bucket)
 
     def _all_reduce(self, bucket: LiveBucket) -> None:
-        flat, trailer = bucket.binding.storage.flat, bucket.layout.trailer
+        flat = bucket.binding.storage.flat
         self._recorder.launches(bucket.layout.index)
         if bucket.layout.slots and (bucket.layout.is_sparse or self._reducer.hook is not None):
             # Values outside of the bucket, or for the hook alone, leave the trailer to a small collective of its own.
             values = bucket.binding.values()
-            bucket.handles = [*self._reduce(bucket, values), self._reducer.reduce(flat[trailer.start :], numel=0)]
+            bucket.handles = [*self._reduce(bucket, values), self._reducer.reduce(flat[bucket.trailer_start :], numel=0)]
         else:
-            bucket.handles = [self._reducer.reduce(flat, numel=trailer.start)]
+            bucket.handles = [self._reducer.reduce(flat, numel=bucket.trailer_start)]
         self._recorder.launched(bucket.layout.index, bucket.handles[0])
 
     def _bind(self, bucket: LiveBucket) -> None:
@@ -215,7 +218,7 @@ class Executor:
         if not self._must_read_now(bucket, result):
             self._snapshots.append(bucket.trailer.snapshot())
             return ()
-        if bucket.layout.trailer.num_late:  # the last bucket
+        if bucket.layout.trailer.late:  # the last bucket
             result.busy_ms = bucket.trailer.busy_ms()
         # torch's name for it
         with torch.profiler.record_function("search_unused_parameters") if private.is_profiling() else nullcontext():
@@ -240,7 +243,7 @@ class Executor:
         if hook is None:
             return [self._reducer.reduce(value, numel=value.numel()) for value in values]
         of_values = [[param] for param in params] if layout.is_sparse else [params]
-        last = len(values) - 1 if layout.trailer.has_verdict else None
+        last = len(values) - 1 if layout.trailer.late else None
         return [
             hook.start(HookedBucket(layout.index, value, of_value, is_last=place == last), self._group)
             for place, (value, of_value) in enumerate(zip(values, of_values, strict=True))

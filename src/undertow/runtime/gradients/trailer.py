@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from undertow.plan import Bucket, ranks_differ
+from undertow.plan.layout import Trailer
 from undertow.runtime.gradients.storage import BucketStorage
 
 
@@ -46,44 +47,47 @@ class TrailerCodec:
     """The trailer of one bucket, whose sum over ranks comes back divided by `divisor`."""
 
     def __init__(self, layout: Bucket, storage: BucketStorage, *, divisor: float) -> None:
-        self._fields = layout.trailer
+        start, stop = layout.trailer.start, layout.trailer.stop
         self._storage = storage
         self._divisor = divisor
-        self._mine = storage.flat.new_zeros(self._fields.stop - self._fields.start)
-        self._used, self._signature = (self._part(field) for field in (self._fields.used, self._fields.signature))
-        self._used.fill_(1)
+        self._span = slice(start, stop)  # in the bucket's memory
+        fields = {name: getattr(layout.trailer, name) for name in Trailer.__slots__}
+        self._places = {name: slice(field.start - start, field.stop - start) for name, field in fields.items()}
+        self._mine = storage.flat.new_zeros(stop - start)
+        self._mine[self._places["used"]] = 1
         self._unused: Sequence[int] = ()
 
     def write(self, *, unused: Sequence[int], signature: Tensor, verdict: Verdict | None) -> None:
         """Writes this rank's trailer; `signature` has the flags of `signature_bits` in the bucket's dtype and device."""
-        if self._unused:
-            self._used.fill_(1)
-        if unused:
-            self._used[list(unused)] = 0
+        if self._unused or unused:
+            used = self._mine[self._places["used"]].fill_(1)
+            used[list(unused)] = 0
         self._unused = unused
-        self._signature.copy_(signature)
-        self._storage.flat[self._fields.start : self._fields.stop].copy_(self._mine)
+        self._mine[self._places["signature"]] = signature
+        trailer = self._storage.flat[self._span]
+        trailer.copy_(self._mine)
         if verdict is not None:
-            self._write_verdict(verdict)
+            # Not into `_mine`: reports that are the same on all ranks must still be read.
+            first = self._places["failed"].start
+            trailer[first:].copy_(to_device(self._verdict(verdict, first), trailer.dtype, trailer.device))
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""
-        fields = self._fields
-        self._storage.flat[fields.used.start : fields.used.stop].masked_fill_(are_bad, math.nan)
+        self._storage.flat[self._span][self._places["used"]].masked_fill_(are_bad, math.nan)
 
     def tell_nonfinite(self, has_any: Tensor, *, rank: int) -> None:
         """Tells, with the last bucket, whether this rank has such gradients in any bucket. [] bool"""
-        self._storage.flat[self._fields.nonfinite[rank]].copy_(has_any)
+        self._storage.flat[self._span][self._places["nonfinite"]][rank].copy_(has_any)
 
     def read(self) -> Reading | None:
         """Waits, and reads the reduced trailer; None if every rank used the same parameters and none had anything to report."""
-        return self.parse(self._storage.flat[self._fields.start : self._fields.stop], self._mine)
+        return self.parse(self._storage.flat[self._span], self._mine)
 
     def snapshot(self) -> Snapshot:
         """Starts to copy the reduced trailer to the host, on the current stream."""
         reduced, mine = (
             torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
-            for part in (self._storage.flat[self._fields.start : self._fields.stop], self._mine)
+            for part in (self._storage.flat[self._span], self._mine)
         )
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
@@ -91,56 +95,45 @@ class TrailerCodec:
 
     def parse(self, trailer: Tensor, mine: Tensor) -> Reading | None:
         """Reads `trailer` on a rank that wrote `mine`; None if every rank wrote the same and none had anything to report."""
-        fields = self._fields
-        stop = fields.busy.start - fields.start
+        places = self._places
+        stop = places["busy"].start
         reduced, written = trailer[:stop], mine[:stop]
         if torch.equal(reduced, written):  # the usual case if the sum was divided
             return None
         # Only zeros and ones were written.
         if torch.equal(reduced.bool(), written.bool()) and not reduced.isnan().any():
             return None
-        flags = (trailer[:stop] != 0).tolist()
+        flags = (reduced != 0).tolist()
+        # Small integers, which every dtype can tell apart even if the sum over ranks was divided.
+        reasons = [round(abs(value) * self._divisor) for value in trailer[places["failed"]].tolist()]
         return Reading(
-            used=frozenset(_set_flags(self._flags(flags, fields.used))),
-            ranks_differ=ranks_differ(self._flags(flags, fields.signature)),
-            failed_ranks=_set_flags(self._flags(flags, fields.failed)),
-            misuses=self._misuses(trailer[fields.failed.start - fields.start : fields.failed.stop - fields.start]),
-            changed_ranks=_set_flags(self._flags(flags, fields.changed)),
-            other_buffers_ranks=_set_flags(self._flags(flags, fields.buffers)),
-            late_buckets=_set_flags(self._flags(flags, fields.late)),
-            nonfinite=frozenset(_set_flags(trailer[: len(fields.used)].isnan().tolist())),
-            nonfinite_ranks=_set_flags(self._flags(flags, fields.nonfinite)),
+            used=frozenset(_indices(flags[places["used"]])),
+            ranks_differ=ranks_differ(flags[places["signature"]]),
+            failed_ranks=_indices(flags[places["failed"]]),
+            misuses=tuple((rank, reason) for rank, reason in enumerate(reasons) if reason > 1),
+            changed_ranks=_indices(flags[places["changed"]]),
+            other_buffers_ranks=_indices(flags[places["buffers"]]),
+            late_buckets=_indices(flags[places["late"]]),
+            nonfinite=frozenset(_indices(trailer[places["used"]].isnan().tolist())),
+            nonfinite_ranks=_indices(flags[places["nonfinite"]]),
         )
 
     def busy_ms(self) -> tuple[float, ...]:
         """Waits for the device; returns how long each rank was busy since the previous synchronization."""
-        part = self._storage.flat[self._fields.busy.start : self._fields.busy.stop]
-        return tuple((part.abs().double() * self._divisor).tolist())
+        busy = self._storage.flat[self._span][self._places["busy"]]
+        return tuple((busy.abs().double() * self._divisor).tolist())
 
-    def _write_verdict(self, verdict: Verdict) -> None:
-        fields = self._fields
-        values = [0.0] * (fields.stop - fields.failed.start)
-        values[verdict.rank] = float(verdict.misuse or verdict.has_failed)
-        values[fields.changed[verdict.rank] - fields.failed.start] = float(verdict.has_changed)
-        values[fields.buffers[verdict.rank] - fields.failed.start] = float(verdict.has_other_buffers)
+    def _verdict(self, verdict: Verdict, first: int) -> list[float]:
+        values = [0.0] * len(self._mine)
+        of_rank = {name: self._places[name].start + verdict.rank for name in ("failed", "changed", "buffers", "busy")}
+        values[of_rank["failed"]] = float(verdict.misuse or verdict.has_failed)
+        values[of_rank["changed"]] = float(verdict.has_changed)
+        values[of_rank["buffers"]] = float(verdict.has_other_buffers)
         for bucket in verdict.late_buckets:
-            values[fields.late[bucket] - fields.failed.start] = 1.0
+            values[self._places["late"].start + bucket] = 1.0
         # fp16 ends at 65504: longer times are clipped, because an infinity would spoil the sum.
-        values[fields.busy[verdict.rank] - fields.failed.start] = min(verdict.busy_ms, 60_000.0)
-        # Not into `_mine`: reports that are the same on all ranks must still be read.
-        verdict_part = self._storage.flat[fields.failed.start : fields.stop]
-        verdict_part.copy_(to_device(values, self._mine.dtype, self._mine.device))
-
-    def _misuses(self, failed: Tensor) -> tuple[tuple[int, int], ...]:
-        """Decodes the reasons: small integers, which every dtype can tell apart even if the sum over ranks was divided."""
-        reasons = [round(abs(value) * self._divisor) for value in failed.tolist()]
-        return tuple((rank, reason) for rank, reason in enumerate(reasons) if reason > 1)
-
-    def _part(self, field: range) -> Tensor:
-        return self._mine[field.start - self._fields.start : field.stop - self._fields.start]
-
-    def _flags(self, flags: Sequence[bool], field: range) -> Sequence[bool]:
-        return flags[field.start - self._fields.start : field.stop - self._fields.start]
+        values[of_rank["busy"]] = min(verdict.busy_ms, 60_000.0)
+        return values[first:]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,5 +163,5 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
-def _set_flags(flags: Sequence[bool]) -> tuple[int, ...]:
+def _indices(flags: Sequence[bool]) -> tuple[int, ...]:
     return tuple(index for index, flag in enumerate(flags) if flag)

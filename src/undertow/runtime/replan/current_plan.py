@@ -370,7 +370,7 @@ class CurrentPlan:
 
     def compare_buffers(self) -> Iterator[None]:
         """Called if all ranks have other buffers: makes them the common ones if they are the same; yields before the wait."""
-        agreement = self.members.compare_buffers(self.group)
+        agreement = self.members.compare(self.group)
         yield
         if agreement.is_reached():
             self.members.ranks_agree()
@@ -463,7 +463,7 @@ class CurrentPlan:
     def _hook(
         self, named_params: Sequence[tuple[str, Tensor]], compiled: CompiledPlan, *, before: ParamHooks | None = None
     ) -> ParamHooks:
-        hooks = ParamHooks(named_params, compiled.plan, self._listeners, frozen=self.members.frozen())
+        hooks = ParamHooks(named_params, compiled.plan, self._listeners, frozen=[param for _, param in self.members.frozen()])
         if self.is_active:
             _ = compiled.executor  # what does not fit into memory fails here instead of in the first backward
             hooks.start(self._listeners.on_thawed)

@@ -1,13 +1,18 @@
 """Backwards of torch.distributed.autograd, which keep gradients in a separate context instead of `.grad`."""
 
-from __future__ import annotations
-
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from undertow.runtime.torch_private import private
+
+
+def is_rpc_running() -> bool:
+    """Returns True if this process uses torch.distributed.rpc, which distributed autograd requires."""
+    rpc = sys.modules.get("torch.distributed.rpc.api")
+    return rpc is not None and bool(rpc._is_current_rpc_agent_set())
 
 
 class DistributedBackwards:
@@ -27,7 +32,10 @@ class DistributedBackwards:
 
     def forward_begins(self) -> None:
         """Remembers the context of the forward, because backward runs in a thread that has none."""
-        self._context = private.distributed_autograd_context()
+        try:
+            self._context = int(sys.modules["torch.distributed.autograd"]._current_context()._context_id())
+        except RuntimeError:
+            self._context = None
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -45,5 +53,5 @@ class DistributedBackwards:
         # An ordinary backward has reported its gradients already.
         if self._context is None or self._is_local():
             return
-        gradients = private.gradients_in_context(self._context)
+        gradients = sys.modules["torch.distributed.autograd"].get_gradients(self._context)  # by parameter, no copies
         self._on_end({index: gradients[param] for index, param in enumerate(self._params) if param in gradients})
