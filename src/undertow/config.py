@@ -213,13 +213,14 @@ class SyncConfig:
             where=_READ,
             remedy="Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
         )
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**values)
 
 
 def _require_known(names: Iterable[str], *, where: str) -> None:
-    known = sorted(field.name for field in dataclasses.fields(SyncConfig))
     for name in names:
-        if name not in known:
+        if name not in SyncConfig.__dataclass_fields__:
+            known = sorted(SyncConfig.__dataclass_fields__)
             close = difflib.get_close_matches(name, known, n=1)
             remedy = f"Did you mean {close[0]!r}?" if close else f"Known settings: {', '.join(known)}."
             raise ConfigError(f"there is no setting {name!r}.", where=where, remedy=remedy)

@@ -177,7 +177,7 @@ class GradientSync:
 
     @property
     def config(self) -> SyncConfig:
-        groups = [group for part in self.parts for group in part._config.experts]
+        groups = tuple(group for part in self.parts for group in part._config.experts)
         return dataclasses.replace(self._config, experts=groups) if self.experts else self._config
 
     @property

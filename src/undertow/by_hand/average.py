@@ -18,6 +18,7 @@ from undertow.runtime.gradients.trailer import TrailerCodec, to_device
 from undertow.runtime.torch_private import private
 
 _WHERE = "average_gradients(gradients, parameters)"
+_SAME_ORDER = "Pass the parameters that torch.autograd.grad was given, in the same order."
 _ONE_BUCKET = SizeCaps(cap_bytes=math.inf)  # for each dtype and device
 _Pair = tuple[Tensor | None, Tensor]  # a gradient, and a tensor of its shape, dtype, device and strides
 
@@ -139,16 +140,30 @@ def _listed(tensors: Iterable[Tensor | None], name: str) -> tuple[Tensor | None,
 
 def _with_examples(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor | None] | None) -> list[_Pair]:
     """Returns each gradient, dense and without its graph, and a tensor like it: itself, or its parameter if it is None."""
-    dense = [_dense(index, gradient) for index, gradient in enumerate(gradients)]
-    if parameters is None:
-        return [(gradient, _required(index, gradient)) for index, gradient in enumerate(dense)]
     require(
-        len(parameters) == len(dense),
-        f"there are {len(dense)} gradients and {len(parameters)} parameters.",
+        parameters is None or len(parameters) == len(gradients),
+        f"there are {len(gradients)} gradients and {len(parameters or ())} parameters.",
         where=_WHERE,
-        remedy="Pass the parameters that torch.autograd.grad was given, in the same order.",
+        remedy=_SAME_ORDER,
     )
-    return [(pair[0], _example(index, *pair)) for index, pair in enumerate(zip(dense, parameters, strict=True))]
+    pairs = []
+    for index, given in enumerate(gradients):
+        gradient = _dense(index, given)
+        example = gradient if parameters is None else parameters[index]
+        require(
+            parameters is not None or gradient is not None,
+            f"gradient {index} is None, and nothing says how large it would be.",
+            where=_WHERE,
+            remedy="Pass parameters too, those that torch.autograd.grad was given.",
+        )
+        if not isinstance(example, Tensor):
+            raise _wrong_entry(f"parameter {index} must be a tensor, got {type(example).__name__}.")
+        # Strides may differ, but not the shape: a rank whose gradient is None uses the parameter's.
+        if gradient is not None and _text(gradient) != _text(example):
+            what = f"gradient {index} must be like its parameter, {_text(example)}, got {_text(gradient)}."
+            raise ConfigError(what, where=_WHERE, remedy=_SAME_ORDER)
+        pairs.append((gradient, example if gradient is None else gradient))
+    return pairs
 
 
 def _dense(index: int, gradient: Tensor | None) -> Tensor | None:
@@ -159,29 +174,6 @@ def _dense(index: int, gradient: Tensor | None) -> Tensor | None:
     if not (gradient.is_floating_point() or gradient.is_complex()):
         raise _wrong_entry(f"gradient {index} must be floating-point or complex, got {gradient.dtype}.")
     return gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
-
-
-def _required(index: int, gradient: Tensor | None) -> Tensor:
-    if gradient is None:
-        raise ConfigError(
-            f"gradient {index} is None, and nothing says how large it would be.",
-            where=_WHERE,
-            remedy="Pass parameters too, those that torch.autograd.grad was given.",
-        )
-    return gradient
-
-
-def _example(index: int, gradient: Tensor | None, parameter: Tensor | None) -> Tensor:
-    if not isinstance(parameter, Tensor):
-        raise _wrong_entry(f"parameter {index} must be a tensor, got {type(parameter).__name__}.")
-    # Strides may differ, but not the shape: a rank whose gradient is None uses the parameter's.
-    if gradient is not None and _text(gradient) != _text(parameter):
-        raise ConfigError(
-            f"gradient {index} must be like its parameter, {_text(parameter)}, got {_text(gradient)}.",
-            where=_WHERE,
-            remedy="Pass the parameters that torch.autograd.grad was given, in the same order.",
-        )
-    return parameter if gradient is None else gradient
 
 
 def _text(tensor: Tensor) -> str:

@@ -54,7 +54,7 @@ def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str
     """
     if given is None:
         return None
-    dtypes = [getattr(given, name, given) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")]
+    dtypes: list[Any] = [getattr(given, name, given) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")]
     require(
         all(dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point) for dtype in dtypes),
         f"mixed_precision has no dtypes: {given!r}.",

@@ -21,7 +21,7 @@ from undertow.ddp import arguments
 from undertow.ddp.experts import synchronized
 from undertow.ddp.join import ShadowHook, UnevenInputs
 from undertow.ddp.mixed_precision import MixedPrecision, mixed_precision_of
-from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.errors import PhaseError, WrongType, require
 from undertow.plan import Plan
 from undertow.runtime.model.ignore import still_there
 from undertow.runtime.torch_private import private
@@ -66,7 +66,7 @@ def _of_sync(
     """Returns the wrapper's method that calls this one of `model.sync`."""
 
     @functools.wraps(method)
-    def call(model: DistributedDataParallel, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def call(model: DistributedDataParallel, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         return method(model.sync, *args, **kwargs)
 
     return call
@@ -231,7 +231,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.sync.finish(buffers_follow=0 if self._buffers_follow_a_rank else None)
 
     accumulate = _of_sync(GradientSync.accumulate)  # returns a context in which backwards only accumulate
-    no_sync = accumulate  # type: ignore[assignment]  # torch's name; the mode at the time of the backward counts
+    no_sync = accumulate  # torch's name; the mode at the time of the backward counts
     loss_weight = private.untraced(_of_sync(GradientSync.loss_weight))  # sets the weight of the next backward's loss
     reduce_gradients_async = private.untraced(_of_sync(GradientSync.reduce_gradients_async))  # sends accumulated gradients
     wait = private.untraced(_of_sync(GradientSync.wait))  # waits until every gradient and parameter has its final value
@@ -354,12 +354,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Accepts the call: every step is recorded."""
-        if sample_rate < 1:
-            raise ConfigError(
-                f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}.",
-                where="_set_ddp_runtime_logging_sample_rate",
-                remedy="Leave it out: every step is recorded, and report() shows them.",
-            )
+        require(
+            sample_rate >= 1,
+            f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}.",
+            where="_set_ddp_runtime_logging_sample_rate",
+            remedy="Leave it out: every step is recorded, and report() shows them.",
+        )
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> None:
         """Accepts the call: the rows of sparse gradients need not be known beforehand."""
