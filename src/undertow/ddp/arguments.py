@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from undertow.config import SyncConfig, require_settings
-from undertow.errors import ConfigError, WrongType, require
+from undertow.errors import WrongType, require
 from undertow.runtime.model.ignore import names_to_ignore
 
 _WHERE = "DistributedDataParallel(...)"
@@ -99,22 +99,23 @@ def check_devices(
         where="DistributedDataParallel, second argument",
         remedy="Write DistributedDataParallel(module, process_group=group).",
     )
-    if device_ids is not None and len(device_ids) > 1:
-        raise ConfigError(
-            f"device_ids can only be None or contain a single element, got {list(device_ids)}.",
-            where=_WHERE,
-            remedy="Start one process per device, and move the module to its device before wrapping it.",
-        )
+    require(
+        device_ids is None or len(device_ids) <= 1,
+        f"device_ids can only be None or contain a single element, got {list(device_ids or ())}.",
+        where=_WHERE,
+        remedy="Start one process per device, and move the module to its device before wrapping it.",
+    )
     devices = {param.device for param in module.parameters()}
-    if not device_ids or len(devices) != 1 or next(iter(devices)).type == "cpu":
-        if device_ids or output_device:  # torch accepts output_device=0 here
-            raise ConfigError(
-                "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules, "
-                f"but got device_ids {device_ids}, output_device {output_device}, and module parameters "
-                f"{sorted(map(str, devices))}.",
-                where=_WHERE,
-                remedy="Leave both out on CPU and for modules on several devices.",
-            )
+    is_on_one_gpu = len(devices) == 1 and all(device.type != "cpu" for device in devices)
+    require(
+        is_on_one_gpu if device_ids else not output_device,  # torch accepts output_device=0 here
+        "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules, "
+        f"but got device_ids {device_ids}, output_device {output_device}, and module parameters "
+        f"{sorted(map(str, devices))}.",
+        where=_WHERE,
+        remedy="Leave both out on CPU and for modules on several devices.",
+    )
+    if not device_ids:
         return None, None
     index = _device_index(device_ids[0])
     return [index], index if output_device is None else _device_index(output_device)
@@ -153,18 +154,18 @@ def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] 
 
 def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool | None, *, check_reduction: bool) -> bool:
     """Returns True if buffers are synchronized before forwards; warns of deprecated arguments, as torch does."""
-    texts = []
     if check_reduction:
-        texts.append("The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.")
+        text = "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it."
+        warnings.warn(text, FutureWarning, stacklevel=3)
     if broadcast_buffers is not None:
         is_ignored = forward_sync_buffers is not None
-        texts.append(
+        warnings.warn(
             "`broadcast_buffers` is deprecated"
             + (" and ignored when `forward_sync_buffers` is provided." if is_ignored else ". Use `forward_sync_buffers` instead.")
-            + " Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal at the start."
+            + " Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal at the start.",
+            FutureWarning,
+            stacklevel=3,
         )
-    for text in texts:
-        warnings.warn(text, FutureWarning, stacklevel=3)
     return broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
 
 
