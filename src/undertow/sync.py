@@ -309,10 +309,7 @@ class GradientSync:
 
     @private.untraced
     def full_gradient(self, param: Tensor) -> Tensor | None:
-        """Returns the mean gradient of a parameter, or None if it has none; a collective call under a sharded optimizer.
-
-        For a parameter of an expert it is a call of the ranks of its group.
-        """
+        """Returns the mean gradient of a parameter, or None; under a sharded optimizer a collective call of its group's ranks."""
         owners = (expert for expert in self.experts if any(param is own for _, own in expert._members.named_params()))
         return full_gradient(next(owners, self), param)
 
@@ -364,10 +361,7 @@ class GradientSync:
         self._engine.inherit(accumulated)
 
     def share(self, kinds: Collection[str], *, source: int = 0) -> None:
-        """Copies the "parameters" or "buffers" of rank `source` to every rank; experts follow their group's first rank.
-
-        A collective call.
-        """
+        """Copies the "parameters" or "buffers" of rank `source`, and of the first rank of experts' groups; a collective call."""
         if self._group.num_ranks == 1:
             return
         self._engine.open()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ def checked(
     """Returns the names that the argument, the settings and torch's helper exclude from synchronization.
 
     Raises WrongType or ConfigError, which names `caller`, if `module` cannot be synchronized or `config` is not a SyncConfig.
-    Warns if no parameter requires a gradient.
     """
     _check_module(module, caller)
     require_settings(config)
@@ -32,16 +31,19 @@ def checked(
     if caller == "DistributedDataParallel":  # what _set_params_and_buffers_to_ignore_for_model has set
         known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         ignored += known.intersection(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    params = {name: param for name, param in module.named_parameters() if name not in ignored}
-    _check_parameters(module, params, caller)
-    if not any(param.requires_grad for param in params.values()):
+    _check_parameters(module, {name: param for name, param in module.named_parameters() if name not in ignored}, caller)
+    return tuple(ignored)
+
+
+def warn_of_nothing_to_train(module: nn.Module, ignored: Collection[str], *, caller: str) -> None:
+    """Warns if no parameter requires a gradient, except those named in `ignored`."""
+    if not any(param.requires_grad for name, param in module.named_parameters() if name not in ignored):
         warnings.warn(
             f"{type(module).__name__} has no parameter that requires a gradient: nothing is averaged until it has one.\n"
             f"  {caller}(...)\n"
             "  Look at requires_grad, and at what `ignore` names. If parameters are unfrozen later, filter this warning.",
             stacklevel=3,
         )
-    return tuple(ignored)
 
 
 def _check_module(module: object, caller: str) -> None:

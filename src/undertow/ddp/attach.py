@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig
-from undertow.ddp.arguments import checked
+from undertow.ddp.arguments import checked, warn_of_nothing_to_train
 from undertow.ddp.experts import synchronized
 from undertow.sync import GradientSync
 
@@ -37,6 +37,7 @@ def attach(
     ```
     """
     ignored = checked(module, ignore, config, caller="attach")
+    warn_of_nothing_to_train(module, ignored, caller="attach")
     sync = synchronized(module, device_mesh=device_mesh, process_group=process_group, config=config, ignore=ignored)
     sync.watch_forwards()
     return sync

@@ -135,6 +135,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         forward_sync = arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers, check_reduction=check_reduction)
         cap = arguments.cap_of(bucket_cap_mb, bucket_cap_mb_list)
         chosen = arguments.settings_of(config, mixed_precision, cap=cap, forward_sync=forward_sync)
+        arguments.warn_of_nothing_to_train(module, ignored, caller="DistributedDataParallel")
 
         nn.Module.__init__(self)  # skips torch's constructor, which would create its reducer
         Joinable.__init__(self)
