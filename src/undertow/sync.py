@@ -457,7 +457,8 @@ class GradientSync:
         report = summarize(records, self.plan, rank=self.rank, num_skipped=num_skipped, is_one_graph=one_graph)
         if show:
             print_report(report)
-            for expert in self._announced_experts():
+            for name, expert in self._named_experts():
+                print(f"\nExperts {name}:")
                 expert.report()
         return report
 
@@ -474,16 +475,16 @@ class GradientSync:
         explanation = explanation_of(current_plan.watch, current_plan.compiled, self._config)
         if show:
             print_explanation(explanation)
-            for expert in self._announced_experts():
+            for name, expert in self._named_experts():
+                print(f"\nExperts {name}:")
                 expert.explain()
         return explanation
 
-    def _announced_experts(self) -> Iterator[GradientSync]:
-        """Yields the groups of experts, and prints the heading of each before."""
+    def _named_experts(self) -> Iterator[tuple[str, GradientSync]]:
+        """Yields the groups of experts, each with its name for users."""
         for expert in self.experts:
             ranks = ", ".join(map(str, expert.group_reference.ranks))
-            print(f"\nExperts {expert._config.experts[0].match!r}, ranks {ranks}:")
-            yield expert
+            yield f"{expert._config.experts[0].match!r}, ranks {ranks}", expert
 
     def profile(self) -> Profile:
         """Returns all measurements that planning and simulation need; never communicates.
