@@ -64,9 +64,7 @@ class GradientSync:
     settings are invalid, and PlanMismatch on every rank if ranks hold different parameters or settings.
     """
 
-    experts: tuple[
-        GradientSync, ...
-    ] = ()  # one for each group of experts, in the order of the settings; every call applies to all
+    experts: tuple[GradientSync, ...] = ()  # one for each group of experts, in the order of the settings
 
     def __init__(  # noqa: PLR0913  what users choose, and what the caller synchronizes elsewhere
         self,
