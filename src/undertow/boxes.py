@@ -1,7 +1,5 @@
 """Splits a range of a tensor's memory into boxes of its index space, as torch.distributed.checkpoint splits tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,17 +20,15 @@ def boxes_of_range(shape: Sequence[int], strides: Sequence[int], start: int, sto
     """Returns elements [start, stop) of a tensor without gaps in memory: at most 2k - 1 boxes for k dimensions, in order."""
     # A dimension of one element may have any stride. It comes last, so that it changes nothing.
     outer_first = sorted(range(len(shape)), key=lambda dim: (shape[dim] == 1, -strides[dim]))
-    boxes = []
-    for offsets, sizes in _row_major([shape[dim] for dim in outer_first], start, stop):
-        in_order = sorted(zip(outer_first, offsets, sizes, strict=True))
-        boxes.append(
-            Box(
-                offsets=tuple(offset for _, offset, _ in in_order),
-                sizes=tuple(size for _, _, size in in_order),
-                start=sum(offset * strides[dim] for dim, offset, _ in in_order),
-            )
+    place_of = sorted(range(len(shape)), key=outer_first.__getitem__)
+    return [
+        Box(
+            offsets=tuple(offsets[place] for place in place_of),
+            sizes=tuple(sizes[place] for place in place_of),
+            start=sum(offset * strides[dim] for dim, offset in zip(outer_first, offsets, strict=True)),
         )
-    return boxes
+        for offsets, sizes in _row_major([shape[dim] for dim in outer_first], start, stop)
+    ]
 
 
 def _row_major(shape: Sequence[int], start: int, stop: int) -> list[_Extent]:
@@ -41,17 +37,17 @@ def _row_major(shape: Sequence[int], start: int, stop: int) -> list[_Extent]:
         return []
     if not shape:
         return [((), ())]
-    row = math.prod(shape[1:])
+    row_shape, row = shape[1:], math.prod(shape[1:])
     (first, begin), (last, end) = divmod(start, row), divmod(stop, row)
     if first == last:
-        return _in_row(first, _row_major(shape[1:], begin, end))
+        return _in_row(first, _row_major(row_shape, begin, end))
     found: list[_Extent] = []
     if begin:
-        found += _in_row(first, _row_major(shape[1:], begin, row))
+        found += _in_row(first, _row_major(row_shape, begin, row))
         first += 1
     if first < last:
-        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
-    return found + _in_row(last, _row_major(shape[1:], 0, end))
+        found.append(((first, *(0 for _ in row_shape)), (last - first, *row_shape)))
+    return found + _in_row(last, _row_major(row_shape, 0, end))
 
 
 def _in_row(index: int, extents: Sequence[_Extent]) -> list[_Extent]:

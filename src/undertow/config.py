@@ -1,7 +1,5 @@
 """Settings: frozen, validated, with a JSON form."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json
@@ -11,28 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as brief
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, Self, get_args, get_origin, runtime_checkable
 
-from undertow.errors import ConfigError, WrongType
+from undertow.errors import ConfigError, WrongType, require
 from undertow.foreign import parsed_json
 
 _MAX_SHOWN = 200  # characters of a path
-
-# Allowed values of settings with a fixed set of choices.
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "strategy": (None, "ddp", "zero1", "zero2", "hybrid"),
-    "order": ("observed", "reverse", "largest_first"),
-    "reduction": ("native", "ordered"),
-    "op": ("mean", "sum", "weighted"),
-    "buffers": ("rank0", "mean", "off"),
-    "record": ("summary", "full", "off"),
-    "auto_tune": (True, False),
-    "reduce_dtype": (None, "float32"),
-    "wire_dtype": (None, "bfloat16", "float16"),
-    "nonfinite": ("ignore", "warn", "skip", "raise"),
-    "overlap": (True, False),
-    "average_in_collective": (True, False),
-}
+_READ, _WRITTEN = "SyncConfig.from_json", "Use text that to_json() has written."
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DTYPES = {"reduce_dtype": (None, "float32"), "wire_dtype": (None, "bfloat16", "float16")}
 
 
 @runtime_checkable
@@ -63,20 +48,18 @@ class ExpertGroup:
     divisor: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.match, str) or not self.match:
-            raise ConfigError(
-                f"match must be a pattern of parameter names, got {self.match!r}.",
-                where="ExpertGroup",
-                remedy='Write match="*.experts.*"; for several patterns give several groups.',
-            )
-        divisor = self.divisor
-        is_number = isinstance(divisor, int | float) and not isinstance(divisor, bool)
-        if divisor is not None and not (is_number and math.isfinite(divisor) and divisor > 0):
-            raise ConfigError(
-                f"divisor must be a positive number, got {divisor!r}.",
-                where=f"ExpertGroup(match={self.match!r})",
-                remedy="Give the number of ranks whose tokens reach the experts, or leave it out for that of the group.",
-            )
+        require(
+            isinstance(self.match, str) and self.match != "",
+            f"match must be a pattern of parameter names, got {self.match!r}.",
+            where="ExpertGroup",
+            remedy='Write match="*.experts.*"; for several patterns give several groups.',
+        )
+        require(
+            self.divisor is None or (_is_positive(self.divisor) and math.isfinite(self.divisor)),
+            f"divisor must be a positive number, got {self.divisor!r}.",
+            where=f"ExpertGroup(match={self.match!r})",
+            remedy="Give the number of ranks whose tokens reach the experts, or leave it out for that of the group.",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields without the process group, which exists in this process only."""
@@ -113,10 +96,11 @@ class SyncConfig:
         "ordered", which divide the sum.
     buffers: before a training forward module buffers follow rank 0 ("rank0"), become the mean over ranks ("mean"; buffers that
         are neither real nor complex follow rank 0), or are left alone ("off").
-    reduce_dtype: "float32" accumulates and reduces gradients of 16-bit parameters in fp32, and `.grad` is fp32. The optimizer
-        must accept such gradients, as a ShardedOptimizer and torch's SGD do. None: in the gradients' own dtype.
-    wire_dtype: "bfloat16" or "float16": wider gradients are sent in it, which halves the bytes of fp32. If ranks add the values
-        themselves ("ordered", and shards over gloo) they add in fp32.
+    reduce_dtype: "float32", "fp32" or torch.float32 accumulates and reduces gradients of 16-bit parameters in fp32, and `.grad`
+        is fp32. The optimizer must accept such gradients, as a ShardedOptimizer and torch's SGD do. None: in the gradients' own
+        dtype.
+    wire_dtype: "bfloat16" or "float16", also as "bf16", "fp16" or a torch.dtype: wider gradients are sent in it, which halves the
+        bytes of fp32. If ranks add the values themselves ("ordered", and shards over gloo) they add in fp32.
     ignore: names of parameters and buffers that are left alone.
     nonfinite: the action if gradients on some rank contain NaN or Inf when an optimizer is about to step. "ignore" does not look
         for them: looking would cost a pass over every bucket, and on devices the host would wait for the last one. "warn" prints
@@ -141,45 +125,72 @@ class SyncConfig:
     ```
     """
 
-    strategy: str | None = None
+    strategy: Literal[None, "ddp", "zero1", "zero2", "hybrid"] = None
     bucket_cap_mb: float | tuple[float, ...] | None = None
-    order: str = "observed"
+    order: Literal["observed", "reverse", "largest_first"] = "observed"
     plan: str | os.PathLike[str] | HasJson | None = None
     auto_tune: bool = True
     overlap: bool = True
-    reduction: str = "native"
-    op: str = "mean"
+    reduction: Literal["native", "ordered"] = "native"
+    op: Literal["mean", "sum", "weighted"] = "mean"
     average_in_collective: bool = True
-    reduce_dtype: str | None = None
-    wire_dtype: str | None = None
-    buffers: str = "rank0"
+    reduce_dtype: Literal["float32", "fp32"] | Any | None = None
+    wire_dtype: Literal["bfloat16", "bf16", "float16", "fp16"] | Any | None = None
+    buffers: Literal["rank0", "mean", "off"] = "rank0"
     ignore: tuple[str, ...] = ()
     experts: tuple[ExpertGroup, ...] = ()
-    nonfinite: str = "ignore"
+    nonfinite: Literal["ignore", "warn", "skip", "raise"] = "ignore"
     check_replicas_every: int | None = None
     stall_warning_s: float = 30.0
     stall_timeout_s: float = 300.0
-    record: str = "summary"
+    record: Literal["summary", "full", "off"] = "summary"
+
+    def __new__(cls, **settings: Any) -> Self:
+        _require_known(settings, where="SyncConfig")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            _check_choice(name, getattr(self, name), choices)
-        if isinstance(self.bucket_cap_mb, tuple | list):
-            object.__setattr__(self, "bucket_cap_mb", tuple(self.bucket_cap_mb))
-            for cap in self.bucket_cap_mb or (None,):
-                bytes_from_mib(cap, name="bucket_cap_mb")
-        elif self.bucket_cap_mb is not None:
-            bytes_from_mib(self.bucket_cap_mb, name="bucket_cap_mb")
-        object.__setattr__(self, "plan", _text_of_plan(self.plan))
+        caps = tuple(self.bucket_cap_mb) if isinstance(self.bucket_cap_mb, list) else self.bucket_cap_mb
+        for cap in (caps or (None,)) if isinstance(caps, tuple) else () if caps is None else (caps,):
+            bytes_from_mib(cap, name="bucket_cap_mb")
+        ignored = tuple(self.ignore) if isinstance(self.ignore, Iterable) and not isinstance(self.ignore, str) else (None,)
+        require(
+            all(isinstance(name, str) for name in ignored),
+            f"ignore must be a tuple of names, got {self.ignore!r}.",
+            where="SyncConfig",
+            remedy='Write ignore=("embedding.weight",).',
+        )
+        require(
+            isinstance(self.experts, tuple | list) and all(isinstance(group, ExpertGroup) for group in self.experts),
+            f"experts must be a tuple of ExpertGroup, got {self.experts!r}.",
+            where="SyncConfig",
+            remedy='Write experts=(ExpertGroup(match="*.experts.*", process_group=group),).',
+        )
+        values = {name: _dtype_name(getattr(self, name)) for name in _DTYPES}
+        # Sorted, because the order of a set of names differs from process to process.
+        values |= {"bucket_cap_mb": caps, "ignore": tuple(sorted(ignored)), "experts": tuple(self.experts)}
+        for name, value in {**values, "plan": _text_of_plan(self.plan)}.items():
+            object.__setattr__(self, name, value)
+        for field in dataclasses.fields(self):
+            _check_choice(field, getattr(self, field.name))
         for name in ("stall_warning_s", "stall_timeout_s"):
-            _require_seconds(getattr(self, name), name=name)
-        _require_count(self.check_replicas_every, name="check_replicas_every")
-        object.__setattr__(self, "ignore", _sorted_names(self.ignore))
-        object.__setattr__(self, "experts", _expert_groups(self.experts))
+            require(
+                _is_positive(getattr(self, name)),
+                f"{name} must be a positive number of seconds, got {brief(getattr(self, name))}.",
+                where="SyncConfig",
+                remedy="Give a number above zero, or math.inf to switch it off.",
+            )
+        require(
+            self.check_replicas_every is None or (type(self.check_replicas_every) is int and self.check_replicas_every > 0),
+            f"check_replicas_every must be a whole number of synchronizations from 1 on, got {self.check_replicas_every!r}.",
+            where="SyncConfig",
+            remedy="Give a number, such as 100, or leave it out for no comparison.",
+        )
         for group in self.experts:
             _check_goes_with_experts(self, group)
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the settings by name; a group of experts is a dict without its process group."""
         groups = tuple(group.to_dict() for group in self.experts)
         return {**dataclasses.asdict(dataclasses.replace(self, experts=())), "experts": groups}
 
@@ -187,56 +198,66 @@ class SyncConfig:
         return json.dumps(self.to_dict(), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> SyncConfig:
+    def from_json(cls, text: str) -> Self:
         """Reads settings that `to_json` wrote; raises ConfigError for an unknown name or a value that cannot work."""
         try:
             data: dict[str, Any] = parsed_json(text)
         except (ValueError, TypeError) as error:
-            raise _unreadable(f"these settings are no JSON: {error}.") from error
-        if not isinstance(data, dict):
-            raise _unreadable(f"settings are a JSON object, got {type(data).__name__}.")
-        known = {field.name for field in dataclasses.fields(cls)}
-        for name in data:
-            if name not in known:
-                raise _unreadable(f"there is no setting {name!r}.", remedy=_did_you_mean(name, known))
-        experts = data.get("experts")
-        if experts and isinstance(experts, list):
-            raise _unreadable(
-                f"these settings have {len(experts)} groups of experts, whose process groups are not in a text.",
-                remedy="Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
-            )
+            raise ConfigError(f"these settings are no JSON: {error}.", where=_READ, remedy=_WRITTEN) from error
+        require(isinstance(data, dict), f"settings are a JSON object, got {type(data).__name__}.", where=_READ, remedy=_WRITTEN)
+        _require_known(data, where=_READ)
+        num_groups = len(data["experts"]) if isinstance(data.get("experts"), list) else 0
+        require(
+            num_groups == 0,
+            f"these settings have {num_groups} groups of experts, whose process groups are not in a text.",
+            where=_READ,
+            remedy="Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
+        )
         values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         return cls(**values)
 
 
+def _require_known(names: Iterable[str], *, where: str) -> None:
+    for name in names:
+        if name not in SyncConfig.__dataclass_fields__:
+            known = sorted(SyncConfig.__dataclass_fields__)
+            close = difflib.get_close_matches(name, known, n=1)
+            remedy = f"Did you mean {close[0]!r}?" if close else f"Known settings: {', '.join(known)}."
+            raise ConfigError(f"there is no setting {name!r}.", where=where, remedy=remedy)
+
+
 def _text_of_plan(plan: object) -> str | None:
     """Returns the plan as JSON text. A string that begins with a brace is JSON; any other is the path of a file."""
-    reason = None
     if isinstance(plan, HasJson):
         return plan.to_json()
     if plan is None or (isinstance(plan, str) and plan.lstrip().startswith("{")):
         return plan
+    what = f"plan must be a Plan, the path of a saved one, or its text, got {type(plan).__name__}."
     if isinstance(plan, str | os.PathLike):
         try:
             return Path(plan).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-    what = f"plan must be a Plan, the path of a saved one, or its text, got {type(plan).__name__}."
-    if reason is not None:
-        what = f"the plan cannot be read from {str(plan)[:_MAX_SHOWN]!r}: {reason}."
+            what = f"the plan cannot be read from {str(plan)[:_MAX_SHOWN]!r}: {reason}."
     raise ConfigError(
         what, where="SyncConfig(plan=...)", remedy="Give the path of a file that save_plan() has written, its text, or a Plan."
     )
 
 
+def _dtype_name(value: object) -> object:
+    """Returns the long name of a dtype that is a torch.dtype or has a short name; any other value as it is."""
+    name = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+    return _SHORT_DTYPES.get(str(name), name)
+
+
 def bytes_from_mib(value: Any, *, name: str) -> float:
     """Converts `value` MiB to bytes; raises ConfigError, naming the setting, unless it is a positive number."""
-    if not _is_positive(value):
-        raise ConfigError(
-            f"{name} must be a positive number of MiB, got {brief(value)}.",
-            where="SyncConfig",
-            remedy="Give a size above zero, or leave it out for a planned one.",
-        )
+    require(
+        _is_positive(value),
+        f"{name} must be a positive number of MiB, got {brief(value)}.",
+        where="SyncConfig",
+        remedy="Give a size above zero, or leave it out for a planned one.",
+    )
     return value * 1024 * 1024  # type: ignore[no-any-return]  # a number
 
 
@@ -248,88 +269,37 @@ def _is_positive(value: object) -> bool:
         return False
 
 
-def _require_seconds(value: object, *, name: str) -> None:
-    if not _is_positive(value):
-        raise ConfigError(
-            f"{name} must be a positive number of seconds, got {brief(value)}.",
-            where="SyncConfig",
-            remedy="Give a number above zero, or math.inf to switch it off.",
-        )
-
-
-def _require_count(value: object, *, name: str) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(
-            f"{name} must be a whole number of synchronizations from 1 on, got {value!r}.",
-            where="SyncConfig",
-            remedy="Give a number, such as 100, or leave it out for no comparison.",
-        )
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+def _check_choice(field: dataclasses.Field[Any], value: object) -> None:
+    """Raises ConfigError unless the value is one of those that the type of the setting lists, if it lists them."""
+    literals = get_args(field.type) if get_origin(field.type) is Literal else None
+    choices = _DTYPES.get(field.name, (True, False) if field.type is bool else literals)
+    if choices is None or any(type(value) is type(choice) and value == choice for choice in choices):
         return
-    allowed = ", ".join(repr(choice) for choice in choices)
-    shards_parameters = name == "strategy" and value in ("zero3", "fsdp")
+    allowed = ", ".join(map(repr, choices))
+    shards_parameters = field.name == "strategy" and value in ("zero3", "fsdp")
     remedy = "Use torch.distributed.fsdp.fully_shard to shard parameters." if shards_parameters else f"Choose one of: {allowed}."
-    raise ConfigError(f"{name} cannot be {value!r}.", where="SyncConfig", remedy=remedy)
-
-
-def _sorted_names(names: object) -> tuple[str, ...]:
-    """Returns the names in one order on every rank: the order of a set of names differs from process to process."""
-    listed = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else None
-    if listed is None or not all(isinstance(name, str) for name in listed):
-        raise ConfigError(
-            f"ignore must be a tuple of names, got {names!r}.",
-            where="SyncConfig",
-            remedy='Write ignore=("embedding.weight",).',
-        )
-    return tuple(sorted(listed))
-
-
-def _expert_groups(groups: object) -> tuple[ExpertGroup, ...]:
-    listed = tuple(groups) if isinstance(groups, tuple | list) else None
-    if listed is None or not all(isinstance(group, ExpertGroup) for group in listed):
-        raise ConfigError(
-            f"experts must be a tuple of ExpertGroup, got {groups!r}.",
-            where="SyncConfig",
-            remedy='Write experts=(ExpertGroup(match="*.experts.*", process_group=group),).',
-        )
-    return listed
+    raise ConfigError(f"{field.name} cannot be {value!r}.", where="SyncConfig", remedy=remedy)
 
 
 def _check_goes_with_experts(config: SyncConfig, group: ExpertGroup) -> None:
-    if config.strategy == "hybrid":
-        what, remedy = 'experts do not go with strategy="hybrid".', 'Use "ddp", "zero1" or "zero2".'
-    elif config.nonfinite == "skip":
-        what = 'nonfinite="skip" does not go with experts: only some ranks would know that a step is to be skipped.'
-        remedy = 'Use "raise" or "warn".'
-    elif config.op == "weighted":
-        what = 'op="weighted" does not go with experts: their ranks know the weights of their own group only.'
-        remedy = "Divide the loss by the number of tokens of all ranks, over the number of ranks."
-    elif config.op == "sum" and group.divisor is not None:
-        what, remedy = 'op="sum" does not divide, and a group of experts has a divisor.', 'Leave op="sum" or the divisor out.'
-    else:
-        return
-    raise ConfigError(what, where=f"SyncConfig, ExpertGroup(match={group.match!r})", remedy=remedy)
+    divides_sum = config.op == "sum" and group.divisor is not None
+    skips = 'nonfinite="skip" does not go with experts: only some ranks would know that a step is to be skipped.'
+    weighs = 'op="weighted" does not go with experts: their ranks know the weights of their own group only.'
+    for is_given, what, remedy in (
+        (config.strategy == "hybrid", 'experts do not go with strategy="hybrid".', 'Use "ddp", "zero1" or "zero2".'),
+        (config.nonfinite == "skip", skips, 'Use "raise" or "warn".'),
+        (config.op == "weighted", weighs, "Divide the loss by the number of tokens of all ranks, over the number of ranks."),
+        (divides_sum, 'op="sum" does not divide, and a group of experts has a divisor.', 'Leave op="sum" or the divisor out.'),
+    ):
+        require(not is_given, what, where=f"SyncConfig, ExpertGroup(match={group.match!r})", remedy=remedy)
 
 
 def require_settings(config: object) -> None:
     """Raises WrongType unless `config` is a SyncConfig or None."""
     if not isinstance(config, SyncConfig | None):
+        remedy = "Write config=SyncConfig(**settings) for a dict of settings."
         raise WrongType(
             f"config must be a SyncConfig, got {type(config).__name__}.",
             where="the settings of a wrapper or of attach",
-            remedy="Write config=SyncConfig(**settings) for a dict of settings."
-            if isinstance(config, dict)
-            else "Write config=SyncConfig(...).",
+            remedy=remedy if isinstance(config, dict) else "Write config=SyncConfig(...).",
         )
-
-
-def _unreadable(what: str, *, remedy: str = "Use text that to_json() has written.") -> ConfigError:
-    return ConfigError(what, where="SyncConfig.from_json", remedy=remedy)
-
-
-def _did_you_mean(name: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"Did you mean {close[0]!r}?" if close else f"Known settings: {', '.join(sorted(known))}."

@@ -18,8 +18,6 @@ Every message has three parts: what happened, where, and what to do. All are Run
 distributed training: code that catches those keeps working.
 """
 
-from __future__ import annotations
-
 from undertow.foreign import printable_lines
 
 __all__ = [
@@ -96,3 +94,9 @@ class RankLost(UndertowError):
 
 class StallTimeout(UndertowError, TimeoutError):
     """A rank has waited for others longer than the limit; raised on every rank that has wrapped its model."""
+
+
+def require(holds: object, what: str, *, where: str, remedy: str = "") -> None:
+    """Raises ConfigError unless `holds` is true."""
+    if not holds:
+        raise ConfigError(what, where=where, remedy=remedy)

@@ -3,16 +3,15 @@
 Everything that is shown passes through `printable`: in a terminal, an error, a log, a picture or a page.
 """
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["MOST_LEVELS", "as_object", "parsed_json", "printable", "printable_lines"]
+__all__ = ["MOST_LEVELS", "parsed_json", "printable", "printable_lines"]
 
 MOST_LEVELS = 100  # of nested lists and objects; readers of a value may recurse once per level
+_TOO_DEEP = f"it is nested too deeply, in more than {MOST_LEVELS} levels"
 
 
 def printable(text: str) -> str:
@@ -25,23 +24,7 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-def parsed_json(text: str | bytes, *, object_of: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parses a JSON text, in UTF-8 if it is bytes. Raises ValueError, and nothing else, for any other text.
-
-    A name that an object gives twice is an error, unless `object_of` builds a value from its pairs. NaN and Infinity are read as
-    numbers, as Python writes them.
-    """
-    text = text.decode("utf-8") if isinstance(text, bytes) else text
-    try:
-        value = json.loads(text, object_pairs_hook=as_object if object_of is None else object_of)
-    except RecursionError:
-        raise _too_deep() from None
-    _require_shallow(value)
-    return value
-
-
-def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds a dict of these pairs. Raises ValueError if a name is given twice."""
+def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -50,18 +33,23 @@ def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _require_shallow(value: Any) -> None:
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MOST_LEVELS):
-        children = (child for part in level for child in (part.values() if isinstance(part, dict) else part))
-        level = [child for child in children if isinstance(child, dict | list)]
+def parsed_json(text: str | bytes, *, object_of: Callable[[list[tuple[str, Any]]], Any] = _as_object) -> Any:
+    """Parses a JSON text, in UTF-8 if it is bytes. Raises ValueError, and nothing else, for any other text.
+
+    A name that an object gives twice is an error, unless `object_of` builds a value from its pairs. NaN and Infinity are read as
+    numbers, as Python writes them.
+    """
+    try:
+        value = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, object_pairs_hook=object_of)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    level = [value]
+    for _ in range(MOST_LEVELS + 1):
+        level = [part for part in level if isinstance(part, dict | list)]
         if not level:
-            return
-    raise _too_deep()
-
-
-def _too_deep() -> ValueError:
-    return ValueError(f"it is nested too deeply, in more than {MOST_LEVELS} levels")
+            return value
+        level = [child for part in level for child in (part.values() if isinstance(part, dict) else part)]
+    raise ValueError(_TOO_DEEP)
 
 
 def _visible(character: str) -> str:

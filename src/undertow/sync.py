@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ from undertow.runtime.step.sharded_steps import (
     no_hooks_with_shards,
     watch_steps,
 )
-from undertow.runtime.step.siblings import SiblingEngines
+from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.step.sweep import sweep
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.compile import cut_bytes, cut_graphs
@@ -63,14 +64,14 @@ class GradientSync:
     settings are invalid, and PlanMismatch on every rank if ranks hold different parameters or settings.
     """
 
-    experts: Sequence[GradientSync] = ()  # one for each group of experts, in the order of the settings
+    experts: tuple[GradientSync, ...] = ()  # one for each group of experts, in the order of the settings
 
     def __init__(  # noqa: PLR0913  what users choose, and what the caller synchronizes elsewhere
         self,
         module: nn.Module,
         *,
         process_group: dist.ProcessGroup | GroupRef | None = None,
-        mesh: DeviceMesh | None = None,
+        device_mesh: DeviceMesh | None = None,
         config: SyncConfig | None = None,
         ignore: Iterable[str | nn.Module | Tensor] = (),
         shared: Collection[str] = ("parameters", "buffers"),
@@ -88,7 +89,7 @@ class GradientSync:
         self._is_closed = self._is_compiled = False
         self._hook: CommHook | None = None
         self.steps: ShardedSteps | None = None
-        self._set_up(chosen_group(process_group, mesh, config.strategy))
+        self._set_up(chosen_group(process_group, device_mesh, config.strategy))
         if isinstance(process_group, GroupRef):
             return  # a copied or unpickled model: its ranks open the group when they first use it
         try:
@@ -147,13 +148,18 @@ class GradientSync:
         return self._group.device
 
     @property
+    def parts(self) -> tuple[GradientSync, ...]:
+        """The synchronization of the dense parameters, and one of each group of experts."""
+        return (self, *self.experts)
+
+    @property
     def has_comm_hook(self) -> bool:
         return self._hook is not None
 
     @property
     def is_synchronizing(self) -> bool:
         """True if a synchronization is in progress: a backward is running, or one has failed."""
-        return self._engine.is_busy
+        return any(part._engine.is_busy for part in self.parts)
 
     @property
     def is_training_forward(self) -> bool:
@@ -171,7 +177,8 @@ class GradientSync:
 
     @property
     def config(self) -> SyncConfig:
-        return self._config
+        groups = tuple(group for part in self.parts for group in part._config.experts)
+        return dataclasses.replace(self._config, experts=groups) if self.experts else self._config
 
     @property
     def plan(self) -> Plan:
@@ -182,16 +189,16 @@ class GradientSync:
         """Returns all parameters of the module except ignored ones, frozen parameters included."""
         return self._members.named_params()
 
-    def take_part_with(self, others: Iterable[GradientSync]) -> None:
-        """Makes a backward that reaches a parameter of this or any of `others` a synchronization of all of them."""
-        engines = [self._engine, *(other._engine for other in others)]
+    def take_part_with_experts(self) -> None:
+        """Makes a backward that reaches a parameter of any part a synchronization of all parts."""
+        engines = [part._engine for part in self.parts]
         for engine in engines:
             engine.siblings = SiblingEngines(engines)
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
-        """Names of the parameters that received no gradient on this rank in any micro-batch of the last step."""
-        return self._engine.unused_parameters
+        """Names of the parameters that received no gradient on this rank in any micro-batch of the last step, experts last."""
+        return tuple(name for part in self.parts for name in part._engine.unused_parameters)
 
     @property
     def is_accumulating(self) -> bool:
@@ -200,7 +207,8 @@ class GradientSync:
 
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None:
-        self._engine.accumulates(value)
+        for part in self.parts:
+            part._engine.accumulates(value)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -243,10 +251,10 @@ class GradientSync:
         is_empty = self._engine.is_step_empty and not self._engine.is_accumulating
         if is_empty and buffers_follow is not None and self._config.buffers != "off" and self._module.training:
             self.synchronize_buffers(source=buffers_follow)
-        self._engine.finish()
+        all_of(self._engine.finish, *(partial(expert.finish, buffers_follow=buffers_follow) for expert in self.experts))
 
     @private.untraced
-    def reduce_gradients_async(self, op: str | None = None) -> Reduction:
+    def reduce_gradients_async(self, op: Literal["mean", "sum"] | None = None) -> Reduction:
         """Sends the accumulated gradients; call `wait` on the result before the optimizer steps.
 
         `op` is "mean" or "sum" of the ranks' `.grad`; None takes the `op` of the settings. A different `op` multiplies or divides
@@ -257,7 +265,7 @@ class GradientSync:
         synchronization of a rank that does not reduce. Raises Desync if ranks give different ops.
         """
         self.require_open("reduce_gradients_async()")
-        engines = [self._engine, *(expert._engine for expert in self.experts)]
+        engines = [part._engine for part in self.parts]
         has_hook, usual = self.has_comm_hook, self._config.op
         op = None if op == usual and not has_hook else op
         return start_reduction(engines, op=op, has_hook=has_hook, is_weighted=usual == "weighted")
@@ -265,13 +273,16 @@ class GradientSync:
     @private.untraced
     def wait(self) -> None:
         """Waits until every gradient and every parameter has its final value."""
+        all_of(*(part._wait for part in self.parts))
+
+    def _wait(self) -> None:
         self._engine.complete()
-        self.wait_for_parameters()
+        if self.steps is not None:
+            self.steps.wait()
 
     def wait_for_parameters(self) -> None:
         """Waits for all parameters that a sharded optimizer updates; PhaseError in a backward that updates them."""
-        if self.steps is not None:
-            self.steps.wait()
+        all_of(*(part.steps.wait for part in self.parts if part.steps is not None))
 
     def shard(self, stepper: Optimizer, settings: dict[str, Any], *, steps_in_backward: bool = False) -> ShardedSteps:
         """Hands the parameters to `stepper`: from its first step on, only it updates them, and each rank updates one shard.
@@ -291,8 +302,9 @@ class GradientSync:
 
     @private.untraced
     def full_gradient(self, param: Tensor) -> Tensor | None:
-        """Returns the mean gradient of a parameter, or None if it has none; a collective call under a sharded optimizer."""
-        return full_gradient(self, param)
+        """Returns the mean gradient of a parameter, or None; under a sharded optimizer a collective call of its group's ranks."""
+        owners = (expert for expert in self.experts if any(param is own for _, own in expert._members.named_params()))
+        return full_gradient(next(owners, self), param)
 
     def broadcast_parameters(self) -> None:
         """Copies rank 0's parameters and buffers to every rank; a collective call."""
@@ -321,6 +333,12 @@ class GradientSync:
     def change_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Averages over the ranks of `process_group` from the next forward on; each of its ranks must call it."""
         self.require_open("_update_process_group")
+        if self.experts:
+            raise PhaseError(
+                "the ranks of a model with experts cannot change.",
+                where="_update_process_group",
+                remedy="Close the wrapper, and wrap the model anew.",
+            )
         if self.steps is not None:
             raise PhaseError(
                 "the ranks of a model whose optimizer is sharded over them cannot change.",
@@ -337,7 +355,7 @@ class GradientSync:
         self._engine.take_from(accumulated)
 
     def share(self, kinds: Collection[str], *, source: int = 0) -> None:
-        """Copies the "parameters" or "buffers" of rank `source` to every rank; a collective call."""
+        """Copies the "parameters" or "buffers" of rank `source`, and of the first rank of experts' groups; a collective call."""
         if self._group.num_ranks == 1:
             return
         self._engine.current_plan.open()
@@ -346,6 +364,8 @@ class GradientSync:
             broadcast_in_place([param for _, param in self.named_parameters()], self._group, source=source)
         if "buffers" in kinds:
             broadcast_in_place(self._members.common_buffers.tensors, self._group, source=source)
+        for expert in self.experts:
+            expert.share(kinds)
 
     def synchronize_buffers(self, *, source: int = 0) -> None:
         """Copies buffers from rank `source` or averages them, depending on the settings; a collective call."""
@@ -389,21 +409,26 @@ class GradientSync:
     @private.untraced
     def forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
         """Called before each forward of the module: starts a step and, unless `buffers_follow` is None, synchronizes buffers."""
+        if self.experts:
+            all_of(*(partial(part._forward_begins, buffers_follow, is_compiled) for part in self.parts))
+        else:
+            self._forward_begins(buffers_follow, is_compiled)
+
+    def _forward_begins(self, buffers_follow: int | None, is_compiled: bool) -> None:
         self._is_compiled |= is_compiled
+        is_outermost = is_outermost_forward()
+        is_training = is_outermost and self._module.training
         if self._engine.phase >= Phase.CLOSED:
-            trained = self._members.trained_now()
-            if self.is_training_forward and any(not is_watched(param) for _, param in trained):
+            if is_training and any(not is_watched(param) for _, param in self._members.trained_now()):
                 self.require_open("a training forward")
                 if self._engine.phase is Phase.HANDED_OVER:
                     self._engine.current_plan.require_watched()
             return
-        if is_outermost_forward():
-            self._engine.forward_begins(is_training=self._module.training)
+        if is_outermost:
+            self._engine.forward_begins(is_training=is_training)
         if self.steps is not None:  # after the mark of the forward, which this wait belongs to
-            self.steps.forward_begins(is_training=self.is_training_forward, is_compiled=is_compiled)
-        if not is_outermost_forward():
-            return
-        if buffers_follow is not None and self.is_training_forward and not self._engine.is_accumulating:
+            self.steps.forward_begins(is_training=is_training, is_compiled=is_compiled)
+        if is_training and buffers_follow is not None and not self._engine.is_accumulating:
             self.synchronize_buffers(source=buffers_follow)
 
     @private.untraced
@@ -413,15 +438,23 @@ class GradientSync:
             self.steps.forward_ends()
         if self._engine.phase < Phase.CLOSED and is_outermost_forward():
             self._recorder.forward_ends()
+        for expert in self.experts:
+            expert.forward_ends()
 
     def report(self, *, show: bool = True) -> StepReport:
-        """Returns the times of the last steps on this rank, and prints them if `show` is true; never communicates."""
+        """Returns the times of the last steps on this rank, and prints them if `show` is true; never communicates.
+
+        The returned report is for the dense parameters; `experts[0].report()` returns the report of the first group of experts.
+        """
         records = self._recorder.records(generation=self._engine.current_plan.now.compiled.generation)
         num_skipped, one_graph = self._engine.checks.numbers.num_skipped, self._is_compiled or private.is_compiled(self._module)
         one_graph = one_graph and self.num_ranks > 1 and not cut_bytes(self.plan, num_ranks=self.num_ranks)
         report = summarize(records, self.plan, rank=self.rank, num_skipped=num_skipped, is_one_graph=one_graph)
         if show:
             print_report(report)
+            for name, expert in self._named_experts():
+                print(f"\nExperts {name}:")
+                expert.report()
         return report
 
     def traces(self) -> tuple[Trace, ...]:
@@ -439,7 +472,16 @@ class GradientSync:
         explanation = explanation_of(now.hooks, now.compiled, self._config)
         if show:
             print_explanation(explanation)
+            for name, expert in self._named_experts():
+                print(f"\nExperts {name}:")
+                expert.explain()
         return explanation
+
+    def _named_experts(self) -> Iterator[tuple[str, GradientSync]]:
+        """Yields the groups of experts, each with its name for users."""
+        for expert in self.experts:
+            ranks = ", ".join(map(str, expert.group_reference.ranks))
+            yield f"{expert._config.experts[0].match!r}, ranks {ranks}", expert
 
     def profile(self) -> Profile:
         """Returns all measurements that planning and simulation need; never communicates.
@@ -455,7 +497,8 @@ class GradientSync:
         Training does not need it: it measures its own messages. Raises PhaseError if nothing is measured.
         """
         self.require_open("measure_network()")
-        sweep(self._engine, self._config)
+        for part in self.parts:
+            sweep(part._engine, part._config)
 
     def save_profile(self, path: str | Path) -> None:
         """Writes the profile as JSON for `undertow plan` and `undertow simulate`; see `profile`."""
@@ -487,11 +530,14 @@ class GradientSync:
                 where=f"rank {self._group.rank}",
                 remedy="Call it after backward: gradients of this one may be on their way.",
             )
+        all_of(self._close, *(expert.close for expert in self.experts))
+
+    def _close(self) -> None:
         self._is_closed = True
         is_backward_due = self._engine.is_backward_due
         try:
             if self._group.is_alive:
-                self.wait()  # gradients in flight would otherwise end up None
+                self._wait()  # gradients in flight would otherwise end up None
         finally:
             self._let_go.detach()  # it would wait again for a synchronization that has failed or was interrupted
             self._attached.close()

@@ -322,7 +322,7 @@ def test_a_group_of_one_rank_in_a_job_of_several_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what says that it is meant, and a group of all
         mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("other", "dp"))
-        attach(nn.Linear(2, 2), mesh=mesh["dp"]).close()
+        attach(nn.Linear(2, 2), device_mesh=mesh["dp"]).close()
         attach(nn.Linear(2, 2), process_group=dist.group.WORLD).close()
         experts = (ExpertGroup(match="1.*", process_group=mine),)
         attach(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), config=SyncConfig(experts=experts)).close()

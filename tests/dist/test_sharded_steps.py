@@ -401,7 +401,7 @@ def test_all_rows_compare_parameters_and_meshes() -> None:
     with mesh_of(2, 2) as mesh:
         odd = nn.Linear(6, 5 if dist.get_rank() == 3 else 4)
         assert "shape of parameter 0 ('weight') is [4, 6] on rank 0 and [5, 6] on rank 3" in text_of(
-            PlanMismatch, lambda: attach(odd, mesh=mesh, config=HYBRID)
+            PlanMismatch, lambda: attach(odd, device_mesh=mesh, config=HYBRID)
         )
     rows = ((0, 1), (2, 3)) if dist.get_rank() < 2 else ((0, 2), (1, 3))
     assert "mesh is [[0, 1], [2, 3]] on rank 0 and [[0, 2], [1, 3]] on rank 2" in text_of(
@@ -441,8 +441,8 @@ def test_the_plan_follows_what_is_measured_and_says_so() -> None:
 WHERE = "  the ranks over which gradients are averaged"
 NEEDS_A_MESH = (
     f'strategy="hybrid" needs a mesh of two dimensions, got {{}}.\n{WHERE}\n'
-    '  Write mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")): the first dimension replicates, the '
-    "second shards."
+    '  Write device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")): the first dimension replicates, '
+    "the second shards."
 )
 
 
@@ -453,18 +453,19 @@ def test_meshes_that_do_not_go_with_it_are_refused() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"config": HYBRID}, NEEDS_A_MESH.format("no mesh")),
         ({"config": HYBRID, "process_group": dist.group.WORLD}, NEEDS_A_MESH.format("no mesh")),
-        ({"config": HYBRID, "mesh": line}, NEEDS_A_MESH.format(line)),
-        ({"config": HYBRID, "mesh": cube}, NEEDS_A_MESH.format(cube)),
+        ({"config": HYBRID, "device_mesh": line}, NEEDS_A_MESH.format(line)),
+        ({"config": HYBRID, "device_mesh": cube}, NEEDS_A_MESH.format(cube)),
         (
-            {"mesh": mesh},
+            {"device_mesh": mesh},
             f"Only 1D device mesh is supported, but got {mesh}.\n{WHERE}, with strategy=None\n"
             '  Give one dimension of it, such as mesh["dp"], or set strategy="hybrid", under which the first of two dimensions '
             "replicates and the second shards.",
         ),
         (
-            {"config": HYBRID, "mesh": unordered},
+            {"config": HYBRID, "device_mesh": unordered},
             f"the second dimension of {unordered} does not count upwards.\n  it has the ranks 2, 1\n"
-            '  Write mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), which puts them in order.',
+            '  Write device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), which puts them in '
+            "order.",
         ),
     ]
     for arguments, text in refused:

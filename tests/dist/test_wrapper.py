@@ -265,7 +265,7 @@ def test_sharded_parameters_may_be_ignored_and_a_mesh_of_one_dimension_names_the
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     model[1].weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Shard(0)]))
     how = {"config": SyncConfig(ignore=("1.weight",))} if by_settings else {"ignore": (it for it in [model[1]])}
-    with contextlib.closing(WRAP[way](model, **how, **{"mesh" if way == "attach" else "device_mesh": mesh})):
+    with contextlib.closing(WRAP[way](model, **how, device_mesh=mesh)):
         model[0](torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
         assert torch.equal(model[0].weight.grad, torch.full((2, 2), (dist.get_world_size() + 1) / 2))
 
@@ -672,8 +672,8 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         "twice": lambda: DistributedDataParallel(mlp(), bucket_cap_mb=1, forward_sync_buffers=False, config=SyncConfig()),
         "twice, in a list": lambda: DistributedDataParallel(mlp(), bucket_cap_mb_list=[1], config=SyncConfig()),
         "ignore": lambda: attach(mlp(), config=SyncConfig(ignore=("3.weight",))),
-        "mesh": lambda: attach(mlp(), mesh=mesh),
-        "mesh and group": lambda: attach(mlp(), mesh=mesh["dp"], process_group=dist.group.WORLD),
+        "mesh": lambda: attach(mlp(), device_mesh=mesh),
+        "mesh and group": lambda: attach(mlp(), device_mesh=mesh["dp"], process_group=dist.group.WORLD),
         "device mesh": lambda: DistributedDataParallel(mlp(), device_mesh=mesh),
         "device mesh and group": lambda: DistributedDataParallel(mlp(), device_mesh=mesh["dp"], process_group=dist.group.WORLD),
         "plan": lambda: attach(mlp(), config=SyncConfig(plan=plan)),

@@ -529,7 +529,7 @@ def place_of(program: Program) -> Iterator[dict[str, Any]]:
     """The ranks that train together: all, rows of a mesh, or this one alone."""
     if program.strategy == "hybrid":
         with mesh_of(2, dist.get_world_size() // 2) as mesh:
-            yield {"mesh" if program.is_attached else "device_mesh": mesh}
+            yield {"device_mesh": mesh}
     elif program.is_alone:
         group = groups_of(*[[rank] for rank in range(dist.get_world_size())])[0]
         yield {"process_group": group}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.errors import Call, refusal
 from support.strategies import spec
@@ -71,12 +72,15 @@ def test_json_round_trip(settings: dict[str, Any]) -> None:
         (SyncConfig(bucket_cap_mb=[1, 2.5]).bucket_cap_mb, (1, 2.5)),
         (SyncConfig(bucket_cap_mb=[4]).bucket_cap_mb, (4,)),
         (bytes_from_mib(0.25, name="bucket_cap_mb"), 262_144),
+        *((SyncConfig(wire_dtype=dtype).wire_dtype, "bfloat16") for dtype in ("bfloat16", "bf16", torch.bfloat16)),
+        *((SyncConfig(reduce_dtype=dtype).reduce_dtype, "float32") for dtype in ("float32", "fp32", torch.float32)),
         *((SyncConfig(ignore=names).ignore, ("a", "b")) for names in (["b", "a"], {"a", "b"}, (name for name in "ba"))),
         (SyncConfig(experts=[experts(divisor=4)]).experts, (experts(divisor=4),)),
         (json.loads(SyncConfig(experts=[experts(divisor=4)]).to_json())["experts"], [{"divisor": 4, "match": "a.*"}]),
     ],
     ids=[
         *("JSON may leave out settings", "a tuple", "a list becomes a tuple", "of one too", "mebibytes become bytes"),
+        *(f"{kind} of {setting}" for setting in ("wire_dtype", "reduce_dtype") for kind in ("a name", "a short name", "a dtype")),
         *("names of a list", "of a set", "of a generator", "experts", "experts as text"),
     ],
 )
@@ -101,6 +105,9 @@ HERE = "SyncConfig, ExpertGroup(match='a.*')"
 DIVISOR = "Give the number of ranks whose tokens reach the experts, or leave it out for that of the group."
 FSDP = "SyncConfig\n  Use torch.distributed.fsdp.fully_shard to shard parameters."
 CHOICES = {
+    "strategy": (["ddp2"], "None, 'ddp', 'zero1', 'zero2', 'hybrid'"),
+    "reduce_dtype": (["float64"], "None, 'float32'"),
+    "wire_dtype": (["fp8", 16], "None, 'bfloat16', 'float16'"),
     "order": (["random"], "'observed', 'reverse', 'largest_first'"),
     "overlap": ([1, "yes"], "True, False"),
     "average_in_collective": ([None], "True, False"),
@@ -231,13 +238,17 @@ READ = "\n  SyncConfig.from_json\n  "
             "Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
             id="a text with experts",
         ),
-        pytest.param(
-            read('{"overlapp": true}'), f"there is no setting 'overlapp'.{READ}Did you mean 'overlap'?", id="a misspelt setting"
-        ),
-        pytest.param(
-            read('{"xyzzy": true}'),
-            f"there is no setting 'xyzzy'.{READ}Known settings: {', '.join(sorted(DEFAULTS))}.",
-            id="a strange setting",
+        *(
+            pytest.param(call, f"there is no setting {name!r}.\n  {where}\n  {remedy}", id=f"{name}, {where}")
+            for name, remedy in (
+                ("overlapp", "Did you mean 'overlap'?"),
+                ("xyzzy", f"Known settings: {', '.join(sorted(DEFAULTS))}."),
+            )
+            for call, where in (
+                (lambda name=name: SyncConfig(**{name: True}), "SyncConfig"),
+                (lambda name=name: dataclasses.replace(SyncConfig(), **{name: True}), "SyncConfig"),
+                (read(json.dumps({name: True})), "SyncConfig.from_json"),
+            )
         ),
         pytest.param(
             read("overlap: true"),

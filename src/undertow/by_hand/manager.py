@@ -1,18 +1,36 @@
 """Groups a set of gradients into buckets by hand: no hooks, no schedule."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Generator, Sequence
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor
 
 from undertow.by_hand.bucket import GradientBucket
-from undertow.errors import ConfigError, PhaseError
+from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import SizeCaps, group_by_size, largest_first
 from undertow.runtime.comm.handles import ReductionHandle
 from undertow.runtime.gradients.storage import spec_of
+
+
+class AllReductions:
+    """The reductions of all buckets in flight, as one handle. Wait for it, poll it, or await it from asyncio."""
+
+    def __init__(self, handles: Sequence[ReductionHandle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        """Waits until all are complete; raises the backend's error if one failed or timed out."""
+        for handle in self._handles:
+            handle.wait()
+
+    def is_completed(self) -> bool:
+        """Returns True if all are complete."""
+        return all(handle.is_completed() for handle in self._handles)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        for handle in self._handles:
+            yield from handle.__await__()
 
 
 class GradientBucketManager:
@@ -53,41 +71,43 @@ class GradientBucketManager:
 
     def get_bucket_index(self, tensor: Tensor) -> int:
         """Returns the index of the bucket that holds `tensor`'s gradient; raises ConfigError if no bucket does."""
-        self._require_open("get_bucket_index")
-        index = self._bucket_of.get(id(tensor))
-        if index is None:
-            raise ConfigError(
-                f"a tensor of shape {tuple(tensor.shape)} belongs to no bucket.",
-                where=f"GradientBucketManager of {len(self._bucket_of)} tensors in {len(self.buckets)} buckets",
-                remedy="Give the manager this very tensor when you make it (the parameter, not a copy or its gradient).",
-            )
-        return index
+        buckets = self._buckets_for("get_bucket_index")
+        require(
+            id(tensor) in self._bucket_of,
+            f"a tensor of shape {tuple(tensor.shape)} belongs to no bucket.",
+            where=f"GradientBucketManager of {len(self._bucket_of)} tensors in {len(buckets)} buckets",
+            remedy="Give the manager this very tensor when you make it (the parameter, not a copy or its gradient).",
+        )
+        return self._bucket_of[id(tensor)]
 
     def is_reduced(self, tensor: Tensor) -> bool:
         """Returns True if the reduction of the bucket that holds `tensor`'s gradient is complete."""
-        self._require_open("is_reduced")
-        return self.buckets[self.get_bucket_index(tensor)].is_reduced
+        return self._buckets_for("is_reduced")[self.get_bucket_index(tensor)].is_reduced
 
     def reduce_bucket_async(self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> ReductionHandle:
-        """Prepares one bucket and starts its reduction. Every rank calls this in the same order."""
-        self._require_open("reduce_bucket_async")
-        if not 0 <= index < len(self.buckets):
-            raise ConfigError(f"there is no bucket {index}.", where=f"GradientBucketManager of {len(self.buckets)} buckets")
-        bucket = self.buckets[index]
-        bucket.prepare()
-        return bucket.reduce_async(self.process_group, op)
+        """Prepares one bucket and starts its reduction. Every rank calls this in the same order.
 
-    def reduce_all_async(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[ReductionHandle]:
-        """Prepares every bucket and starts its reduction, in order; sends nothing if one of them cannot be prepared."""
-        self._require_open("reduce_all_async")
-        for bucket in self.buckets:
+        Returns a handle that can be waited for, asked by `is_completed()`, and awaited.
+        """
+        buckets = self._buckets_for("reduce_bucket_async")
+        require(
+            0 <= index < len(buckets), f"there is no bucket {index}.", where=f"GradientBucketManager of {len(buckets)} buckets"
+        )
+        buckets[index].prepare()
+        return buckets[index].reduce_async(self.process_group, op)
+
+    def reduce_all_async(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> AllReductions:
+        """Prepares every bucket and starts its reduction, in order; sends nothing if one of them cannot be prepared.
+
+        Returns one handle of all reductions, which can be waited for, asked by `is_completed()`, and awaited.
+        """
+        for bucket in self._buckets_for("reduce_all_async"):
             bucket.require_ready()
-        return [self.reduce_bucket_async(index, op) for index in range(len(self.buckets))]
+        return AllReductions([self.reduce_bucket_async(index, op) for index in range(len(self.buckets))])
 
     def wait_for_all(self) -> None:
         """Waits until every reduction that was started is complete."""
-        self._require_open("wait_for_all")
-        for bucket in self.buckets:
+        for bucket in self._buckets_for("wait_for_all"):
             if bucket.reduction_handle is not None:
                 bucket.reduction_handle.wait()
 
@@ -96,10 +116,10 @@ class GradientBucketManager:
 
         Raises PhaseError, and copies nothing, if a bucket has not been reduced or no result is new.
         """
-        self._require_open("copy_back_all")
-        for bucket in self.buckets:
+        buckets = self._buckets_for("copy_back_all")
+        for bucket in buckets:
             bucket.require_reduced()
-        for bucket in [bucket for bucket in self.buckets if not bucket.is_copied_back] or self.buckets[:1]:
+        for bucket in [bucket for bucket in buckets if not bucket.is_copied_back] or buckets[:1]:
             bucket.copy_back()
 
     def close(self) -> None:
@@ -109,43 +129,42 @@ class GradientBucketManager:
         try:
             self.wait_for_all()
         finally:
-            self.buckets = ()
-            self._bucket_of = {}
-            self._is_closed = True
+            self.buckets, self._bucket_of, self._is_closed = (), {}, True
 
-    def _require_open(self, call: str) -> None:
+    def _buckets_for(self, call: str) -> tuple[GradientBucket, ...]:
         if self._is_closed:
             raise PhaseError(
                 "this GradientBucketManager is closed.", where=f"GradientBucketManager.{call}", remedy="Make a new one."
             )
+        return self.buckets
 
-    def __enter__(self) -> GradientBucketManager:
-        self._require_open("__enter__")
+    def __enter__(self) -> Self:
+        self._buckets_for("__enter__")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 
 def _check_tensors(tensors: Sequence[Tensor]) -> None:
     seen: dict[int, int] = {}
     for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            raise ConfigError(
-                f"parameter {index} is no tensor but {type(tensor).__name__}.",
-                where="GradientBucketManager",
-                remedy="Pass model.parameters(), or the gradient tensors.",
-            )
+        require(
+            isinstance(tensor, Tensor),
+            f"parameter {index} is no tensor but {type(tensor).__name__}.",
+            where="GradientBucketManager",
+            remedy="Pass model.parameters(), or the gradient tensors.",
+        )
         if id(tensor) in seen:
             raise ConfigError(
                 f"parameters {seen[id(tensor)]} and {index} are the same tensor, of shape {tuple(tensor.shape)}.",
                 where="GradientBucketManager",
                 remedy="Name every parameter once; model.parameters() does so for tied weights.",
             )
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ConfigError(
-                f"parameter {index} has dtype {tensor.dtype}, which has no gradients.",
-                where="GradientBucketManager",
-                remedy="Leave integer and boolean tensors out.",
-            )
+        require(
+            tensor.is_floating_point() or tensor.is_complex(),
+            f"parameter {index} has dtype {tensor.dtype}, which has no gradients.",
+            where="GradientBucketManager",
+            remedy="Leave integer and boolean tensors out.",
+        )
         seen[id(tensor)] = index

@@ -1,19 +1,16 @@
 """Checks the arguments of torch's DistributedDataParallel, with torch's wording in errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from undertow.config import SyncConfig
-from undertow.errors import ConfigError, WrongType
+from undertow.config import SyncConfig, require_settings
+from undertow.errors import WrongType, require
 from undertow.runtime.model.ignore import names_to_ignore
 
 _WHERE = "DistributedDataParallel(...)"
@@ -21,44 +18,24 @@ _ONE_BYTE_MIB = 1 / 1024**2
 Devices = Sequence[int | str | torch.device]
 
 
-def check_module(module: object, *, caller: str = "DistributedDataParallel") -> None:
-    """Raises WrongType or ConfigError unless `module` is a bare module; `caller` is named in the error."""
-    if not isinstance(module, nn.Module):
-        raise WrongType(
-            f"module must be a torch.nn.Module, got {type(module).__name__}.",
-            where=f"{caller}, first argument",
-            remedy="Pass the model itself.",
-        )
-    if type(module) is TorchDistributedDataParallel:
-        raise ConfigError(
-            "this module is wrapped already, by torch's own DistributedDataParallel.",
-            where=f"{caller}(torch.nn.parallel.DistributedDataParallel(...))",
-            remedy="Give the bare module.",
-        )
+def checked(
+    module: nn.Module, ignore: Iterable[str | nn.Module | Tensor], config: SyncConfig | None, *, caller: str
+) -> tuple[str, ...]:
+    """Returns the names that the argument, the settings and torch's helper exclude from synchronization.
+
+    Raises WrongType or ConfigError, which names `caller`, if `module` cannot be synchronized or `config` is not a SyncConfig.
+    """
+    _check_module(module, caller)
+    require_settings(config)
+    ignored = [*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore)]
+    if caller == "DistributedDataParallel":  # what _set_params_and_buffers_to_ignore_for_model has set
+        known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        ignored += known.intersection(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    _check_parameters(module, {name: param for name, param in module.named_parameters() if name not in ignored}, caller)
+    return tuple(ignored)
 
 
-def check_parameters(module: nn.Module, ignored: Collection[str], *, caller: str = "DistributedDataParallel") -> None:
-    """Raises ConfigError for layers, and for parameters not named in `ignored`, that cannot be synchronized."""
-    where = f"{caller}(...)"
-    params = {name: param for name, param in module.named_parameters() if name not in ignored}
-    for name, param in params.items():
-        _check_parameter(name, param, caller)
-    device_types = sorted({param.device.type for param in params.values()})
-    if len(device_types) > 1:
-        raise ConfigError(
-            f"{caller}'s input module must be on the same type of devices, but input module parameters locate in {device_types}.",
-            where=where,
-            remedy="Move the whole module with module.to(device) before.",
-        )
-    if device_types == ["cpu"] and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
-        raise ConfigError(
-            "SyncBatchNorm layers only work with GPU modules.",
-            where=where,
-            remedy="Keep the BatchNorm layers on CPU: their running statistics follow rank 0.",
-        )
-
-
-def warn_of_nothing_to_train(module: nn.Module, ignored: Collection[str], *, caller: str = "DistributedDataParallel") -> None:
+def warn_of_nothing_to_train(module: nn.Module, ignored: Collection[str], *, caller: str) -> None:
     """Warns if no parameter requires a gradient, except those named in `ignored`."""
     if not any(param.requires_grad for name, param in module.named_parameters() if name not in ignored):
         warnings.warn(
@@ -69,47 +46,78 @@ def warn_of_nothing_to_train(module: nn.Module, ignored: Collection[str], *, cal
         )
 
 
-def _check_parameter(name: str, param: Tensor, caller: str) -> None:
-    if isinstance(param, nn.parameter.UninitializedParameter):
-        raise ConfigError(
+def _check_module(module: object, caller: str) -> None:
+    if not isinstance(module, nn.Module):
+        raise WrongType(
+            f"module must be a torch.nn.Module, got {type(module).__name__}.",
+            where=f"{caller}, first argument",
+            remedy="Pass the model itself.",
+        )
+    require(
+        type(module) is not TorchDistributedDataParallel,
+        "this module is wrapped already, by torch's own DistributedDataParallel.",
+        where=f"{caller}(torch.nn.parallel.DistributedDataParallel(...))",
+        remedy="Give the bare module.",
+    )
+
+
+def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller: str) -> None:
+    """Raises ConfigError for layers and parameters that cannot be synchronized."""
+    for name, param in params.items():
+        require(
+            not isinstance(param, nn.parameter.UninitializedParameter),
             f"Modules with uninitialized parameters can't be used with `{caller}`.",
             where=f"parameter {name!r} has no shape yet",
             remedy="Run a dummy forward pass to correctly initialize the modules.",
         )
-    if type(param.data).__name__ == "DTensor":
-        raise ConfigError(
+        require(
+            type(param.data).__name__ != "DTensor",
             f"parameter {name!r} is sharded already, by torch's fully_shard or by tensor parallelism.",
             where=f"{caller}(...)",
             remedy="Leave fully_shard out, or use it alone; with tensor parallelism it goes on the data-parallel dimension.",
         )
+    types = sorted({param.device.type for param in params.values()})
+    require(
+        len(types) <= 1,
+        f"{caller}'s input module must be on the same type of devices, but input module parameters locate in {types}.",
+        where=f"{caller}(...)",
+        remedy="Move the whole module with module.to(device) before.",
+    )
+    require(
+        types != ["cpu"] or not any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()),
+        "SyncBatchNorm layers only work with GPU modules.",
+        where=f"{caller}(...)",
+        remedy="Keep the BatchNorm layers on CPU: their running statistics follow rank 0.",
+    )
 
 
 def check_devices(
     module: nn.Module, device_ids: Devices | None, output_device: int | str | torch.device | None
 ) -> tuple[list[int] | None, int | None]:
     """Returns the device indices of the module and of its outputs; None if inputs stay where they are."""
-    if isinstance(device_ids, dist.ProcessGroup):
-        raise ConfigError(
-            "a process group stands where device_ids belongs.",
-            where="DistributedDataParallel, second argument",
-            remedy="Write DistributedDataParallel(module, process_group=group).",
-        )
-    if device_ids is not None and len(device_ids) > 1:
-        raise ConfigError(
-            f"device_ids can only be None or contain a single element, got {list(device_ids)}.",
-            where=_WHERE,
-            remedy="Start one process per device, and move the module to its device before wrapping it.",
-        )
+    require(
+        not isinstance(device_ids, dist.ProcessGroup),
+        "a process group stands where device_ids belongs.",
+        where="DistributedDataParallel, second argument",
+        remedy="Write DistributedDataParallel(module, process_group=group).",
+    )
+    require(
+        device_ids is None or len(device_ids) <= 1,
+        f"device_ids can only be None or contain a single element, got {list(device_ids or ())}.",
+        where=_WHERE,
+        remedy="Start one process per device, and move the module to its device before wrapping it.",
+    )
     devices = {param.device for param in module.parameters()}
-    if not device_ids or len(devices) != 1 or next(iter(devices)).type == "cpu":
-        if device_ids or output_device:  # torch accepts output_device=0 here
-            raise ConfigError(
-                "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules, "
-                f"but got device_ids {device_ids}, output_device {output_device}, and module parameters "
-                f"{sorted(map(str, devices))}.",
-                where=_WHERE,
-                remedy="Leave both out on CPU and for modules on several devices.",
-            )
+    is_on_one_gpu = len(devices) == 1 and all(device.type != "cpu" for device in devices)
+    require(
+        is_on_one_gpu if device_ids else not output_device,  # torch accepts output_device=0 here
+        "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules, "
+        f"but got device_ids {device_ids}, output_device {output_device}, and module parameters "
+        f"{sorted(map(str, devices))}.",
+        where=_WHERE,
+        remedy="Leave both out on CPU and for modules on several devices.",
+    )
+    if not device_ids:
         return None, None
     index = _device_index(device_ids[0])
     return [index], index if output_device is None else _device_index(output_device)
@@ -122,43 +130,35 @@ def _device_index(device: int | str | torch.device) -> int:
     return torch.accelerator.current_device_index() if index is None else index
 
 
-def ignored_by(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor], config: SyncConfig | None) -> tuple[str, ...]:
-    """Returns the names that the argument and the settings exclude."""
-    return (*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore))
-
-
-def ignored_by_torchs_way(module: nn.Module) -> list[str]:
-    """Returns the names given to `_set_params_and_buffers_to_ignore_for_model`, without names that the module does not have."""
-    known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    return [name for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ()) if name in known]
-
-
 def cap_of(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> float | tuple[float, ...] | None:
     """Returns the cap on buckets in MiB; torch's 0 gives every parameter its own bucket."""
-    caps = tuple(cap if cap != 0 else _ONE_BYTE_MIB for cap in bucket_cap_mb_list or ())
+    caps = tuple(_ONE_BYTE_MIB if cap == 0 else cap for cap in bucket_cap_mb_list or ())
     return caps or (_ONE_BYTE_MIB if bucket_cap_mb == 0 else bucket_cap_mb)
 
 
 def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] | None, hooked: Tensor | None) -> None:
     """Checks the delayed parameters, which are reduced like all others: the result is the same, and earlier."""
-    if (named_params is None) != (hooked is None):
-        raise ConfigError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.",
-            where=_WHERE,
-            remedy="Leave both out: Undertow sends every bucket as soon as it can.",
-        )
+    require(
+        (named_params is None) == (hooked is None),
+        "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.",
+        where=_WHERE,
+        remedy="Leave both out: Undertow sends every bucket as soon as it can.",
+    )
     known = set(map(id, module.parameters()))
     for name, param in named_params or ():
-        if id(param) not in known:
-            raise ConfigError(
-                f"delay_all_reduce_named_params: {name!r} is no parameter of the module.",
-                where=_WHERE,
-                remedy="Give what module.named_parameters() gives, or leave the argument out.",
-            )
+        require(
+            id(param) in known,
+            f"delay_all_reduce_named_params: {name!r} is no parameter of the module.",
+            where=_WHERE,
+            remedy="Give what module.named_parameters() gives, or leave the argument out.",
+        )
 
 
-def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    """Returns True if buffers are synchronized before forwards; warns, as torch does, about the older name."""
+def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool | None, *, check_reduction: bool) -> bool:
+    """Returns True if buffers are synchronized before forwards; warns of deprecated arguments, as torch does."""
+    if check_reduction:
+        text = "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it."
+        warnings.warn(text, FutureWarning, stacklevel=3)
     if broadcast_buffers is not None:
         is_ignored = forward_sync_buffers is not None
         warnings.warn(
@@ -168,40 +168,25 @@ def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool |
             FutureWarning,
             stacklevel=3,
         )
-    if forward_sync_buffers is not None:
-        return forward_sync_buffers
-    return broadcast_buffers is not False
+    return broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
 
 
-def warn_of_check_reduction(check_reduction: bool) -> None:
-    if check_reduction:
-        warnings.warn(
-            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
-            FutureWarning,
-            stacklevel=3,
-        )
-
-
-def settings_from(cap: float | tuple[float, ...] | None, *, forward_sync: bool) -> dict[str, Any]:
-    """Returns the settings that differ from Undertow's defaults."""
-    return ({} if cap is None else {"bucket_cap_mb": cap}) | ({} if forward_sync else {"buffers": "off"})
-
-
-def settings_of(config: SyncConfig | None, given: dict[str, Any], mixed_precision: object) -> SyncConfig:
-    """Returns `config`, or settings from torch's arguments in `given`; raises ConfigError if both are given.
+def settings_of(
+    config: SyncConfig | None, mixed_precision: object, *, cap: float | tuple[float, ...] | None, forward_sync: bool
+) -> SyncConfig:
+    """Returns `config`, or settings from torch's arguments; raises ConfigError if both are given.
 
     With torch's mixed precision gradients are sent in its `reduce_dtype`, or else in its `param_dtype`, unless `config` sets
     `wire_dtype`.
     """
-    if config is not None and given:
-        raise ConfigError(
-            f"settings are given twice: {', '.join(sorted(given))} by arguments of torch's, and config.",
-            where=_WHERE,
-            remedy=f"Put {', '.join(sorted(given))} into config=SyncConfig(...).",
-        )
-    chosen = SyncConfig(**given) if config is None else config
+    given = ["bucket_cap_mb"] * (cap is not None) + ["buffers"] * (not forward_sync)
+    require(
+        config is None or not given,
+        f"settings are given twice: {', '.join(given)} by arguments of torch's, and config.",
+        where=_WHERE,
+        remedy=f"Put {', '.join(given)} into config=SyncConfig(...).",
+    )
+    chosen = config or SyncConfig(bucket_cap_mb=cap, buffers="rank0" if forward_sync else "off")
     wire = getattr(mixed_precision, "reduce_dtype", None) or getattr(mixed_precision, "param_dtype", None)
     is_narrow = isinstance(wire, torch.dtype) and wire.is_floating_point and wire.itemsize == 2
-    if is_narrow and chosen.wire_dtype is None:
-        return dataclasses.replace(chosen, wire_dtype=str(wire).removeprefix("torch."))
-    return chosen
+    return dataclasses.replace(chosen, wire_dtype=wire) if is_narrow and chosen.wire_dtype is None else chosen

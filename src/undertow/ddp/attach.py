@@ -1,15 +1,13 @@
 """Synchronizes a module without a wrapper."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from undertow.config import SyncConfig, require_settings
-from undertow.ddp.arguments import check_module, check_parameters, ignored_by, warn_of_nothing_to_train
+from undertow.config import SyncConfig
+from undertow.ddp.arguments import checked, warn_of_nothing_to_train
 from undertow.ddp.experts import synchronized
 from undertow.sync import GradientSync
 
@@ -17,7 +15,7 @@ from undertow.sync import GradientSync
 def attach(
     module: nn.Module,
     *,
-    mesh: DeviceMesh | None = None,
+    device_mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
     config: SyncConfig | None = None,
     ignore: Iterable[str | nn.Module | Tensor] = (),
@@ -26,8 +24,8 @@ def attach(
 
     The module keeps its class and its `state_dict` keys. All ranks copy rank 0's parameters and buffers.
 
-    - `mesh`: a mesh of one dimension. With `strategy="hybrid"` it has two: the first replicates and the second shards.
-    - `process_group`: the ranks to synchronize; the default group if neither it nor `mesh` is given.
+    - `device_mesh`: a mesh of one dimension. With `strategy="hybrid"` it has two: the first replicates and the second shards.
+    - `process_group`: the ranks to synchronize; the default group if neither it nor `device_mesh` is given.
     - `config`: settings; None is `SyncConfig()`.
     - `ignore`: parameters, buffers and submodules to leave alone, as names or objects.
 
@@ -38,12 +36,9 @@ def attach(
     loss_fn(model(inputs), targets).backward()  # gradients are averaged
     ```
     """
-    check_module(module, caller="attach")
-    require_settings(config)
-    ignored = ignored_by(module, ignore, config)
-    check_parameters(module, ignored, caller="attach")
+    ignored = checked(module, ignore, config, caller="attach")
     warn_of_nothing_to_train(module, ignored, caller="attach")
-    sync = synchronized(module, mesh=mesh, process_group=process_group, config=config, ignore=ignored)
+    sync = synchronized(module, device_mesh=device_mesh, process_group=process_group, config=config, ignore=ignored)
     sync.watch_forwards()
     return sync
 

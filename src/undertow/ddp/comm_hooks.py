@@ -1,17 +1,13 @@
 """Chains communication hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from undertow.errors import ConfigError, WrongType
+from undertow.errors import WrongType, require
 from undertow.runtime.comm.comm_hook import name_of, require_future
-
-__all__ = ["chain_comm_hooks"]
 
 Hook = Callable[[Any, Any], Any]
 Stage = tuple[object, Hook]
@@ -30,10 +26,9 @@ def chain_comm_hooks(*stages: Stage) -> Hook:
     A hook after the communicating one runs when that is complete, perhaps in another thread and at different times on different
     ranks: it must not communicate. Raises ConfigError without stages, and WrongType for a stage that is not such a pair.
     """
-    if not stages:
-        raise ConfigError(
-            "there is no hook to run.", where="chain_comm_hooks()", remedy="Give pairs: chain_comm_hooks((state, hook), ...)."
-        )
+    require(
+        stages, "there is no hook to run.", where="chain_comm_hooks()", remedy="Give pairs: chain_comm_hooks((state, hook), ...)."
+    )
     for place, stage in enumerate(stages):
         if not isinstance(stage, tuple) or len(stage) != 2 or not callable(stage[1]):
             raise WrongType(
@@ -74,9 +69,10 @@ def _run(stages: Sequence[Stage], bucket: Any, buffer: Tensor) -> Any:
 def _put(result: Any, buffer: Tensor) -> None:
     if isinstance(result, list | tuple) and len(result) == 1:  # as collectives return them
         (result,) = result
+    got = f"one of {result.numel()}" if isinstance(result, Tensor) else type(result).__name__
     if not isinstance(result, Tensor) or (not result.is_sparse and result.numel() != buffer.numel()):
         raise WrongType(
-            f"expected the future of a hook to hold a tensor of {buffer.numel()} elements, got {_described(result)}.",
+            f"expected the future of a hook to hold a tensor of {buffer.numel()} elements, got {got}.",
             where="a stage of chain_comm_hooks()",
             remedy="Set it to the bucket's buffer, or to a tensor as large.",
         )
@@ -84,7 +80,3 @@ def _put(result: Any, buffer: Tensor) -> None:
         buffer.copy_(result)
     elif result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:
         buffer.copy_(result.view_as(buffer))
-
-
-def _described(result: object) -> str:
-    return f"one of {result.numel()}" if isinstance(result, Tensor) else type(result).__name__

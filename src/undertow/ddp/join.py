@@ -3,11 +3,8 @@
 Before each forward an active rank tells the others its next action; a rank that has joined follows it without data.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
@@ -53,29 +50,33 @@ class ShadowHook(JoinHook):
     Raises PhaseError for a model with experts, or with a sharded optimizer.
     """
 
-    def __init__(self, sync: GradientSync, *, divide_by_initial_world_size: bool, is_enabled: bool) -> None:
-        self.divides_by_initial_world_size = divide_by_initial_world_size
+    def __init__(self, sync: GradientSync, divides_by_initial_world_size: bool, *, is_enabled: bool) -> None:
         self.sync = sync
-        if is_enabled:
-            _require_join(sync)
-            sync.own_group.in_join = True
+        self._divides_by_initial_world_size = divides_by_initial_world_size
+        if is_enabled and sync.experts:
+            raise PhaseError(
+                "a rank that has run out of data cannot leave a model with experts: tokens of others need those that it holds.",
+                where="join",
+                remedy="Give every rank as many batches.",
+            )
+        if is_enabled and sync.steps is not None:
+            raise no_join_with_shards()
+        sync.own_group.in_join |= is_enabled
 
     def main_hook(self) -> None:
         """Takes part in one step of the others."""
-        sync = self.sync
-        said = _exchange(sync)
-        if said.source is not None:
-            sync.synchronize_buffers(source=said.source)
-        if said.synchronizes:
-            sync.shadow()
+        source, synchronizes = _exchange(self.sync)
+        if source is not None:
+            self.sync.synchronize_buffers(source=source)
+        if synchronizes:
+            self.sync.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives every rank the model of a rank that trained to the end; from then on all ranks count again."""
-        sync = self.sync
         self.ends()
-        sync.join_ends()
-        said = _exchange(sync, source=sync.rank if is_last_joiner else None)
-        sync.share(("parameters", "buffers"), source=0 if said.source is None else said.source)
+        self.sync.join_ends()
+        source, _ = _exchange(self.sync, source=self.sync.rank if is_last_joiner else None)
+        self.sync.share(("parameters", "buffers"), source=source or 0)
 
     def ends(self) -> None:
         """Ends the use of the user's process group."""
@@ -83,39 +84,21 @@ class ShadowHook(JoinHook):
 
     def rescale(self, num_active: int) -> None:
         """Makes means run over `num_active` ranks, unless they are to be over all ranks."""
-        self.sync.rescale = 1.0 if self.divides_by_initial_world_size else self.sync.num_ranks / max(1, num_active)
+        self.sync.rescale = 1.0 if self._divides_by_initial_world_size else self.sync.num_ranks / max(1, num_active)
 
+    def announce_forward(self, joinable: Joinable, *, with_buffers: bool) -> int | None:
+        """Tells the ranks that have joined that this rank has data, and its next action.
 
-def _require_join(sync: GradientSync) -> None:
-    """Raises PhaseError if a rank without data could not take part in the others' steps."""
-    if sync.experts:
-        raise PhaseError(
-            "a rank that has run out of data cannot leave a model with experts: tokens of others need those that it holds.",
-            where="join",
-            remedy="Give every rank as many batches.",
-        )
-    if sync.steps is not None:
-        raise no_join_with_shards()
-
-
-def announce_forward(sync: GradientSync, joinable: Joinable, hook: ShadowHook, *, with_buffers: bool) -> int | None:
-    """Tells the ranks that have joined this rank's next action.
-
-    Returns the rank that buffers follow, or None: rank 0 may have run out of data long ago.
-    """
-    hook.rescale(_num_active(sync, joinable))
-    source = sync.rank if with_buffers else None
-    return _exchange(sync, source=source, synchronizes=sync.synchronizes).source
-
-
-def _num_active(sync: GradientSync, joinable: Joinable) -> int:
-    """Tells ranks that have joined that this one has not. Returns how many have not, as far as it may ask."""
-    with _over_users(sync, "all ranks, to tell them that there is data"):
-        work = Join.notify_join_context(joinable)
-        if work is None:
-            return sync.num_ranks
-        work.wait()
-        return int(_flat(work.get_future().value()).item())
+        Returns the rank that buffers follow, or None: rank 0 may have run out of data long ago.
+        """
+        sync, num_active = self.sync, self.sync.num_ranks
+        with _over_users(sync, "all ranks, to tell them that there is data"):
+            work = Join.notify_join_context(joinable)
+            if work is not None:
+                work.wait()
+                num_active = int(_flat(work.get_future().value()).item())
+        self.rescale(num_active)
+        return _exchange(sync, source=sync.rank if with_buffers else None, synchronizes=sync.synchronizes)[0]
 
 
 @contextlib.contextmanager
@@ -125,23 +108,18 @@ def _over_users(sync: GradientSync, what: str) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
-    source: int | None  # the highest rank that offers its tensors
-    synchronizes: bool  # true if any rank's backward will synchronize
+def _exchange(sync: GradientSync, *, source: int | None = None, synchronizes: bool = False) -> tuple[int | None, bool]:
+    """Exchanges the next action of active ranks.
 
-
-def _exchange(sync: GradientSync, *, source: int | None = None, synchronizes: bool = False) -> _Said:
-    """Exchanges the next action of active ranks."""
-    said = torch.tensor([0 if source is None else source + 1, int(synchronizes)], device=sync.device)
+    Returns the highest rank that offers its tensors, and True if any rank's backward will synchronize.
+    """
+    said = torch.tensor([-1 if source is None else source, int(synchronizes)], device=sync.device)
     with sync.waiting("all ranks, to tell what they do"):
         sync.own_group.all_reduce(said, dist.ReduceOp.MAX)
     highest, any_synchronizes = said.tolist()
-    return _Said(highest - 1 if highest else None, bool(any_synchronizes))
+    return None if highest < 0 else highest, bool(any_synchronizes)
 
 
 def _flat(value: Any) -> torch.Tensor:
     """Unwraps the result of a collective, which backends nest differently."""
-    while not isinstance(value, torch.Tensor):
-        value = value[0]
-    return value
+    return value if isinstance(value, torch.Tensor) else _flat(value[0])

@@ -5,11 +5,9 @@ parameter. After the forward modules have their parameters back. A module that c
 do so in another dtype, so it raises an error.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,55 +16,23 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
-from undertow.errors import ConfigError, PhaseError
+from undertow.errors import ConfigError, PhaseError, require
 from undertow.runtime.model.module_params import sparse_params
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook
 
-_FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """Dtypes to cast to; None keeps the tensor's dtype."""
+    """Runs a module's forward in `dtype`; None keeps the dtypes of its parameters."""
 
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    buffer_dtype: torch.dtype | None
-    ignored: frozenset[str] = frozenset()  # names of parameters and buffers that keep their dtype
-    hooks: list[RemovableHandle] = field(default_factory=list, compare=False)
-
-    def cast_buffers(self, module: nn.Module) -> None:
-        """Casts buffers permanently, as torch does."""
-        for name, buffer in module.named_buffers():
-            if self.buffer_dtype is not None and buffer.is_floating_point() and name not in self.ignored:
-                buffer.data = buffer.to(self.buffer_dtype)
-
-    def refuse_sparse_gradients(self, module: nn.Module) -> None:
-        """Raises ConfigError for layers with sparse gradients, which autograd cannot cast back to the parameter's dtype."""
-        sparse = sparse_params(module) if self.param_dtype is not None else set()
-        for name, param in module.named_parameters():
-            if id(param) in sparse and param.dtype != self.param_dtype and name not in self.ignored:
-                raise ConfigError(
-                    f"mixed_precision casts parameter {name!r}, whose gradient is sparse, and autograd cannot cast that back.",
-                    where="DistributedDataParallel(mixed_precision=...)",
-                    remedy="Make the embedding with sparse=False, or use torch.autocast around the forward.",
-                )
-
-    def refuse_recomputation(self, module: nn.Module) -> None:
-        """Makes modules raise if their forward runs again in a backward, until `close`."""
-        parts = [part for part in module.modules() if part._parameters] if self.param_dtype is not None else []
-        for part in parts:
-            require = partial(_require_first_forward, weakref.ref(part))
-            self.hooks.append(part.register_forward_pre_hook(ModuleHook(part, require)))
-
-    def close(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
+    dtype: torch.dtype | None
+    ignored: frozenset[str]  # names of parameters that keep their dtype
+    hooks: tuple[RemovableHandle, ...]  # raise if a forward runs again in a backward
 
     def call(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the module's forward in `param_dtype`."""
-        dtype = self.param_dtype
+        """Runs the module's forward."""
+        dtype = self.dtype
         if dtype is None:
             return module(*inputs, **kwargs)
         narrow = {
@@ -76,26 +42,47 @@ class MixedPrecision:
         }
         return functional_call(module, narrow, *private.cast_floating(inputs, kwargs, dtype))
 
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
 
 def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str]) -> MixedPrecision | None:
-    """Applies the argument of torch's constructor to `module`; raises ConfigError if it is not a `_MixedPrecision`."""
+    """Applies the argument of torch's constructor to `module`, whose buffers are cast permanently, as torch does.
+
+    Raises ConfigError if it is not a `_MixedPrecision`, and for layers with sparse gradients, which autograd cannot cast back.
+    """
     if given is None:
         return None
-    dtypes: dict[str, Any] = {name: getattr(given, name, given) for name in _FIELDS}
-    if not all(dtype is None or _is_floating(dtype) for dtype in dtypes.values()):
-        raise ConfigError(
-            f"mixed_precision has no dtypes: {given!r}.",
-            where="DistributedDataParallel(...)",
-            remedy="Pass torch's _MixedPrecision(param_dtype=torch.bfloat16), or use torch.autocast around the forward.",
-        )
-    made = MixedPrecision(**dtypes, ignored=frozenset(ignored))
-    made.refuse_sparse_gradients(module)
-    made.cast_buffers(module)
-    made.refuse_recomputation(module)
-    return made
+    dtypes: list[Any] = [getattr(given, name, given) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")]
+    require(
+        all(dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point) for dtype in dtypes),
+        f"mixed_precision has no dtypes: {given!r}.",
+        where="DistributedDataParallel(...)",
+        remedy="Pass torch's _MixedPrecision(param_dtype=torch.bfloat16), or use torch.autocast around the forward.",
+    )
+    dtype, _, buffer_dtype = dtypes
+    sparse = set() if dtype is None else sparse_params(module)
+    for name, param in module.named_parameters():
+        if id(param) in sparse and param.dtype != dtype and name not in ignored:
+            raise ConfigError(
+                f"mixed_precision casts parameter {name!r}, whose gradient is sparse, and autograd cannot cast that back.",
+                where="DistributedDataParallel(mixed_precision=...)",
+                remedy="Make the embedding with sparse=False, or use torch.autocast around the forward.",
+            )
+    for name, buffer in module.named_buffers():
+        if buffer_dtype is not None and buffer.is_floating_point() and name not in ignored:
+            buffer.data = buffer.to(buffer_dtype)
+    cast_modules = [part for part in module.modules() if part._parameters and dtype is not None]
+    hooks = [
+        part.register_forward_pre_hook(ModuleHook(part, partial(_require_first_forward, weakref.ref(part))))
+        for part in cast_modules
+    ]
+    return MixedPrecision(dtype, frozenset(ignored), tuple(hooks))
 
 
 def _require_first_forward(called: weakref.ref[nn.Module]) -> None:
+    """Raises PhaseError if the module runs again in a backward, when its parameters are not cast any more."""
     if torch.compiler.is_compiling():  # checking would cut the graph; recomputation there is narrow as well
         return
     module = called()
@@ -106,7 +93,3 @@ def _require_first_forward(called: weakref.ref[nn.Module]) -> None:
             where="DistributedDataParallel(mixed_precision=...), with activation checkpoints",
             remedy="Use torch.autocast around the forward in place of mixed_precision, or leave checkpoints out.",
         )
-
-
-def _is_floating(dtype: object) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point

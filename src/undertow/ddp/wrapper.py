@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,21 +16,60 @@ from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
-from undertow.config import SyncConfig, require_settings
+from undertow.config import SyncConfig
 from undertow.ddp import arguments
 from undertow.ddp.experts import synchronized
-from undertow.ddp.join import ShadowHook, UnevenInputs, announce_forward
+from undertow.ddp.join import ShadowHook, UnevenInputs
 from undertow.ddp.mixed_precision import MixedPrecision, mixed_precision_of
-from undertow.ddp.reducer import Reducer
-from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.errors import PhaseError, WrongType, require
 from undertow.plan import Plan
-from undertow.profile import Profile
 from undertow.runtime.model.ignore import still_there
-from undertow.runtime.step.reduction import Reduction
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.compile import cut_bytes
-from undertow.trace import StepReport, Trace
-from undertow.tune import Explanation
+from undertow.sync import GradientSync
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class Reducer:
+    """`model.reducer`: accepts the announcements that frameworks make to the C++ reducer of torch's class, and ignores them.
+
+    A backward decides whether to synchronize when it runs, from the parameters it reaches. Lightning's manual optimization,
+    Accelerate's `trigger_sync_in_backward` and torch's pipeline stages tell torch's reducer that a backward is to synchronize
+    although its forward ran under `no_sync`. They call only these methods.
+    """
+
+    __slots__ = ()
+
+    def _rebuild_buckets(self) -> bool:
+        """Returns False: no buckets were rebuilt."""
+        return False
+
+    def prepare_for_backward(self, outputs: object) -> None:
+        """Does nothing: parameters that `outputs` do not reach need not be known before backward."""
+
+    def _delay_all_reduce(self) -> None:
+        """Does nothing: the first synchronization of a static graph is not delayed."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"model.reducer has no {name!r}: Undertow's DistributedDataParallel has no C++ reducer.\n"
+            "  model.reducer only answers frameworks: it has _delay_all_reduce, _rebuild_buckets and prepare_for_backward.\n"
+            "  See model.plan for the buckets and model.report() for times; no_sync() and backward() need no preparation."
+        )
+
+
+def _of_sync(
+    method: Callable[Concatenate[GradientSync, _Arguments], _Result],
+) -> Callable[Concatenate[DistributedDataParallel, _Arguments], _Result]:
+    """Returns the wrapper's method that calls this one of `model.sync`."""
+
+    @functools.wraps(method)
+    def call(model: DistributedDataParallel, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        return method(model.sync, *args, **kwargs)
+
+    return call
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -60,7 +99,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     logger = None
     reducer = Reducer()  # type: ignore[assignment]
     _precision: MixedPrecision | None = None
-    _buffer_hook: _BufferHook | None = None
+    _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None
+    _buffer_hook_location = "POST_FORWARD"
     _shadow: ShadowHook | None = None
 
     def __init__(  # noqa: PLR0913  torch's signature
@@ -89,17 +129,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         config: SyncConfig | None = None,
         ignore: Iterable[str | nn.Module | Tensor] = (),
     ) -> None:
-        arguments.check_module(module)
-        require_settings(config)
-        ignored = (*arguments.ignored_by(module, ignore, config), *arguments.ignored_by_torchs_way(module))
-        arguments.check_parameters(module, ignored)
+        ignored = arguments.checked(module, ignore, config, caller="DistributedDataParallel")
         device_indices = arguments.check_devices(module, device_ids, output_device)
         arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
-        arguments.warn_of_check_reduction(check_reduction)
-        forward_sync = arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers)
-        given = arguments.settings_from(arguments.cap_of(bucket_cap_mb, bucket_cap_mb_list), forward_sync=forward_sync)
-        chosen = arguments.settings_of(config, given, mixed_precision)
-        arguments.warn_of_nothing_to_train(module, ignored)
+        forward_sync = arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers, check_reduction=check_reduction)
+        cap = arguments.cap_of(bucket_cap_mb, bucket_cap_mb_list)
+        chosen = arguments.settings_of(config, mixed_precision, cap=cap, forward_sync=forward_sync)
+        arguments.warn_of_nothing_to_train(module, ignored, caller="DistributedDataParallel")
 
         nn.Module.__init__(self)  # skips torch's constructor, which would create its reducer
         Joinable.__init__(self)
@@ -118,7 +154,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.sync = synchronized(
             module,
             process_group=process_group,
-            mesh=device_mesh,
+            device_mesh=device_mesh,
             config=chosen,
             ignore=ignored,
             shared=("parameters", "buffers")[: 1 + makes_buffers_equal] if init_sync else (),
@@ -171,13 +207,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._forward_begins(is_compiled=private.is_compiling())
         if self.device_ids:
-            inputs, kwargs = self._on_device(inputs, kwargs)
+            inputs, kwargs = private.moved_to_device(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]))
+        call = _call if self._precision is None else self._precision.call
+        # torch.compile cuts graphs at the ends of buckets, so that a bucket is sent before the next graph's backward.
+        is_cut = cut_bytes(self.plan, num_ranks=self.sync.num_ranks)
         try:
-            with self._cutting_graphs():
-                if self._precision is None:
-                    outputs = _called(self.module, inputs, kwargs)
-                else:
-                    outputs = self._precision.call(self.module, inputs, kwargs)
+            with self._inside_ddp_forward() if is_cut else nullcontext():
+                outputs = call(self.module, inputs, kwargs)
         finally:
             if not torch.compiler.is_compiling():  # nothing is timed between compiled parts
                 self.sync.forward_ends()
@@ -191,69 +227,25 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             super().zero_grad(set_to_none)
 
     @private.untraced
-    def full_gradient(self, param: Tensor) -> Tensor | None:
-        """Returns the mean gradient of a parameter; a collective call if each rank has only a shard of it."""
-        return self.sync.full_gradient(param)
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Returns a context in which backwards only accumulate; the next one outside synchronizes the sum."""
-        return self.sync.accumulate()
-
-    def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Does the same as `accumulate`, under torch's name. The mode at the time of the backward counts."""
-        return self.sync.accumulate()
-
-    @private.untraced
-    def loss_weight(self, n: float | Tensor) -> None:
-        """Declares, before a backward, that its loss is the sum over `n` tokens or samples. See GradientSync.loss_weight."""
-        self.sync.loss_weight(n)
-
-    @private.untraced
     def finish(self) -> None:
         """Joins the other ranks if this rank's backward reached no parameter, or if it has no data at all."""
         self.sync.finish(buffers_follow=0 if self._buffers_follow_a_rank else None)
 
-    @private.untraced
-    def reduce_gradients_async(self, op: str | None = None) -> Reduction:
-        """Sends the accumulated gradients; wait for the result before the optimizer steps. See GradientSync."""
-        return self.sync.reduce_gradients_async(op)
-
-    @private.untraced
-    def wait(self) -> None:
-        """Waits until nothing is in flight."""
-        self.sync.wait()
-
-    def broadcast_parameters(self) -> None:
-        """Copies rank 0's parameters and buffers to every rank; a collective call."""
-        self.sync.broadcast_parameters()
-
-    def report(self, *, show: bool = True) -> StepReport:
-        """Reports where the time of the last steps went on this rank; does not communicate."""
-        return self.sync.report(show=show)
-
-    def traces(self) -> tuple[Trace, ...]:
-        """Returns the traces of the recorded steps, oldest first."""
-        return self.sync.traces()
-
-    def explain(self, *, show: bool = True) -> Explanation:
-        """Explains the plan and the effect of other buckets; does not communicate."""
-        return self.sync.explain(show=show)
-
-    def profile(self) -> Profile:
-        """Returns the measurements of the model and the network; does not communicate."""
-        return self.sync.profile()
-
-    def measure_network(self) -> None:
-        """Sends messages of many sizes to measure their cost; a collective call, between steps."""
-        self.sync.measure_network()
-
-    def save_profile(self, path: str | Path) -> None:
-        """Writes the profile as JSON, for `undertow plan` and `undertow simulate`."""
-        self.sync.save_profile(path)
-
-    def save_plan(self, path: str | Path) -> None:
-        """Writes the current plan as JSON."""
-        self.sync.save_plan(path)
+    accumulate = _of_sync(GradientSync.accumulate)  # returns a context in which backwards only accumulate
+    no_sync = accumulate  # torch's name; the mode at the time of the backward counts
+    loss_weight = private.untraced(_of_sync(GradientSync.loss_weight))  # sets the weight of the next backward's loss
+    reduce_gradients_async = private.untraced(_of_sync(GradientSync.reduce_gradients_async))  # sends accumulated gradients
+    wait = private.untraced(_of_sync(GradientSync.wait))  # waits until every gradient and parameter has its final value
+    full_gradient = private.untraced(_of_sync(GradientSync.full_gradient))  # returns the mean gradient of a parameter
+    broadcast_parameters = _of_sync(GradientSync.broadcast_parameters)  # copies rank 0's parameters and buffers to every rank
+    register_comm_hook = _of_sync(GradientSync.register_comm_hook)  # reduces buckets by `hook(state, bucket)`
+    report = _of_sync(GradientSync.report)  # reports where the time of the last steps went on this rank
+    traces = _of_sync(GradientSync.traces)  # returns the traces of the recorded steps, oldest first
+    explain = _of_sync(GradientSync.explain)  # explains the plan and the effect of other buckets
+    profile = _of_sync(GradientSync.profile)  # returns the measurements of the model and the network
+    measure_network = _of_sync(GradientSync.measure_network)  # measures the network; a collective call between steps
+    save_profile = _of_sync(GradientSync.save_profile)  # writes the profile as JSON
+    save_plan = _of_sync(GradientSync.save_plan)  # writes the current plan as JSON
 
     def close(self) -> None:
         """Removes the hooks and destroys Undertow's process group.
@@ -292,11 +284,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.sync.require_open("join()")
         return UnevenInputs(self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
-    def join_hook(self, **kwargs: Any) -> ShadowHook:
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, is_enabled: bool = True, **_of_others: Any) -> ShadowHook:
         """Returns the hook for torch.distributed.algorithms.Join, also together with other participants."""
-        defaults = {"divide_by_initial_world_size": True, "is_enabled": True}
-        # Other arguments are for other participants.
-        self._shadow = ShadowHook(self.sync, **{name: kwargs.get(name, usual) for name, usual in defaults.items()})
+        self._shadow = ShadowHook(self.sync, divide_by_initial_world_size, is_enabled=is_enabled)
         return self._shadow
 
     @property
@@ -306,10 +296,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         return self.process_group
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduces every bucket by `hook(state, bucket)`; torch's hooks run unchanged. See GradientSync.register_comm_hook."""
-        self.sync.register_comm_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # loads all of torch's optimizers
@@ -331,8 +317,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 where="_register_buffer_comm_hook",
                 remedy="Pass a function hook(state, named_buffers).",
             )
-        location = "POST_FORWARD" if comm_hook_location is None else comm_hook_location.name
-        self._buffer_hook = _BufferHook(state, hook, location)
+        self._buffer_hook = functools.partial(hook, state)
+        self._buffer_hook_location = "POST_FORWARD" if comm_hook_location is None else comm_hook_location.name
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup | int) -> None:
         """Averages over the ranks of another group from the next forward on; does nothing on a rank outside of it."""
@@ -369,12 +355,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Accepts the call: every step is recorded."""
-        if sample_rate < 1:
-            raise ConfigError(
-                f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}.",
-                where="_set_ddp_runtime_logging_sample_rate",
-                remedy="Leave it out: every step is recorded, and report() shows them.",
-            )
+        require(
+            sample_rate >= 1,
+            f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}.",
+            where="_set_ddp_runtime_logging_sample_rate",
+            remedy="Leave it out: every step is recorded, and report() shows them.",
+        )
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> None:
         """Accepts the call: the rows of sparse gradients need not be known beforehand."""
@@ -400,28 +386,19 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     @private.untraced
     def _forward_begins(self, *, is_compiled: bool) -> None:
         sync, follows = self.sync, self._buffers_follow_a_rank and not self.sync.is_accumulating
+        source = 0 if follows else None
         if self._shadow is not None and self._join_config.enable and sync.is_training_forward:
-            source = announce_forward(sync, self, self._shadow, with_buffers=follows)
-            sync.forward_begins(buffers_follow=source, is_compiled=is_compiled)
-        else:
-            sync.forward_begins(buffers_follow=0 if follows else None, is_compiled=is_compiled)
+            source = self._shadow.announce_forward(self, with_buffers=follows)
+        sync.forward_begins(buffers_follow=source, is_compiled=is_compiled)
         if self._buffer_hook is not None:
             self._run_buffer_hook("PRE_FORWARD")
 
-    def _cutting_graphs(self) -> AbstractContextManager[None]:
-        """Makes torch.compile cut graphs at the ends of buckets, so that a bucket is sent before the next graph's backward."""
-        return self._inside_ddp_forward() if cut_bytes(self.plan, num_ranks=self.sync.num_ranks) else nullcontext()
-
-    def _on_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        device = torch.device(self.device_type, self.device_ids[0])  # type: ignore[index]  # checked by the caller
-        return private.moved_to_device(inputs, kwargs, device)
-
     def _run_buffer_hook(self, location: str) -> None:
-        hook = self._buffer_hook
-        if hook is None or hook.location != location or not self.sync.is_training_forward or self.sync.is_accumulating:
-            return
-        if self.will_sync_module_buffers():
-            self.sync.wait_after_backward(hook.run(self.named_module_buffers))
+        sync, hook = self.sync, self._buffer_hook
+        is_due = location == self._buffer_hook_location and sync.is_training_forward and not sync.is_accumulating
+        if hook is not None and is_due and self.will_sync_module_buffers():
+            with torch.no_grad():
+                sync.wait_after_backward(hook(self.named_module_buffers) or ())
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns everything except this process's state: a copy makes new buckets and groups when it first trains."""
@@ -449,20 +426,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             return getattr(self.module, name)
 
 
-def _called(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the module in a separate frame: torch.compile cuts no graph within a context, and starts none in torch's modules."""
     return module(*inputs, **kwargs)
-
-
-class _BufferHook:
-    """A user's function that synchronizes buffers."""
-
-    def __init__(self, state: object, hook: Callable[..., Any], location: str) -> None:
-        self.location = location
-        self._state = state
-        self._hook = hook
-
-    def run(self, named_buffers: dict[str, Tensor]) -> list[Any]:
-        """Runs the hook and returns the futures to wait for."""
-        with torch.no_grad():
-            return list(self._hook(self._state, named_buffers) or ())

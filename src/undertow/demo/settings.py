@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -154,7 +155,7 @@ def _undertow(model: nn.Module) -> Synchronized:
     return Synchronized(module=wrapped, after_backward=_nothing, close=wrapped.close, measured=wrapped)
 
 
-def _sharded(model: nn.Module, *, strategy: str) -> Synchronized:
+def _sharded(model: nn.Module, *, strategy: Literal["zero1", "zero2"]) -> Synchronized:
     # Every step: the times of the other variants are complete too.
     config = undertow.SyncConfig(strategy=strategy, record="full")
     wrapped = undertow.DistributedDataParallel(model, config=config)

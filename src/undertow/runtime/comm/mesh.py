@@ -12,7 +12,7 @@ from undertow.runtime.comm.group import GroupRef, user_group
 from undertow.schedule import HYBRID
 
 _WHERE = "the ranks over which gradients are averaged"
-_HOW = 'mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))'
+_HOW = 'device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))'
 
 
 def chosen_group(

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from undertow.plan import Bucket, ranks_differ
-from undertow.plan.layout import Trailer
+from undertow.plan import Bucket, Trailer, ranks_differ
 from undertow.runtime.gradients.storage import BucketStorage
 
 
