@@ -1,16 +1,173 @@
-"""Checks that gradients are finite, and that parameters stay the same on every rank."""
+"""Checks that gradients are finite when an optimizer steps, and that parameters stay the same on every rank."""
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
+
+from torch.optim.optimizer import Optimizer
 
 from undertow.config import SyncConfig
+from undertow.errors import NonFiniteGradient, PhaseError
+from undertow.plan import Plan
 from undertow.runtime.execute.round import RoundKind, RoundResult
 from undertow.runtime.gradients.finite import not_finite
 from undertow.runtime.model.replicas import Replicas
+from undertow.runtime.peers import faults
 from undertow.runtime.replan.current_plan import CurrentPlan
-from undertow.runtime.step.nonfinite import Finding, NonFinite
 from undertow.runtime.torch_private import private
+
+_NUM_NAMES = 3
+_NOT_TAKEN = 'No rank has taken the step. Look for what has overflowed there, or set nonfinite="skip".'
+_NOT_BY_ALL = "Ranks with other experts take the step: start from a checkpoint, and look for what has overflowed there."
+_PARTLY_TAKEN = "Other buckets are updated already: start from a checkpoint, and look for what has overflowed there."
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Gradients that are not finite; the same on every rank."""
+
+    params: tuple[str, ...]  # in the order of the model
+    ranks: tuple[int, ...]  # none where only the sum is known
+    where: str
+
+    @property
+    def what(self) -> str:
+        """The finding in words."""
+        gradients = "the gradient of" if len(self.params) == 1 else "the gradients of"
+        verb = "is" if len(self.params) == 1 else "are"
+        ranks = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "some rank"
+        return f"{gradients} {_listed(list(map(repr, self.params)))} {verb} infinite or no number on {ranks}."
+
+    def covers(self, other: Finding) -> bool:
+        """Returns True if `other` is a part of it."""
+        return set(self.params) >= set(other.params) and set(self.ranks) >= set(other.ranks)
+
+    def error(self, *, has_begun: bool = False) -> NonFiniteGradient:
+        """Returns a new error each time; `has_begun` if other buckets are updated already."""
+        return NonFiniteGradient(self.what, where=self.where, remedy=_PARTLY_TAKEN if has_begun else _NOT_TAKEN)
+
+    @property
+    def fault(self) -> faults.Fault:
+        """The fault for ranks that do not know about these gradients, and step: no rank can continue."""
+        return faults.Fault(NonFiniteGradient, self.what, _NOT_BY_ALL)
+
+
+class NonFinite:
+    """Remembers what the last synchronization found and acts on it by `policy`: "raise", "skip", "warn" or "ignore".
+
+    It follows at the optimizer's step: a GradScaler makes gradients overflow on purpose, and does not step on those. `look`
+    is asked there for what no synchronization could find. Of experts, which some ranks do not have, `fails_others` has these
+    raise as well, when they next wait.
+    """
+
+    fails_others: Callable[[faults.Fault], object] | None = None
+
+    def __init__(self, policy: str, *, rank: int, look: Callable[[], Finding | None], names: Sequence[int]) -> None:
+        self.num_skipped = 0  # steps
+        self.is_on = policy != "ignore"
+        self._policy = policy
+        self._rank = rank
+        self._names = names  # of the ranks
+        self._look = look
+        self._num_told = 0
+        self._finding: Finding | None = None
+        self._is_judged = False  # an optimizer has come to it
+
+    def round_ends(self, result: RoundResult, plan: Plan) -> None:
+        """Takes over a synchronization's findings. Earlier findings count as long as they are part of the sum."""
+        if result.nonfinite and not result.has_failed:
+            found = _finding_of(result, plan, self._names)
+            # If a step synchronizes several times, the mean of an earlier synchronization returns from every rank.
+            is_echo = self._finding is not None and not self._is_judged and found.covers(self._finding)
+            self._finding, self._is_judged = self._finding if is_echo else found, False
+        elif not result.keeps_earlier:
+            self._finding = None
+
+    def skips(self, optimizer: Optimizer, *, has_begun: bool = False) -> bool:
+        """Whether `optimizer`, which is about to step, is to leave everything as it is; NonFiniteGradient on every rank.
+
+        `has_begun`: buckets that were reduced before the first such gradient have been updated.
+        """
+        # Torch's own kernels skip the step by this.
+        if not self.is_on or getattr(optimizer, "found_inf", None) is not None:
+            return False
+        finding = self._finding or self._look()
+        if finding is None:
+            return False
+        is_first, self._is_judged = self._finding is None or not self._is_judged, True
+        if self._policy == "raise":
+            if self.fails_others is None:
+                raise finding.error(has_begun=has_begun)
+            self.fails_others(finding.fault)
+            raise finding.fault.error(finding.where)
+        is_skipped = self._policy == "skip"
+        self.num_skipped += is_first and is_skipped
+        if is_first:
+            self._tell(finding, "The step is skipped on every rank." if is_skipped else "The step is taken.")
+        return is_skipped
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """What a plain optimizer's step is called with instead, if anything; the optimizer itself is the first of `args`."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if callable(closure):
+            return self._with_closure(optimizer, closure, args, kwargs)
+        return ((_idle(optimizer), *args[1:]), kwargs) if self.skips(optimizer) else None
+
+    def _with_closure(
+        self, optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        if self._policy == "skip":
+            raise PhaseError(
+                'nonfinite="skip" does not go with step(closure): the step has begun when the closure brings gradients.',
+                where=f"{type(optimizer).__name__}, rank {self._rank}",
+                remedy='Call the closure before step(), or use nonfinite="raise".',
+            )
+
+        def judged() -> Any:
+            loss = closure()
+            self.skips(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], judged, *args[2:]), kwargs
+        return args, {**kwargs, "closure": judged}
+
+    def _tell(self, finding: Finding, follows: str) -> None:
+        """On rank 0, for the first time, the second, the fourth, and so on: a run that diverges would say nothing else."""
+        self._num_told += 1
+        if self._rank == 0 and self._num_told & (self._num_told - 1) == 0:
+            times = "" if self._num_told == 1 else f" Steps like this so far: {self._num_told}."
+            faults.tell(f"{finding.what} {follows}{times}\n  {finding.where}")
+
+
+def _finding_of(result: RoundResult, plan: Plan, names: Sequence[int]) -> Finding:
+    buckets = sorted(result.nonfinite)
+    slots = [plan.buckets[bucket].slots[position] for bucket in buckets for position in result.nonfinite[bucket]]
+    return Finding(
+        params=tuple(plan.params[index].name for index in sorted({slot.param for slot in slots})),
+        ranks=tuple(names[rank] for rank in result.reported("nonfinite_ranks", overdue=False)),
+        where=f"synchronization {result.round.number}, bucket {_listed(list(map(str, buckets)))}",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
+    return ", ".join(names[:_NUM_NAMES]) + more
+
+
+def _idle(optimizer: Optimizer) -> Optimizer:
+    """Stands in for `optimizer` in one call of its `step`: the same, with no parameters and no state to change."""
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    groups = [{**group, "params": []} for group in copy.deepcopy(settings)]  # some optimizers count steps in them
+    vars(stand_in).update({**vars(optimizer), "param_groups": groups, "state": defaultdict(dict)})
+    return stand_in
 
 
 class Checks:

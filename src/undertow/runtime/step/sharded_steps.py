@@ -20,8 +20,8 @@ from undertow.runtime.sharded.forward_waits import ForwardWaits
 from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.in_backward import BucketStepper, steps_in_backward_over
 from undertow.runtime.sharded.layout import Sharding
+from undertow.runtime.step.checks import Arguments, NonFinite
 from undertow.runtime.step.engine import Engine
-from undertow.runtime.step.nonfinite import Arguments, NonFinite
 from undertow.runtime.step.rounds import Phase
 from undertow.runtime.torch_private import amp as private_scaling
 from undertow.runtime.torch_private import private

@@ -21,7 +21,7 @@ from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.trailer import Reading
 from undertow.runtime.model import replicas
 from undertow.runtime.model.replicas import fingerprints
-from undertow.runtime.step.nonfinite import NonFinite
+from undertow.runtime.step.checks import NonFinite
 
 PLAN = plan_from_groups([spec("weight", 6)], ((0,),), num_ranks=2)
 # LBFGS needs a closure, with which a step cannot be skipped.
