@@ -13,7 +13,7 @@ from undertow.plan import Bucket, ParamSpec, SizeCaps, group_by_size, plan_from_
 from undertow.runtime.comm.group import GroupRef, user_group
 from undertow.runtime.comm.handles import ReductionHandle, all_reduce_async
 from undertow.runtime.comm.mesh import warn_of_lone_rank
-from undertow.runtime.gradients.storage import spec_of
+from undertow.runtime.gradients.storage import BucketStorage, spec_of
 from undertow.runtime.gradients.trailer import TrailerCodec, to_device
 from undertow.runtime.torch_private import private
 
