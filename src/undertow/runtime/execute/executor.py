@@ -42,6 +42,7 @@ class LiveBucket:
     label: str  # in messages
     wire_bytes: int
     trailer_start: int  # in the bucket's memory
+    is_on_host: bool
     handles: list[Handle] = field(default_factory=list)
     late: tuple[Sequence[Tensor], list[Handle]] | None = None  # gradients that arrived after the launch, in a second collective
     is_packed: bool = False  # by a round that only accumulates
@@ -63,11 +64,12 @@ class Executor:
         self._signatures: dict[tuple[torch.dtype, torch.device, bool], Tensor] = {}
         self._snapshots: list[Snapshot] = []
         self._num_rounds = 0
+        self._is_profiling = False
         self._result: Any = None  # the RoundResult of `begin`, which comes first
 
     def begin(self, result: RoundResult) -> None:
         """Begins the round of `result`, into which the ops write from now on."""
-        self._result = result
+        self._result, self._is_profiling = result, private.is_profiling()
         if self._reducer.hook is not None:
             self._reducer.hook.begin_round()
         self._num_rounds += result.round.is_synchronized
@@ -83,7 +85,7 @@ class Executor:
         """Issues `ops` in the given order, and tells the observer of each, if there is one."""
         if not ops:
             return
-        observer, is_profiling = self._recorder.observer, private.is_profiling()
+        observer, is_profiling = self._recorder.observer, self._is_profiling
         with nullcontext() if ops[0].kind is OpKind.BIND else self._group.launching():  # a bucket names its own wait
             for op in ops:
                 if observer is not None:
@@ -139,9 +141,8 @@ class Executor:
 
     def _live(self, layout: Bucket, plan: Plan, binding: Any) -> LiveBucket:
         trailer = TrailerCodec(layout, binding.storage, divisor=self._reducer.trailer_divisor(binding.storage.flat.dtype))
-        return LiveBucket(
-            layout, binding, trailer, label_of(layout, plan), self._reducer.wire_bytes(layout), layout.trailer.start
-        )
+        is_on_host, num_bytes = binding.storage.flat.device.type == "cpu", self._reducer.wire_bytes(layout)
+        return LiveBucket(layout, binding, trailer, label_of(layout, plan), num_bytes, layout.trailer.start, is_on_host)
 
     def _binding(self, bucket: Bucket) -> Any:
         params = [self._params[index] for index in bucket.params]
@@ -215,13 +216,13 @@ class Executor:
     def _used_elsewhere(self, bucket: LiveBucket, result: RoundResult) -> Collection[int]:
         """Reads the trailer; returns the positions to bind that are unused here and were used on another rank."""
         index = bucket.layout.index
-        if not self._must_read_now(bucket, result):
+        if not bucket.is_on_host and not self._must_read_now(bucket, result):
             self._snapshots.append(bucket.trailer.snapshot())
             return ()
         if bucket.layout.trailer.late:  # the last bucket
             result.busy_ms = bucket.trailer.busy_ms()
         # torch's name for it
-        with torch.profiler.record_function("search_unused_parameters") if private.is_profiling() else nullcontext():
+        with torch.profiler.record_function("search_unused_parameters") if self._is_profiling else nullcontext():
             reading = bucket.trailer.read()
         if reading is None:
             return ()
@@ -233,10 +234,8 @@ class Executor:
 
     def _must_read_now(self, bucket: LiveBucket, result: RoundResult) -> bool:
         """On a device, reading makes the host wait: only if this rank needs to know, and while habits are learned."""
-        is_on_host = bucket.binding.storage.flat.device.type == "cpu"
-        if is_on_host or self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE:
-            return True
-        return bool(result.unused[bucket.layout.index]) or result.round.has_other_buffers or result.round.is_read_at_once
+        needs_to_know = bool(result.unused[bucket.layout.index]) or result.round.has_other_buffers
+        return needs_to_know or result.round.is_read_at_once or self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
 
     def _reduce(self, bucket: LiveBucket, values: Sequence[Tensor]) -> list[Handle]:
         hook, layout, params = self._reducer.hook, bucket.layout, bucket.binding.params

@@ -68,7 +68,8 @@ class TrailerCodec:
         if verdict is not None:
             # Not into `_mine`: reports that are the same on all ranks must still be read.
             first = self._places["failed"].start
-            trailer[first:].copy_(to_device(self._verdict(verdict, first), trailer.dtype, trailer.device))
+            values = self._verdict(verdict)
+            trailer[first:].copy_(to_device(values[first:], trailer.dtype, trailer.device))
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""
@@ -122,17 +123,16 @@ class TrailerCodec:
         busy = self._storage.flat[self._span][self._places["busy"]]
         return tuple((busy.abs().double() * self._divisor).tolist())
 
-    def _verdict(self, verdict: Verdict, first: int) -> list[float]:
-        values = [0.0] * len(self._mine)
-        of_rank = {name: self._places[name].start + verdict.rank for name in ("failed", "changed", "buffers", "busy")}
-        values[of_rank["failed"]] = float(verdict.misuse or verdict.has_failed)
-        values[of_rank["changed"]] = float(verdict.has_changed)
-        values[of_rank["buffers"]] = float(verdict.has_other_buffers)
+    def _verdict(self, verdict: Verdict) -> list[float]:
+        places, rank, values = self._places, verdict.rank, [0.0] * len(self._mine)
+        values[places["failed"].start + rank] = float(verdict.misuse or verdict.has_failed)
+        values[places["changed"].start + rank] = float(verdict.has_changed)
+        values[places["buffers"].start + rank] = float(verdict.has_other_buffers)
         for bucket in verdict.late_buckets:
-            values[self._places["late"].start + bucket] = 1.0
+            values[places["late"].start + bucket] = 1.0
         # fp16 ends at 65504: longer times are clipped, because an infinity would spoil the sum.
-        values[of_rank["busy"]] = min(verdict.busy_ms, 60_000.0)
-        return values[first:]
+        values[places["busy"].start + rank] = min(verdict.busy_ms, 60_000.0)
+        return values
 
 
 @dataclass(frozen=True, slots=True, eq=False)

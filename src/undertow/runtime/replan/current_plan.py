@@ -229,7 +229,7 @@ class CurrentPlan:
         compiled = now.compiled
         order, tuning = now.hooks.order, now.hooks.tuning
         is_sent = (order is not None and order.sent is not None) or (tuning is not None and tuning.sent is not None)
-        plan = planned(compiled, now.hooks, self._config) if is_sent or compiled.in_backward is not None else None
+        plan = planned(compiled, now.hooks, self._config) if is_sent or compiled.present.steps_in_backward else None
         if plan is None:
             return
         if compiled.sharding is not None:
@@ -253,18 +253,12 @@ class CurrentPlan:
     def round_ended(self, result: RoundResult) -> None:
         """Called after a round that all ranks have found sound: sends measurements."""
         compiled, hooks = self.now.compiled, self.now.hooks
-        if compiled.in_backward is not None:
-            compiled.in_backward.is_due = result.steps
+        if compiled.present.steps_in_backward:
+            compiled.sharding.in_backward.is_due = result.steps  # type: ignore[union-attr]
         if hooks.order is not None:
             hooks.order.send()
         if hooks.tuning is not None:
             hooks.tuning.round_ends(compiled.present)
-
-    @property
-    def must_read_at_once(self) -> bool:
-        """True if ranks communicate at the end of this round if it is sound: all must know that then."""
-        tuning = self.now.hooks.tuning
-        return tuning is not None and tuning.is_about_to_communicate
 
     def shard(self, strategy: Strategy, groups: ShardGroups, in_backward: StepsInBackward | None = None) -> Sharding:
         """Lays out parameters and gradients for `strategy`, in rank 0's order if that has arrived.

@@ -46,7 +46,7 @@ class ParamHooks:
     ) -> None:
         self.named_params = tuple(named_params)
         self.ids = frozenset(id(param) for _, param in named_params)
-        self._frozen = tuple(frozen)
+        self.frozen = tuple(frozen)
         kind = Arrivals if len({param.device for param in self.params}) <= 1 else SerialArrivals
         self.arrivals = kind(
             params_of_bucket(plan),
@@ -77,14 +77,12 @@ class ParamHooks:
     def start(self, on_thawed: Callable[[Tensor], object]) -> None:
         """Registers the hooks."""
         self.arrival_hooks = ArrivalHooks(self.params, self.arrivals)
-        self._other_hooks += [(None, hook) for hook in watch_frozen(self._frozen, on_thawed)]
+        self._other_hooks += [(None, hook) for hook in watch_frozen(self.frozen, on_thawed)]
 
     def has_thawed(self) -> bool:
         """Returns True if a parameter that was frozen is trained now, and no engine waits for its gradient."""
         # Runs in every round, hence a loop in C; most models have no frozen parameters.
-        return any(map(_is_trained, self._frozen)) and any(
-            param.requires_grad and not is_watched(param) for param in self._frozen
-        )
+        return any(map(_is_trained, self.frozen)) and any(param.requires_grad and not is_watched(param) for param in self.frozen)
 
     def call_before(self, call: Callable[[], object]) -> None:
         """Calls `call` before each gradient is added to `.grad`."""

@@ -54,6 +54,8 @@ def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | 
     if now.in_backward is not None:
         now.in_backward.require_confirmed("a second backward runs")
     order = None if hooks.order is None else hooks.order.take()
+    if order is not None:
+        hooks.order = None
     groups = None if hooks.tuning is None else hooks.tuning.take(now.present)
     if hooks.tuning is not None:
         now.interleave(hooks.tuning.gathers_behind(now.plan))

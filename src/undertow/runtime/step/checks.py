@@ -182,6 +182,7 @@ class Checks:
         )
         every = config.check_replicas_every
         self.replicas = None if every is None or group.num_ranks == 1 else Replicas(group, every, names=names)
+        self.are_on = self.numbers.is_on or self.replicas is not None
         self._current_plan = current_plan
 
     def must_be_read(self, number: int) -> bool:

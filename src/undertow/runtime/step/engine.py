@@ -243,13 +243,14 @@ class Engine(RoundRunner):
         current_plan, gradient_of = self.current_plan, id(hooks.named_params[param][1])
         before = current_plan.now.hooks
         if self._is_between_rounds():
-            if before.has_thawed():
+            if before.frozen and before.has_thawed():
                 current_plan.mark_stale()
             current_plan.apply_changes()
             if gradient_of not in current_plan.now.hooks.ids:
                 return  # it was in the module for one forward only, or no longer is
             self._take_part_all(task)
-        self._end.watch(task)
+        else:
+            self._end.watch(task)
         now = current_plan.now.hooks
         if now is not before and now is not hooks:  # since a moment ago, and this gradient counts there
             for index in now.indices({gradient_of}):
@@ -272,7 +273,6 @@ class Engine(RoundRunner):
             current_plan.apply_changes()
             if id(param) in current_plan.now.hooks.ids:
                 self._take_part_all(task)
-                self._end.watch(task)
                 return
         current_plan.require_not_the_modules(param)
 
@@ -281,6 +281,8 @@ class Engine(RoundRunner):
             self.siblings.take_part(task)
         else:
             self.take_part(task)
+        if self._open is None:
+            self._end.watch(task)
 
     def take_part(self, task: int) -> None:
         """Begins a round in backward `task`, unless one is under way, with or without gradients for this engine."""

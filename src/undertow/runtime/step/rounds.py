@@ -90,7 +90,7 @@ class RoundRunner:
                 current_plan.open()
             current_plan.adopt_plan()
         now, is_last = current_plan.now, not self.is_accumulating
-        arrivals, compiled = now.hooks.arrivals, now.compiled
+        arrivals, tuning, compiled = now.hooks.arrivals, now.hooks.tuning, now.compiled
         weights = None if self.earlier is None else self.earlier.round_begins(kind, is_last=is_last)
         arrivals.reset()
         this_round = Round(
@@ -102,7 +102,8 @@ class RoundRunner:
             not_arrived=self._not_arrived,
             arrivals=arrivals,
             has_other_buffers=is_synchronized and current_plan.has_other_buffers,
-            is_read_at_once=current_plan.must_read_at_once or self.checks.must_be_read(progress.num_rounds),
+            is_read_at_once=(tuning is not None and tuning.is_about_to_communicate)
+            or (self.checks.are_on and self.checks.must_be_read(progress.num_rounds)),
             rescale=progress.rescale * (1.0 if op is None else compiled.reducer.factor(op)),
             op=op,
             weights=weights,
@@ -141,8 +142,10 @@ class RoundRunner:
         if absent:
             for param in self.current_plan.now.compiled.executor.written(absent - hooks.arrived_before):
                 hooks.arrivals.note(param)
-        self._end_backward(this)
-        next(this.ending)  # type: ignore[call-overload]
+        this.ending = self._end_round(this)
+        if self.phase is Phase.BACKWARD:
+            self._enter_phase(Phase.LAUNCHED)
+        next(this.ending)
         if private.graph_task_id() != -1:
             private.call_after_backward(self._go_on)
 
@@ -161,11 +164,6 @@ class RoundRunner:
             self.siblings.complete()
             raise
         private.call_after_backward(self._go_on)
-
-    def _end_backward(self, this: OpenRound) -> None:
-        this.ending = self._end_round(this)
-        if self.phase is Phase.BACKWARD:
-            self._enter_phase(Phase.LAUNCHED)
 
     def _end_round(self, this: OpenRound) -> Iterator[None]:
         """Runs the rest of a round after backward, in parts: yields before each wait for other ranks."""
@@ -229,7 +227,9 @@ class RoundRunner:
         try:
             with gradients_aside(self.current_plan.now.hooks.params) if this.result.has_failed else contextlib.nullcontext():
                 self._recorder.backward_ends()
-                self._end_backward(this)
+                this.ending = self._end_round(this)
+                if self.phase is Phase.BACKWARD:
+                    self._enter_phase(Phase.LAUNCHED)
                 self.complete()
         finally:
             if self.earlier is not None:
