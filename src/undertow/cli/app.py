@@ -63,7 +63,7 @@ def _print_version(is_wanted: bool) -> None:
 @app.callback()
 def undertow(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, steps_in_backward=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Data-parallel training for PyTorch whose gradient communication runs beneath the computation."""
