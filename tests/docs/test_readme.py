@@ -208,7 +208,7 @@ SHOWN_BY = {
         "test_communication_hooks_see_the_dense_parameters_only",
         "test_shards_of_experts_over_their_group_make_the_same_model",
     ],
-    '`nonfinite="skip"` in backward': [
+    '`nonfinite="skip"` with `in_backward=True`': [
         "test_a_step_in_backward_cannot_be_skipped",
         "test_a_plain_step_with_a_closure_cannot_be_skipped",
     ],
