@@ -83,13 +83,12 @@ class GradientSync:
         config = SyncConfig() if config is None else config
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))
-        self._module, self._within = module, within
+        self._module = module
         self._members = ModuleParams(module, AnyOf((ignored, elsewhere)), reduce_dtype=config.reduce_dtype)
         self._forward_hooks: list[RemovableHandle] = []
         self._is_closed = self._is_compiled = False
-        self._hook: CommHook | None = None
         self.steps: ShardedSteps | None = None
-        self._set_up(chosen_group(process_group, device_mesh, config.strategy))
+        self._set_up(chosen_group(process_group, device_mesh, config.strategy), within)
         if isinstance(process_group, GroupRef):
             return  # a copied or unpickled model: its ranks open the group when they first use it
         try:
@@ -99,14 +98,12 @@ class GradientSync:
             self.close()
             raise
 
-    def _set_up(self, group: GroupRef) -> None:
+    def _set_up(self, group: GroupRef, within: OwnGroup | None = None) -> None:
         """Creates everything that belongs to one process group, without communication."""
-        own = self._group = OwnGroup(group, device=self._members.device, limits=self._config, within=self._within)
-        own.module, self.waiting = weakref.ref(self._module), own.waiting
-        self._recorder = Recorder(clock_for(own.device, own.backend), rank=own.rank, level=self._config.record)
-        self._engine = Engine(self._members, own, self._config, self._recorder)
-        if self._hook is not None:
-            self._engine.use_hook(self._hook)
+        own = self._group = OwnGroup(group, device=self._members.device, limits=self._config, within=within)
+        own.module = weakref.ref(self._module)
+        recorder = Recorder(clock_for(own.device, own.backend), rank=own.rank, level=self._config.record)
+        self._engine = Engine(self._members, own, self._config, recorder)
         attached, members, engine = contextlib.ExitStack(), self._members, self._engine
         attached.callback(self._group.close)
         attached.callback(
@@ -154,7 +151,7 @@ class GradientSync:
 
     @property
     def has_comm_hook(self) -> bool:
-        return self._hook is not None
+        return self._engine.current_plan.now.compiled.reducer.hook is not None
 
     @property
     def is_synchronizing(self) -> bool:
@@ -326,9 +323,7 @@ class GradientSync:
             raise no_hooks_with_shards()
         if self._engine.earlier is not None:
             raise no_hook_with_sums()
-        chosen = CommHook(state, hook)
-        self._engine.use_hook(chosen)
-        self._hook = chosen
+        self._engine.use_hook(CommHook(state, hook))
 
     def change_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Averages over the ranks of `process_group` from the next forward on; each of its ranks must call it."""
@@ -351,6 +346,9 @@ class GradientSync:
         accumulated = before.hand_over()
         self._let_go()
         self._set_up(group)
+        hook = before.current_plan.now.compiled.reducer.hook
+        if hook is not None:
+            self._engine.use_hook(hook)
         self._engine.accumulates(before.is_accumulating)
         self._engine.take_from(accumulated)
 
@@ -437,7 +435,7 @@ class GradientSync:
         if self.steps is not None:
             self.steps.forward_ends()
         if self._engine.phase < Phase.CLOSED and is_outermost_forward():
-            self._recorder.forward_ends()
+            self._engine.recorder.forward_ends()
         for expert in self.experts:
             expert.forward_ends()
 
@@ -446,7 +444,7 @@ class GradientSync:
 
         The returned report is for the dense parameters; `experts[0].report()` returns the report of the first group of experts.
         """
-        records = self._recorder.records(generation=self._engine.current_plan.now.compiled.generation)
+        records = self._engine.recorder.records(generation=self._engine.current_plan.now.compiled.generation)
         num_skipped, one_graph = self._engine.checks.numbers.num_skipped, self._is_compiled or private.is_compiled(self._module)
         one_graph = one_graph and self.num_ranks > 1 and not cut_bytes(self.plan, num_ranks=self.num_ranks)
         report = summarize(records, self.plan, rank=self.rank, num_skipped=num_skipped, is_one_graph=one_graph)
@@ -459,9 +457,8 @@ class GradientSync:
 
     def traces(self) -> tuple[Trace, ...]:
         """Returns the traces of the recorded steps that ran under the current plan, oldest first."""
-        return tuple(
-            record.trace() for record in self._recorder.records(generation=self._engine.current_plan.now.compiled.generation)
-        )
+        generation = self._engine.current_plan.now.compiled.generation
+        return tuple(record.trace() for record in self._engine.recorder.records(generation=generation))
 
     def explain(self, *, show: bool = True) -> Explanation:
         """Returns, and prints if `show` is true, the reasons for the plan: its time, the limit, other plans, and all decisions.

@@ -213,7 +213,7 @@ def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
 
 def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) -> None:
     """Has both called around every op of the model from now on, under later plans too."""
-    recorder = sync_of(model)._recorder
+    recorder = engine_of(model).recorder
     earlier: Any = recorder.observer or SimpleNamespace(before=nothing, after=nothing)
     recorder.observer = SimpleNamespace(
         before=lambda op: (earlier.before(op), before(op)), after=lambda op: (earlier.after(op), after(op))
@@ -351,7 +351,7 @@ def interleave(model: Model, behind: Any) -> None:
 
 
 def records_of(model: Model) -> Any:
-    return sync_of(model)._recorder.records(generation=generation_of(model))
+    return engine_of(model).recorder.records(generation=generation_of(model))
 
 
 def interrupted_steps() -> contextlib.AbstractContextManager[object]:

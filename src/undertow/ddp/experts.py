@@ -100,7 +100,7 @@ def _alike_on_all_ranks(
     on_any = torch.zeros((), device=sync.device)
     for on_device in found.values():
         on_any = torch.maximum(on_any, on_device.to(sync.device))
-    with sync.waiting("whether all ranks' gradients are finite"):
+    with sync.own_group.waiting("whether all ranks' gradients are finite"):
         sync.own_group.all_reduce(on_any, dist.ReduceOp.MAX)
     # If none of a rank's experts was used it has checked nothing, which scalers reject.
     return {device: on_any.to(device, copy=True) for device in found or (sync.device,)}

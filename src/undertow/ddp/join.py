@@ -104,7 +104,7 @@ class ShadowHook(JoinHook):
 @contextlib.contextmanager
 def _over_users(sync: GradientSync, what: str) -> Iterator[None]:
     """Marks a wait of torch's Join, which communicates over the user's group."""
-    with sync.waiting(what), over_users(sync.process_group):
+    with sync.own_group.waiting(what), over_users(sync.process_group):
         yield
 
 
@@ -114,7 +114,7 @@ def _exchange(sync: GradientSync, *, source: int | None = None, synchronizes: bo
     Returns the highest rank that offers its tensors, and True if any rank's backward will synchronize.
     """
     said = torch.tensor([-1 if source is None else source, int(synchronizes)], device=sync.device)
-    with sync.waiting("all ranks, to tell what they do"):
+    with sync.own_group.waiting("all ranks, to tell what they do"):
         sync.own_group.all_reduce(said, dist.ReduceOp.MAX)
     highest, any_synchronizes = said.tolist()
     return None if highest < 0 else highest, bool(any_synchronizes)

@@ -34,7 +34,7 @@ class Engine(RoundRunner):
     def __init__(self, members: ModuleParams, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
         self.is_accumulating, self.also_awaited = False, []
         self.phase = Phase.IDLE
-        self._recorder = recorder
+        self.recorder = recorder
         self.progress = Progress()
         group.num_steps, group.is_idle = self.progress.rounds, self.progress.is_idle
         self._open = None
@@ -90,8 +90,8 @@ class Engine(RoundRunner):
         now, is_active = current_plan.now, current_plan.is_active
         current_plan.group.trains_here()
         if not is_active and not self.is_accumulating:
-            self._recorder.round_ends(())  # there are no rounds that would end a step
-        self._recorder.forward_begins()
+            self.recorder.round_ends(())  # there are no rounds that would end a step
+        self.recorder.forward_begins()
         if now.hooks.probe is not None:
             now.hooks.probe.forward_begins()
         if now.hooks.alone is not None:

@@ -60,7 +60,7 @@ class RoundRunner:
     _open: OpenRound | None
     _end: OutermostEnd
     _optimizers: OptimizersInBackward
-    _recorder: Recorder
+    recorder: Recorder
 
     def complete(self) -> None:
         """Waits for launched buckets and binds the gradients; raises the error that the ranks have agreed on."""
@@ -115,7 +115,7 @@ class RoundRunner:
         if self.phase is Phase.IDLE:
             self._enter_phase(Phase.BACKWARD)
         compiled.executor.begin(result)
-        self._recorder.backward_begins(generation=compiled.generation)
+        self.recorder.backward_begins(generation=compiled.generation)
 
     def _is_between_rounds(self) -> bool:
         this = self._open
@@ -135,7 +135,7 @@ class RoundRunner:
         this = self._open
         if this is None or this.ending is not None:
             return  # a nested backward has reached the outermost end as well
-        self._recorder.backward_ends()
+        self.recorder.backward_ends()
         hooks = self.current_plan.now.hooks
         # Gradients that something other than autograd has written into `.grad` count as well.
         absent = hooks.arrivals.absent
@@ -226,7 +226,7 @@ class RoundRunner:
         this.result.has_failed = this.round.is_synchronized
         try:
             with gradients_aside(self.current_plan.now.hooks.params) if this.result.has_failed else contextlib.nullcontext():
-                self._recorder.backward_ends()
+                self.recorder.backward_ends()
                 this.ending = self._end_round(this)
                 if self.phase is Phase.BACKWARD:
                     self._enter_phase(Phase.LAUNCHED)
@@ -244,7 +244,7 @@ class RoundRunner:
     def _round_ends(self, result: RoundResult) -> None:
         """Runs the actions of every rank after a complete synchronization; raises the error that the ranks have agreed on."""
         this_round, current_plan, progress = result.round, self.current_plan, self.progress
-        self._recorder.round_ends(result.busy_ms)
+        self.recorder.round_ends(result.busy_ms)
         progress.round_ends(has_failed=result.has_failed, is_last=this_round.is_last)
         hooks, plan = current_plan.now.hooks, current_plan.now.compiled.plan
         if not result.has_failed:
