@@ -34,7 +34,7 @@ from undertow.runtime.step.progress import Progress
 from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.step.sums import Combination
 from undertow.runtime.torch_private import private
-from undertow.runtime.torch_private.dist_autograd import DistributedBackwards, is_rpc_running
+from undertow.runtime.torch_private.dist_autograd import DistributedBackwards
 
 
 class Engine:
@@ -240,7 +240,7 @@ class Engine:
         """What can only be known when a forward begins."""
         watch.run_last()
         self._optimizers_in_backward.take_over(watch)
-        if watch.distributed is None and is_rpc_running():
+        if watch.distributed is None and private.is_rpc_running():
             watch.distributed = DistributedBackwards(watch.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere)
         if watch.distributed is not None:
             watch.distributed.forward_begins()
