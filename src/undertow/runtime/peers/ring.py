@@ -114,25 +114,22 @@ class Ring:
         kind, rank, number = message["kind"], message["from"], message.get("number")
         if type(rank) is not int or rank not in range(self.num_ranks):
             raise ValueError(f"there is no rank {brief(rank)}")
-        member = None if number is None else self.members.get(number)
+        with self.condition:  # `join` must not create the model between the look for it and the note
+            member = None if number is None else self.members.get(number)
+            is_early = number is not None and member is None and number >= self._num_members
+            if is_early and kind in ("opens", "stops", "left"):
+                self._early[int(message["number"])].append(message)
         if number is not None and member is None:
-            if number >= self._num_members:
-                self._handle_early(kind, int(number), message)
+            if is_early and kind == "asks":  # so that a waiting rank learns that this one has not created the model
+                threads = (other.here.thread for other in list(self.members.values()))
+                thread = next(threads, threading.main_thread().ident or 0)
+                self.say("does", number=number, **faults.without_model(self.rank, thread))
         elif kind == "stops":
             self.latch(faults.fault_from(message), member)
         elif kind == "left":
             self._leaves_us(rank, faults.fault_from(message), member)
         elif member is not None:
             member.handle(kind, rank, message)
-
-    def _handle_early(self, kind: str, number: int, message: Message) -> None:
-        """Answers or keeps a message about a model that this rank has not created, so that a waiting rank learns that."""
-        if kind == "asks":
-            threads = (member.here.thread for member in list(self.members.values()))
-            thread = next(threads, threading.main_thread().ident or 0)
-            self.say("does", number=number, **faults.without_model(self.rank, thread))
-        elif kind in ("opens", "stops", "left"):
-            self._early[number].append(message)
 
     def _leaves_us(self, rank: int, fault: Fault, member: ModelMonitor | None) -> None:
         with self.condition:

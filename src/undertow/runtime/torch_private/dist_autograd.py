@@ -9,12 +9,6 @@ from torch import Tensor
 from undertow.runtime.torch_private import private
 
 
-def is_rpc_running() -> bool:
-    """Returns True if this process uses torch.distributed.rpc, which distributed autograd requires."""
-    rpc = sys.modules.get("torch.distributed.rpc.api")
-    return rpc is not None and bool(rpc._is_current_rpc_agent_set())
-
-
 class DistributedBackwards:
     """Calls `on_end(gradients by parameter index)` after such a backward has reached some of `params`, until `close`."""
 

@@ -269,6 +269,12 @@ def _trained(param: torch.Tensor) -> Iterator[None]:
         param.requires_grad_(is_trained)
 
 
+def is_rpc_running() -> bool:
+    """Returns True if this process uses torch.distributed.rpc, which distributed autograd requires."""
+    rpc = sys.modules.get("torch.distributed.rpc.api")
+    return rpc is not None and bool(rpc._is_current_rpc_agent_set())
+
+
 def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Returns the dtype of the tensor's gradient, which may differ from the tensor's dtype through `tensor.grad_dtype`."""
     return (getattr(tensor, "grad_dtype", None) or tensor.dtype) if tensor.is_leaf else tensor.dtype

@@ -92,6 +92,23 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> ModelMonitor:
     return Ring([], rank=1, num_ranks=2, wake=int).join(SyncConfig())
 
 
+def test_what_is_said_of_a_model_before_it_is_made_counts() -> None:
+    ring, fault = Ring([], rank=1, num_ranks=2, wake=int), faults.lost(0)
+    about: dict[str, Any] = {"from": 0, "number": 0}
+    for message in (
+        {"kind": "opens"},
+        {"kind": "left", **faults.left(0, None, 7).content()},
+        {"kind": "stops", **fault.content()},
+    ):
+        ring._handle({**about, **message})
+    member = ring.join(SyncConfig())
+    member.meet(0.0)  # the other rank is there
+    assert (member.fault, member.left, ring.fault) == (fault, {0: faults.left(0, None, 7)}, None)
+    later = ring.join(SyncConfig())
+    later.meet(0.0)
+    assert later.fault == faults.never_came([0], 0.0)
+
+
 # Words of gloo and the stores for a time that is over, and of the kernel for a connection that is lost.
 WORDS = {
     "[unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete": True,

@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from undertow.runtime.torch_private import amp as private_scaling
 from undertow.runtime.torch_private import private
-from undertow.runtime.torch_private.dist_autograd import is_rpc_running
 
 
 def ones(num: int = 2) -> torch.Tensor:
@@ -159,7 +158,7 @@ def test_a_hook_can_be_made_to_run_last() -> None:
 
 def test_rpc_and_the_profiler_are_seen_only_if_they_run() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert (private.is_profiling(), is_rpc_running()) == (True, False)
+        assert (private.is_profiling(), private.is_rpc_running()) == (True, False)
     assert not private.is_profiling()
 
 
