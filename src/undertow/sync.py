@@ -46,7 +46,7 @@ from undertow.runtime.step.sharded_steps import (
 from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.step.sweep import sweep
 from undertow.runtime.torch_private import private
-from undertow.runtime.torch_private.compile import cut_bytes, cut_graphs
+from undertow.runtime.torch_private.compile import cut_graphs
 from undertow.runtime.torch_private.module_hook import ModuleHook
 from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation
@@ -397,8 +397,13 @@ class GradientSync:
         self._forward_hooks = [
             self._module.register_forward_pre_hook(begins, prepend=True),
             self._module.register_forward_hook(ends, always_call=True),
-            *cut_graphs(self._module, lambda: cut_bytes(self.plan, num_ranks=self.num_ranks)),
+            *cut_graphs(self._module, self.cut_bytes),
         ]
+
+    @private.untraced
+    def cut_bytes(self) -> int:
+        """Returns the bucket size at which torch.compile cuts graphs of the module, or 0 if they stay whole."""
+        return self._engine.current_plan.now.compiled.cut_bytes
 
     def _attached_forward_begins(self) -> None:
         follows = None if self._config.buffers == "off" else 0
@@ -446,7 +451,7 @@ class GradientSync:
         """
         records = self._engine.recorder.records(generation=self._engine.current_plan.now.compiled.generation)
         num_skipped, one_graph = self._engine.checks.numbers.num_skipped, self._is_compiled or private.is_compiled(self._module)
-        one_graph = one_graph and self.num_ranks > 1 and not cut_bytes(self.plan, num_ranks=self.num_ranks)
+        one_graph = one_graph and self.num_ranks > 1 and not self.cut_bytes()
         report = summarize(records, self.plan, rank=self.rank, num_skipped=num_skipped, is_one_graph=one_graph)
         if show:
             print_report(report)

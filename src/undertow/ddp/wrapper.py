@@ -25,7 +25,6 @@ from undertow.errors import PhaseError, WrongType, require
 from undertow.plan import Plan
 from undertow.runtime.model.ignore import still_there
 from undertow.runtime.torch_private import private
-from undertow.runtime.torch_private.compile import cut_bytes
 from undertow.sync import GradientSync
 
 _Arguments = ParamSpec("_Arguments")
@@ -210,7 +209,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             inputs, kwargs = private.moved_to_device(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]))
         call = _call if self._precision is None else self._precision.call
         # torch.compile cuts graphs at the ends of buckets, so that a bucket is sent before the next graph's backward.
-        is_cut = cut_bytes(self.plan, num_ranks=self.sync.num_ranks)
+        is_cut = self.sync.cut_bytes()
         try:
             with self._inside_ddp_forward() if is_cut else nullcontext():
                 outputs = call(self.module, inputs, kwargs)

@@ -16,7 +16,18 @@ from undertow.runtime.execute.sharded_executor import ShardedExecutor
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import Sharding
-from undertow.schedule import DDP, OpKind, Releases, Schedule, lower_accumulation, lower_data_parallel, lower_in_backward, verify
+from undertow.runtime.torch_private.compile import cut_bytes
+from undertow.schedule import (
+    DDP,
+    OpKind,
+    Releases,
+    Schedule,
+    Strategy,
+    lower_accumulation,
+    lower_data_parallel,
+    lower_in_backward,
+    verify,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +57,6 @@ class CompiledPlan:
         self.params = tuple(params)
         self.strides = tuple(param.stride() for param in params)  # of this moment, as buckets are laid out
         self.reducer, self.sharding = reducer, sharding
-        self.strategy = DDP if sharding is None else sharding.strategy
         self.present = Present(
             plan=plan, generation=generation, has_shards=sharding is not None, steps_in_backward=self.in_backward is not None
         )
@@ -59,6 +69,15 @@ class CompiledPlan:
             self._follow(lower_in_backward(num_buckets, self.strategy))
         else:
             self.gather_in()
+
+    @property
+    def strategy(self) -> Strategy:
+        return DDP if self.sharding is None else self.sharding.strategy
+
+    @cached_property
+    def cut_bytes(self) -> int:
+        """The bucket size at which torch.compile cuts graphs, or 0 if they stay whole."""
+        return cut_bytes(self.plan)
 
     @property
     def in_backward(self) -> StepsInBackward | None:

@@ -15,11 +15,10 @@ from undertow.runtime.torch_private.module_hook import ModuleHook
 _LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no smaller graphs
 
 
-@private.untraced
-def cut_bytes(plan: Plan, *, num_ranks: int) -> int:
+def cut_bytes(plan: Plan) -> int:
     """Returns the bucket size at which graphs are cut, or 0 if they stay whole."""
     largest = max((bucket.num_bytes for bucket in plan.buckets), default=0)
-    return largest if num_ranks > 1 and largest >= _LEAST_CUT_BYTES else 0
+    return largest if plan.num_ranks > 1 and largest >= _LEAST_CUT_BYTES else 0
 
 
 def cut_graphs(module: nn.Module, size: Callable[[], int]) -> list[RemovableHandle]:
