@@ -20,8 +20,6 @@ from undertow.config import SyncConfig
 from undertow.errors import PhaseError
 from undertow.plan import Plan
 from undertow.profile import Profile
-from undertow.report.explain import print_explanation
-from undertow.report.terminal import print_report
 from undertow.runtime.comm.broadcast import average_buffers, broadcast_buffers, broadcast_in_place
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import GroupRef, OwnGroup
@@ -416,30 +414,24 @@ class GradientSync:
         if not self._engine.is_closed and is_outermost_forward():
             self._recorder.forward_ends()
 
-    def report(self, *, show: bool = True) -> StepReport:
-        """Returns the times of the last steps on this rank, and prints them if `show` is true; never communicates."""
+    def report(self) -> StepReport:
+        """Returns the times of the last steps on this rank; `print` shows them as tables. Never communicates."""
         records = self._recorder.records(generation=self._engine.generation)
         num_skipped, one_graph = self._engine.checks.numbers.num_skipped, self._is_compiled or private.is_compiled(self._module)
         one_graph = one_graph and self.num_ranks > 1 and not cut_bytes(self.plan, num_ranks=self.num_ranks)
-        report = summarize(records, self.plan, rank=self.rank, num_skipped=num_skipped, is_one_graph=one_graph)
-        if show:
-            print_report(report)
-        return report
+        return summarize(records, self.plan, rank=self.rank, num_skipped=num_skipped, is_one_graph=one_graph)
 
     def traces(self) -> tuple[Trace, ...]:
         """Returns the traces of the recorded steps that ran under the current plan, oldest first."""
         return tuple(record.trace() for record in self._recorder.records(generation=self._engine.generation))
 
-    def explain(self, *, show: bool = True) -> Explanation:
-        """Returns, and prints if `show` is true, the reasons for the plan: its time, the limit, other plans, and all decisions.
+    def explain(self) -> Explanation:
+        """Returns the reasons for the plan: its time, the limit, other plans, and all decisions; `print` shows them.
 
         Never communicates: a single rank may call it. The decisions are the same on all ranks.
         """
         current_plan = self._engine.current_plan
-        explanation = explanation_of(current_plan.watch, current_plan.compiled, self._config)
-        if show:
-            print_explanation(explanation)
-        return explanation
+        return explanation_of(current_plan.watch, current_plan.compiled, self._config)
 
     def profile(self) -> Profile:
         """Returns all measurements that planning and simulation need; never communicates.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -168,22 +168,13 @@ class SyncWithExperts(GradientSync):
         for expert in self.experts:
             expert.forward_ends()
 
-    def report(self, *, show: bool = True) -> StepReport:
-        """Reports where the time of the last steps went; prints it for the dense parameters and each group of experts.
+    def report(self) -> StepReport:
+        """Returns where the time of the last steps went, for the dense parameters; its `experts` are the groups' reports."""
+        return dataclasses.replace(super().report(), experts={name: it.report() for name, it in self._named_experts()})
 
-        The returned report is for the dense parameters; `experts[0].report()` returns the first group's.
-        """
-        report = super().report(show=show)
-        if show:
-            self._show_each_group(lambda expert: expert.report())
-        return report
-
-    def explain(self, *, show: bool = True) -> Explanation:
-        """Explains the plans; prints the dense parameters' first, and returns it."""
-        explanation = super().explain(show=show)
-        if show:
-            self._show_each_group(lambda expert: expert.explain())
-        return explanation
+    def explain(self) -> Explanation:
+        """Returns the reasons for the dense parameters' plan; its `experts` are the groups' explanations."""
+        return dataclasses.replace(super().explain(), experts={name: it.explain() for name, it in self._named_experts()})
 
     def measure_network(self) -> None:
         """Sends messages of many sizes over each group in turn; a collective call between steps."""
@@ -195,10 +186,9 @@ class SyncWithExperts(GradientSync):
         """Removes everything from the module and destroys Undertow's process groups, once."""
         all_of(super().close, *(expert.close for expert in self.experts))
 
-    def _show_each_group(self, show: Callable[[GradientSync], object]) -> None:
-        for group, expert in zip(self._groups, self.experts, strict=True):
-            print(f"\nExperts {group.match!r}, ranks {', '.join(map(str, group.process_group.ranks))}:")
-            show(expert)
+    def _named_experts(self) -> Iterator[tuple[str, GradientSync]]:
+        names = (f"{group.match!r}, ranks {', '.join(map(str, group.process_group.ranks))}" for group in self._groups)
+        return zip(names, self.experts, strict=True)
 
 
 class _Matching:

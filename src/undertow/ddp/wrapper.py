@@ -227,17 +227,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Copies rank 0's parameters and buffers to every rank; a collective call."""
         self.sync.broadcast_parameters()
 
-    def report(self, *, show: bool = True) -> StepReport:
-        """Reports where the time of the last steps went on this rank; does not communicate."""
-        return self.sync.report(show=show)
+    def report(self) -> StepReport:
+        """Returns where the time of the last steps went on this rank; `print` shows it. Does not communicate."""
+        return self.sync.report()
 
     def traces(self) -> tuple[Trace, ...]:
         """Returns the traces of the recorded steps, oldest first."""
         return self.sync.traces()
 
-    def explain(self, *, show: bool = True) -> Explanation:
-        """Explains the plan and the effect of other buckets; does not communicate."""
-        return self.sync.explain(show=show)
+    def explain(self) -> Explanation:
+        """Returns the reasons for the plan and the effect of other buckets; `print` shows them. Does not communicate."""
+        return self.sync.explain()
 
     def profile(self) -> Profile:
         """Returns the measurements of the model and the network; does not communicate."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 COMPUTE = "compute"
 
@@ -43,3 +44,7 @@ class Trace:
     @property
     def communication(self) -> tuple[Event, ...]:
         return tuple(event for event in self.events if event.lane != COMPUTE)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the trace as plain values, ready for JSON."""
+        return asdict(self)
