@@ -33,7 +33,9 @@ def cell(text: str) -> Text:
 
 def with_experts(parts: Iterable[RenderableType], experts: Mapping[str, Shown]) -> Group:
     """Returns the parts, and below them the values of the groups of experts under their names."""
-    groups = ((cell(""), cell(f"Experts {name}:"), shown) for name, shown in experts.items())
+    groups: Iterable[tuple[RenderableType, ...]] = (
+        (cell(""), cell(f"Experts {name}:"), shown) for name, shown in experts.items()
+    )
     return Group(*parts, *chain.from_iterable(groups))
 
 

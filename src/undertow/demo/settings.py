@@ -102,12 +102,8 @@ def load_corpus(path: Path | None = None) -> bytes:
 
 
 def _standard_library() -> bytes:
-    text = bytearray()
-    for module in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text += module.read_bytes()
-        if len(text) >= _MAX_BYTES:
-            break
-    return bytes(text[:_MAX_BYTES])
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return b"".join(module.read_bytes() for module in modules)[:_MAX_BYTES]
 
 
 def _file(path: Path) -> bytes:

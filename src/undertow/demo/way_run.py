@@ -110,11 +110,11 @@ class WayRun:
         self._wrapped = wrapped
         self._called: nn.Module = nn.parallel.DistributedDataParallel(model) if way is Way.TORCH_DDP else wrapped or model
         self._sharded = wrapped if way in (Way.ZERO1, Way.ZERO2) else None
-        self._optimizer: torch.optim.Optimizer
-        if self._sharded is None:
-            self._optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW)
-        else:
-            self._optimizer = ShardedOptimizer(torch.optim.AdamW, self._sharded, **_ADAMW)
+        self._optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(model.parameters(), **_ADAMW)
+            if self._sharded is None
+            else ShardedOptimizer(torch.optim.AdamW, self._sharded, **_ADAMW)
+        )
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -251,5 +251,4 @@ def _ops_and_waits(times: StepTimes, transfers: Sequence[Transfer], recorded: Tr
     for op in (event for event in shifted if event.lane != "compute"):  # in the order in which they end
         own = [message for message in messages if ended_us < message.stop_us <= op.stop_us]
         ended_us = op.stop_us
-        span = {"start_us": min(it.start_us for it in own), "stop_us": max(it.stop_us for it in own)} if own else {}
-        yield replace(op, **span)
+        yield replace(op, start_us=min(it.start_us for it in own), stop_us=max(it.stop_us for it in own)) if own else op

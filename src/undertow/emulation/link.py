@@ -62,7 +62,7 @@ def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLi
     try:
         yield emulated
     finally:
-        left, groups = tuple(groups), None
+        left, groups = tuple(groups or ()), None
         for group in left:
             group.shutdown()
 

@@ -127,7 +127,7 @@ def summarize(
     - `is_one_graph`: True if the model is compiled as a whole.
     """
     splits = [_split(record) for record in records]
-    times = {name: _median(splits, name) for name in (field.name for field in dataclasses.fields(_Split))}
+    times: dict[str, Any] = {of_step.name: _median(splits, of_step.name) for of_step in dataclasses.fields(_Split)}
     # Times that are parts of others are computed from the medians, so that the lines of the report add up.
     communication_ms, exposed_ms = times["communication_ms"], times["exposed_ms"]
     busy = tuple(median(times) for times in zip(*(record.busy_ms for record in records), strict=True))
