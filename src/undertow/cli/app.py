@@ -72,7 +72,7 @@ def demo(  # noqa: PLR0913  # one argument per option
     ] = "ddp",
 ) -> None:
     """Converts options to settings; the decorator has the help text."""
-    # Not at the top: it imports torch, which the other commands do not need.
+    # Not at the top: the other commands do not need it.
     from undertow.demo import DemoSettings, run_demo
 
     settings = DemoSettings(num_ranks=nproc, link=link, text=text, num_steps=steps, out=out, seed=seed, strategy=strategy)

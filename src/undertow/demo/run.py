@@ -2,8 +2,9 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -91,12 +92,11 @@ def _train(settings: DemoSettings, corpus: bytes, console: Console) -> _Results:
     return {way: [of_ranks[rank] for rank in sorted(of_ranks)] for way, of_ranks in results.items()}
 
 
-def _run_rank(*arguments: object) -> None:
+def _run_rank(*arguments: Any) -> None:
     # Imported in the ranks only: the parent process does not need torch.
     from undertow.demo.rank import run_rank
 
-    entry: Callable[..., None] = run_rank
-    entry(*arguments)
+    run_rank(*arguments)
 
 
 def _wire_s(settings: DemoSettings, num_bytes: int) -> float:
