@@ -113,7 +113,7 @@ def _measure(rank: int, group: dist.ProcessGroup, emulated: EmulatedLink, num_st
         for name, run_step in steps.items():
             _time_step(run_step, times[name], emulated, torch.full((1,), rank + 1.0))
         if step == 0:
-            first_overlap = wrapped.report(show=False).overlap
+            first_overlap = wrapped.report().overlap
             _require_equal(naive, ours, is_exact=group.size() == 2)
     wrapped.sync.forward_begins()  # completes the last step's record
     recorder, plan = wrapped.sync._recorder, wrapped.plan

@@ -49,7 +49,7 @@ def measure_rank(rank: int, num_ranks: int) -> Row:
                 with _timed(adopting_s if wrapped is tuned else []):
                     times.append(_step_s(wrapped, x))
             num_buckets.append(len(tuned.plan.buckets))
-        decisions = tuned.explain(show=False).decisions
+        decisions = tuned.explain().decisions
         for wrapped in (tuned, untuned):
             wrapped.close()
         dist.destroy_process_group(group)

@@ -68,7 +68,7 @@ def main() -> None:
             print(f"step {step:3d}  loss {loss.item():.3f}  unused here: {', '.join(model.unused_parameters)}")
 
     if dist.get_rank() == 0:
-        model.report()
+        print(model.report())
     model.close()
     dist.destroy_process_group()
 

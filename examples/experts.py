@@ -70,7 +70,8 @@ def main() -> None:
         optimizer.step()
         if rank == 0 and step % 20 == 0:
             print(f"step {step:3d}  loss {loss.item():.3f}  gradient norm {norm.item():.3f}")
-    sync.report(show=rank == 0)
+    if rank == 0:
+        print(sync.report())
     sync.close()
     dist.destroy_process_group()
 

@@ -85,7 +85,7 @@ def main() -> None:
             print(f"step {step:3d}  gradient norm {norm.item():.2f}  loss {loss.item() * NUM_MICRO_BATCHES:.3f}")
 
     if dist.get_rank() == 0:
-        model.report()
+        print(model.report())
     model.close()
     dist.destroy_process_group()
 

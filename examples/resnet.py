@@ -76,7 +76,7 @@ def main() -> None:
         with torch.no_grad():
             is_right = model(images.to(device)).argmax(dim=1) == classes.to(device)
         print(f"right on {is_right.float().mean():.0%} of new images")
-        model.report()
+        print(model.report())
     model.close()
     dist.destroy_process_group()
 

@@ -32,7 +32,7 @@ def main() -> None:
             print(f"step {step:3d}  loss {loss.item():.3f}")
 
     if dist.get_rank() == 0:
-        model.report()  # where the time of a step went; prints tables, never communicates
+        print(model.report())  # where the time of a step went, as tables; never communicates
     model.close()
     dist.destroy_process_group()
 

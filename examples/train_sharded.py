@@ -33,7 +33,7 @@ def main() -> None:
         with torch.no_grad():
             print(f"loss of new data: {loss_of(model.eval(), torch.randn(256, 512, generator=random)).item():.3f}")
         torch.save({"model": model.module.state_dict(), "optimizer": state}, "checkpoint.pt")
-        model.report()
+        print(model.report())
     model.close()
     dist.destroy_process_group()
 

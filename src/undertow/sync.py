@@ -21,8 +21,6 @@ from undertow.config import SyncConfig
 from undertow.errors import PhaseError
 from undertow.plan import Plan
 from undertow.profile import Profile
-from undertow.report.explain import print_explanation
-from undertow.report.terminal import print_report
 from undertow.runtime.comm.broadcast import average_buffers, broadcast_buffers, broadcast_in_place
 from undertow.runtime.comm.comm_hook import CommHook, no_hook_with_sums
 from undertow.runtime.comm.group import GroupRef, OwnGroup
@@ -444,40 +442,30 @@ class GradientSync:
         for expert in self.experts:
             expert.forward_ends()
 
-    def report(self, *, show: bool = True) -> StepReport:
-        """Returns the times of the last steps on this rank, and prints them if `show` is true; never communicates.
+    def report(self) -> StepReport:
+        """Returns the times of the last steps on this rank; `print` shows them as tables. Never communicates.
 
-        The returned report is for the dense parameters; `experts[0].report()` returns the report of the first group of experts.
+        They are those of the dense parameters; `experts` has the reports of the groups of experts.
         """
         records = self._engine.recorder.records(generation=self._engine.current_plan.now.compiled.generation)
         num_skipped, one_graph = self._engine.checks.numbers.num_skipped, self._is_compiled or private.is_compiled(self._module)
         one_graph = one_graph and self.num_ranks > 1 and not self.cut_bytes()
         report = summarize(records, self.plan, rank=self.rank, num_skipped=num_skipped, is_one_graph=one_graph)
-        if show:
-            print_report(report)
-            for name, expert in self._named_experts():
-                print(f"\nExperts {name}:")
-                expert.report()
-        return report
+        return dataclasses.replace(report, experts={name: expert.report() for name, expert in self._named_experts()})
 
     def traces(self) -> tuple[Trace, ...]:
         """Returns the traces of the recorded steps that ran under the current plan, oldest first."""
         generation = self._engine.current_plan.now.compiled.generation
         return tuple(record.trace() for record in self._engine.recorder.records(generation=generation))
 
-    def explain(self, *, show: bool = True) -> Explanation:
-        """Returns, and prints if `show` is true, the reasons for the plan: its time, the limit, other plans, and all decisions.
+    def explain(self) -> Explanation:
+        """Returns the reasons for the plan: its time, the limit, other plans, and all decisions; `print` shows them.
 
         Never communicates: a single rank may call it. The decisions are the same on all ranks.
         """
         now = self._engine.current_plan.now
         explanation = explanation_of(now.hooks, now.compiled, self._config)
-        if show:
-            print_explanation(explanation)
-            for name, expert in self._named_experts():
-                print(f"\nExperts {name}:")
-                expert.explain()
-        return explanation
+        return dataclasses.replace(explanation, experts={name: expert.explain() for name, expert in self._named_experts()})
 
     def _named_experts(self) -> Iterator[tuple[str, GradientSync]]:
         """Yields the groups of experts, each with its name for users."""

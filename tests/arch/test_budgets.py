@@ -31,7 +31,8 @@ BUDGETS = {
 }
 # Of English that is written by a rule of another language: docs and texts say it in fewer words.
 TRANSLATED = re.compile(
-    r"\bbut for\b|\bin place of\b|\b(that|those) of\b|\bof (ours|its own|their own)\b|\b(is|are) (none|no)\b|\bno number\b|\bbehind\b"
+    r"\bbut for\b|\bin place of\b|\b(that|those) of\b|\bof (ours|its own|their own)\b|\b(is|are) (none|no)\b"
+    r"|\bno number\b|\bbehind\b"
     r"|\bWhoever\b|\bWho |^\s*(\"\"\")?(What|Of) |\botherwise than\b|\bas ever\b|\bto the bit\b|\bis over\b|\b(is|are) through\b",
     re.MULTILINE,
 )

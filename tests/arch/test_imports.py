@@ -21,6 +21,7 @@ PROFILE = str(ROOT / "examples" / "profiles" / "gpt2.json")
 PURE = [
     "undertow",
     "undertow.foreign",
+    "undertow.shown",
     "undertow.errors",
     "undertow.config",
     "undertow.cost",

@@ -24,8 +24,8 @@ from support.models import CASES, mlp, noise
 from support.naive import TIMEOUT_S, groups_of, naive_mean, wrapped
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel
-from undertow.demo.corpus import load_corpus
 from undertow.demo.model import Gpt, GptShape
+from undertow.demo.settings import load_corpus
 from undertow.errors import PlanMismatch, WrongType
 
 with warnings.catch_warnings():
@@ -198,7 +198,7 @@ def test_a_hook_reduces_sparse_gradients_too() -> None:
             steps=range(4),
             mean=mean_of_dense,
         )
-        assert ddp.report(show=False).communication_ms > 0
+        assert ddp.report().communication_ms > 0
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
@@ -398,7 +398,7 @@ def test_the_bytes_that_a_hook_sends_are_not_told(name: str) -> None:
         for step in range(3):
             MLP.loss(ddp, step).backward()
         expected = [bucket.wire_bytes if name == "none" else 0 for bucket in ddp.plan.buckets]
-        report, trace = ddp.report(show=False), ddp.traces()[-1]
+        report, trace = ddp.report(), ddp.traces()[-1]
     assert ([bucket.sent_bytes for bucket in report.buckets], report.sent_bytes) == (expected, sum(expected))
     assert [event.num_bytes for event in trace.communication] == expected
 

@@ -311,7 +311,7 @@ def test_graphs_are_cut_where_buckets_end_and_a_small_model_is_one(
     for step in range(3):
         log.clear()
         backward_alike(run, bare, partial(loss, width=width), steps=[step])
-    assert ddp.report(show=False).is_one_graph == (width < WIDTH)
+    assert ddp.report().is_one_graph == (width < WIDTH)
     ddp.close()
     assert (of_all_ranks(log), log.count("backward")) == ([log] * 2, NUM_LAYERS if width == WIDTH else 1)
     if width == WIDTH:

@@ -229,10 +229,12 @@ def test_experts_have_buckets_a_process_group_and_a_report_of_their_own() -> Non
         assert experts.own_group.process_group is not experts.process_group
         for step in range(3):
             loss(ddp, step).backward()
-        ddp.report()
-        ddp.explain()
-        assert min(ddp.report(show=False).num_steps, experts.report(show=False).num_steps) > 0
-        assert len(experts.explain(show=False).bucket_mb) > 0
+        name = f"{MATCH!r}, ranks {dist.get_rank() % 2}, {dist.get_rank() % 2 + 2}"
+        report, explanation = ddp.report(), ddp.explain()
+        assert (report.experts, explanation.experts) == ({name: experts.report()}, {name: experts.explain()})
+        assert min(report.num_steps, experts.report().num_steps) > 0
+        assert len(experts.explain().bucket_mb) > 0
+        assert [str(shown).count(f"Experts {name}:\n") for shown in (report, explanation)] == [1, 1]
 
 
 @in_ranks(4)

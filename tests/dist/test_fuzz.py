@@ -29,8 +29,8 @@ from support.inside import hearing_rank
 from support.mutations import mutate_checkpoint, mutated_bytes, mutated_json
 from support.ranks import in_ranks
 from undertow import CheckpointError, SyncConfig, load_checkpoint, save_checkpoint
-from undertow.cli.network import NetworkOptions
-from undertow.cli.plan import PlanRequest, show_plan
+from undertow.cli.plan import show_plan
+from undertow.cli.what_if import NetworkOptions
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Piece, Plan, plan_from_groups
 from undertow.profile import Profile, profile_from_json
@@ -155,13 +155,10 @@ def shown(text: str, folder: Path) -> None:
     """As `undertow plan` shows it."""
     path = folder / "model.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape" if "\udcff" in text else "surrogatepass"))
-    network = NetworkOptions()
-    request = PlanRequest(
-        file=path, strategy=None, num_ranks=None, bucket_cap_mb=None, has_overlap=True, is_accumulation=False, network=network
-    )
+    options = {"strategy": None, "num_ranks": None, "bucket_cap_mb": None, "has_overlap": True, "is_accumulation": False}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), watch().only_reading(folder):
-        show_plan(request)
+        show_plan(path, **options, network=NetworkOptions())
     assert printed.getvalue().replace("\n", "").isprintable()
 
 

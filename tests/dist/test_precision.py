@@ -260,7 +260,7 @@ def test_sixteen_bits_halve_the_bytes(strategy: str) -> None:
     for wire in (None, "bfloat16"):
         with training(nn.Linear(512, 512), strategy, "SGD", wire_dtype=wire) as (ddp, opt):
             train(ddp, opt, lambda model, step: model(noise(3, 512, step=step)).square().mean())
-            sent[wire] = ddp.report(show=False).sent_bytes
+            sent[wire] = ddp.report().sent_bytes
     ratio = sent["bfloat16"] / sent[None]
     print(f"bytes {sent}: ratio {ratio:.4f}", flush=True)  # shown by -rP, for docs/concepts.md
     # A megabyte of gradients; of shards the trailer, some hundred elements, stays as it is.

@@ -426,13 +426,13 @@ def test_a_copy_has_the_mesh() -> None:
 @in_ranks(4)
 def test_the_plan_follows_what_is_measured_and_says_so() -> None:
     with stepped(14, "hybrid", "AdamW") as (ddp, _):
-        explanation = ddp.explain(show=False)
+        explanation = ddp.explain()
         assert explanation.strategy == "hybrid"
         assert explanation.why.startswith(("planned from what was measured", "sizes follow from the size of the model"))
         profile = ddp.sync.profile()
         assert (profile.strategy, profile.num_ranks) == ("hybrid", 4)
         assert profile.curves.keys() == {"reduce_scatter", "all_gather"}  # that of a reduction is of both axes
-        assert len(ddp.report(show=False).buckets) == len(ddp.plan.buckets)
+        assert len(ddp.report().buckets) == len(ddp.plan.buckets)
         *_, last = records_of(ddp)
         assert len(last.busy_ms) == 4
         assert min(last.busy_ms) > 0  # by trailer, from both rows

@@ -102,7 +102,7 @@ def test_a_plan_that_was_asked_for_stays(name: str) -> None:
             for step in range(2 * ONE_LOOK):
                 train(ddp, opt, MLP.loss, steps=[step])
                 plans.append(ddp.plan.fingerprint)
-            assert (len(set(plans[name != HOOK :])), ddp.explain(show=False).why) == (1, why)
+            assert (len(set(plans[name != HOOK :])), ddp.explain().why) == (1, why)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -165,7 +165,7 @@ def test_a_profile_has_the_times_of_the_slowest_rank(tmp_path: Path) -> None:
         if dist.get_rank() == 0:  # alone: nothing of this communicates
             ddp.save_profile(tmp_path / "0.json")
             assert profile_from_file(tmp_path / "0.json") == ddp.profile()
-            ddp.explain(show=False)
+            ddp.explain()
         profile = ddp.profile()
     assert of_all_ranks(profile.ready_us) == [profile.ready_us] * 2
     # Each layer pauses on the slower rank, behind the layer after it; sleeps never end early.
@@ -192,7 +192,7 @@ def test_a_rank_alone_has_a_profile_too() -> None:
 def test_every_decision_is_explained_on_every_rank_alike(strategy: str) -> None:
     with training(Timed(numel=100_000, pause_s=0.001, num_layers=24), strategy, "SGD") as (ddp, opt):
         train(ddp, opt, loss_of_timed, steps=range(3 * ONE_LOOK))
-        explanation = ddp.explain(show=False)
+        explanation = ddp.explain()
     # By the same costs nothing is through before the limit, and the best plan is no worse than this one.
     assert explanation.limit_ms <= explanation.best_ms <= explanation.predicted_ms * 1.002
     told = [explanation.why, *explanation.decisions]

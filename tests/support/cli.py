@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from support.project import ROOT
 from support.strategies import spec
-from undertow.cli.network import NetworkOptions
-from undertow.cli.what_if import WhatIf
+from undertow.cli.what_if import NetworkOptions, WhatIf
 from undertow.cost import CostCurve
 from undertow.profile import Profile
 from undertow.schedule import STRATEGIES

@@ -1,7 +1,6 @@
 """Records of steps whose times are known, and the plan they are of."""
 
 import io
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +42,7 @@ def report(*records: StepRecord, **how: Any) -> StepReport:
     return summarize(records, two_buckets(), **{"rank": 0, **how})
 
 
-def printed(show: Callable[..., object], *given: object, width: int = 200) -> str:
+def printed(shown: object, *, width: int = 200) -> str:
     file = io.StringIO()
-    show(*given, Console(file=file, width=width))
+    Console(file=file, width=width).print(shown)
     return file.getvalue()

@@ -11,7 +11,7 @@ import pytest
 
 from support.cli import Undertow
 from support.errors import refusal
-from support.records import printed, record
+from support.records import record
 from support.strategies import spec
 from undertow import ConfigError, SyncConfig, UndertowError, errors
 from undertow.cost import CostCurve
@@ -19,8 +19,6 @@ from undertow.foreign import MOST_LEVELS, parsed_json, printable, printable_line
 from undertow.plan import ParamSpec, Plan, plan_from_groups
 from undertow.profile import Profile, profile_from_file, profile_from_json
 from undertow.profile.profile import source_from_file
-from undertow.report.explain import print_explanation
-from undertow.report.terminal import print_report
 from undertow.report.timeline import save_timeline
 from undertow.trace import Event, Trace, summarize
 from undertow.tune import Explanation
@@ -208,11 +206,11 @@ def profile_of(name: str) -> Profile:
     "show",
     [
         pytest.param(
-            lambda name: printed(print_report, summarize([record(buckets=record().buckets[:1])], plan_of(name), rank=0)),
+            lambda name: str(summarize([record(buckets=record().buckets[:1])], plan_of(name), rank=0)),
             id="a report",
         ),
         pytest.param(
-            lambda name: printed(print_explanation, Explanation(num_ranks=2, strategy="ddp", bucket_mb=(1.0,), why=name)),
+            lambda name: str(Explanation(num_ranks=2, strategy="ddp", bucket_mb=(1.0,), why=name)),
             id="an explanation",
         ),
         pytest.param(

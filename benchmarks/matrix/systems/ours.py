@@ -15,12 +15,12 @@ class Ours(PlainSystem):
     wrapped: DistributedDataParallel
 
     def facts(self) -> Mapping[str, Any]:
-        report = self.wrapped.report(show=False)
+        report = self.wrapped.report()
         return {
             **super().facts(),
             "collectives": len(report.buckets),
             "version": version("undertow"),
-            "decisions": list(self.wrapped.explain(show=False).decisions),
+            "decisions": list(self.wrapped.explain().decisions),
             "profile": self._profile(),
             "buckets": [
                 [b.num_bytes, round(b.ready_ms, 2), round(b.launched_ms, 2), round(b.done_ms, 2)] for b in report.buckets

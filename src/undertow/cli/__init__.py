@@ -1,22 +1,28 @@
 """The command `undertow`."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 
+from rich.console import Console
+from rich.text import Text
+
+from undertow.errors import UndertowError
+
 __all__ = ["main"]
 
-_INTERRUPTED = 130  # exit code that shells expect of a process ended by Ctrl-C
+_CANNOT_WORK, _INTERRUPTED = 2, 130  # exit codes; shells expect the second of a process ended by Ctrl-C
 
 
 def main() -> None:
-    """Runs the command."""
+    """Runs the command; an UndertowError prints its text and exits with code 2, without a traceback."""
     if importlib.util.find_spec("typer") is None:
         sys.exit('The command needs typer, which is not installed.\n  Install it with: pip install "undertow[cli]"')
     try:
-        from undertow.cli.app import run
+        from undertow.cli.app import app
 
-        run()
+        app()
+    except UndertowError as error:
+        Console(stderr=True).print(Text.assemble(("Error:", "bold red"), " ", (str(error), "red")), soft_wrap=True)
+        sys.exit(_CANNOT_WORK)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)

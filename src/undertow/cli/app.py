@@ -1,27 +1,17 @@
 """Defines the commands and their options."""
 
-from __future__ import annotations
-
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from undertow import __version__
-from undertow.cli.network import NetworkOptions
-from undertow.cli.plan import PlanRequest, show_plan
-from undertow.cli.simulate import SimulateRequest, show_simulation
+from undertow.cli.plan import show_plan
+from undertow.cli.simulate import show_simulation
+from undertow.cli.what_if import NetworkOptions
 from undertow.cost import NODE_LINK
-from undertow.errors import UndertowError
 from undertow.plan.layout import ITEMSIZES
 from undertow.simulate import Conditions
-
-__all__ = ["app", "run"]
-
-_CANNOT_WORK = 2
 
 _Link = Annotated[
     str | None,
@@ -43,15 +33,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-def run() -> None:
-    """Runs the command line; an UndertowError prints its text and exits with code 2, without a traceback."""
-    try:
-        app()
-    except UndertowError as error:
-        Console(stderr=True).print(Text.assemble(("Error:", "bold red"), " ", (str(error), "red")), soft_wrap=True)
-        sys.exit(_CANNOT_WORK)
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -91,7 +72,7 @@ def demo(  # noqa: PLR0913  # one argument per option
     ] = "ddp",
 ) -> None:
     """Converts options to settings; the decorator has the help text."""
-    # Not at the top: it imports torch, which the other commands do not need.
+    # Not at the top: the other commands do not need it.
     from undertow.demo import DemoSettings, run_demo
 
     settings = DemoSettings(num_ranks=nproc, link=link, text=text, num_steps=steps, out=out, seed=seed, strategy=strategy)
@@ -136,9 +117,9 @@ def plan(  # noqa: PLR0913  # one argument per option
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
 ) -> None:
-    """Converts options to a request; the decorator has the help text."""
-    request = PlanRequest(
-        file=file,
+    """Hands the options over; the decorator has the help text."""
+    show_plan(
+        file,
         strategy=strategy,
         num_ranks=ranks,
         bucket_cap_mb=bucket_cap_mb,
@@ -146,7 +127,6 @@ def plan(  # noqa: PLR0913  # one argument per option
         is_accumulation=accumulation,
         network=NetworkOptions(link=link, per_node=per_node, node_link=node_link),
     )
-    show_plan(request)
 
 
 @app.command(
@@ -184,9 +164,9 @@ def simulate(  # noqa: PLR0913  # one argument per option
     sweep: Annotated[str | None, typer.Option(help='Vary "ranks", "bandwidth" or "bucket".', show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
 ) -> None:
-    """Converts options to a request; the decorator has the help text."""
-    request = SimulateRequest(
-        file=profile,
+    """Hands the options over; the decorator has the help text."""
+    show_simulation(
+        profile,
         strategy=strategy,
         num_ranks=ranks,
         network=NetworkOptions(link=link, per_node=per_node, node_link=node_link),
@@ -194,4 +174,3 @@ def simulate(  # noqa: PLR0913  # one argument per option
         sweep=sweep,
         out=out,
     )
-    show_simulation(request)

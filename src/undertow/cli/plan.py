@@ -1,75 +1,77 @@
 """Implements `undertow plan`; imports torch only for the demo's model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Column, Table
 
-from undertow.cli.network import NetworkOptions
-from undertow.cli.what_if import WhatIf
+from undertow.cli.what_if import NetworkOptions, WhatIf, require_rank
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Plan, first_plan, plan_from_groups, plan_in_order
 from undertow.profile import Profile
 from undertow.profile.profile import source_from_file
 from undertow.report.comparison import print_outcomes
-from undertow.report.plan import print_plan
-from undertow.report.shown import print_line
-from undertow.schedule import Schedule, Strategy, lower_accumulation, lower_data_parallel, strategy_named, verify
+from undertow.schedule import OpKind, Strategy, lower_accumulation, lower_data_parallel, strategy_named, verify
+from undertow.shown import cell, print_line
 from undertow.simulate import Conditions
-
-__all__ = ["PlanRequest", "plan_from_source", "show_plan"]
 
 _NUM_RANKS = 2  # of a plan if the number of ranks is not given
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """The options of the command. Raises ConfigError for options that cannot be combined."""
+def show_plan(  # noqa: PLR0913  # one argument per option
+    file: Path | None,
+    *,
+    strategy: str | None,
+    num_ranks: int | None,
+    bucket_cap_mb: float | None,
+    has_overlap: bool,
+    is_accumulation: bool,
+    network: NetworkOptions,
+) -> None:
+    """Prints the requested buckets and schedule, and for a profile the time of a step.
 
-    file: Path | None
-    strategy: str | None  # None: the profile's strategy, else ddp
-    num_ranks: int | None
-    bucket_cap_mb: float | None
-    has_overlap: bool
-    is_accumulation: bool
-    network: NetworkOptions
-
-    def __post_init__(self) -> None:
-        if self.num_ranks is not None and self.num_ranks < 1:
-            raise ConfigError(
-                f"a plan is for one rank or more, got --ranks {self.num_ranks}.",
-                where="undertow plan",
-                remedy="Give one or more, or leave it out.",
-            )
-        if self.is_accumulation and not self.has_overlap:
-            raise ConfigError(
-                "--accumulation and --no-overlap cannot go together.",
-                where="undertow plan",
-                remedy="Leave one of them out: a backward that only accumulates has one schedule.",
-            )
-
-
-def show_plan(request: PlanRequest) -> None:
-    """Prints the requested buckets and schedule, and for a profile the time of a step."""
-    source = _demo_parameters() if request.file is None else source_from_file(request.file)
+    Without `file` they are of the demo's model. Raises ConfigError for options that cannot be combined.
+    """
+    require_rank(num_ranks, of="a plan is for", where="undertow plan")
+    if is_accumulation and not has_overlap:
+        raise ConfigError(
+            "--accumulation and --no-overlap cannot go together.",
+            where="undertow plan",
+            remedy="Leave one of them out: a backward that only accumulates has one schedule.",
+        )
+    source, what_if = _demo_parameters() if file is None else source_from_file(file), None
     if isinstance(source, Profile):
-        _show_plan_of_profile(request, source)
-        return
-    strategy = strategy_named(request.strategy)
-    if request.network.link is not None:
+        what_if = WhatIf.of(source, strategy, num_ranks, network, Conditions(overlap=has_overlap))
+        chosen, measured = what_if.strategy, what_if.network  # refused before anything is printed
+        plan = _plan_of_profile(what_if, bucket_cap_mb)
+    elif network.link is not None:
         raise ConfigError(
             "--link says what a step takes, which needs a profile.",
-            where=f"{request.file or 'the model of undertow demo'} has no times",
+            where=f"{file or 'the model of undertow demo'} has no times",
             remedy="Give a profile that save_profile() has written, or leave --link, --per-node and --node-link out.",
         )
-    plan = plan_from_source(
-        source, num_ranks=request.num_ranks, bucket_cap_mb=request.bucket_cap_mb, splits=strategy.gather is not None
-    )
-    print_plan(plan, strategy, _schedule(plan, strategy, request))
+    else:
+        chosen = strategy_named(strategy)
+        plan = plan_from_source(source, num_ranks=num_ranks, bucket_cap_mb=bucket_cap_mb, splits=chosen.gather is not None)
+    num_nodes = None if network.per_node is None else plan.num_ranks // min(network.per_node, plan.num_ranks)
+    if is_accumulation:
+        schedule = lower_accumulation(len(plan.buckets), chosen)
+    else:
+        schedule = lower_data_parallel(len(plan.buckets), chosen, overlap=has_overlap)
+    verify(schedule, chosen, num_buckets=len(plan.buckets))
+    console, megabytes = Console(), sum(bucket.num_bytes for bucket in plan.buckets) / 1e6
+    sizes = f"parameters: {len(plan.params)}, MB: {megabytes:.2f}, buckets: {len(plan.buckets)}"
+    console.print(f"{chosen.name}, ranks: {plan.num_ranks}, {sizes}", highlight=False)
+    console.print(_bucket_table(plan, chosen, num_nodes=num_nodes))
+    console.print()
+    # Unformatted, so that a copy of this text parses.
+    console.print(schedule.to_text(), end="", markup=False, highlight=False, soft_wrap=True)
+    if what_if is not None and not is_accumulation:
+        console.print()
+        print_outcomes([what_if.outcome("as above", plan)], console)
+        print_line(console, f"Network: {measured.source}")
 
 
 def plan_from_source(
@@ -91,38 +93,40 @@ def plan_from_source(
     return plan_in_order(source.params, order, config, num_ranks=num_ranks, splits=splits)
 
 
-def _show_plan_of_profile(request: PlanRequest, profile: Profile) -> None:
-    what_if = WhatIf(
-        profile=profile,
-        strategy=strategy_named(profile.strategy if request.strategy is None else request.strategy),
-        num_ranks=profile.num_ranks if request.num_ranks is None else request.num_ranks,
-        options=request.network,
-        conditions=Conditions(overlap=request.has_overlap),
+def _plan_of_profile(what_if: WhatIf, bucket_cap_mb: float | None) -> Plan:
+    profile = what_if.profile
+    if bucket_cap_mb is None:
+        return what_if.optimal_plan
+    config, splits = SyncConfig(bucket_cap_mb=bucket_cap_mb), what_if.strategy.gather is not None
+    return plan_in_order(profile.params, profile.order, config, num_ranks=what_if.num_ranks, splits=splits)
+
+
+def _bucket_table(plan: Plan, strategy: Strategy, *, num_nodes: int | None) -> Table:
+    """Returns a table of one line per bucket.
+
+    `num_nodes` is for a strategy over two axes, whose shards lie within one node; without it sizes of shards are left out.
+    """
+    num_replicas = 1 if strategy.crossing is None else num_nodes
+    has_shards = strategy.reduction is OpKind.REDUCE_SCATTER and num_replicas is not None
+    table = Table(
+        Column("bucket", justify="right"),
+        Column("parameters", overflow="fold"),
+        Column("count", justify="right"),
+        "dtype",
+        *(Column(name, justify="right") for name in ("MB", *(["MB per shard"] if has_shards else []))),
     )
-    num_ranks, strategy, per_node = what_if.num_ranks, what_if.strategy, request.network.per_node
-    network = what_if.network
-    if request.bucket_cap_mb is None:
-        plan = what_if.optimal_plan
-    else:
-        config = SyncConfig(bucket_cap_mb=request.bucket_cap_mb)
-        plan = plan_in_order(profile.params, profile.order, config, num_ranks=num_ranks, splits=strategy.gather is not None)
-    num_nodes = None if per_node is None else num_ranks // min(per_node, num_ranks)
-    print_plan(plan, strategy, _schedule(plan, strategy, request), num_nodes=num_nodes)
-    if request.is_accumulation:
-        return
-    console = Console()
-    console.print()
-    print_outcomes([what_if.outcome("as above", plan)], console)
-    print_line(console, f"Network: {network.source}")
-
-
-def _schedule(plan: Plan, strategy: Strategy, request: PlanRequest) -> Schedule:
-    num_buckets = len(plan.buckets)
-    if request.is_accumulation:
-        schedule = lower_accumulation(num_buckets, strategy)
-    else:
-        schedule = lower_data_parallel(num_buckets, strategy, overlap=request.has_overlap)
-    return verify(schedule, strategy, num_buckets=num_buckets)
+    for bucket in plan.buckets:
+        names = [plan.params[param].name for param in bucket.params]  # in packing order
+        shard_bytes = bucket.shard_numel * (num_replicas or 1) * bucket.itemsize
+        table.add_row(
+            str(bucket.index),
+            cell(" ... ".join(dict.fromkeys((*names[:1], *names[-1:])))),
+            str(len(bucket.slots)),
+            cell(f"{bucket.dtype}, sparse" if bucket.is_sparse else bucket.dtype),
+            f"{bucket.num_bytes / 1e6:.2f}",
+            *([f"{shard_bytes / 1e6:.2f}"] if has_shards else []),
+        )
+    return table
 
 
 def _demo_parameters() -> Sequence[ParamSpec]:

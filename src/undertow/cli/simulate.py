@@ -1,81 +1,114 @@
-"""Implements `undertow simulate`; does not import torch."""
+"""Implements `undertow simulate`; does not import torch.
 
-from __future__ import annotations
+A sweep varies one quantity and keeps the others: ranks, the rate of their links, or the size of buckets.
+"""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from undertow.cli.network import NetworkOptions
-from undertow.cli.sweep import SWEEPS
-from undertow.cli.what_if import FIXED, OPTIMAL, WhatIf
+from undertow.cli.what_if import FIXED, OPTIMAL, PER_PARAMETER, NetworkOptions, WhatIf, caps_of, require_rank
+from undertow.cost import link_from_text
 from undertow.errors import ConfigError
 from undertow.profile import profile_from_file
-from undertow.report.comparison import print_outcomes, print_sweep
-from undertow.report.curves import save_curves
-from undertow.report.directory import checked_writing, make_directory
-from undertow.report.shown import print_line
-from undertow.report.timeline import require_matplotlib, save_timeline
-from undertow.schedule import strategy_named
+from undertow.report.comparison import Sweep, print_outcomes, print_sweep, save_curves
+from undertow.report.timeline import checked_writing, make_directory, require_matplotlib, save_timeline
+from undertow.shown import print_line
 from undertow.simulate import Conditions
 
-__all__ = ["SimulateRequest", "show_simulation"]
-
 _WHERE = "undertow simulate"
+_RATE_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
+_BUCKET_MIBS = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100, 200, 400, 800, 1600)
+_RATE = re.compile(r"(?P<rate>[\d.]+)(?P<unit>\w+)(?P<latency>.*)")  # splits a text that link_from_text reads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateRequest:
-    """The options of the command. Raises ConfigError for impossible values."""
-
-    file: Path
-    strategy: str | None
-    num_ranks: int | None
-    network: NetworkOptions
-    conditions: Conditions
-    sweep: str | None
-    out: Path
-
-    def __post_init__(self) -> None:
-        if self.num_ranks is not None and self.num_ranks < 1:
-            raise ConfigError(
-                f"a step has one rank or more, got --ranks {self.num_ranks}.",
-                where=_WHERE,
-                remedy="Give one or more, or leave it out.",
-            )
-        if self.sweep is not None and self.sweep not in SWEEPS:
-            names = ", ".join(map(repr, SWEEPS))
-            raise ConfigError(f"there is no --sweep {self.sweep!r}.", where=_WHERE, remedy=f"Choose one of: {names}.")
-
-
-def show_simulation(request: SimulateRequest) -> None:
-    """Prints the requested simulation as a table and draws it."""
+def show_simulation(  # noqa: PLR0913  # one argument per option
+    file: Path,
+    *,
+    strategy: str | None,
+    num_ranks: int | None,
+    network: NetworkOptions,
+    conditions: Conditions,
+    sweep: str | None,
+    out: Path,
+) -> None:
+    """Prints the requested simulation as a table and draws it. Raises ConfigError for impossible values."""
+    require_rank(num_ranks, of="a step has", where=_WHERE)
+    if sweep is not None and sweep not in SWEEPS:
+        names = ", ".join(map(repr, SWEEPS))
+        raise ConfigError(f"there is no --sweep {sweep!r}.", where=_WHERE, remedy=f"Choose one of: {names}.")
     require_matplotlib()
-    profile = profile_from_file(request.file)
-    what_if = WhatIf(
-        profile=profile,
-        strategy=strategy_named(profile.strategy if request.strategy is None else request.strategy),
-        num_ranks=profile.num_ranks if request.num_ranks is None else request.num_ranks,
-        options=request.network,
-        conditions=request.conditions,
-    )
-    console, network = Console(), what_if.network
-    make_directory(request.out, where=_WHERE)
+    profile = profile_from_file(file)
+    what_if = WhatIf.of(profile, strategy, num_ranks, network, conditions)
+    console, source = Console(), what_if.network.source
+    make_directory(out, where=_WHERE)
     print_line(
         console,
-        f"{profile.name or request.file.name}, {what_if.strategy.name}: {len(profile.params)} parameters, "
+        f"{profile.name or file.name}, {what_if.strategy.name}: {len(profile.params)} parameters, "
         f"{sum(spec.num_bytes for spec in profile.params) / 1e6:.1f} MB, {what_if.compute_us / 1e3:.1f} ms of computing per step",
     )
-    print_line(console, f"Network: {network.source}")
-    if request.sweep is None:
-        outcomes, path = what_if.outcomes(), request.out / "simulate.png"
+    print_line(console, f"Network: {source}")
+    path = out / ("simulate.png" if sweep is None else f"simulate-{sweep}.png")
+    if sweep is None:
+        outcomes = what_if.outcomes()
         print_outcomes(outcomes, console)
         with checked_writing(path, where=_WHERE):
             save_timeline({outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, OPTIMAL)}, path)
     else:
-        sweep, path = SWEEPS[request.sweep](what_if), request.out / f"simulate-{request.sweep}.png"
-        print_sweep(sweep, console)
+        swept = SWEEPS[sweep](what_if)
+        print_sweep(swept, console)
         with checked_writing(path, where=_WHERE):
-            save_curves(sweep, path)
+            save_curves(swept, path)
     print_line(console, f"Picture: {path}")
+
+
+def swept_ranks(num_ranks: int, per_node: int | None) -> list[int]:
+    """Returns powers of two, of ranks on one node and of full nodes, up to `num_ranks`, and `num_ranks` itself."""
+    per_node = min(per_node or 1, num_ranks)
+    powers = [2**power for power in range(num_ranks.bit_length())]
+    candidates = {num_ranks, *(size for power in powers for size in (power, power * per_node))}
+    counts = [size for size in candidates if min(2, num_ranks) <= size <= num_ranks]
+    return sorted(size for size in counts if size <= per_node or size % per_node == 0)
+
+
+def _sweep_ranks(what_if: WhatIf) -> Sweep:
+    sizes = swept_ranks(what_if.num_ranks, what_if.options.per_node)
+    points = {str(size): replace(what_if, num_ranks=size).outcomes() for size in sizes}
+    return Sweep(axis="data-parallel size", unit="ranks", points=points)
+
+
+def _sweep_bandwidth(what_if: WhatIf) -> Sweep:
+    """Varies the rate of --link from an eighth to eight times; its latency stays."""
+    link = what_if.options.link
+    match = None if link is None or link_from_text(link).is_free else _RATE.fullmatch(link)
+    if match is None:
+        remedy = 'Give a rate, such as --link "100gbit,5us".'
+        raise ConfigError("--sweep bandwidth varies the rate of --link.", where=_WHERE, remedy=remedy)
+    points = {}
+    for factor in _RATE_FACTORS:
+        rate = f"{float(match['rate']) * factor:.6f}".rstrip("0").rstrip(".")
+        options = replace(what_if.options, link=f"{rate}{match['unit']}{match['latency']}")
+        points[rate] = replace(what_if, options=options).outcomes()
+    return Sweep(axis="rate of every link", unit=f"{match['unit']}/s", points=points)
+
+
+def _sweep_bucket(what_if: WhatIf) -> Sweep:
+    """Varies sizes up to the first one that holds all gradients; other methods are listed too, the same at every size."""
+    total_mib = sum(spec.num_bytes for spec in what_if.profile.params) / 2**20
+    others = {outcome.method: outcome for outcome in what_if.outcomes()}
+    points = {}
+    for size, smaller in zip(_BUCKET_MIBS, (0, *_BUCKET_MIBS), strict=False):
+        if smaller < total_mib:
+            fixed = what_if.outcome("fixed size", what_if.plan_of_size(caps_of(size)))
+            points[f"{size:g}"] = (others[PER_PARAMETER], fixed, others[OPTIMAL])
+    return Sweep(axis="largest bucket", unit="MiB", points=points)
+
+
+SWEEPS: Mapping[str, Callable[[WhatIf], Sweep]] = {
+    "ranks": _sweep_ranks,
+    "bandwidth": _sweep_bandwidth,
+    "bucket": _sweep_bucket,
+}

@@ -1,25 +1,99 @@
 """Predicts the step of a model on a network that may not exist, for several groupings of its gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
-from undertow.cli.network import Network, NetworkOptions
+from undertow.cost import NODE_LINK, Costs, RingCosts, costs_for, link_from_curve
+from undertow.errors import ConfigError
 from undertow.plan import GroupEntry, Plan, SizeCaps, group_by_size, group_in_pieces, plan_from_groups
 from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.profile import Profile
 from undertow.report.comparison import Outcome
-from undertow.schedule import Strategy
+from undertow.schedule import Strategy, strategy_named
 from undertow.simulate import Conditions, simulate
 from undertow.trace import summarize
 from undertow.tune.tuner import best_groups_in_backward
 
-__all__ = ["FIXED", "FIXED_CAPS", "OPTIMAL", "PER_PARAMETER", "WhatIf", "caps_of"]
-
+_KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # kinds whose curve may determine the link
 _MIB = 1024 * 1024
 PER_PARAMETER, FIXED, OPTIMAL = "per parameter", "25 MiB buckets", "optimal buckets"
+
+
+def require_rank(num_ranks: int | None, *, of: str, where: str) -> None:
+    """Raises ConfigError if the option --ranks is given and below 1; `of` begins the text."""
+    if num_ranks is not None and num_ranks < 1:
+        message = f"{of} one rank or more, got --ranks {num_ranks}."
+        raise ConfigError(message, where=where, remedy="Give one or more, or leave it out.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Costs over a number of ranks, and a description of their source."""
+
+    costs: Costs
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkOptions:
+    """The options that describe a network. Raises ConfigError for options without effect."""
+
+    link: str | None = None
+    per_node: int | None = None
+    node_link: str | None = None
+
+    def __post_init__(self) -> None:
+        given = {"--per-node": self.per_node, "--node-link": self.node_link}
+        unused = " and ".join(option for option, value in given.items() if value is not None)
+        needed = "--link"
+        if self.link is not None:
+            unused, needed = ("--node-link" if self.node_link and self.per_node is None else ""), "--per-node"
+        if unused:
+            raise ConfigError(f"{unused} says nothing without {needed}.", where="the network", remedy=f"Give {needed} too.")
+
+    def network(self, profile: Profile, strategy: Strategy, *, num_ranks: int) -> Network:
+        """Returns the network of the options; without a link the profile's network, or one like it over other ranks.
+
+        Raises ConfigError for a strategy over two axes on a network without nodes: a measured mesh says nothing about other
+        meshes, nor about a network that is not a mesh.
+        """
+        is_mesh = strategy.crossing is not None
+        if self.link is not None and (self.per_node is not None or not is_mesh):
+            return self._named(self.link, num_ranks=num_ranks, is_mesh=is_mesh)
+        needs_nodes = is_mesh or strategy_named(profile.strategy).crossing is not None
+        is_measured = num_ranks == profile.num_ranks and bool(profile.curves)
+        if self.link is None and is_measured and (strategy.name == profile.strategy or not needs_nodes):
+            return Network(costs=profile.costs(), source=f"as measured over {num_ranks} ranks")
+        if needs_nodes:
+            measured = f"measured: {profile.strategy!r} over {profile.num_ranks} ranks"
+            raise ConfigError(
+                f"nothing says what strategy {strategy.name!r} costs over {num_ranks} ranks.",
+                where=f"{self.link} has no nodes" if self.link else measured,
+                remedy='Give the network with its nodes, such as --ranks 64 --per-node 8 --link "100gbit,5us".',
+            )
+        kind = next((kind for kind in _KINDS if kind in profile.curves), None)
+        if kind is None:
+            raise ConfigError(
+                f"nothing says what communication over {num_ranks} ranks costs.",
+                where=f"the profile {profile.name!r} has no costs",
+                remedy='Give the network, such as --ranks 64 --link "100gbit,5us".',
+            )
+        link = link_from_curve(profile.curves[kind], kind, num_ranks=profile.num_ranks, name="measured")
+        found = f"{link.bytes_per_s * 8e-9:.3g} Gb/s and {link.hop_s * 1e6:.3g} us a message"
+        return Network(
+            costs=RingCosts(link, num_ranks=num_ranks),
+            source=f"a ring over {num_ranks} ranks, each with the link that explains what {profile.num_ranks} measured: {found}",
+        )
+
+    def _named(self, link: str, *, num_ranks: int, is_mesh: bool) -> Network:
+        if self.per_node is None:
+            return Network(costs=costs_for(link, num_ranks=num_ranks), source=f"{link}, {num_ranks} ranks")
+        # If there are fewer ranks than a node has, all of them are on one node.
+        per_node, inside = min(self.per_node, num_ranks), self.node_link or NODE_LINK
+        costs = costs_for(link, num_ranks=num_ranks, per_node=per_node, inside=inside, is_mesh=is_mesh)
+        return Network(costs=costs, source=f"{link} between nodes of {per_node} ranks, {inside} inside; {num_ranks} ranks")
 
 
 def caps_of(mebibytes: float) -> SizeCaps:
@@ -27,7 +101,7 @@ def caps_of(mebibytes: float) -> SizeCaps:
     return SizeCaps(cap_bytes=mebibytes * _MIB, first_bytes=(min(mebibytes, 1.0) * _MIB,))
 
 
-FIXED_CAPS: Mapping[str, SizeCaps] = {FIXED: caps_of(25.0), "40 MB buckets": SizeCaps(cap_bytes=40e6)}
+_FIXED_CAPS: Mapping[str, SizeCaps] = {FIXED: caps_of(25.0), "40 MB buckets": SizeCaps(cap_bytes=40e6)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,25 +114,30 @@ class WhatIf:
     options: NetworkOptions
     conditions: Conditions
 
+    @classmethod
+    def of(
+        cls, profile: Profile, strategy: str | None, num_ranks: int | None, options: NetworkOptions, conditions: Conditions
+    ) -> Self:
+        """Takes the profile's strategy and number of ranks if they are None."""
+        return cls(
+            profile=profile,
+            strategy=strategy_named(profile.strategy if strategy is None else strategy),
+            num_ranks=profile.num_ranks if num_ranks is None else num_ranks,
+            options=options,
+            conditions=conditions,
+        )
+
     @cached_property
     def network(self) -> Network:
         return self.options.network(self.profile, self.strategy, num_ranks=self.num_ranks)
 
     @cached_property
     def optimum(self) -> Optimum:
-        profile = self.profile
+        profile, costs = self.profile, self.network.costs
         if self.conditions.in_backward:
-            return best_groups_in_backward(
-                profile, profile.order, self.network.costs, num_ranks=self.num_ranks, max_bytes=float("inf")
-            )
-        return optimal_groups(
-            profile.params,
-            profile.order,
-            profile.timing,
-            self.network.costs,
-            num_ranks=self.num_ranks,
-            has_shards=self._has_shards,
-        )
+            return best_groups_in_backward(profile, profile.order, costs, num_ranks=self.num_ranks, max_bytes=float("inf"))
+        params, order, timing = profile.params, profile.order, profile.timing
+        return optimal_groups(params, order, timing, costs, num_ranks=self.num_ranks, has_shards=self._has_shards)
 
     @property
     def compute_us(self) -> float:
@@ -87,7 +166,7 @@ class WhatIf:
         """Returns the outcome of every method."""
         plans = {
             PER_PARAMETER: self._plan([[param] for param in self.profile.order]),
-            **{name: self.plan_of_size(caps) for name, caps in FIXED_CAPS.items()},
+            **{name: self.plan_of_size(caps) for name, caps in _FIXED_CAPS.items()},
             OPTIMAL: self.optimal_plan,
         }
         return tuple(self.outcome(method, plan) for method, plan in plans.items())

@@ -1,7 +1,5 @@
 """A small GPT over bytes: its gradients take about as long on a 1 Gb/s link as its backward takes on one core."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +8,6 @@ from torch.nn import functional
 
 from undertow.plan import ParamSpec
 from undertow.runtime.gradients.storage import spec_of
-
-__all__ = ["Gpt", "GptShape", "demo_parameters"]
 
 NUM_BYTE_VALUES = 256
 

@@ -1,17 +1,15 @@
-"""Messages from the ranks to the process that started them."""
-
-from __future__ import annotations
+"""Messages from the ranks to the process that started them, and their comparison."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Self
 
-from undertow.demo.settings import REFERENCE, Way
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
+
+from undertow.demo.settings import OURS, REFERENCE, Way
 from undertow.profile import Profile
 from undertow.trace import Trace, overlap_of
-
-__all__ = ["Message", "ModelBuilt", "RankFailed", "StepDone", "Verdict", "WayDone", "way_done"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,26 +46,6 @@ class WayDone:
     profile: Profile | None = None  # the library's profile; None for other variants, and after too few steps
 
 
-def way_done(way: Way, traces: Sequence[Trace], *, loss: float, gradients_agree: bool, parameters_agree: bool = True) -> WayDone:
-    """Summarizes the measured steps of one variant."""
-    lengths = [trace.duration_us for trace in traces]
-    overlaps = [overlap_of(trace) for trace in traces]
-    length, exposed = median(lengths), median(overlap.exposed_us for overlap in overlaps)
-    hidden = [overlap.fraction for overlap in overlaps if overlap.fraction is not None]
-    distances = [abs(lengths[i] - length) + abs(overlaps[i].exposed_us - exposed) for i in range(len(traces))]
-    return WayDone(
-        way=way,
-        rank=traces[0].rank,
-        step_ms=length / 1e3,
-        exposed_ms=exposed / 1e3,
-        overlap=median(hidden) if hidden else None,
-        typical=traces[distances.index(min(distances))],
-        loss=loss,
-        gradients_agree=gradients_agree,
-        parameters_agree=parameters_agree,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailed:
     """A rank has raised an exception or died."""
@@ -81,43 +59,80 @@ class RankFailed:
 Message = ModelBuilt | StepDone | WayDone | RankFailed
 
 
+def way_done(
+    way: Way,
+    traces: Sequence[Trace],
+    *,
+    loss: float,
+    gradients_agree: bool,
+    parameters_agree: bool = True,
+    profile: Profile | None = None,
+) -> WayDone:
+    """Summarizes the measured steps of one variant."""
+    steps = [(trace, trace.duration_us, overlap_of(trace)) for trace in traces]
+    length, exposed = median(it for _, it, _ in steps), median(overlap.exposed_us for *_, overlap in steps)
+    hidden = [overlap.fraction for *_, overlap in steps if overlap.fraction is not None]
+    typical, *_ = min(steps, key=lambda step: abs(step[1] - length) + abs(step[2].exposed_us - exposed))
+    return WayDone(
+        way=way,
+        rank=typical.rank,
+        step_ms=length / 1e3,
+        exposed_ms=exposed / 1e3,
+        overlap=median(hidden) if hidden else None,
+        typical=typical,
+        loss=loss,
+        gradients_agree=gradients_agree,
+        parameters_agree=parameters_agree,
+        profile=profile,
+    )
+
+
 # Tolerance of the loss with three or more ranks, when variants add in different orders: in AdamW's first steps a differing last
 # bit of a gradient that is nearly zero changes the update by a whole learning rate.
 _LOSS_TOLERANCE = 1e-2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The result of each variant."""
-
-    with_wrong_gradients: Sequence[Way]
-    with_wrong_loss: Sequence[Way]
-    with_wrong_parameters: Sequence[Way]
-
-    @classmethod
-    def of(cls, results: Mapping[Way, Sequence[WayDone]], *, num_ranks: int) -> Self:
-        """Compares every variant with the reference, rank by rank."""
-        tolerance = 0.0 if num_ranks <= 2 else _LOSS_TOLERANCE
-        right = results[REFERENCE]
-        return cls(
-            with_wrong_gradients=[way for way, mine in results.items() if not all(rank.gradients_agree for rank in mine)],
-            with_wrong_parameters=[way for way, mine in results.items() if not all(rank.parameters_agree for rank in mine)],
-            with_wrong_loss=[way for way, mine in results.items() if not _are_close(mine, right, tolerance)],
-        )
-
-    def agrees(self, way: Way) -> bool:
-        return way not in self.with_wrong_gradients
-
-    @property
-    def complaints(self) -> list[str]:
-        """One line per variant that differs from the reference; empty if all agree."""
-        return [
-            *(f"{way.label}: its gradients are not the reference's." for way in self.with_wrong_gradients),
-            *(f"{way.label}: its final loss is not the reference's." for way in self.with_wrong_loss),
-            *(f"{way.label}: its parameters are not the reference's." for way in self.with_wrong_parameters),
-        ]
+def complaints_of(results: Mapping[Way, Sequence[WayDone]], *, num_ranks: int) -> list[str]:
+    """Compares every variant with the reference, rank by rank; returns a line for each difference."""
+    tolerance = 0.0 if num_ranks <= 2 else _LOSS_TOLERANCE
+    right = [rank.loss for rank in results[REFERENCE]]
+    wrong = {
+        "gradients are": [way for way, mine in results.items() if not all(rank.gradients_agree for rank in mine)],
+        "final loss is": [way for way, mine in results.items() if not _are_close(mine, right, tolerance)],
+        "parameters are": [way for way, mine in results.items() if not all(rank.parameters_agree for rank in mine)],
+    }
+    return [f"{way.label}: its {what} not the reference's." for what, ways in wrong.items() for way in ways]
 
 
-def _are_close(mine: Sequence[WayDone], right: Sequence[WayDone], tolerance: float) -> bool:
+def _are_close(mine: Sequence[WayDone], right: Sequence[float], tolerance: float) -> bool:
     # A NaN loss is close to nothing.
-    return all(abs(one.loss - other.loss) <= tolerance * abs(other.loss) for one, other in zip(mine, right, strict=True))
+    return all(abs(rank.loss - loss) <= tolerance * abs(loss) for rank, loss in zip(mine, right, strict=True))
+
+
+def comparison_table(results: Mapping[Way, Sequence[WayDone]], *, num_steps: int) -> Table:
+    """Returns a table with one row per variant, as measured by rank 0; at most 80 columns wide."""
+    names = ("ms per\nstep", "vs.\nfirst", "exposed\nms", "over-\nlap", "wire\nops", "final\nloss", "same\ngrads")
+    table = Table(
+        Column(no_wrap=True),
+        *(Column(name, justify="right", no_wrap=True) for name in names),
+        title=f"Rank 0, medians of {num_steps} steps",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    first_ms = results[REFERENCE][0].step_ms
+    for way, of_ranks in results.items():
+        result = of_ranks[0]
+        table.add_row(
+            way.label,
+            f"{result.step_ms:.1f}",
+            f"{first_ms / result.step_ms:.2f}x",
+            "-" if result.overlap is None else f"{result.exposed_ms:.1f}",
+            "-" if result.overlap is None else f"{result.overlap:.0%}",
+            str(len(result.typical.communication)),
+            f"{result.loss:.4f}",
+            "yes" if all(rank.gradients_agree for rank in of_ranks) else "[bold red]NO[/]",
+            style="bold" if way in OURS else None,
+        )
+    return table

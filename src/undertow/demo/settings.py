@@ -1,27 +1,18 @@
-"""The settings of the demo, and the variants of synchronization that it compares."""
+"""The settings of the demo: the variants of synchronization that it compares, and the text that it trains on."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+import stat
+import sysconfig
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
-from typing import Literal
 
-import torch.distributed as dist
-from torch import nn
-
-import undertow
 from undertow.cost import Link, link_from_text
 from undertow.errors import ConfigError
 from undertow.schedule import strategy_named
 
-__all__ = ["BUILDERS", "NUM_WARM_UP_STEPS", "OURS", "REFERENCE", "DemoSettings", "Synchronized", "Way"]
-
 NUM_WARM_UP_STEPS = 2  # buckets are made in the first step and may be reordered after it
-_MAX_RANKS = 16
-_MAX_STEPS = 10_000
+_MAX_BYTES = 4 * 1024 * 1024  # of the text
+_MIN_BYTES = 4096
 
 
 class Way(StrEnum):
@@ -51,7 +42,6 @@ _LABELS = {
 }
 REFERENCE = Way.PER_PARAMETER
 OURS = frozenset({Way.UNDERTOW, Way.ZERO1, Way.ZERO2})
-_UNSHARDED = (Way.PER_PARAMETER, Way.BUCKETED, Way.OVERLAPPED, Way.TORCH_DDP, Way.UNDERTOW)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,22 +57,23 @@ class DemoSettings:
     strategy: str = "ddp"  # a strategy with shards is trained as an additional variant
 
     def __post_init__(self) -> None:
-        _check_range("--nproc", self.num_ranks, highest=_MAX_RANKS, remedy="Two show the most on a small machine.")
-        _check_range("--steps", self.num_steps, highest=_MAX_STEPS, remedy="Eight are enough for a stable median.")
-        _check_range("--seed", self.seed, lowest=0, highest=2**31 - 1, remedy="Any such number will do.")
+        for option, value, lowest, highest, remedy in (
+            ("--nproc", self.num_ranks, 1, 16, "Two show the most on a small machine."),
+            ("--steps", self.num_steps, 1, 10_000, "Eight are enough for a stable median."),
+            ("--seed", self.seed, 0, 2**31 - 1, "Any such number will do."),
+        ):
+            if not lowest <= value <= highest:
+                message = f"{option} must be {lowest} to {highest}, got {value}."
+                raise ConfigError(message, where="undertow demo", remedy=remedy)
         link_from_text(self.link)
         if strategy_named(self.strategy).crossing is not None:
-            raise ConfigError(
-                f"strategy {self.strategy!r} is for several nodes, and the demo runs on one.",
-                where="undertow demo",
-                remedy='Take "zero1" or "zero2".',
-            )
+            message = f"strategy {self.strategy!r} is for several nodes, and the demo runs on one."
+            raise ConfigError(message, where="undertow demo", remedy='Take "zero1" or "zero2".')
 
     @property
     def ways(self) -> tuple[Way, ...]:
         """The compared variants, in this order."""
-        is_sharded = strategy_named(self.strategy).gather is not None
-        return (*_UNSHARDED, Way(self.strategy)) if is_sharded else _UNSHARDED
+        return tuple(way for way in Way if way not in (Way.ZERO1, Way.ZERO2) or way == self.strategy)
 
     @property
     def is_exact(self) -> bool:
@@ -94,80 +85,37 @@ class DemoSettings:
         return link_from_text(self.link)
 
 
-def _check_range(name: str, value: int, *, lowest: int = 1, highest: int, remedy: str) -> None:
-    if not lowest <= value <= highest:
-        raise ConfigError(f"{name} must be {lowest} to {highest}, got {value}.", where="undertow demo", remedy=remedy)
+def load_corpus(path: Path | None = None) -> bytes:
+    """Reads the first few MiB of the file at `path`, or of the standard library's modules in alphabetical order.
 
-
-_FIXED_BUCKET_MB = 4.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Synchronized:
-    """A model whose gradients are the mean over ranks once `after_backward` has returned.
-
-    If `sharded` is not None, a ShardedOptimizer steps it: each rank has only its shards of the mean.
+    Raises ConfigError if there is nothing to read, or too little.
     """
-
-    module: nn.Module  # called by the training loop
-    after_backward: Callable[[], None]
-    close: Callable[[], None]
-    sharded: undertow.DistributedDataParallel | None = None
-    measured: undertow.DistributedDataParallel | None = None  # has a profile after some steps
-
-
-def _nothing() -> None:
-    pass
-
-
-def _per_parameter(model: nn.Module) -> Synchronized:
-    """Reduces each parameter in a blocking loop, the obvious first version. The reference for all others."""
-    num_ranks = dist.get_world_size()
-
-    def reduce_each() -> None:
-        for param in model.parameters():
-            if param.grad is not None:
-                dist.all_reduce(param.grad)
-                param.grad /= num_ranks
-
-    return Synchronized(module=model, after_backward=reduce_each, close=_nothing)
+    text = _standard_library() if path is None else _file(path)
+    if len(text) < _MIN_BYTES:
+        source = "the standard library's source" if path is None else f"'{path}'"
+        raise ConfigError(
+            f"{source} is too short to train on: {len(text)} bytes.",
+            where="the text of undertow demo",
+            remedy=f"Give a file of {_MIN_BYTES} bytes or more: --text FILE.",
+        )
+    return text
 
 
-def _attached(model: nn.Module, config: undertow.SyncConfig) -> Synchronized:
-    sync = undertow.attach(model, config=config)
-    return Synchronized(module=model, after_backward=_nothing, close=sync.close)
+def _standard_library() -> bytes:
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return b"".join(module.read_bytes() for module in modules)[:_MAX_BYTES]
 
 
-def _bucketed(model: nn.Module) -> Synchronized:
-    return _attached(model, undertow.SyncConfig(overlap=False, bucket_cap_mb=_FIXED_BUCKET_MB, order="reverse"))
-
-
-def _overlapped(model: nn.Module) -> Synchronized:
-    return _attached(model, undertow.SyncConfig(bucket_cap_mb=_FIXED_BUCKET_MB, order="reverse"))
-
-
-def _torch_ddp(model: nn.Module) -> Synchronized:
-    return Synchronized(module=nn.parallel.DistributedDataParallel(model), after_backward=_nothing, close=_nothing)
-
-
-def _undertow(model: nn.Module) -> Synchronized:
-    wrapped = undertow.DistributedDataParallel(model)
-    return Synchronized(module=wrapped, after_backward=_nothing, close=wrapped.close, measured=wrapped)
-
-
-def _sharded(model: nn.Module, *, strategy: Literal["zero1", "zero2"]) -> Synchronized:
-    # Every step: the times of the other variants are complete too.
-    config = undertow.SyncConfig(strategy=strategy, record="full")
-    wrapped = undertow.DistributedDataParallel(model, config=config)
-    return Synchronized(module=wrapped, after_backward=_nothing, close=wrapped.close, sharded=wrapped, measured=wrapped)
-
-
-BUILDERS: Mapping[Way, Callable[[nn.Module], Synchronized]] = {
-    Way.PER_PARAMETER: _per_parameter,
-    Way.BUCKETED: _bucketed,
-    Way.OVERLAPPED: _overlapped,
-    Way.TORCH_DDP: _torch_ddp,
-    Way.UNDERTOW: _undertow,
-    Way.ZERO1: partial(_sharded, strategy="zero1"),
-    Way.ZERO2: partial(_sharded, strategy="zero2"),
-}
+def _file(path: Path) -> bytes:
+    try:
+        # Checked before opening: a pipe without a writer would block forever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError("it is no regular file")
+        with path.open("rb") as file:
+            return file.read(_MAX_BYTES)
+    except OSError as error:
+        raise ConfigError(
+            f"'{path}' cannot be read: {error.strerror or error}.",
+            where="the text of undertow demo",
+            remedy="Give a file that you may read: --text FILE; or leave --text out for the standard library's source.",
+        ) from error

@@ -1,23 +1,33 @@
-"""The schedule of an emulated link: the transfers that occupy it, their log, and their handles."""
+"""One link of this process: the transfers that occupy it, their log and handles, and the receives that it delays.
 
-from __future__ import annotations
+    caller             post ──────────────────────────────────────── wait
+    thread of a sender   └ gloo has it · time reserved · next one
+    link                                 [ started ── bytes ── due )       one message or collective at a time
+    delivering thread                                            └ latency · done
 
+Messages occupy the link one after another, in the order of their arrival; the latency of one does not delay the next.
+"""
+
+import logging
 import threading
 import time
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from undertow.cost import Link
 
-__all__ = ["LinkWork", "Transfer", "Wire", "sleep_until"]
-
 _LOG_LENGTH = 65_536  # limits the memory of a training run that never takes its log
+_log = logging.getLogger("undertow")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +42,8 @@ class Transfer:
 
 
 @final
-class Wire:
-    """This process's link to the network, full duplex; it carries one transfer after another."""
+class EmulatedLink:
+    """This process's link to the network, full duplex; it carries one transfer after another, of all its groups."""
 
     def __init__(self, link: Link, *, burst_bytes: int = 0) -> None:
         """`burst_bytes` of payload pass at once after a rest: the contents of a full token bucket."""
@@ -55,12 +65,17 @@ class Wire:
             self._free_at_s = max(self._paid_at_s, started_s) + latency_s
             return started_s, self._free_at_s
 
-    def record(self, transfer: Transfer) -> None:
+    def record(self, kind: str, num_bytes: int, *, launched_s: float, started_s: float, done_s: float) -> None:
+        """Adds a transfer that has ended to the log."""
+        transfer = Transfer(kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=started_s, done_s=done_s)
         with self._lock:
             self._log.append(transfer)
 
     def take_log(self) -> tuple[Transfer, ...]:
-        """Returns all transfers that ended since the last call, in the order in which they ended."""
+        """Returns all transfers that ended since the last call, in the order in which they ended.
+
+        On a free link, receives are missing: gloo's own handles do not tell when they end.
+        """
         with self._lock:
             taken = tuple(self._log)
             self._log.clear()
@@ -118,9 +133,93 @@ class LinkWork(dist.Work):
 
     def _source_rank(self) -> int:
         """Returns the sender; torch.distributed.recv asks if the caller named none."""
-        if self._ask_source is None:
-            raise RuntimeError("Only a receive has a source.")
-        return self._ask_source()
+        return super()._source_rank() if self._ask_source is None else self._ask_source()
+
+
+@final
+class TaskThread:
+    """A daemon thread that runs tasks one after another. It starts with the first task, and after `close` with the next one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._tasks.put, None)
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Runs the task, which must not raise, after all earlier ones."""
+        if self._thread is None:
+            thread = threading.Thread(target=_run_tasks, args=(self._tasks,), name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread  # after the start: a thread that has not started cannot be joined
+        self._tasks.put(task)
+
+    def close(self, until_s: float) -> bool:
+        """Ends the thread after its tasks; returns False if it still runs at that time of `time.perf_counter`."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return True
+        self._tasks.put(None)
+        thread.join(max(0.0, until_s - time.perf_counter()))
+        return not thread.is_alive()
+
+
+def _run_tasks(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # otherwise its tensors would stay alive until the next one
+
+
+@final
+class Receives:
+    """The receives of one group: each ends when the link would have carried its message.
+
+    Receives from one sender end in the order in which they were posted, whatever their tags. Senders do not wait for each other,
+    because one may be late, or send only after it has heard from another.
+    """
+
+    def __init__(self, link: EmulatedLink, *, rank: int) -> None:
+        self._link = link
+        self._rank = rank
+        self._lock = threading.Lock()
+        new_thread = partial(TaskThread, f"undertow-receive-{rank}")
+        self._senders: defaultdict[int | None, TaskThread] = defaultdict(new_thread)  # None: any
+        self._delivery = new_thread()
+
+    def post(self, start: Callable[[], dist.Work], tensors: list[Tensor], *, source: int | None) -> LinkWork:
+        """Starts a receive on gloo; the returned handle ends when the link has carried the message."""
+        posted_s, running = time.perf_counter(), start()
+        work = LinkWork(tensors, source_rank=running._source_rank)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        with self._lock:
+            self._senders[source].submit(partial(self._receive, work, running, num_bytes, posted_s))
+        return work
+
+    def close(self, until_s: float) -> None:
+        """Ends the threads after every message has arrived, or at `until_s`."""
+        with self._lock:
+            senders = [*self._senders.values()]
+            self._senders.clear()
+        are_over = [thread.close(until_s) for thread in (*senders, self._delivery)]
+        if not all(are_over):
+            _log.warning("an emulated group of rank %d was closed with a receive in flight.", self._rank)
+
+    def _receive(self, work: LinkWork, running: dist.Work, num_bytes: int, posted_s: float) -> None:
+        try:
+            running.wait()
+        except Exception as error:
+            work.finish(error)
+            return
+        # Under the lock, so that messages are delivered in the order of their times on the link.
+        with self._lock:
+            bytes_s = num_bytes / self._link.link.bytes_per_s
+            started_s, due_s = self._link.reserve(ready_s=time.perf_counter(), bytes_s=bytes_s)
+            self._delivery.submit(partial(self._deliver, work, num_bytes, posted_s, started_s, due_s))
+
+    def _deliver(self, work: LinkWork, num_bytes: int, posted_s: float, started_s: float, due_s: float) -> None:
+        done_s = sleep_until(due_s + self._link.link.hop_s)
+        self._link.record("send", num_bytes, launched_s=posted_s, started_s=started_s, done_s=done_s)
+        work.finish()
 
 
 def sleep_until(due_s: float) -> float:

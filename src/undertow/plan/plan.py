@@ -109,16 +109,17 @@ class Plan:
         """Parameters that are cut into pieces in several buckets."""
         return frozenset(member.param for group in self.groups for member in group if isinstance(member, Piece))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as plain values, ready for JSON."""
+        return {
+            "format": _FORMAT,
+            "num_ranks": self.num_ranks,
+            "params": [spec.to_dict() for spec in self.params],
+            "buckets": [[member_to_json(member) for member in group] for group in self.groups],
+        }
+
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "format": _FORMAT,
-                "num_ranks": self.num_ranks,
-                "params": [spec.to_dict() for spec in self.params],
-                "buckets": [[member_to_json(member) for member in group] for group in self.groups],
-            },
-            sort_keys=True,
-        )
+        return json.dumps(self.to_dict(), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":

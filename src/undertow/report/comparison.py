@@ -1,17 +1,31 @@
-"""Compares groupings of gradients: the step time of each, as tables in the terminal."""
+"""Compares groupings of gradients: the step time of each, as tables in the terminal and as curves in a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from undertow.report.shown import cell
+from undertow.report.timeline import FAINT_INK, INK, drawn, dress, new_figure
+from undertow.shown import cell
 from undertow.trace import Trace, overlap_of
 
-__all__ = ["Outcome", "Sweep", "print_outcomes", "print_sweep"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# By position of the method; the last method is the one of interest and stands out. It is dashed, so that a line underneath stays
+# visible.
+_STYLES: Sequence[Mapping[str, Any]] = (
+    {"color": "#a5a5a5", "marker": "s", "linewidth": 1.5},
+    {"color": "#2f75b5", "marker": "o", "linewidth": 1.5},
+    {"color": "#7fb069", "marker": "^", "linewidth": 1.5},
+)
+_LAST_STYLE: Mapping[str, Any] = {"color": "#e4572e", "marker": "D", "linewidth": 2.2, "linestyle": "--"}
+_LOG_RATIO = 5  # ratio from which a scale of times is logarithmic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +39,6 @@ class Outcome:
     compute_us: float  # of a step without communication
     limit_us: float  # lower bound of the step time for every grouping
     late_rank_us: float = 0.0  # the part of the waiting caused by slower ranks instead of the network
-
-    @property
-    def exposed_us(self) -> float:
-        return overlap_of(self.trace).exposed_us
-
-    @property
-    def overlap(self) -> float | None:
-        """Hidden share of the communication; None without communication."""
-        return overlap_of(self.trace).fraction
 
     @property
     def efficiency(self) -> float:
@@ -52,23 +57,22 @@ class Sweep:
 
 def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
     """Prints one line per method."""
-    table = Table()
     has_late_ranks = any(outcome.late_rank_us > 0 for outcome in outcomes)
     late = ("of it a late rank",) if has_late_ranks else ()
-    table.add_column("gradients sent")
-    for name in ("buckets", "step, ms", "exposed, ms", *late, "hidden", "achieved / limit", "efficiency"):
-        table.add_column(name, justify="right")
+    names = ("buckets", "step, ms", "exposed, ms", *late, "hidden", "achieved / limit", "efficiency")
+    table = Table("gradients sent", *(Column(name, justify="right") for name in names))
     best_us = min(outcome.step_us for outcome in outcomes)
     for outcome in outcomes:
+        step, exposed, hidden, efficiency = _figures(outcome)
         table.add_row(
             cell(outcome.method),
             str(outcome.num_buckets),
-            _ms(outcome.step_us),
-            _ms(outcome.exposed_us),
-            *([_ms(outcome.late_rank_us)] if has_late_ranks else []),
-            _hidden(outcome),
+            step,
+            exposed,
+            *([f"{outcome.late_rank_us / 1e3:.1f}"] if has_late_ranks else []),
+            hidden,
             f"{outcome.step_us / outcome.limit_us:.3f}" if outcome.limit_us > 0 else "-",
-            f"{outcome.efficiency:.1%}",
+            efficiency,
             style="bold" if outcome.step_us == best_us else None,
         )
     console.print(table)
@@ -76,28 +80,77 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
 
 def print_sweep(sweep: Sweep, console: Console) -> None:
     """Prints one block per value with one line per method; fits into 80 columns."""
-    table = Table(title=f"By {sweep.axis}", title_justify="left")
-    table.add_column(sweep.unit, justify="right")
-    table.add_column("gradients sent")
-    for name in ("step, ms", "exposed, ms", "hidden", "efficiency"):
-        table.add_column(name, justify="right")
+    columns = (Column(name, justify="right") for name in ("step, ms", "exposed, ms", "hidden", "efficiency"))
+    title = f"By {sweep.axis}"
+    table = Table(Column(sweep.unit, justify="right"), "gradients sent", *columns, title=title, title_justify="left")
     for value, outcomes in sweep.points.items():
         table.add_section()
         for place, outcome in enumerate(outcomes):
-            table.add_row(
-                value if place == 0 else "",
-                cell(outcome.method),
-                _ms(outcome.step_us),
-                _ms(outcome.exposed_us),
-                _hidden(outcome),
-                f"{outcome.efficiency:.1%}",
-            )
+            table.add_row("" if place else value, cell(outcome.method), *_figures(outcome))
     console.print(table)
 
 
-def _hidden(outcome: Outcome) -> str:
-    return "-" if outcome.overlap is None else f"{outcome.overlap:.0%}"
+def _figures(outcome: Outcome) -> tuple[str, str, str, str]:
+    """Returns the step, its exposed communication, the hidden share of it, and the efficiency."""
+    overlap = overlap_of(outcome.trace)
+    hidden = "-" if overlap.fraction is None else f"{overlap.fraction:.0%}"
+    return f"{outcome.step_us / 1e3:.1f}", f"{overlap.exposed_us / 1e3:.1f}", hidden, f"{outcome.efficiency:.1%}"
 
 
-def _ms(us: float) -> str:
-    return f"{us / 1e3:.1f}"
+def save_curves(sweep: Sweep, path: str | Path) -> None:
+    """Writes a PNG with two panels over the varied quantity: ms per step, and efficiency. Needs matplotlib (ConfigError)."""
+    figure = new_figure(_takeaway(sweep), inches=4.6)
+    steps, efficiencies = figure.subplots(1, 2)
+    _draw(steps, sweep, lambda outcome: outcome.step_us / 1e3)
+    _draw(efficiencies, sweep, lambda outcome: 100 * outcome.efficiency)
+    _dress_times(steps, sweep)
+    efficiencies.set_ylabel("scaling efficiency, %", fontsize=9.5, color=INK)
+    handles, labels = steps.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower left",
+        ncols=len(labels),
+        frameon=False,
+        fontsize=9.5,
+        labelcolor=INK,
+        columnspacing=1.6,
+    )
+    figure.savefig(path)
+
+
+def _draw(axes: Axes, sweep: Sweep, value_of: Callable[[Outcome], float]) -> None:
+    values = [float(value) for value in sweep.points]
+    *others, last = zip(*sweep.points.values(), strict=True)
+    for outcomes, style in (*zip(others, _STYLES, strict=False), (last, _LAST_STYLE)):
+        axes.plot(values, [*map(value_of, outcomes)], label=drawn(outcomes[0].method), markersize=4.5, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, list(sweep.points))
+    axes.minorticks_off()
+    axes.tick_params(labelsize=9, colors=INK)
+    dress(axes, f"{sweep.axis}, {sweep.unit}", grid="both", without=("top", "right"))
+
+
+def _dress_times(axes: Axes, sweep: Sweep) -> None:
+    """Adds the step without communication, and a scale on which all curves are readable."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    outcomes = [outcome for point in sweep.points.values() for outcome in point]
+    compute_ms = outcomes[0].compute_us / 1e3
+    axes.axhline(compute_ms, color=FAINT_INK, linewidth=1, linestyle=":", label="computing only")
+    if max(outcome.step_us for outcome in outcomes) / 1e3 > _LOG_RATIO * compute_ms:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylabel("ms per step", fontsize=9.5, color=INK)
+
+
+def _takeaway(sweep: Sweep) -> str:
+    """Summarizes the last method: its efficiency at both ends, and its largest gain."""
+    lasts = [point[-1] for point in sweep.points.values()]
+    gain, other, value = max(
+        (outcome.step_us / point[-1].step_us, outcome.method, value) for value, point in sweep.points.items() for outcome in point
+    )
+    ends = dict.fromkeys(f"{outcome.efficiency:.0%}" for outcome in (lasts[0], lasts[-1]))
+    return f"{lasts[0].method}: {' to '.join(ends)} efficiency, up to {gain:.2f}x the speed of {other} (at {value} {sweep.unit})"

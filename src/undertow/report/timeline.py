@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from undertow.errors import ConfigError
-from undertow.report.shown import drawn
+from undertow.foreign import printable
 from undertow.trace import Event, Trace, overlap_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["require_matplotlib", "save_timeline"]
-
-# Calm colors for work, a loud one for waiting. Light enough that bucket numbers are readable on them.
-_COLORS = {
-    "forward": "#9dc3e6",
-    "backward": "#2f75b5",
-    "wait": "#e4572e",
-    "optimizer": "#a5a5a5",
-    "reduce": "#7fb069",
-    "gather": "#f2b134",
+# The color of each kind and its name: calm colors for work, a loud one for waiting.
+_KINDS = {
+    "forward": ("#9dc3e6", "forward"),
+    "backward": ("#2f75b5", "backward"),
+    "wait": ("#e4572e", "waiting for the network"),
+    "optimizer": ("#a5a5a5", "optimizer"),
+    "reduce": ("#7fb069", "gradients sent"),
+    "gather": ("#f2b134", "parameters gathered"),
 }
-_LEGEND = {
-    "forward": "forward",
-    "backward": "backward",
-    "wait": "waiting for the network",
-    "optimizer": "optimizer",
-    "reduce": "gradients sent",
-    "gather": "parameters gathered",
-}
-_INK = "#333333"
-_FAINT_INK = "#777777"
+INK, FAINT_INK = "#333333", "#777777"
 _COMPUTE_HEIGHT = 0.40
 _NETWORK_HEIGHT = 0.26
 _INCHES_PER_WAY = 0.82
@@ -53,6 +44,52 @@ def require_matplotlib() -> None:
         )
 
 
+def make_directory(path: Path, *, where: str) -> None:
+    """Creates the directory if it is missing; raises ConfigError if nothing can be written there."""
+    with checked_writing(path, where=where):
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+
+
+@contextmanager
+def checked_writing(path: Path, *, where: str) -> Iterator[None]:
+    """Raises ConfigError, naming `path` and the reason, instead of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written to '{path}': {error.strerror or type(error).__name__}.",
+            where=where,
+            remedy="Give another directory for the pictures: --out DIR.",
+        ) from error
+
+
+def drawn(text: str) -> str:
+    """Returns the text for a picture: matplotlib would read text between two dollar signs as a formula."""
+    return printable(text).replace("$", r"\$")
+
+
+def new_figure(title: str, *, inches: float) -> Figure:
+    """Returns an empty figure of that height. Raises ConfigError without matplotlib."""
+    require_matplotlib()
+    # Not pyplot: it would keep the figure in its own list and look for a display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, inches), dpi=150, layout="constrained")
+    figure.suptitle(drawn(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    return figure
+
+
+def dress(axes: Axes, label: str, *, grid: Literal["x", "both"], without: Sequence[str]) -> None:
+    """Labels the horizontal axis, and draws a faint grid and no frame at the sides `without`."""
+    axes.set_xlabel(drawn(label), fontsize=9.5, color=INK)
+    axes.grid(axis=grid, color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in without:
+        axes.spines[side].set_visible(False)
+
+
 def save_timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
     """Writes a PNG with two rows per named trace, computation above network, on one axis in milliseconds.
 
@@ -61,66 +98,45 @@ def save_timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
     """
     if not traces:
         raise ConfigError("a timeline needs at least one trace.", where="save_timeline")
-    require_matplotlib()
-    # Not pyplot: it would keep the figure in its own list and look for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 1.75 + _INCHES_PER_WAY * len(traces)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_takeaway(traces), inches=1.75 + _INCHES_PER_WAY * len(traces))
     axes = figure.add_subplot()
-    start_ms = min(_start_ms(trace) for trace in traces.values())
+    visible = [event for trace in traces.values() for event in trace.events if event.duration_us > 0]
+    start_ms = min((event.start_us for event in visible), default=0.0) / 1e3
     end_ms = max(_end_ms(trace) for trace in traces.values())
     for row, trace in enumerate(traces.values()):
         _draw_trace(axes, trace, row=row, axis_ms=end_ms - start_ms)
-    _dress(axes, [drawn(name) for name in traces], start_ms=start_ms, end_ms=end_ms)
-    _title_and_legend(figure, axes, traces)
+    axes.set_xlim(start_ms, end_ms + (end_ms - start_ms) * 0.085)
+    axes.set_ylim(len(traces) - 0.55, -0.6)  # the first trace on top
+    axes.set_yticks([row - 0.05 for row in range(len(traces))], [*map(drawn, traces)], fontsize=10.5, color=INK)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=9, colors=INK)
+    dress(axes, "milliseconds since the forward began", grid="x", without=("top", "right", "left"))
+    _draw_legend(axes, {_kind(event) for event in visible})
     figure.savefig(path)
 
 
 def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
-    for event in trace.on_lane("compute"):
-        if event.duration_us < axis_ms * 1e3 * _VISIBLE:
+    for event in trace.events:
+        is_compute = event.lane == "compute"
+        if is_compute and event.duration_us < axis_ms * 1e3 * _VISIBLE:
             continue
-        _draw_bar(axes, event, top=row - _COMPUTE_HEIGHT, height=_COMPUTE_HEIGHT, color=_COLORS[event.kind])
-    for event in trace.communication:
-        _draw_bar(axes, event, top=row + 0.03, height=_NETWORK_HEIGHT, color=_COLORS[_name(event)])
+        axes.broken_barh(
+            [(event.start_us / 1e3, event.duration_us / 1e3)],
+            (row - _COMPUTE_HEIGHT, _COMPUTE_HEIGHT) if is_compute else (row + 0.03, _NETWORK_HEIGHT),
+            facecolors=_KINDS[_kind(event)][0],
+            edgecolors="white",
+            linewidth=0.6,
+        )
     left = _end_ms(trace) + axis_ms * 0.008
-    axes.text(left, row - 0.2, f"{_step_ms(trace):.0f} ms", va="center", fontsize=10.5, fontweight="bold", color=_INK)
+    axes.text(left, row - 0.2, f"{_step_ms(trace):.0f} ms", va="center", fontsize=10.5, fontweight="bold", color=INK)
     if (hidden := overlap_of(trace).fraction) is not None:
-        axes.text(left, row + 0.15, f"{hidden:.0%} hidden", va="center", fontsize=8.5, color=_FAINT_INK)
+        axes.text(left, row + 0.15, f"{hidden:.0%} hidden", va="center", fontsize=8.5, color=FAINT_INK)
 
 
-def _draw_bar(axes: Axes, event: Event, *, top: float, height: float, color: str) -> None:
-    axes.broken_barh(
-        [(event.start_us / 1e3, event.duration_us / 1e3)],
-        (top, height),
-        facecolors=color,
-        edgecolors="white",
-        linewidth=0.6,
-    )
-
-
-def _dress(axes: Axes, names: Sequence[str], *, start_ms: float, end_ms: float) -> None:
-    """Adds names, scales and lines around the bars."""
-    axes.set_xlim(start_ms, end_ms + (end_ms - start_ms) * 0.085)
-    axes.set_ylim(len(names) - 0.55, -0.6)  # the first trace on top
-    axes.set_yticks([row - 0.05 for row in range(len(names))], names, fontsize=10.5, color=_INK)
-    axes.set_xlabel("milliseconds since the forward began", fontsize=9.5, color=_INK)
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=9, colors=_INK)
-    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-
-
-def _title_and_legend(figure: Figure, axes: Axes, traces: Mapping[str, Trace]) -> None:
+def _draw_legend(axes: Axes, shown: Collection[str]) -> None:
     from matplotlib.patches import Patch
 
-    figure.suptitle(drawn(_takeaway(traces)), x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
-    shown = {_name(event) for trace in traces.values() for event in trace.events if event.duration_us > 0}
-    handles = [Patch(facecolor=_COLORS[kind], label=_LEGEND[kind]) for kind in _COLORS if kind in shown]
+    handles = [Patch(facecolor=color, label=label) for kind, (color, label) in _KINDS.items() if kind in shown]
     axes.legend(
         handles=handles,
         loc="lower left",
@@ -132,26 +148,26 @@ def _title_and_legend(figure: Figure, axes: Axes, traces: Mapping[str, Trace]) -
         handleheight=1.0,
         borderaxespad=0.2,
         columnspacing=1.6,
-        labelcolor=_INK,
+        labelcolor=INK,
     )
 
 
 def _takeaway(traces: Mapping[str, Trace]) -> str:
-    name, trace = list(traces.items())[-1]
+    (first_name, first), *_ = traces.items()
+    *_, (name, trace) = traces.items()
     overlap = overlap_of(trace)
     if overlap.fraction is None:
         return f"{name}: {_step_ms(trace):.0f} ms per step, no communication"
     hidden = f"{overlap.fraction:.0%} of the network time is hidden"
     if len(traces) == 1:
         return f"{name}: {hidden}, {overlap.exposed_us / 1e3:.0f} of {_step_ms(trace):.0f} ms are spent waiting"
-    first_name, first = next(iter(traces.items()))
     gain = _step_ms(first) / _step_ms(trace)
     digits = 1 if gain >= _WORTH_A_DIGIT else 2
     return f"{name}: {hidden}, {gain:.{digits}f}x the speed of {first_name}"
 
 
-def _name(event: Event) -> str:
-    """Returns the key of its color."""
+def _kind(event: Event) -> str:
+    """Returns its key in the table of colors and names."""
     if event.lane == "compute":
         return event.kind
     return "gather" if event.kind == "all_gather" else "reduce"
@@ -159,10 +175,6 @@ def _name(event: Event) -> str:
 
 def _step_ms(trace: Trace) -> float:
     return trace.duration_us / 1e3
-
-
-def _start_ms(trace: Trace) -> float:
-    return min((event.start_us for event in trace.events if event.duration_us > 0), default=0.0) / 1e3
 
 
 def _end_ms(trace: Trace) -> float:

@@ -1,7 +1,8 @@
 """The measured times of one step, its events, how much of its communication is hidden, and lower bounds."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 COMPUTE = "compute"
 Interval = tuple[float, float]
@@ -33,6 +34,10 @@ class Trace:
 
     def on_lane(self, lane: str) -> tuple[Event, ...]:
         return tuple(event for event in self.events if event.lane == lane)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the trace as plain values, ready for JSON."""
+        return asdict(self)
 
     @property
     def duration_us(self) -> float:

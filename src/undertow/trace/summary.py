@@ -2,12 +2,16 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from rich.console import RenderableType
+from rich.table import Column, Table
+
 from undertow.plan import Plan
+from undertow.shown import Shown, cell, with_experts
 from undertow.trace.record import BucketRecord, Interval, StepRecord, limit_us, overlap_of, step_limit_us, union_us
 
 _MS = 1e-3  # milliseconds in a microsecond
@@ -41,8 +45,10 @@ class GatherReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
+class StepReport(Shown):
     """Where the time of a step went, on this rank; medians over the recorded steps, in milliseconds.
+
+    `print` and notebooks show it as tables.
 
     Communication is the reduction of gradients and, with a sharded optimizer, the gathers of the parameters that it updated in
     the previous step. `communication_ms`, `exposed_ms` and `overlap` cover both; `gather_ms` and `gather_exposed_ms` cover the
@@ -80,6 +86,7 @@ class StepReport:
     busy_ms: tuple[float, ...]  # by rank
     buckets: tuple[BucketReport, ...]
     gathers: tuple[GatherReport, ...]  # in launch order; empty if the optimizer is not sharded
+    experts: Mapping[str, "StepReport"] = field(default_factory=dict)  # by pattern and ranks; all else is of the dense parameters
 
     @property
     def worst_bucket(self) -> BucketReport | None:
@@ -104,13 +111,8 @@ class StepReport:
         """Returns the report as plain values, ready for JSON."""
         return dataclasses.asdict(self)
 
-    def __str__(self) -> str:
-        if self.num_steps == 0:
-            return "no step recorded yet"
-        if self.overlap is None:
-            return f"no communication; step {self.step_ms:.1f} ms"
-        worst = "" if self.worst_bucket is None else f"; worst: bucket {self.worst_bucket.index}"
-        return f"{self.overlap:.0%} hidden; exposed {self.exposed_ms:.1f} ms of {self.step_ms:.1f} ms{worst}"
+    def __rich__(self) -> RenderableType:
+        return with_experts(_tables(self), self.experts)
 
 
 def summarize(
@@ -124,7 +126,7 @@ def summarize(
     """
     nothing = StepRecord(step=0, rank=rank, step_us=0.0, forwards=(), backwards=(), buckets=(), busy_ms=())
     splits = [_times_ms(record) for record in records or [nothing]]
-    times = {name: median(split[name] for split in splits) for name in splits[0]}
+    times: dict[str, Any] = {name: median(split[name] for split in splits) for name in splits[0]}
     # Times that are parts of others are computed from the medians, so that the lines of the report add up.
     communication_ms, exposed_ms = times["communication_ms"], times["exposed_ms"]
     busy = tuple(median(of_rank) for of_rank in zip(*(record.busy_ms for record in records), strict=True))
@@ -200,3 +202,106 @@ def _medians_ms(rows: Sequence[tuple[BucketRecord, Interval]]) -> dict[str, floa
 
 def _length_us(interval: Interval) -> float:
     return interval[1] - interval[0]
+
+
+# The report as tables.
+
+_NUM_NAMES = 3  # parameters of a bucket that are named
+
+
+def _tables(report: StepReport) -> Iterator[RenderableType]:
+    """Yields where the time of a step went, one line per bucket, and one per gather under a sharded optimizer."""
+    if report.num_steps == 0:
+        yield "Undertow: no step recorded yet; run a training step, and leave record on."
+        return
+    yield _step_table(report)
+    if report.buckets:
+        yield _bucket_table(report)
+    if report.gathers:
+        yield _gather_table(report)
+    if report.is_one_graph:
+        yield (
+            "The model is compiled as one graph, for none of its buckets has 1 MiB: its gradients come all at once.\n"
+            "Set bucket_cap_mb to 1 or more, or compile its layers one by one."
+        )
+    if report.num_skipped:
+        yield f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}"
+
+
+def _step_table(report: StepReport) -> Table:
+    title = f"Where a step goes: rank {report.rank}, median of {report.num_steps} steps"
+    table = Table("", Column("ms", justify="right"), "", title=title, title_justify="left")
+    for name, milliseconds, note in _step_rows(report):
+        table.add_row(name, f"{milliseconds:.1f}", note)
+    return table
+
+
+def _step_rows(report: StepReport) -> Iterator[tuple[str, float, str]]:
+    yield "step", report.step_ms, ""
+    yield "forward", report.forward_ms, ""
+    yield "backward", report.backward_ms, ""
+    hidden = "no communication" if report.overlap is None else f"{report.overlap:.0%} hidden"
+    yield "communication", report.communication_ms, hidden
+    if report.overlap is None:
+        return
+    if report.gather_overlap is not None:
+        num_bytes = sum(gather.num_bytes for gather in report.gathers)
+        yield "  of it gathers", report.gather_ms, f"{num_bytes / 1e6:.1f} MB, {report.gather_overlap:.0%} hidden"
+    yield "  hidden", report.hidden_ms, ""
+    yield "  exposed", report.exposed_ms, "" if report.worst_bucket is None else f"longest for bucket {report.worst_bucket.index}"
+    yield "    the network", report.wire_ms, ""
+    yield "    a late rank", report.late_rank_ms, "" if report.slowest_rank is None else f"slowest is rank {report.slowest_rank}"
+    yield "synchronized after", report.synchronized_ms, _achieved(report.synchronized_ms, report.limit_ms)
+    yield "  limit", report.limit_ms, "for these buckets and ready times"
+    if report.step_limit_ms > 0:
+        yield "limit of the step", report.step_limit_ms, _achieved(report.step_ms, report.step_limit_ms)
+
+
+def _achieved(milliseconds: float, limit_ms: float) -> str:
+    return f"achieved / limit {milliseconds / limit_ms:.3f}" if limit_ms > 0 else ""
+
+
+def _bucket_table(report: StepReport) -> Table:
+    # Without compression the trailer makes sent bytes exceed the gradients, which is not of interest; a hook's bytes are not
+    # known.
+    is_compressed = any(0 < bucket.sent_bytes < bucket.num_bytes for bucket in report.buckets)
+    names = ("bucket", "MB", *(["sent"] if is_compressed else []), "ready", "launched", "done", "wire", "waited")
+    of_gradients = " of gradients" if report.gathers else ""
+    table = _times_table(f"Buckets{of_gradients}", *names)
+    table.add_column("parameters", overflow="fold")
+    for bucket in report.buckets:
+        more = len(bucket.params) - _NUM_NAMES
+        table.add_row(
+            str(bucket.index),
+            *_megabytes(bucket.num_bytes, *([bucket.sent_bytes] if is_compressed else [])),
+            *_times(bucket.ready_ms, bucket.launched_ms, bucket.done_ms, bucket.wire_ms, bucket.waited_ms),
+            cell(", ".join(bucket.params[:_NUM_NAMES]) + (f" and {more} more" if more > 0 else "")),
+            style="bold" if bucket is report.worst_bucket else None,
+        )
+    return table
+
+
+def _gather_table(report: StepReport) -> Table:
+    table = _times_table("Gathers of parameters", "bucket", "MB", "launched", "done", "wire", "waited")
+    worst = report.worst_bucket
+    for gather in report.gathers:
+        table.add_row(
+            str(gather.bucket),
+            *_megabytes(gather.num_bytes),
+            *_times(gather.launched_ms, gather.done_ms, gather.wire_ms, gather.waited_ms),
+            style="bold" if worst is not None and gather.bucket == worst.index else None,
+        )
+    return table
+
+
+def _times_table(title: str, *names: str) -> Table:
+    columns = (Column(name, justify="right") for name in names)
+    return Table(*columns, title=f"{title}, ms since the step began", title_justify="left")
+
+
+def _times(*milliseconds: float) -> Iterator[str]:
+    return (f"{it:.1f}" for it in milliseconds)
+
+
+def _megabytes(*num_bytes: int) -> Iterator[str]:
+    return (f"{it / 1e6:.2f}" for it in num_bytes)

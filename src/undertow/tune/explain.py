@@ -1,11 +1,15 @@
 """Explains in words and numbers why the plan was chosen."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from typing import Any
+
+from rich.console import RenderableType
 
 from undertow.plan import Groups, Plan, finish_us
 from undertow.profile import Profile
+from undertow.shown import Shown, cell, with_experts
 from undertow.tune.messages import Decided, Decision, Outcome
 from undertow.tune.tuner import Tuner, kinds_needed, knows_enough
 
@@ -14,8 +18,11 @@ _MAX_TRIED = 64  # cuts and merges to try, spread over the buckets: a plan has h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """A plan and its reasons. Times in milliseconds from the start of a step until all gradients are reduced; None: not known."""
+class Explanation(Shown):
+    """A plan and its reasons. Times in milliseconds from the start of a step until all gradients are reduced; None: not known.
+
+    `print` and notebooks show it as lines.
+    """
 
     num_ranks: int
     strategy: str
@@ -28,12 +35,30 @@ class Explanation:
     alternatives: tuple[str, ...] = ()  # the effect of fewer and more buckets
     network: tuple[str, ...] = ()  # one line per kind of collective
     decisions: tuple[str, ...] = ()  # oldest first
+    experts: Mapping[str, "Explanation"] = field(
+        default_factory=dict
+    )  # by pattern and ranks; all else is of the dense parameters
 
-    def __str__(self) -> str:
-        text = f"{num_buckets_text(len(self.bucket_mb))}, {self.strategy}, {self.num_ranks} ranks: {self.why}"
-        if self.achieved_ms is None or self.limit_ms is None:
-            return text
-        return f"{text}; {self.achieved_ms:.1f} ms, limit {self.limit_ms:.1f} ms"
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the explanation as plain values, ready for JSON."""
+        return asdict(self)
+
+    def __rich__(self) -> RenderableType:
+        return with_experts(map(cell, _lines(self)), self.experts)
+
+
+def _lines(it: Explanation) -> Iterator[str]:
+    """Yields the plan, its times and their lower bound, the effect of other plans, and the decisions so far."""
+    sizes = ", ".join(f"{megabytes:.2f}" for megabytes in it.bucket_mb)
+    yield f"The plan: {num_buckets_text(len(it.bucket_mb))} of {sizes} MB, {it.strategy}, {it.num_ranks} ranks"
+    yield f"  {it.why}"
+    times = {"achieved": it.achieved_ms, "predicted": it.predicted_ms, "the best plan": it.best_ms, "limit": it.limit_ms}
+    known = [f"{name} {milliseconds:.2f}" for name, milliseconds in times.items() if milliseconds is not None]
+    if known:
+        yield f"Until gradients are through, ms since the step began: {', '.join(known)}"
+    sections = {"Other plans:": it.alternatives, "The network, as measured:": it.network, "Decisions:": it.decisions}
+    for title, rows in sections.items():
+        yield from (title, *(f"  {row}" for row in rows)) if rows else ()
 
 
 def explanation(

@@ -15,7 +15,7 @@ from support.project import ROOT
 from support.schedules import schedule_from_text
 from undertow import demo
 from undertow.cli import main
-from undertow.cli.sweep import SWEEPS, swept_ranks
+from undertow.cli.simulate import SWEEPS, swept_ranks
 from undertow.cli.what_if import OPTIMAL
 from undertow.demo import DemoSettings
 from undertow.plan import plan_from_groups

@@ -16,11 +16,10 @@ import pytest
 from support.errors import Call, refusal
 from support.records import printed
 from undertow.demo import DemoSettings, Way
-from undertow.demo.corpus import load_corpus
-from undertow.demo.launch import LocalRanks, RanksLost, _interrupts_postponed
-from undertow.demo.measure import StepTimes, trace_of
-from undertow.demo.results import RankFailed, Verdict, WayDone, way_done
-from undertow.demo.show import comparison_table
+from undertow.demo.launch import RanksLost, _interrupts_postponed, local_ranks
+from undertow.demo.results import RankFailed, WayDone, comparison_table, complaints_of, way_done
+from undertow.demo.settings import load_corpus
+from undertow.demo.way_run import StepTimes, trace_of
 from undertow.emulation.link import Transfer
 from undertow.trace import Event, Trace, overlap_of
 
@@ -73,16 +72,13 @@ WRONG_LOSS = ["Undertow, defaults: its final loss is not the reference's."]
     ],
 )
 def test_a_way_that_is_wrong_is_named(changes: dict[Way, dict[str, Any]], num_ranks: int, complaints: list[str]) -> None:
-    verdict = Verdict.of(results(changes, num_ranks), num_ranks=num_ranks)
-    assert verdict.complaints == complaints
-    assert [way for way in Way if not verdict.agrees(way)] == [way for way in changes if "gradients_agree" in changes[way]]
-    assert verdict.with_wrong_loss == [way for way in changes if complaints and "loss" in changes[way]]
+    assert complaints_of(results(changes, num_ranks), num_ranks=num_ranks) == complaints
 
 
 def test_the_table_fits_a_narrow_terminal() -> None:
     found = results({Way.BUCKETED: {"gradients_agree": False}})
-    table = comparison_table(found, Verdict.of(found, num_ranks=2), num_steps=3)
-    lines = [line.strip() for line in printed(lambda console: console.print(table), width=80).splitlines()]
+    table = comparison_table(found, num_steps=3)
+    lines = [line.strip() for line in printed(table, width=80).splitlines()]
     assert [line for line in lines if line.startswith(("bucketed, after", "Undertow, d"))] == [
         "bucketed, after backward   1234.6  1.00x     25.0    80%     1  2.5000     NO",
         "Undertow, defaults         1234.6  1.00x     25.0    80%     1  2.5000    yes",
@@ -310,9 +306,9 @@ def others() -> Iterator[list[psutil.Process]]:
 @pytest.mark.slow  # interpreters of their own
 @pytest.mark.usefixtures("others")
 def test_messages_of_all_ranks_come_in_until_the_last_has_ended() -> None:
-    with LocalRanks(report_in, (), num_ranks=3, silence_s=SILENCE_S) as ranks:
+    with local_ranks(report_in, (), num_ranks=3, silence_s=SILENCE_S) as messages:
         # Ranks do not hear interrupts themselves.
-        assert sorted(ranks.messages()) == [(0, True), (1, True), (2, True)]  # type: ignore[type-var]
+        assert sorted(messages) == [(0, True), (1, True), (2, True)]  # type: ignore[type-var]
 
 
 @pytest.mark.slow  # interpreters of their own
@@ -341,16 +337,16 @@ def test_ranks_that_fail_are_named_and_the_others_ended(
     target: Callable[..., None], silence_s: float, text: str, tmp_path: Path
 ) -> None:
     given = (tmp_path / "rank-1-dies",) if target is rank_1_dies_and_rank_0_complains else ()
-    with pytest.raises(RanksLost) as caught, LocalRanks(target, given, num_ranks=2, silence_s=silence_s) as ranks:
-        list(ranks.messages())
+    with pytest.raises(RanksLost) as caught, local_ranks(target, given, num_ranks=2, silence_s=silence_s) as messages:
+        list(messages)
     assert str(caught.value) == text
 
 
 @pytest.mark.slow  # interpreters of their own
 @pytest.mark.usefixtures("others")
 def test_an_interrupt_ends_the_ranks() -> None:
-    with pytest.raises(KeyboardInterrupt), LocalRanks(interrupt_the_parent, (), num_ranks=2, silence_s=SILENCE_S) as ranks:
-        list(ranks.messages())
+    with pytest.raises(KeyboardInterrupt), local_ranks(interrupt_the_parent, (), num_ranks=2, silence_s=SILENCE_S) as messages:
+        list(messages)
 
 
 @pytest.mark.usefixtures("others")
@@ -369,7 +365,7 @@ def test_an_interrupt_while_ranks_start_comes_afterwards() -> None:
 
 @pytest.mark.slow  # interpreters of their own
 def test_leaving_early_ends_even_ranks_that_refuse(others: list[psutil.Process]) -> None:
-    with LocalRanks(ignore_every_request, (), num_ranks=1, silence_s=SILENCE_S) as ranks:
-        assert next(iter(ranks.messages())) == "ready"
+    with local_ranks(ignore_every_request, (), num_ranks=1, silence_s=SILENCE_S) as messages:
+        assert next(iter(messages)) == "ready"
         (child,) = [child for child in our_children() if child not in others]
     assert not child.is_running()

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from support.errors import refusal
 from support.records import GATHERS, printed, record, report
-from undertow.report.terminal import print_report
 from undertow.report.timeline import save_timeline
 from undertow.trace import Event, StepReport, Trace
 
@@ -29,7 +28,7 @@ ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
     [
         pytest.param(
             report(record()),
-            ("head, body", "stem", "50% hidden", "slowest is rank"),
+            ("head, body", "stem", "50% hidden", "longest for bucket 1", "slowest is rank"),
             (SKIPPED, ONE_GRAPH),
             id="every bucket with its parameters",
         ),
@@ -46,8 +45,15 @@ ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
     ],
 )
 def test_a_report_shows(made: StepReport, parts: tuple[str, ...], others: tuple[str, ...]) -> None:
-    text = printed(print_report, made)
+    text = printed(made)
     assert ([part for part in parts if part not in text], [other for other in others if other in text]) == ([], [])
+
+
+def test_a_value_shows_itself_where_it_is_printed_and_in_a_notebook() -> None:
+    made = replace(report(record()), experts={"'[a].*', ranks 0, 2": report()})
+    of_experts = "\n\nExperts '[a].*', ranks 0, 2:\nUndertow: no step recorded yet; run a training step, and leave record on."
+    assert (str(made).startswith("Where a step goes"), str(made).endswith(of_experts), "\x1b" in str(made)) == (True, True, False)
+    assert "Where a step goes" in made._repr_mimebundle_([], [])["text/html"]
 
 
 def test_bytes_that_were_really_sent_are_added_up() -> None:
@@ -55,7 +61,7 @@ def test_bytes_that_were_really_sent_are_added_up() -> None:
 
 
 def test_gathers_have_a_table() -> None:
-    lines = [line.rstrip() for line in printed(print_report, report(record(gathers=GATHERS)), width=80).splitlines()]
+    lines = [line.rstrip() for line in printed(report(record(gathers=GATHERS)), width=80).splitlines()]
     (line,) = (line for line in lines if "of it gathers" in line)
     assert [cell.strip() for cell in line.split("│")[1:-1]] == ["of it gathers", "20.0", "0.0 MB, 75% hidden"]
     assert lines[-7:] == [

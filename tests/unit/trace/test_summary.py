@@ -78,18 +78,6 @@ def test_a_report(found: StepReport, fields: dict[str, Any]) -> None:
     assert {name: getattr(found, name) for name in fields} == fields
 
 
-@pytest.mark.parametrize(
-    ("found", "text"),
-    [
-        (PLAIN, "50% hidden; exposed 20.0 ms of 100.0 ms; worst: bucket 1"),
-        (ALONE, "no communication; step 100.0 ms"),
-        (report(), "no step recorded yet"),
-    ],
-)
-def test_a_report_as_text_is_one_line(found: StepReport, text: str) -> None:
-    assert str(found) == text
-
-
 def test_gathers_have_rows() -> None:
     assert [(it.bucket, it.launched_ms, it.done_ms) for it in SHARDED.gathers] == [(1, -10, 5), (0, -9, 10)]
     assert [(it.num_bytes, it.wire_ms, it.waited_ms) for it in SHARDED.gathers] == [(4000, 15, 5), (8000, 5, 0)]

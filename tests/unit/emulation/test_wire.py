@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from support.errors import text_of
 from undertow.cost import Link
-from undertow.emulation.receives import Receives
-from undertow.emulation.wire import LinkWork, Wire
+from undertow.emulation.wire import EmulatedLink, LinkWork, Receives
 
 HOP_S, NUMEL = 0.3, 10_000
 
@@ -45,25 +44,25 @@ class Message(dist.Work):
 
 
 @pytest.fixture
-def wire() -> Wire:
-    return Wire(Link(name="slow", hop_s=HOP_S, bytes_per_s=1e6))
+def link() -> EmulatedLink:
+    return EmulatedLink(Link(name="slow", hop_s=HOP_S, bytes_per_s=1e6))
 
 
 @pytest.fixture
-def receives(wire: Wire) -> Iterator[Receives]:
-    receives = Receives(wire, rank=0)
+def receives(link: EmulatedLink) -> Iterator[Receives]:
+    receives = Receives(link, rank=0)
     yield receives
-    receives.close(10.0)
+    receives.close(time.perf_counter() + 10.0)
 
 
 def post(receives: Receives, message: Message) -> LinkWork:
     return receives.post(lambda: message, [torch.zeros(NUMEL)], source=message.source)
 
 
-def test_messages_follow_one_another_and_pay_their_latency_side_by_side(wire: Wire, receives: Receives) -> None:
+def test_messages_follow_one_another_and_pay_their_latency_side_by_side(link: EmulatedLink, receives: Receives) -> None:
     for work in [post(receives, Message(source).come()) for source in (1, 2, 1, 2, 1)]:
         work.wait()
-    log, cost_s = wire.take_log(), 4 * NUMEL / 1e6
+    log, cost_s = link.take_log(), 4 * NUMEL / 1e6
     assert [(it.kind, it.num_bytes) for it in log] == [("send", 4 * NUMEL)] * 5
     # 1e-9: times of day are large doubles.
     assert all(later.started_s >= it.started_s + cost_s - 1e-9 for it, later in pairwise(log))
@@ -90,10 +89,10 @@ def test_messages_of_one_sender_are_done_as_they_were_posted(receives: Receives)
     assert works[0].is_completed()
 
 
-def test_a_receive_waits_for_what_else_is_on_the_link(wire: Wire, receives: Receives) -> None:
-    _, free_s = wire.reserve(ready_s=time.perf_counter(), bytes_s=0.2)
+def test_a_receive_waits_for_what_else_is_on_the_link(link: EmulatedLink, receives: Receives) -> None:
+    _, free_s = link.reserve(ready_s=time.perf_counter(), bytes_s=0.2)
     post(receives, Message(1).come()).wait()
-    (transfer,) = wire.take_log()
+    (transfer,) = link.take_log()
     assert transfer.started_s >= free_s
 
 
@@ -116,11 +115,11 @@ def test_an_error_of_gloo_reaches_whoever_waits_and_the_next_receive_goes_on(rec
     )
 
 
-def test_closing_before_a_message_has_come_is_said(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
-    receives, message = Receives(wire, rank=4), Message(1)
+def test_closing_before_a_message_has_come_is_said(link: EmulatedLink, caplog: pytest.LogCaptureFixture) -> None:
+    receives, message = Receives(link, rank=4), Message(1)
     post(receives, message)
     with caplog.at_level(logging.WARNING, logger="undertow"):
-        receives.close(0.01)
+        receives.close(time.perf_counter() + 0.01)
     assert caplog.messages == ["an emulated group of rank 4 was closed with a receive in flight."]
     message.come()  # or its thread would wait on
 
@@ -173,6 +172,6 @@ NO_LINK = Link(name="none", hop_s=0.0, bytes_per_s=math.inf)
     ],
 )
 def test_stretches_on_a_link(link: Link, burst_bytes: int, sent: list[tuple[float, float, float, tuple[float, float]]]) -> None:
-    wire = Wire(link, burst_bytes=burst_bytes)
-    found = [wire.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s) for ready_s, bytes_s, latency_s, _ in sent]
+    emulated = EmulatedLink(link, burst_bytes=burst_bytes)
+    found = [emulated.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s) for ready_s, bytes_s, latency_s, _ in sent]
     assert found == [stretch for *_, stretch in sent]

@@ -1,0 +1,44 @@
+"""Values that print themselves, and texts from elsewhere prepared for rich: no markup, no emoji."""
+
+import io
+from collections.abc import Iterable, Mapping
+from itertools import chain
+
+from rich.console import Console, Group, RenderableType
+from rich.jupyter import JupyterMixin
+from rich.text import Text
+
+from undertow.foreign import printable
+
+
+class Shown(JupyterMixin):
+    """A value that `print`, `rich.print` and a notebook show as tables or lines."""
+
+    __slots__ = ()
+
+    def __rich__(self) -> RenderableType:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), color_system=None, force_terminal=False, force_jupyter=False)
+        with console.capture() as captured:
+            console.print(self, soft_wrap=True)  # lines stay whole, however wide the terminal is
+        return captured.get().removesuffix("\n")
+
+
+def cell(text: str) -> Text:
+    """Returns the text for a cell of a table."""
+    return Text(printable(text))
+
+
+def with_experts(parts: Iterable[RenderableType], experts: Mapping[str, Shown]) -> Group:
+    """Returns the parts, and below them the values of the groups of experts under their names."""
+    groups: Iterable[tuple[RenderableType, ...]] = (
+        (cell(""), cell(f"Experts {name}:"), shown) for name, shown in experts.items()
+    )
+    return Group(*parts, *chain.from_iterable(groups))
+
+
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """Prints the text on one line, however wide the terminal is."""
+    console.print(Text(printable(text), style=style), soft_wrap=True)
