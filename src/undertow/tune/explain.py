@@ -35,9 +35,8 @@ class Explanation(Shown):
     alternatives: tuple[str, ...] = ()  # the effect of fewer and more buckets
     network: tuple[str, ...] = ()  # one line per kind of collective
     decisions: tuple[str, ...] = ()  # oldest first
-    experts: Mapping[str, "Explanation"] = field(
-        default_factory=dict
-    )  # by pattern and ranks; all else is of the dense parameters
+    # By pattern and ranks; all else is of the dense parameters.
+    experts: Mapping[str, "Explanation"] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the explanation as plain values, ready for JSON."""
