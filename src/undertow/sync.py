@@ -24,9 +24,8 @@ from undertow.report.explain import print_explanation
 from undertow.report.terminal import print_report
 from undertow.runtime.comm.broadcast import average_buffers, broadcast_buffers, broadcast_in_place
 from undertow.runtime.comm.comm_hook import CommHook
-from undertow.runtime.comm.group import GroupRef, OwnGroup
-from undertow.runtime.comm.mesh import chosen_group, other_group, warn_of_lone_rank
-from undertow.runtime.comm.recorder import Recorder, clock_for
+from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, other_group, warn_of_lone_rank
+from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.hooks import is_outermost_forward, warn_of_late_backward
 from undertow.runtime.gradients.weights import require_weighted
 from undertow.runtime.model.ignore import names_to_ignore
@@ -101,8 +100,8 @@ class GradientSync:
     def _set_up(self, group: GroupRef) -> None:
         """Creates everything that belongs to one process group, without communication."""
         own = self._group = OwnGroup(group, device=self._members.device, limits=self._config, within=self._within)
-        own.module, self.waiting = weakref.ref(self._module), own.waiting
-        self._recorder = Recorder(clock_for(own.device, own.backend), rank=own.rank, level=self._config.record)
+        own.here.module, self.waiting = weakref.ref(self._module), own.waiting
+        self._recorder = Recorder(own, level=self._config.record)
         self._engine = Engine(self._members, own, self._config, self._recorder)
         if self._hook is not None:
             self._engine.use_hook(self._hook)

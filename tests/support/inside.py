@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,9 +26,10 @@ from undertow.checkpoint.metadata import Entry, stored_entries
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.plan import ParamSpec
 from undertow.runtime.comm import agreement
+from undertow.runtime.comm.collectives import P2PCollectives
 from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
 from undertow.runtime.comm.group import GroupRef, OwnGroup
-from undertow.runtime.comm.p2p import Exchange, P2PCollectives
+from undertow.runtime.comm.handles import ThreadHandle
 from undertow.runtime.execute.compiled_plan import CompiledPlan
 from undertow.runtime.execute.executor import Executor
 from undertow.runtime.gradients.reducer import Reducer
@@ -143,8 +143,8 @@ INNER_CALLS: dict[str, tuple[Any, str]] = {
     "weights": (RoundWeights, "send"),
     "reduce": (Reducer, "reduce"),
     "checkpoint": (private_checkpoint, "save_checkpoint"),
-    "post": (Exchange, "begin"),  # in threads, of exchanges that are made of sends and receives
-    "complete": (Exchange, "complete"),
+    "post": (ThreadHandle, "begin"),  # in threads, of exchanges that are made of sends and receives
+    "complete": (ThreadHandle, "complete"),
 }
 
 
@@ -215,10 +215,16 @@ def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
 def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) -> None:
     """Has both called around every op of the model from now on, under later plans too."""
     recorder = sync_of(model)._recorder
-    earlier: Any = recorder.observer or SimpleNamespace(before=nothing, after=nothing)
-    recorder.observer = SimpleNamespace(
-        before=lambda op: (earlier.before(op), before(op)), after=lambda op: (earlier.after(op), after(op))
-    )
+    earlier: Any = recorder.observer or contextlib.nullcontext
+
+    @contextlib.contextmanager
+    def around(op: Op) -> Iterator[None]:
+        with earlier(op):
+            before(op)
+            yield
+        after(op)
+
+    recorder.observer = around
 
 
 def issued_ops(model: Model) -> list[str]:

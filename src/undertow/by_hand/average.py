@@ -13,9 +13,8 @@ from torch import Tensor
 
 from undertow.errors import ConfigError, PhaseError, PlanMismatch, WrongType
 from undertow.plan import Bucket, ParamSpec, SizeCaps, group_by_size, plan_from_groups, signature_bits
-from undertow.runtime.comm.group import GroupRef, user_group
-from undertow.runtime.comm.handles import ReductionHandle, all_reduce_async
-from undertow.runtime.comm.mesh import warn_of_lone_rank
+from undertow.runtime.comm.group import GroupRef, user_group, warn_of_lone_rank
+from undertow.runtime.comm.handles import WorkHandle, all_reduce_async
 from undertow.runtime.gradients.storage import GradientBucket, spec_of
 from undertow.runtime.gradients.trailer import TrailerCodec, to_device
 from undertow.runtime.torch_private import private
@@ -100,7 +99,7 @@ class _Shipment:
         self._missing_everywhere = set(self._missing)
         self._pack()
 
-    def send(self, group: dist.ProcessGroup, reference: GroupRef, *, fingerprint: int) -> ReductionHandle:
+    def send(self, group: dist.ProcessGroup, reference: GroupRef, *, fingerprint: int) -> WorkHandle:
         """Starts the mean over ranks; `fingerprint`, of 24 bits, must be the same on all."""
         storage = self._bucket.storage
         # Signatures have fields for step, generation and mode of a training run; here all of their bits hold the fingerprint.

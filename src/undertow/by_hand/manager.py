@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import SizeCaps, group_by_size, largest_first
-from undertow.runtime.comm.handles import ReductionHandle
+from undertow.runtime.comm.handles import WorkHandle
 from undertow.runtime.gradients.storage import GradientBucket, spec_of
 
 
@@ -67,7 +67,7 @@ class GradientBucketManager:
         self._require_open("is_reduced")
         return self.buckets[self.get_bucket_index(tensor)].is_reduced
 
-    def reduce_bucket_async(self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> ReductionHandle:
+    def reduce_bucket_async(self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> WorkHandle:
         """Prepares one bucket and starts its reduction. Every rank calls this in the same order."""
         self._require_open("reduce_bucket_async")
         if not 0 <= index < len(self.buckets):
@@ -76,7 +76,7 @@ class GradientBucketManager:
         bucket.prepare()
         return bucket.reduce_async(self.process_group, op)
 
-    def reduce_all_async(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[ReductionHandle]:
+    def reduce_all_async(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[WorkHandle]:
         """Prepares every bucket and starts its reduction, in order; sends nothing if one of them cannot be prepared."""
         self._require_open("reduce_all_async")
         for bucket in self.buckets:

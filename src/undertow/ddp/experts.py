@@ -24,8 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from undertow.config import ExpertGroup, SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType
-from undertow.runtime.comm.group import GroupRef, OwnGroup
-from undertow.runtime.comm.mesh import chosen_group, warn_of_lone_rank
+from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, warn_of_lone_rank
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf
 from undertow.runtime.peers.faults import Fault

@@ -58,7 +58,7 @@ class ShadowHook(JoinHook):
         self.sync = sync
         if is_enabled:
             _require_join(sync)
-            sync.own_group.in_join = True
+            sync.own_group.borrowers.add("join")
 
     def main_hook(self) -> None:
         """Takes part in one step of the others."""
@@ -79,7 +79,7 @@ class ShadowHook(JoinHook):
 
     def ends(self) -> None:
         """Ends the use of the user's process group."""
-        self.sync.own_group.in_join = False
+        self.sync.own_group.borrowers.discard("join")
 
     def rescale(self, num_active: int) -> None:
         """Makes means run over `num_active` ranks, unless they are to be over all ranks."""

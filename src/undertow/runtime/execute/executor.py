@@ -21,7 +21,7 @@ from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.storage import GradientBucket
 from undertow.runtime.gradients.trailer import Reading, Snapshot, TrailerCodec, Verdict, to_device
 from undertow.runtime.gradients.weights import RoundWeights
-from undertow.runtime.peers.waiting import label_of
+from undertow.runtime.peers.waiting import Launching, label_of
 from undertow.runtime.sharded.binding import ShardedBinding
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.torch_private import private
@@ -133,7 +133,7 @@ class Executor:
     def run(self, ops: Sequence[Op]) -> None:
         """Issues `ops` in the given order, and tells the observer of each, if there is one."""
         observer = self._recorder.observer
-        with self._group.launching() if ops and ops[0].kind is not OpKind.BIND else self._group.waiting():
+        with Launching(self._group.member) if ops and ops[0].kind is not OpKind.BIND else self._group.waiting():
             for op in ops if observer is None else _observed(ops, observer):
                 with _profiler_range(op):
                     self._table[op.kind](self, op.bucket or 0)
@@ -221,7 +221,7 @@ class Executor:
     def _all_reduce(self, index: int) -> None:
         binding, bucket = self._bindings[index], self._buckets[index]
         storage, trailer = binding.bucket.storage, bucket.trailer
-        self._recorder.launches(index)
+        self._recorder.mark(index, "launched")
         if bucket.slots and (bucket.is_sparse or self._reducer.hook is not None):
             # What is not in the bucket, or is the hook's alone, leaves the trailer to a small collective of its own.
             handles = [*self._reduce(index, binding.values()), self._reducer.reduce(storage[trailer.start :], numel=0)]
@@ -236,7 +236,7 @@ class Executor:
         assert self._sharding is not None
         target = binding.target(is_apart=this_round.has_failed or this_round.rebinds is not None)
         trailer = range(bucket.trailer.start, bucket.storage_numel)
-        self._recorder.launches(index)
+        self._recorder.mark(index, "launched")
         pack = binding.packing()
 
         def pack_and_look() -> None:
@@ -312,11 +312,11 @@ class Executor:
                 self._packed.remove(index)
                 binding.bind_local()
             return
-        self._recorder.wait_begins(index)
+        self._recorder.mark(index, "wait_start")
         with self._group.waiting(self._labels[index]):
             for handle in handles:
                 handle.wait()
-        self._recorder.wait_ends(index)
+        self._recorder.mark(index, "wait_stop")
         if self._sharding is not None:
             self._bind_placeholders(self._sharding, index)
             return
@@ -400,11 +400,10 @@ def _binding(bucket: Bucket, params: Sequence[Tensor]) -> Binding:
 
 
 def _observed(ops: Sequence[Op], observer: Observer) -> Iterator[Op]:
-    """Yields each op between the observer's calls; an op that raises has no second one."""
+    """Yields each op inside the observer's context."""
     for op in ops:
-        observer.before(op)
-        yield op
-        observer.after(op)
+        with observer(op):
+            yield op
 
 
 def _rescale(values: Sequence[Tensor], this_round: Round) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Bucket, ParamSpec
-from undertow.runtime.comm.handles import ReductionHandle, all_reduce_async
+from undertow.runtime.comm.handles import WorkHandle, all_reduce_async
 from undertow.runtime.torch_private import private
 
 # A view that no other code holds has two references: the list of views, and the argument of getrefcount.
@@ -48,7 +48,7 @@ class GradientBucket:
         self.bucket_index = bucket_index
         self.size_in_bytes = size_in_bytes
         self.gradients = tuple(gradients)
-        self.reduction_handle: ReductionHandle | None = None
+        self.reduction_handle: WorkHandle | None = None
         self._layout = layout
         self._is_prepared = self.is_copied_back = False
         self._check()
@@ -106,7 +106,7 @@ class GradientBucket:
 
     def reduce_async(
         self, process_group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> ReductionHandle:
+    ) -> WorkHandle:
         """Starts the reduction over all ranks of `process_group`; raises PhaseError unless `prepare` was called for it."""
         if not self._is_prepared:
             raise PhaseError(
@@ -138,7 +138,7 @@ class GradientBucket:
                 private.copy_each([target for target, _ in pairs], [view for _, view in pairs])
         self.is_copied_back = True
 
-    def require_reduced(self) -> ReductionHandle:
+    def require_reduced(self) -> WorkHandle:
         """Returns the handle of the reduction; raises PhaseError if none was started."""
         if self.reduction_handle is None:
             raise PhaseError(

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import ReplicaMismatch
-from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.comm.handles import started
+from undertow.runtime.comm.group import OwnGroup, Pending
 
 _WORD = 8  # bytes
 _HOST_WORDS = 1 << 16  # processed at once, so that weights and products stay in the cache
@@ -29,11 +27,10 @@ class _Sent:
     number: int  # of the synchronization
     names: Sequence[str]
     ranks: Sequence[int]  # the ranks' names
-    received: Sequence[Tensor]  # for each rank, whether it counts, and its fingerprints
-    work: dist.Work
+    received: Pending[list[Tensor]]  # for each rank, whether it counts, and its fingerprints
 
     def require_alike(self) -> None:
-        rows = torch.stack(list(self.received)).tolist()
+        rows = torch.stack(self.received.take()).tolist()
         of_ranks = {rank: row[1:] for rank, row in zip(self.ranks, rows, strict=True) if row[0]}
         differing = [index for index, values in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(values)) > 1]
         if differing:
@@ -71,18 +68,13 @@ class Replicas:
             return
         of_params = fingerprints([param for _, param in named_params], device=self._group.device)
         mine = torch.cat((torch.full_like(of_params[:1], counts), of_params))  # [1 + number of parameters] int64
-        received = [torch.empty_like(mine) for _ in range(self._group.num_ranks)]
-        with self._group.waiting():
-            work = dist.all_gather(received, mine, group=self._group.process_group, async_op=True)
-        self._sent.append(_Sent(number, [name for name, _ in named_params], self._names, received, started(work)))
+        received = self._group.all_gather(mine, "the comparison of all ranks' parameters")
+        self._sent.append(_Sent(number, [name for name, _ in named_params], self._names, received))
 
     def require_alike(self) -> None:
         """Waits for the fingerprints; raises ReplicaMismatch on every rank if they differ."""
         while self._sent:
-            sent = self._sent.pop(0)
-            with self._group.waiting("the comparison of all ranks' parameters"):
-                self._group.complete(sent.work)
-            sent.require_alike()
+            self._sent.pop(0).require_alike()
 
 
 def fingerprints(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:

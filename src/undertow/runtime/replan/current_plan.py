@@ -206,7 +206,7 @@ class CurrentPlan:
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on, before which the ranks meet without it and compare their hooks."""
         self.settle()
-        self.group.hooks_use_users = True
+        self.group.borrowers.add("hooks")
         if self.group.is_open and self.group.num_ranks > 1 and self.retiring is None:
             self.retiring, self._retiring_watch = self.compiled, self.watch
         self._renew(dataclasses.replace(self.compiled.reducer, hook=hook))

@@ -49,7 +49,7 @@ class Engine:
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
         self.is_passed_on, self._recorder, self._members = False, recorder, members  # passed on to somebody who came later
         self._progress = Progress()
-        group.num_steps, group.is_idle = self._progress.rounds, self._progress.is_idle
+        group.here.num_steps, group.here.is_idle = self._progress.rounds, self._progress.is_idle
         self._open: OpenRound | None = None
         self._end = OutermostEnd(self._launch_rest)
         self._optimizers_in_backward = OptimizersInBackward()
