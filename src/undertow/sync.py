@@ -22,7 +22,7 @@ from undertow.plan import Plan
 from undertow.profile import Profile
 from undertow.report.explain import print_explanation
 from undertow.report.terminal import print_report
-from undertow.runtime.comm.broadcast import average_buffers, broadcast_buffers, broadcast_in_place
+from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buffers
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, other_group, warn_of_lone_rank
 from undertow.runtime.comm.recorder import Recorder
@@ -355,8 +355,8 @@ class GradientSync:
         if self._group.num_ranks == 1:
             return
         self._engine.open()
-        follow = average_buffers if self._config.buffers == "mean" else broadcast_buffers
-        follow(self._members.common_buffers, self._group, source=source)
+        averages = self._config.buffers == "mean"
+        synchronize_buffers(self._members.common_buffers, self._group, source=source, averages=averages)
 
     def shadow(self) -> None:
         """Takes part in one synchronization of the other ranks without contributing gradients."""

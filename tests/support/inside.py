@@ -139,7 +139,7 @@ def settles_after_the_round(model: Model) -> Iterator[None]:
 INNER_CALLS: dict[str, tuple[Any, str]] = {
     "connection": (private, "new_group"),
     "construction": (undertow.sync, "broadcast_in_place"),
-    "buffers": (undertow.sync, "broadcast_buffers"),
+    "buffers": (undertow.sync, "synchronize_buffers"),
     "weights": (RoundWeights, "send"),
     "reduce": (Reducer, "reduce"),
     "checkpoint": (private_checkpoint, "save_checkpoint"),

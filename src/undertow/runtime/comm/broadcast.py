@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -49,11 +49,10 @@ class CommonBuffers:
         """`owners` are all places of buffers to synchronize; `tables` are the buffer tables of all modules, which may grow."""
         places: dict[Tensor, list[BufferOwner]] = defaultdict(list)  # tensors are keys by identity
         for owner in owners:
-            tensor = owner.get()
-            if tensor is not None:
+            if (tensor := owner.get()) is not None:
                 places[tensor].append(owner)
         self._buffers = [_Item(tensor, owners) for tensor, owners in places.items()]
-        self._owners = tuple(owners)
+        self._owners = owners
         self._tables = tables
         self._known = self._kinds()
 
@@ -85,25 +84,17 @@ class CommonBuffers:
         return [buffer.tensor for buffer in self.now()]
 
 
-def broadcast_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0) -> None:
-    """Gives every buffer the value that rank `source` of the group has.
+def synchronize_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0, averages: bool = False) -> None:
+    """Gives every buffer the value that rank `source` of the group has, or `averages` floating-point and complex ones over ranks.
 
     A buffer that changes becomes a new tensor: autograd may have saved the old one for a pending backward, which would use
     whatever was written into it.
     """
-    for values in _of_source(common.now(), group, source):
-        _replace(values)
-
-
-def average_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0) -> None:
-    """Averages floating-point and complex buffers over ranks; others (counters, flags) take the value of rank `source`.
-
-    A buffer that changes becomes a new tensor, as in `broadcast_buffers`, here on every rank.
-    """
-    buffers = common.now()
-    for chunk in _chunks([buffer for buffer in buffers if _has_mean(buffer.tensor)]):
-        _replace(_means(chunk, group))
-    for values in _of_source([buffer for buffer in buffers if not _has_mean(buffer.tensor)], group, source):
+    of_source, averaged = list[_Item](), list[_Item]()
+    for buffer in common.now():
+        has_mean = averages and (buffer.tensor.is_floating_point() or buffer.tensor.is_complex())
+        (averaged if has_mean else of_source).append(buffer)
+    for values in chain((_means(chunk, group) for chunk in _chunks(averaged)), _of_source(of_source, group, source)):
         _replace(values)
 
 
@@ -174,10 +165,6 @@ def _means(chunk: Sequence[_Item], group: OwnGroup) -> _Values:
     with group.waiting("the mean of buffers"):
         group.all_reduce(wide)
     return _values(chunk, wide.to(flat.dtype))
-
-
-def _has_mean(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
 
 
 @torch.no_grad()

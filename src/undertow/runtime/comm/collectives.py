@@ -254,10 +254,7 @@ class BackendCollectives:
         else:
             narrow = shard if shard.dtype == parts.dtype else torch.empty_like(shard, dtype=parts.dtype)
             work = private.reduce_scatter_async(narrow, parts, pg)
-
-            def add_up() -> None:
-                if narrow is not shard:
-                    shard.copy_(_used_here(narrow))
+            add_up = int if narrow is shard else lambda: shard.copy_(_used_here(narrow))
 
         def finish() -> None:
             add_up()

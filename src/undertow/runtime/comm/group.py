@@ -169,8 +169,8 @@ class OwnGroup:
             return
         member = self.member = self._joined() if self._within is None else self._within.member
         if member is not None:
-            own = weakref.ref(self)
-            member.groups.append((partial(_if_there, own, OwnGroup._interrupt), partial(_if_there, own, OwnGroup.close)))
+            interrupt, close = weakref.WeakMethod(self._interrupt), weakref.WeakMethod(self.close)
+            member.groups.append((partial(_call_if_there, interrupt), partial(_call_if_there, close)))
         with self.waiting("all ranks, to make a process group"):
             if member is not None and (all_meet or self._within is None):  # else a rank may wait for one that is gone
                 timeout = self.user.timeout
@@ -369,10 +369,9 @@ def _ends(work: Work, within_s: float) -> bool:
     return True
 
 
-def _if_there(owner: weakref.ref[OwnGroup], act: Callable[[OwnGroup], None]) -> None:
-    own = owner()
-    if own is not None:
-        act(own)
+def _call_if_there(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (call := method()) is not None:
+        call()
 
 
 def _break(group: dist.ProcessGroup) -> None:

@@ -97,7 +97,7 @@ class Posted:
 
 
 class ThreadHandle:
-    """A handle that threads of the host complete, which wait for other ranks. `result_of` waits for one if that makes sense."""
+    """A handle that threads of the host complete, which wait for other ranks. `result_of` waits for its result."""
 
     def __init__(self, result_of: Callable[[Future[Any]], Any]) -> None:
         self._result_of = result_of

@@ -86,12 +86,6 @@ class _StepMarks:
     is_synchronized: bool = False
     stop: Mark = None
 
-    def last_mark(self) -> Mark:
-        """Returns the mark at which the step's gradients were complete."""
-        if self.buckets:
-            return self.buckets[max(self.buckets)].wait_stop
-        return self.backwards[-1][1] if self.backwards else self.forwards[-1][1]
-
 
 # A context around every op that a model's executors issue, in the thread that issues it. Tests use it to count, delay or fail
 # ops; without an observer a step pays nothing.
@@ -107,7 +101,7 @@ class Recorder:
     def __init__(self, group: OwnGroup, *, level: str) -> None:
         self.observer: Observer | None = None
         has_streams = group.device.type == "cuda" and "nccl" in group.backend
-        self._clock = CudaClock(group.device) if has_streams else HostClock()
+        self._clock: HostClock | CudaClock = CudaClock(group.device) if has_streams else HostClock()
         self._rank = group.rank
         self.is_on = level != "off"
         self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT_IN_SUMMARY if level == "summary" else None)
@@ -216,7 +210,9 @@ class Recorder:
         return tuple(self._record(marks) for marks in wanted[-at_most if at_most else 0 :])
 
     def _record(self, marks: _StepMarks) -> StepRecord:
-        begin = marks.forwards[0][0] if marks.forwards else marks.backwards[0][0]
+        begin, end = (marks.forwards or marks.backwards)[0][0], marks.stop
+        if end is None:  # no other step has begun: it ends when its gradients are complete
+            end = marks.buckets[max(marks.buckets)].wait_stop if marks.buckets else (marks.backwards or marks.forwards)[-1][1]
 
         def us(mark: Mark) -> float:
             return self._clock.us_between(begin, mark)
@@ -227,7 +223,7 @@ class Recorder:
         return StepRecord(
             step=marks.step,
             rank=self._rank,
-            step_us=us(marks.last_mark() if marks.stop is None else marks.stop),
+            step_us=us(end),
             forwards=tuple((us(start), us(stop)) for start, stop in marks.forwards if stop is not None),
             backwards=tuple((us(start), us(stop)) for start, stop in marks.backwards if stop is not None),
             buckets=_behind(marks.gathers_after.values(), buckets, us),
