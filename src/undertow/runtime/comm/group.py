@@ -161,8 +161,7 @@ class OwnGroup:
     def open(self, *, all_meet: bool = False) -> None:
         """Creates the clone; a collective call before any other over it.
 
-        A group `within` another one is opened after that one. If `all_meet`, as they do otherwise, every rank of that one opens
-        groups within it at the same time.
+        A group `within` another one is opened after that one; `all_meet` if all ranks of that one open groups at the same time.
         """
         if self.num_ranks == 1:
             self._group = weakref.ref(self.user.clone())
@@ -172,7 +171,7 @@ class OwnGroup:
             interrupt, close = weakref.WeakMethod(self._interrupt), weakref.WeakMethod(self.close)
             member.groups.append((partial(_call_if_there, interrupt), partial(_call_if_there, close)))
         with self.waiting("all ranks, to make a process group"):
-            if member is not None and (all_meet or self._within is None):  # else a rank may wait for one that is gone
+            if member is not None and (all_meet or self._within is None):  # so that no rank waits below for one that is gone
                 timeout = self.user.timeout
                 member.meet(patience.GLOO_WAITS_S if timeout is None else timeout.total_seconds())
             require_no_fault(member)
