@@ -1,7 +1,5 @@
 """The user's own reduction: a communication hook in the form that torch's DistributedDataParallel accepts."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import threading

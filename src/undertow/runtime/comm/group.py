@@ -435,8 +435,7 @@ def warn_of_lone_rank(process_group: object, where: str) -> None:
     """
     if not isinstance(process_group, dist.ProcessGroup) or process_group.size() > 1 or dist.get_world_size() == 1:
         return
-    given = process_group.group_desc
-    name = process_group.group_name if given == "undefined" else given
+    name = process_group.group_name if process_group.group_desc == "undefined" else process_group.group_desc
     warnings.warn(
         f"the process group {name!r} has 1 rank, and the job has {dist.get_world_size()}: gradients are averaged with no other "
         f"rank.\n  {where}, rank {dist.get_rank()}\n"
@@ -460,9 +459,8 @@ def other_group(process_group: dist.ProcessGroup, strategy: str | None) -> Group
 def _arranged(mesh: DeviceMesh | None) -> GroupRef:
     """Returns all ranks of a mesh, whose first dimension replicates and whose second dimension shards."""
     if mesh is None or mesh.ndim != 2:
-        got = "no mesh" if mesh is None else f"{mesh}"
         raise ConfigError(
-            f'strategy="hybrid" needs a mesh of two dimensions, got {got}.',
+            f'strategy="hybrid" needs a mesh of two dimensions, got {"no mesh" if mesh is None else mesh}.',
             where=_WHERE,
             remedy=f"Write {_HOW}: the first dimension replicates, the second shards.",
         )
