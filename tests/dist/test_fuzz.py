@@ -201,13 +201,14 @@ def texts(folder: Path, num_cases: int) -> Fuzz:
 
 
 STATE = {"rank": 0, "step": 3, "doing": "in backward", "waits_for": "bucket 1", "waited_s": 2.5, "stack": ["a.py, line 1"]}
+FAULT = {"error": "PeerFailed", "what": "gone", "remedy": "mend", "told": ""}
 MESSAGES: list[dict[str, Any]] = [
     {"kind": "opens", "number": 0},
-    {"kind": "failed", "text": "ValueError: x"},
-    {"kind": "lost", "rank": 0},
-    {"kind": "ended", "steps": 3, "text": ""},
-    {"kind": "left", "number": 0, "steps": 3, "text": "ValueError: x"},
-    {"kind": "stops", "number": 0, "error": "RankLost", "what": "gone", "remedy": "mend", "told": ""},
+    {"kind": "stops", **FAULT},
+    {"kind": "stops", "number": 0, **FAULT},
+    {"kind": "left", **FAULT},
+    {"kind": "left", "number": 0, **FAULT},
+    {"kind": "gathers", "number": 0, "count": 1, "step": 3},
     {"kind": "asks", "number": 0, **STATE},
     {"kind": "stands", "number": 0, "text": "in the optimizer"},
     {"kind": "does", "number": 0, **STATE},

@@ -475,7 +475,7 @@ def test_what_a_lost_rank_leaves_in_part_is_not_read() -> None:
         def fails(_gradient: Tensor) -> None:
             assert has_updated.wait(30.0)
             if dist.get_rank() == 1:
-                member.ring.say("failed", text="ZeroDivisionError")
+                member.ring.says_failed(ZeroDivisionError())
                 raise ZeroDivisionError
             with member.ring.condition:
                 member.ring.condition.wait_for(lambda: member.known_fault)

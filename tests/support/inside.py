@@ -37,9 +37,8 @@ from undertow.runtime.gradients.trailer import TrailerCodec
 from undertow.runtime.gradients.weights import RoundWeights
 from undertow.runtime.model import module_params
 from undertow.runtime.peers import patience
-from undertow.runtime.peers.model_monitor import ModelMonitor
-from undertow.runtime.peers.monitor import Ring
-from undertow.runtime.peers.ring import Neighbor
+from undertow.runtime.peers.neighbor import Neighbor
+from undertow.runtime.peers.ring import ModelMonitor, Ring
 from undertow.runtime.peers.waiting import Waiting
 from undertow.runtime.replan.tuning import NUM_STEPS_MEASURED
 from undertow.runtime.sharded.gathers import Gathers
@@ -305,16 +304,15 @@ def readings_of_trailers() -> Iterator[list[object]]:
 
 def hearing_rank() -> Callable[[bytes], None]:
     """A rank that has heard nothing: what is called receives these bytes of its neighbor, and answers what they ask."""
-    source, ring = Neighbor.__new__(Neighbor), Ring([], rank=1, num_ranks=2, world=dist.group.WORLD)
+    source, ring = Neighbor.__new__(Neighbor), Ring([], rank=1, num_ranks=2, wake=int)
     source.rank = 0
     member = ring.join(SyncConfig(stall_warning_s=0.001))
 
     def hear(data: bytes) -> None:
-        for line in data.split(b"\n"):
-            if (found := source._message(line)) is not None:
-                ring.receive(found, source)
-        if member.asking is not None:
-            ring.report(member, member.asking)
+        found = [source._message(line) for line in data.split(b"\n")]
+        ring.hear(source, [message for message in found if message is not None], is_there=True)
+        if member.inquiry is not None:
+            member.report(member.inquiry)
 
     return hear
 

@@ -18,7 +18,7 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle, Posted, ThreadHandle, Work, WorkHandle
-from undertow.runtime.peers.worker import Worker
+from undertow.runtime.peers.threads import Worker
 from undertow.runtime.torch_private import private
 
 _GATHER_TAG = 1 << 24  # gathers may start in a different order on another rank, so a number identifies each

@@ -16,7 +16,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime.comm.group import OwnGroup, are_left
 from undertow.runtime.comm.handles import Handle, ThreadHandle, WorkHandle
-from undertow.runtime.peers.worker import Worker
+from undertow.runtime.peers.threads import Worker
 
 
 class HookedBucket:

@@ -21,10 +21,10 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime.comm.handles import ThreadHandle, Work, WorkHandle
 from undertow.runtime.peers import patience
-from undertow.runtime.peers.leaked_groups import FREEING
-from undertow.runtime.peers.model_monitor import ModelMonitor
+from undertow.runtime.peers.faults import Activity
+from undertow.runtime.peers.ring import ModelMonitor
+from undertow.runtime.peers.threads import FREEING, Worker
 from undertow.runtime.peers.waiting import Waiting, join_ring, require_no_fault
-from undertow.runtime.peers.worker import Worker
 from undertow.runtime.torch_private import private
 from undertow.schedule import HYBRID
 
@@ -122,15 +122,6 @@ class GroupRef:
         return self
 
 
-@dataclass(slots=True)
-class Activity:
-    """The training of one model in this process, for answers to other ranks that wait."""
-
-    num_steps: Callable[[], int] = int  # synchronizations that this rank has completed
-    is_idle: Callable[[], bool] = bool  # True if no step has begun since the last one
-    module: weakref.ref[torch.nn.Module] | None = None
-
-
 class OwnGroup:
     """A clone of the user's process group, so that Undertow's collectives never interleave with the user's own.
 
@@ -166,8 +157,13 @@ class OwnGroup:
         if self.num_ranks == 1:
             self._group = weakref.ref(self.user.clone())
             return
-        member = self.member = self._joined() if self._within is None else self._within.member
+        member = self.member = (
+            join_ring(self.user.ranks, self.rank, self._limits) if self._within is None else self._within.member
+        )
         if member is not None:
+            if self._within is None:
+                member.here = self.here
+                self.trains_here()  # until another thread does
             interrupt, close = weakref.WeakMethod(self._interrupt), weakref.WeakMethod(self.close)
             member.groups.append((partial(_call_if_there, interrupt), partial(_call_if_there, close)))
         with self.waiting("all ranks, to make a process group"):
@@ -176,12 +172,6 @@ class OwnGroup:
                 member.meet(patience.GLOO_WAITS_S if timeout is None else timeout.total_seconds())
             require_no_fault(member)
             self._group = weakref.ref(self._made())
-
-    def _joined(self) -> ModelMonitor | None:
-        member, here = join_ring(self.user.ranks, self.rank, self._limits), self.here
-        if member is not None:
-            member.num_steps, member.is_idle, member.module = here.num_steps, here.is_idle, here.module
-        return member
 
     def _made(self) -> dist.ProcessGroup:
         """Returns the clone.
@@ -276,7 +266,7 @@ class OwnGroup:
     def trains_here(self) -> None:
         """Makes this the training thread: other ranks are told of an exception that ends it and shown its stack if it is late."""
         if self.member is not None:
-            self.member.thread = threading.get_ident()
+            self.member.here.thread = threading.get_ident()
 
     @property
     def process_group(self) -> dist.ProcessGroup:

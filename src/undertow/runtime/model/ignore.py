@@ -1,14 +1,15 @@
 """The parameters and buffers that the user excludes from synchronization."""
 
-from __future__ import annotations
-
 import difflib
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NoReturn
 
 from torch import Tensor, nn
 
 from undertow.errors import ConfigError, WrongType
+
+_Places = Mapping[str, Tensor | None]
+_Parts = Mapping[str, nn.Module]
 
 
 def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor]) -> tuple[str, ...]:
@@ -17,15 +18,19 @@ def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor
     A tied weight is ignored as a whole, whichever of its names is given, and all its names are returned. Raises ConfigError for
     an entry that the module does not have, and WrongType for an entry of another type.
     """
+    where = f"ignore, for a model of type {type(module).__name__}"
     if isinstance(ignore, str | Tensor | nn.Module) or not isinstance(ignore, Iterable):
         raise WrongType(
             f"ignore must be a sequence of names, modules and tensors, got {_brief(ignore)}.",
-            where=_where(module),
+            where=where,
             remedy=f"Write ignore=({_brief(ignore)},)." if isinstance(ignore, str) else "Write ignore=(it,).",
         )
-    contents = _Contents(module)
-    chosen = {name for entry in ignore for name in contents.names_of(entry)}
-    return tuple(sorted(chosen | contents.other_names_of(chosen)))
+    places = dict(_named_places(module))  # including places that hold None so far
+    # Without the module itself: ignoring all of it is never intended.
+    parts = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
+    chosen = {name for entry in ignore for name in _names_of(entry, places, parts, where)}
+    tensors = {id(places[name]) for name in chosen if places[name] is not None}
+    return tuple(sorted(chosen | {name for name, tensor in places.items() if id(tensor) in tensors}))
 
 
 def still_there(module: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
@@ -34,64 +39,38 @@ def still_there(module: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name in known)
 
 
-class _Contents:
-    """Everything in a module that has a name."""
+def _names_of(entry: object, places: _Places, parts: _Parts, where: str) -> set[str]:
+    """Returns the names of the parameters and buffers that `entry` refers to."""
+    match entry:
+        case str() if entry in places:
+            return {entry}
+        case str() if entry in parts:
+            return {f"{entry}.{inner}" for inner, _ in _named_places(parts[entry])}
+        case str():
+            close = difflib.get_close_matches(entry, [*places, *parts], n=1)
+            remedy = (
+                f"Did you mean {close[0]!r}?" if close else "Use names of named_parameters(), named_buffers() or named_modules()."
+            )
+            raise ConfigError(f"there is no {entry!r} to ignore.", where=where, remedy=remedy)
+        case Tensor():
+            names = {name for name, tensor in places.items() if tensor is entry}
+            return names or _refuse(f"a tensor of shape {tuple(entry.shape)}", where)
+        case nn.Module():
+            found = [_names_of(name, places, parts, where) for name, part in parts.items() if part is entry]
+            return set().union(*found) if found else _refuse(f"a module of type {type(entry).__name__}", where)
+    raise WrongType(
+        f"ignore takes names, modules, parameters and buffers, got {_brief(entry)}.",
+        where=where,
+        remedy='Write ignore=("embedding.weight", model.head).',
+    )
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._tensors = dict(_named_places(module))  # including places that hold None so far
-        self._names: dict[int, set[str]] = defaultdict(set)  # by the tensor's id
-        for name, tensor in self._tensors.items():
-            if tensor is not None:
-                self._names[id(tensor)].add(name)
-        # Without the module itself: ignoring all of it is never intended.
-        self._parts = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
 
-    def names_of(self, entry: object) -> set[str]:
-        """Returns the names of the parameters and buffers that `entry` refers to."""
-        match entry:
-            case str():
-                return self._below(entry)
-            case nn.Module():
-                return self._inside(entry)
-            case Tensor():
-                return self._names.get(id(entry)) or self._refuse(f"a tensor of shape {tuple(entry.shape)}")
-        raise WrongType(
-            f"ignore takes names, modules, parameters and buffers, got {_brief(entry)}.",
-            where=_where(self._module),
-            remedy='Write ignore=("embedding.weight", model.head).',
-        )
-
-    def other_names_of(self, names: Iterable[str]) -> set[str]:
-        """Returns all names of the tensors that have these names."""
-        return {other for name in names for other in self._names.get(id(self._tensors[name]), ())}
-
-    def _below(self, name: str) -> set[str]:
-        if name in self._tensors:
-            return {name}
-        if name in self._parts:
-            return {f"{name}.{inner}" for inner, _ in _named_places(self._parts[name])}
-        close = difflib.get_close_matches(name, [*self._tensors, *self._parts], n=1)
-        raise ConfigError(
-            f"there is no {name!r} to ignore.",
-            where=_where(self._module),
-            remedy=f"Did you mean {close[0]!r}?"
-            if close
-            else "Use names of named_parameters(), named_buffers() or named_modules().",
-        )
-
-    def _inside(self, part: nn.Module) -> set[str]:
-        found = [name for name, known in self._parts.items() if known is part]
-        if not found:
-            return self._refuse(f"a module of type {type(part).__name__}")
-        return {name for prefix in found for name in self._below(prefix)}
-
-    def _refuse(self, what: str) -> set[str]:
-        raise ConfigError(
-            f"{what} that is to be ignored is not inside the model.",
-            where=_where(self._module),
-            remedy="Give modules, parameters and buffers of this very model, no copies, and not the whole of it.",
-        )
+def _refuse(what: str, where: str) -> NoReturn:
+    raise ConfigError(
+        f"{what} that is to be ignored is not inside the model.",
+        where=where,
+        remedy="Give modules, parameters and buffers of this very model, no copies, and not the whole of it.",
+    )
 
 
 def _named_places(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
@@ -103,7 +82,3 @@ def _named_places(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
 
 def _brief(value: object) -> str:
     return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
-
-
-def _where(module: nn.Module) -> str:
-    return f"ignore, for a model of type {type(module).__name__}"

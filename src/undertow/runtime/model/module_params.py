@@ -1,9 +1,7 @@
 """Finds the trained parameters of a module, and detects when they change."""
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -20,11 +18,10 @@ from undertow.runtime.gradients.storage import spec_of
 from undertow.runtime.model.replaced import Replaced
 from undertow.runtime.torch_private import private
 
-_dtype_of = attrgetter("dtype")
-_shape_of = attrgetter("shape")
-_stride_of = Tensor.stride
-_is_trained = attrgetter("requires_grad")
 _children_of = attrgetter("_modules")
+# Properties of a parameter that are read at every look, and those that take longer.
+_KIND = (attrgetter("requires_grad"), attrgetter("dtype"))
+_LAYOUT = (attrgetter("shape"), Tensor.stride)
 
 
 class AnyOf:
@@ -35,6 +32,44 @@ class AnyOf:
 
     def __contains__(self, name: object) -> bool:
         return any(name in names for names in self._names)
+
+
+class _Census:
+    """A snapshot of a module's parameters that is fast to compare with a later state."""
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._parameters = [module._parameters for module in modules]
+        # Weak, unlike the tables of parameters: a child may refer to its parent and keep it alive forever.
+        self._modules = list(map(weakref.ref, modules))
+        params = self.present()
+        self._params = params  # held, so that no other tensor gets the same id
+        self._child_ids = _ids(map(_children_of, modules))
+        self._param_ids = _ids(self._parameters)
+        self._kinds = _read(_KIND, params)
+        self._pointers = list(map(Tensor.data_ptr, params))
+        self._layouts = _read(_LAYOUT, params)
+        self._device = params[0].device if params else None
+
+    def present(self) -> list[Tensor]:
+        return [param for param in chain.from_iterable(map(dict.values, self._parameters)) if param is not None]
+
+    def has_other_modules(self) -> bool:
+        try:
+            return _ids(map(_children_of, [module() for module in self._modules])) != self._child_ids
+        except AttributeError:  # a module is gone
+            return True
+
+    def has_changed(self) -> bool:
+        # This runs at every forward, for thousands of parameters, so every line is a loop in C.
+        if _ids(self._parameters) != self._param_ids or self.has_other_modules() or _read(_KIND, self._params) != self._kinds:
+            return True
+        pointers = list(map(Tensor.data_ptr, self._params))
+        if pointers != self._pointers:  # no new data means no new layout; reading shapes takes longer
+            if _read(_LAYOUT, self._params) != self._layouts:
+                return True
+            self._pointers = pointers
+        return bool(self._params) and self._params[0].device != self._device
 
 
 class ModuleParams:
@@ -64,25 +99,32 @@ class ModuleParams:
 
         Parameters of the module whose ids are in `also` are included even if they are frozen.
         """
-        module = self._module()
-        assert module is not None  # a forward of it runs, or its optimizer steps
-        self._see(module)
-        named_params = self._named_params(module)
+        self._see(self._present_module)
         if self._wide is not None:
-            _accumulate_in(self._wide, named_params)
-        return [(name, param) for name, param in named_params if param.requires_grad or id(param) in also]
+            _accumulate_in(self._wide, self.named_params())
+        return [(name, param) for name, param in self.named_params() if param.requires_grad or id(param) in also]
 
     def trained_now(self) -> list[tuple[str, Tensor]]:
         """Returns the trained parameters without resetting `has_changed`; empty if the module is gone."""
         return [(name, param) for name, param in self.named_params() if param.requires_grad]
 
+    def frozen(self) -> list[tuple[str, Tensor]]:
+        """Returns the parameters that are not trained now."""
+        return [(name, param) for name, param in self.named_params() if not param.requires_grad]
+
+    def named_params(self) -> list[tuple[str, Tensor]]:
+        """Returns all current parameters, frozen ones included; empty if the module is gone."""
+        module = self._module()
+        return [] if module is None else [(name, it) for name, it in module.named_parameters() if name not in self._ignored]
+
     def name_of(self, param: Tensor) -> str | None:
         """Returns the parameter's name at the last look at the module, or None if it was not the module's."""
         return self._names.get(id(param))
 
-    def frozen(self) -> list[Tensor]:
-        """Returns the parameters that are not trained now."""
-        return [param for _, param in self.named_params() if not param.requires_grad]
+    @property
+    def device(self) -> torch.device:
+        """The device of the first trained parameter, or the CPU if there is none."""
+        return next((param.device for _, param in self.trained_now()), torch.device("cpu"))
 
     def close(self) -> None:
         """Gives gradients the dtype of their parameters again."""
@@ -92,17 +134,6 @@ class ModuleParams:
                 private.set_gradient_dtype(param, param.dtype)
                 param.grad = None if grad is None else grad.to(param.dtype)
 
-    def named_params(self) -> list[tuple[str, Tensor]]:
-        """Returns all current parameters, frozen ones included; empty if the module is gone."""
-        module = self._module()
-        return [] if module is None else self._named_params(module)
-
-    def left_alone(self) -> list[tuple[str, Tensor]]:
-        """Returns the tensors that are broadcast and never reduced: frozen parameters and buffers."""
-        module = self._module()
-        assert module is not None
-        return [*self._frozen(module), *((name, buffer) for name, buffer in module.named_buffers() if name not in self._ignored)]
-
     def unsee(self) -> None:
         """Makes the module count as changed until its parameters are requested again."""
         self._is_unseen = True
@@ -110,12 +141,10 @@ class ModuleParams:
     def has_changed(self) -> bool:
         """Returns True if a parameter was added, removed, replaced, frozen or unfrozen, or changed dtype, size or device."""
         with private.as_plain_tensors():  # this reads no values
-            return self._has_changed()
-
-    def _has_changed(self) -> bool:
-        # During a call of torch.func.functional_call, its replacements are tensors, not parameters.
-        is_other = self._is_unseen or self._seen.has_changed()
-        return is_other and all(isinstance(it, nn.Parameter) for it in self._seen.present()) and not self._is_elsewhere()
+            if not self._is_unseen and not self._seen.has_changed():
+                return False
+            # During a call of torch.func.functional_call, its replacements are tensors, not parameters.
+            return all(isinstance(it, nn.Parameter) for it in self._seen.present()) and not self._is_elsewhere()
 
     def _is_elsewhere(self) -> bool:
         """Returns True if only ignored parameters have changed.
@@ -123,7 +152,7 @@ class ModuleParams:
         They may be experts of another group, which this group's ranks need not know about.
         """
         module = self._module()
-        if self._is_unseen or module is None or self._seen.has_other_modules() or self._kinds_of(module) != self._kinds:
+        if self._is_unseen or module is None or self._seen.has_other_modules() or self._kinds_now() != self._kinds:
             return False
         self._seen = _Census(module)
         return True
@@ -135,11 +164,6 @@ class ModuleParams:
             return False
         return not tensors.isdisjoint({id(param) for _, param in self.trained_now()} - self.ids)
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the first trained parameter, or the CPU if there is none."""
-        return next((param.device for _, param in self.trained_now()), torch.device("cpu"))
-
     def specs(self, named_params: Sequence[tuple[str, Tensor]]) -> list[ParamSpec]:
         """Returns the planner's description of the parameters."""
         module = self._module()
@@ -147,104 +171,54 @@ class ModuleParams:
         return [spec_of(name, param, is_sparse=id(param) in sparse) for name, param in named_params]
 
     def compare(
-        self, group: OwnGroup, specs: Sequence[ParamSpec], params: Sequence[Tensor], settings: dict[str, Any]
+        self,
+        group: OwnGroup,
+        specs: Sequence[ParamSpec] = (),
+        params: Sequence[Tensor] = (),
+        settings: dict[str, Any] | None = None,
     ) -> Agreement:
-        """Starts to compare parameters, frozen parameters and buffers on all ranks."""
+        """Starts to compare on all ranks these parameters and settings, and always frozen parameters and buffers."""
+        buffers = self._present_module.named_buffers()
+        others = [*self.frozen(), *((name, buffer) for name, buffer in buffers if name not in self._ignored)]
         return Agreement(
             group,
-            settings=settings,
+            settings=settings or {},
             params=[_description(spec, param) for spec, param in zip(specs, params, strict=True)],
-            others=self._described_others(),
+            others=[_description(spec_of(name, tensor), tensor) for name, tensor in others],
         )
-
-    def compare_buffers(self, group: OwnGroup) -> Agreement:
-        """Starts to compare frozen parameters and buffers on all ranks."""
-        return Agreement(group, settings={}, params=[], others=self._described_others())
 
     def ranks_agree(self) -> None:
         """Records that all ranks have the same buffers and frozen parameters as this one now."""
+        self.common_frozen = self.frozen()
+        parts = dict(self._present_module.named_modules())
+        owners = [
+            BufferOwner(part._buffers, name)
+            for prefix, part in parts.items()
+            for name in part._buffers
+            if f"{prefix}.{name}".removeprefix(".") not in self._ignored
+        ]
+        self.common_buffers = CommonBuffers(owners, [part._buffers for part in parts.values()])
+
+    @property
+    def _present_module(self) -> nn.Module:
         module = self._module()
-        assert module is not None
-        self.common_frozen = self._frozen(module)
-        tables = [part._buffers for part in module.modules()]
-        self.common_buffers = CommonBuffers(_buffer_owners(module, self._ignored), tables)
+        assert module is not None  # a forward of it runs, or its optimizer steps
+        return module
 
     def _see(self, module: nn.Module) -> None:
         with private.as_plain_tensors():
             self._seen = _Census(module)
         self._is_unseen = False
-        named_params = self._named_params(module)
+        named_params = self.named_params()
         self.replaced.note(named_params)
         # As of this look: optimizers of other parameters are not this object's concern.
         self._names = {id(param): name for name, param in named_params}
         self.ids = self._names.keys()
-        self._kinds = self._kinds_of(module)
+        self._kinds = self._kinds_now()
 
-    def _kinds_of(self, module: nn.Module) -> list[tuple[object, ...]]:
+    def _kinds_now(self) -> list[tuple[object, ...]]:
         """Returns every property of the synchronized parameters that may change, frozen parameters included."""
-        return [
-            (name, id(it), it.requires_grad, it.dtype, it.shape, it.stride(), it.device)
-            for name, it in self._named_params(module)
-        ]
-
-    def _described_others(self) -> list[dict[str, Any]]:
-        return [_description(spec_of(name, tensor), tensor) for name, tensor in self.left_alone()]
-
-    def _frozen(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        return [(name, param) for name, param in self._named_params(module) if not param.requires_grad]
-
-    def _named_params(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        return [(name, param) for name, param in module.named_parameters() if name not in self._ignored]
-
-
-class _Census:
-    """A snapshot of a module's parameters that is fast to compare with a later state."""
-
-    def __init__(self, module: nn.Module) -> None:
-        modules = list(module.modules())
-        self._parameters = [module._parameters for module in modules]
-        # Weak, unlike the tables of parameters: a child may refer to its parent and keep it alive forever.
-        self._modules = list(map(weakref.ref, modules))
-        params = self.present()
-        self._params = params  # held, so that no other tensor gets the same id
-        self._child_ids = _ids(map(_children_of, modules))
-        self._param_ids = _ids(self._parameters)
-        self._are_trained = list(map(_is_trained, params))
-        self._dtypes = list(map(_dtype_of, params))
-        self._pointers = list(map(Tensor.data_ptr, params))
-        self._shapes = list(map(_shape_of, params))
-        self._strides = list(map(_stride_of, params))
-        self._device = params[0].device if params else None
-
-    def present(self) -> list[Tensor]:
-        return [param for param in chain.from_iterable(map(dict.values, self._parameters)) if param is not None]
-
-    def has_other_modules(self) -> bool:
-        try:
-            return _ids(map(_children_of, [module() for module in self._modules])) != self._child_ids
-        except AttributeError:  # a module is gone
-            return True
-
-    def has_changed(self) -> bool:
-        # This runs at every forward, for thousands of parameters, so every line is a loop in C.
-        if _ids(self._parameters) != self._param_ids or self.has_other_modules():
-            return True
-        params = self._params
-        return (
-            list(map(_is_trained, params)) != self._are_trained
-            or list(map(_dtype_of, params)) != self._dtypes
-            or self._has_reshaped()
-            or (bool(params) and params[0].device != self._device)
-        )
-
-    def _has_reshaped(self) -> bool:
-        pointers = list(map(Tensor.data_ptr, self._params))
-        if pointers == self._pointers:  # no new data means no new layout; reading shapes takes longer
-            return False
-        if list(map(_shape_of, self._params)) != self._shapes or list(map(_stride_of, self._params)) != self._strides:
-            return True
-        self._pointers = pointers
-        return False
+        return [(name, id(it), it.requires_grad, it.dtype, it.shape, it.stride(), it.device) for name, it in self.named_params()]
 
 
 def first_change(before: Sequence[ParamSpec], after: Sequence[ParamSpec]) -> str:
@@ -264,18 +238,12 @@ def _text(spec: ParamSpec) -> str:
     return f"{spec.shape} {spec.dtype} on {spec.device}"
 
 
+def _read(properties: Iterable[Callable[[Tensor], object]], params: Sequence[Tensor]) -> list[list[object]]:
+    return [list(map(read, params)) for read in properties]
+
+
 def _ids(owned: Iterable[dict[str, Any]]) -> list[int]:
     return list(map(id, chain.from_iterable(map(dict.values, owned))))
-
-
-def _buffer_owners(module: nn.Module, ignored: Container[str]) -> list[BufferOwner]:
-    """Returns every place where a buffer to synchronize is registered."""
-    return [
-        BufferOwner(part._buffers, name)
-        for prefix, part in module.named_modules()
-        for name in part._buffers
-        if f"{prefix}.{name}".removeprefix(".") not in ignored
-    ]
 
 
 def _accumulate_in(wide: torch.dtype, named_params: Sequence[tuple[str, Tensor]]) -> None:

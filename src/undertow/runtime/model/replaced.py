@@ -1,7 +1,5 @@
 """Detects parameters that were replaced while an optimizer continues to update the old ones."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Collection, Sequence

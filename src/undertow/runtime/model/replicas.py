@@ -1,10 +1,7 @@
 """Checks from time to time that parameters are still the same on every rank, by comparing fingerprints."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,27 +17,6 @@ _LOWER = (1 << (64 - _DOWN)) - 1
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, as a signed number; odd
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A comparison in flight."""
-
-    number: int  # of the synchronization
-    names: Sequence[str]
-    ranks: Sequence[int]  # the ranks' names
-    received: Pending[list[Tensor]]  # for each rank, whether it counts, and its fingerprints
-
-    def require_alike(self) -> None:
-        rows = torch.stack(self.received.take()).tolist()
-        of_ranks = {rank: row[1:] for rank, row in zip(self.ranks, rows, strict=True) if row[0]}
-        differing = [index for index, values in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(values)) > 1]
-        if differing:
-            raise mismatch(
-                self.names[differing[0]],
-                {rank: values[differing[0]] for rank, values in of_ranks.items()},
-                where=f"synchronization {self.number}; {len(differing)} of {len(self.names)} parameters differ",
-            )
-
-
 class Replicas:
     """Compares the parameters of all ranks of `group` after every `every` synchronizations, unless that is None.
 
@@ -52,7 +28,8 @@ class Replicas:
         self._group = group
         self._names = names  # of the ranks
         self._every = every if group.num_ranks > 1 else None
-        self._sent: list[_Sent] = []
+        # Comparisons in flight: synchronization, names of parameters, and for each rank whether it counts, and its fingerprints.
+        self._sent: list[tuple[int, Sequence[str], Pending[list[Tensor]]]] = []
 
     def is_due(self, number: int) -> bool:
         """Returns True if parameters are compared at the end of synchronization `number`."""
@@ -69,12 +46,21 @@ class Replicas:
         of_params = fingerprints([param for _, param in named_params], device=self._group.device)
         mine = torch.cat((torch.full_like(of_params[:1], counts), of_params))  # [1 + number of parameters] int64
         received = self._group.all_gather(mine, "the comparison of all ranks' parameters")
-        self._sent.append(_Sent(number, [name for name, _ in named_params], self._names, received))
+        self._sent.append((number, [name for name, _ in named_params], received))
 
     def require_alike(self) -> None:
         """Waits for the fingerprints; raises ReplicaMismatch on every rank if they differ."""
         while self._sent:
-            self._sent.pop(0).require_alike()
+            number, names, received = self._sent.pop(0)
+            rows = torch.stack(received.take()).tolist()
+            of_ranks = {rank: row[1:] for rank, row in zip(self._names, rows, strict=True) if row[0]}
+            differing = [index for index, values in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(values)) > 1]
+            if differing:
+                raise mismatch(
+                    names[differing[0]],
+                    {rank: values[differing[0]] for rank, values in of_ranks.items()},
+                    where=f"synchronization {number}; {len(differing)} of {len(names)} parameters differ",
+                )
 
 
 def fingerprints(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:

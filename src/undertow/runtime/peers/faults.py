@@ -1,14 +1,15 @@
-"""Faults and states of ranks, as values and as text; no torch, no sockets."""
+"""Faults and activities of ranks, as values and as text; no torch, no sockets."""
 
-from __future__ import annotations
-
+import contextlib
 import logging
 import os
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from types import CodeType, FrameType
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, TypedDict
 
 from undertow.errors import CheckpointError, NonFiniteGradient, PeerFailed, RankLost, StallTimeout, UndertowError
@@ -18,6 +19,15 @@ _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
 _MAX_TEXT = 2000  # limit on the characters of an error or a stack that are sent
 _UNKNOWN, _NO_MODEL = -1, -2  # special values of the number of synchronizations
+_KINDS = {kind.__name__: kind for kind in (CheckpointError, NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
+# Parts of a file's path, and the activity of a thread that runs its code.
+_ACTIVITIES = {
+    "/torch/utils/data/": "loading data",
+    "/torch/optim/": "in the optimizer",
+    "/torch/distributed/distributed_c10d.py": "in {function} of torch.distributed",
+    "/torch/autograd/": "in backward",
+    "/torch/_tensor.py": "in backward",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +38,15 @@ class Fault:
     what: str
     remedy: str
     told: str = ""  # details from the rank that detected it, several lines
+    known_s: float = field(default_factory=time.monotonic, compare=False)  # when this rank learned of it
 
     def error(self, where: str) -> UndertowError:
         """Returns a new error each time: raising one twice would accumulate both tracebacks."""
         return self.kind(self.what, where="\n  ".join(part for part in (where, self.told) if part), remedy=self.remedy)
+
+    def content(self) -> dict[str, str]:
+        """Returns the content of a message, for `fault_from`."""
+        return {"error": self.kind.__name__, "what": self.what, "remedy": self.remedy, "told": self.told}
 
 
 class State(TypedDict):
@@ -45,10 +60,36 @@ class State(TypedDict):
     stack: list[str]
 
 
-def failed(rank: int, text: str) -> Fault:
+@dataclass(slots=True)
+class Activity:
+    """The training of one model in this process. The training thread writes its part; a query from another rank reads it."""
+
+    num_steps: Callable[[], int] = int  # synchronizations that this rank has completed
+    is_idle: Callable[[], bool] = bool  # True if no step has begun since the last one
+    module: Callable[[], Any] | None = None  # a weak reference
+    thread: int = field(default_factory=threading.get_ident)  # the training thread as far as known: this one until another trains
+    waits_for: str = ""  # empty if this rank does not wait
+    since_s: float = 0.0
+
+    def waited_s(self) -> float:
+        return time.monotonic() - self.since_s if self.waits_for else 0.0
+
+    def state(self, rank: int) -> State:
+        """Returns the current state of this rank."""
+        step, waits_for, waited_s = self.num_steps(), self.waits_for, self.waited_s()
+        frames, model, names = frames_of(self.thread), self.module and self.module(), dict[int, str]()
+        with contextlib.suppress(RuntimeError):  # the model may be changing at this moment
+            names = {} if model is None else {id(module): name for name, module in model.named_modules()}
+        doing = activity(frames, names)
+        if self.is_idle():
+            doing += f", no training forward since synchronization {step}" if step else ", no training forward yet"
+        return State(rank=rank, step=step, doing=doing, waits_for=waits_for, waited_s=waited_s, stack=stack_lines(frames))
+
+
+def failed(rank: int, error: BaseException) -> Fault:
     """A rank has ended with an exception, or is about to."""
     remedy = f"The step is incomplete on every rank. The traceback is in the log of rank {rank}."
-    return Fault(PeerFailed, f"rank {rank} has failed: {text}", remedy)
+    return Fault(PeerFailed, f"rank {rank} has failed: {text_of(error)}", remedy)
 
 
 def lost(rank: int) -> Fault:
@@ -60,8 +101,10 @@ def lost(rank: int) -> Fault:
     )
 
 
-def finished(rank: int, num_steps: int) -> Fault:
-    """A rank has closed its model or exited normally."""
+def left(rank: int, error: BaseException | None, num_steps: int) -> Fault:
+    """A rank has closed its model or exited, normally or with an error that is not fatal to others by itself."""
+    if error is not None:
+        return failed(rank, error)
     return Fault(
         RankLost,
         f"rank {rank} has left: it has finished after {num_steps} synchronizations, and others wait for it.",
@@ -72,12 +115,8 @@ def finished(rank: int, num_steps: int) -> Fault:
 def stalled(text: str) -> Fault:
     """A rank has waited too long."""
     first, _, rest = text.partition("\n")
-    return Fault(
-        StallTimeout,
-        first,
-        "Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be.",
-        told=rest.strip(),
-    )
+    remedy = "Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be."
+    return Fault(StallTimeout, first, remedy, told=rest.strip())
 
 
 def timed_out(rank: int, report: str) -> Fault:
@@ -123,21 +162,17 @@ def without_model(rank: int, thread: int) -> State:
     return State(rank=rank, step=_NO_MODEL, doing=doing, waits_for="", waited_s=0.0, stack=stack_lines(frames))
 
 
-def printable(said: Any) -> Any:
-    """Escapes control characters in the texts of a message: they must not control a terminal."""
-    match said:
-        case str():
-            return printable_lines(said)
-        case dict():
-            return {key: printable(part) for key, part in said.items()}
-        case list():
-            return [printable(part) for part in said]
-    return said
-
-
 def text_of(error: BaseException) -> str:
     """Returns an exception as one line, or a few."""
     return "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]
+
+
+def raised() -> BaseException | None:
+    """Returns the exception that this thread is leaving with, or None if the script ends normally."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        return error.__context__ if error.code else None
+    return error
 
 
 def late_ranks(asking: State, states: Mapping[int, State], *, ranks: Collection[int]) -> set[int]:
@@ -149,7 +184,8 @@ def stall_text(asking: State, states: Mapping[int, State], gone: Mapping[int, st
     """Describes each rank's wait or activity; ranks with the same states produce the same text."""
     late = late_ranks(asking, states, ranks=ranks)
     late = late - gone.keys() or late
-    how = "has made no such wrapper" if all(_has_no_model(states.get(rank)) for rank in late) else "has not come"
+    has_no_model = all(rank in states and states[rank]["step"] == _NO_MODEL for rank in late)
+    how = "has made no such wrapper" if has_no_model else "has not come"
     named = f"rank {', '.join(map(str, sorted(late)))} {how}" if late else "all ranks wait, for different things"
     lines = [f"rank {asking['rank']} has waited {asking['waited_s']:.0f} s for {asking['waits_for']}: {named}."]
     for rank in ranks:
@@ -162,57 +198,39 @@ def stall_text(asking: State, states: Mapping[int, State], gone: Mapping[int, st
             lines.append(f"rank {rank}: synchronization {state['step']}, waits for {state['waits_for']}")
         else:
             step = f"synchronization {state['step']}, " if state["step"] >= 0 else ""
-            lines.append(f"rank {rank}: {step}{state['doing']}")
-            lines += [f"  {line}" for line in state["stack"]]
+            lines += [f"rank {rank}: {step}{state['doing']}", *(f"  {line}" for line in state["stack"])]
     return "\n  ".join(lines)
-
-
-def _has_no_model(state: State | None) -> bool:
-    return state is not None and state["step"] == _NO_MODEL
 
 
 def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
     """Describes a thread's activity from its frames, innermost last; `modules` maps ids of the model's modules to names."""
     for frame in reversed(frames):
-        path = frame.f_code.co_filename
-        if _lies_in(path, "torch", "utils", "data"):
-            return "loading data"
-        if _lies_in(path, "torch", "optim"):
-            return "in the optimizer"
-        if path.endswith(os.path.join("torch", "distributed", "distributed_c10d.py")):
-            return f"in {frame.f_code.co_name} of torch.distributed"
-        if _lies_in(path, "torch", "autograd") or path.endswith(os.path.join("torch", "_tensor.py")):
-            return "in backward"
-        if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in modules:
-            name = modules[id(frame.f_locals["self"])]
+        path, function = frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name
+        if known := next((text for part, text in _ACTIVITIES.items() if part in path), None):
+            return known.format(function=function)
+        if function == "_call_impl" and (name := modules.get(id(frame.f_locals.get("self")))) is not None:
             return f"in the forward of {name!r}" if name else "in the forward of the model"
     return "in code outside of the model"
 
 
-def idle_since(num_steps: int) -> str:
-    """Describes a rank that has left its training loop or is between two steps."""
-    return f", no training forward since synchronization {num_steps}" if num_steps else ", no training forward yet"
-
-
 def frames_of(thread: int) -> list[FrameType]:
     """Returns the stack of a thread, innermost frame last."""
-    frame = sys._current_frames().get(thread)
-    frames: list[FrameType] = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames[::-1]
+    innermost = sys._current_frames().get(thread)
+    return [] if innermost is None else [frame for frame, _ in traceback.walk_stack(innermost)][::-1]
 
 
 def stack_lines(frames: Sequence[FrameType]) -> list[str]:
     """Returns file, line and function of the innermost frames, without values (maybe secret) or source (maybe stale)."""
-    return [f"{_short(frame.f_code)}, line {frame.f_lineno}, in {frame.f_code.co_name}"[:200] for frame in frames[-_NUM_FRAMES:]]
+    lines = []
+    for frame in frames[-_NUM_FRAMES:]:
+        path = os.sep.join(frame.f_code.co_filename.split(os.sep)[-3:])
+        lines.append(f"{path}, line {frame.f_lineno}, in {frame.f_code.co_name}"[:200])
+    return lines
 
 
 def fault_from(message: Mapping[str, Any]) -> Fault:
     """Parses a fault that another rank detected; raises KeyError if it is malformed."""
-    kinds = {kind.__name__: kind for kind in (CheckpointError, NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
-    return Fault(kinds[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"]))
+    return Fault(_KINDS[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"]))
 
 
 def state_from(message: Mapping[str, Any]) -> State:
@@ -235,11 +253,3 @@ def tell(text: str) -> None:
         _log.warning("%s", text)
     else:
         print(f"undertow: {text}", file=sys.stderr, flush=True)
-
-
-def _lies_in(path: str, *folders: str) -> bool:
-    return os.path.join("", *folders, "") in path
-
-
-def _short(code: CodeType) -> str:
-    return os.sep.join(code.co_filename.split(os.sep)[-3:])

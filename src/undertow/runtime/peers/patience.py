@@ -3,8 +3,6 @@
 They are read at their use, as `patience.ANSWERS_S`, so that tests can shorten them for a whole process.
 """
 
-from __future__ import annotations
-
 # Checks.
 TICK_S = 2.0  # at most, between two checks of how long this rank has waited
 LOOK_S = 0.25  # between two checks during a wait whether a rank is gone; the second one counts

@@ -1,308 +1,392 @@
-"""Connections from every rank to its two neighbors, which tell ranks at once when another one is gone.
+"""Messages between ranks outside of the collectives, so that no rank waits for one that will not arrive.
 
-    rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        each line is a gloo process group of two ranks
+    Ring           the ranks of a process group: messages travel both ways round, and each rank forwards new ones
+    ModelMonitor   the process groups of one model: its current wait, and the reason why it cannot continue
 
-When a process ends for any reason, the kernel closes its connections and gloo fails the receives posted there. This needs no
-heartbeat, no polling, and no server that could die along with a rank. The store of torch.distributed is used only while the ring
-is made.
+A fault is latched here before the groups are interrupted, so that a thread whose collective breaks finds the reason.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import itertools
 import logging
-import os
-import platform
-import stat
-import struct
+import math
+import re
 import threading
 import time
-from collections import deque
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass
+from reprlib import repr as brief
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from undertow.foreign import parsed_json, printable
-from undertow.runtime.peers import patience
-from undertow.runtime.torch_private import private
-
-__all__ = ["Neighbor", "Store", "close_all", "make_ring"]
-
-Message = dict[str, Any]
-Socket = tuple[int, int]  # descriptor and inode, because descriptors are reused
+from undertow.config import SyncConfig
+from undertow.errors import PeerFailed, UndertowError
+from undertow.runtime.peers import faults, patience
+from undertow.runtime.peers.faults import Activity, Fault, State
+from undertow.runtime.peers.neighbor import Message, Neighbor
 
 _log = logging.getLogger("undertow")
-
-_MAX_LINE = 1 << 16
-_HEADER = struct.Struct("<QH")  # number of frames taken from the opposite direction, bytes used
-_FRAME = 4096  # bytes; a frame is always sent whole
-_NUM_POSTED = 16  # frames that a neighbor accepts while its Python does not run
-_NUM_UNTOLD = 32  # frames after which it acknowledges them, at the latest
-_MAX_SENT = 256  # limit on unacknowledged frames
-_TAG = 1
-_FOR_EVER = timedelta(days=3650)  # gloo's "no limit" means the group's timeout
+_MAX_SEEN = 4096
+# Timeouts of a collective (also of one whose connections another collective's timeout has closed: of several in flight, either
+# may report first), of the stores that groups are made through, and of connecting. The kernel's messages about a connection are
+# worded differently.
+_TIME_IS_OVER = re.compile(
+    r"time(d )?out waiting|operation timed out!|application timeout caused|(wait|socket|connect) timeout", re.IGNORECASE
+)
 
 
-class Store(Protocol):
-    """The methods of torch.distributed's stores that are used here; none of them waits."""
+class Ring:
+    """This rank's view of the ranks of a group. `wake` makes the thread that looks at the models look at once."""
 
-    def set(self, key: str, value: str, /) -> object: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def add(self, key: str, amount: int, /) -> int: ...
-
-
-class Neighbor:
-    """The connection to the next or the previous rank. Messages are lines of JSON; nothing is unpickled.
-
-    Lines are sent in frames of one size. A send ends when the other side has a receive for it, so several receives are posted
-    ahead and a sender never waits. Gloo cannot tell without waiting whether a send has ended, so the other side acknowledges it.
-    """
-
-    def __init__(
-        self, group: Any, place: int, rank: int, process: int | None = None, sockets: frozenset[Socket] = frozenset()
-    ) -> None:
+    def __init__(self, neighbors: Sequence[Neighbor], *, rank: int, num_ranks: int, wake: Callable[[], object]) -> None:
         self.rank = rank
-        self._process = process  # its process id if it runs on this machine
-        self._sockets = sockets
-        self._group = group  # a group of two; this process is rank `place` in it
-        self._other = 1 - place
-        self._sending = threading.RLock()  # reentrant: freeing a group in the middle of a send may call this again
-        self._sent: deque[dist.Work] = deque()  # maybe not taken yet; releasing one could block all that follow
-        self._num_sent = 0
-        self._num_taken = 0
-        self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self._received = b""
-        self._thread: threading.Thread | None = None
-        for _ in range(_NUM_POSTED):
-            self._post()
+        self.num_ranks = num_ranks
+        self.neighbors = list(neighbors)
+        self.wake = wake
+        self.condition = threading.Condition(threading.RLock())
+        self.fault: Fault | None = None  # of every group
+        self.members: weakref.WeakValueDictionary[int, ModelMonitor] = weakref.WeakValueDictionary()
+        self.ended: dict[int, Fault] = {}  # ranks whose process has ended without an error that is fatal to the others
+        self._num_members = 0  # models that this rank has created
+        self._early: defaultdict[int, list[Message]] = defaultdict(list)  # about models that this rank has not created yet
+        self._said = itertools.count()
+        self._seen: dict[str, None] = {}
 
-    def send(self, message: Message) -> None:
-        """Sends a message from any thread. Drops it if the connection is gone, because reading detects that."""
-        line = json.dumps(message).encode() + b"\n"
-        if len(line) > _MAX_LINE:
+    def join(self, limits: SyncConfig) -> ModelMonitor:
+        """Registers a new model of these ranks; each of them calls it, in the same order."""
+        with self.condition:
+            member = ModelMonitor(self, self._num_members, limits)
+            self._num_members += 1
+            self.members[member.number] = member
+            for message in self._early.pop(member.number, ()):
+                self._handle(message)
+        self.wake()  # there is something to watch now
+        return member
+
+    def say(self, kind: str, **content: Any) -> None:
+        """Tells every rank, including this one. A message about one model has its `number`."""
+        message = {"kind": kind, "from": self.rank, "id": f"{self.rank}/{next(self._said)}", **content}
+        with self.condition:
+            self._seen[message["id"]] = None
+        for neighbor in tuple(self.neighbors):
+            neighbor.send(message)
+        self._handle(message)
+
+    def says_failed(self, error: BaseException) -> None:
+        """Tells every rank that this one fails."""
+        self.say("stops", **faults.failed(self.rank, error).content())
+
+    def hear(self, source: Neighbor, messages: Sequence[Message], is_there: bool) -> None:
+        """Handles the messages of a neighbor, and the end of the connection to it."""
+        for message in messages:
+            self._receive(message, source)
+        if is_there:
             return
-        room = _FRAME - _HEADER.size
-        parts = [line[start : start + room] for start in range(0, len(line), room)]
-        with self._sending:
-            if len(self._sent) + len(parts) <= _MAX_SENT:  # otherwise the neighbor is stopped
-                for part in parts:
-                    self._send(part)
+        with self.condition:
+            if source not in self.neighbors:  # this rank has left the ring
+                return
+            self.neighbors.remove(source)
+        source.close()
+        if source.rank not in self.ended and self.fault is None:
+            self.say("stops", **faults.lost(source.rank).content())
 
-    def read(self) -> tuple[list[Message], bool]:
-        """Waits for messages; returns them, and False if the connection is closed."""
+    def _receive(self, message: Message, source: Neighbor) -> None:
+        """Forwards a new message before handling it, because this process may not live long."""
+        number = str(message.get("id"))
+        with self.condition:
+            if number in self._seen:
+                return
+            self._seen[number] = None
+            if len(self._seen) > _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
+        for neighbor in self.neighbors:
+            if neighbor is not source:
+                neighbor.send(message)
         try:
-            work, frame = self._posted.popleft()
-            work.wait(_FOR_EVER)
-        except (IndexError, RuntimeError):
-            return [], False
-        self._post()
-        self._take(frame.numpy().tobytes())
-        *lines, self._received = self._received.split(b"\n")
-        if len(self._received) > _MAX_LINE:
-            self._received = b""
-            self._drop("it is too long")
-        return [message for line in lines if (message := self._message(line)) is not None], True
+            self._handle(message)
+        except Exception as error:  # a malformed message can raise any exception
+            reason = f"{type(error).__name__}: {brief(str(error))}"
+            _log.warning("a message of another rank made no sense and is dropped (%s): %s", reason, brief(message))
 
-    def listen(self, hear: Callable[[Neighbor, list[Message], bool], object]) -> None:
-        """Reads in a separate thread until the connection is closed."""
+    def _handle(self, message: Message) -> None:
+        kind, rank, number = message["kind"], message["from"], message.get("number")
+        if type(rank) is not int or rank not in range(self.num_ranks):
+            raise ValueError(f"there is no rank {brief(rank)}")
+        with self.condition:  # `join` must not create the model between the look for it and the note
+            member = None if number is None else self.members.get(number)
+            is_early = number is not None and member is None and number >= self._num_members
+            if is_early and kind in ("opens", "stops", "left"):
+                self._early[int(message["number"])].append(message)
+        if number is not None and member is None:
+            if is_early and kind == "asks":  # so that a waiting rank learns that this one has not created the model
+                threads = (other.here.thread for other in list(self.members.values()))
+                thread = next(threads, threading.main_thread().ident or 0)
+                self.say("does", number=number, **faults.without_model(self.rank, thread))
+        elif kind == "stops":
+            self.latch(faults.fault_from(message), member)
+        elif kind == "left":
+            self._leaves_us(rank, faults.fault_from(message), member)
+        elif member is not None:
+            member.handle(kind, rank, message)
 
-        def reads() -> None:
-            is_there = True
-            while is_there:
-                messages, is_there = self.read()
-                if messages or not is_there:
-                    hear(self, messages, is_there)
+    def _leaves_us(self, rank: int, fault: Fault, member: ModelMonitor | None) -> None:
+        with self.condition:
+            (self.ended if member is None else member.left)[rank] = fault
+            self.condition.notify_all()
+        for other in list(self.members.values()):
+            if fault.kind is PeerFailed and other.borrowed is not None:
+                self.latch(fault, other)  # its connections last as long as that process
 
-        thread = threading.Thread(target=reads, name=f"undertow-hears-{self.rank}", daemon=True)
-        thread.start()
-        self._thread = thread  # set after the start, because `close` joins it and cannot join a thread that has not started
+    def latch(self, fault: Fault, member: ModelMonitor | None = None) -> None:
+        """Latches the first fault, of one model or of all, wakes all waits, and has those over groups interrupted."""
+        with self.condition:
+            if self.fault is not None or (member is not None and member.fault is not None):
+                return
+            if member is None:
+                self.fault = fault
+            else:
+                member.fault = fault
+            self.condition.notify_all()
+        for broken in list(self.members.values()) if member is None else [member]:
+            broken.interrupt_s = time.monotonic() + patience.GRACE_S
+        self.wake()
 
-    def is_stopped(self) -> bool:
-        """Returns True if a signal has stopped the neighbor's process, as far as this machine can see."""
-        try:
-            status = Path(f"/proc/{self._process}/stat").read_text()
-        except OSError:
-            return False
-        return status.rpartition(")")[2].split()[0] in ("T", "t")
+    def leave(self, error: BaseException | None) -> None:
+        """Sends this rank's last message before the process ends, once."""
+        if self.fault is not None or self.rank in self.ended:
+            return
+        # All ranks are about to raise an UndertowError themselves, so it is fatal only if a rank waits for this one.
+        if error is not None and not isinstance(error, UndertowError):
+            self.says_failed(error)
+        else:
+            num_steps = max((member.here.num_steps() for member in list(self.members.values())), default=0)
+            self.say("left", **faults.left(self.rank, error, num_steps).content())
 
-    def flush(self, within_s: float) -> None:
-        """Waits until all messages are sent; a timeout closes the connection."""
-        until_s = time.monotonic() + within_s
-        with contextlib.suppress(RuntimeError):
-            for work in tuple(self._sent):
-                work.wait(timedelta(seconds=max(0.001, until_s - time.monotonic())))
+
+@dataclass(slots=True)
+class _Peer:
+    """The last messages of one rank about a model."""
+
+    num_meetings: int = 0  # groups that it has been about to create
+    num_gathers: int = 0  # gathers of an optimizer's state that it has begun, as far as known
+    gathers_at: int = -1  # its completed synchronizations at the last one that it has begun between two steps
+    place: str = ""  # its position
+    placed_s: float = -math.inf  # when it reported that
+
+
+@dataclass(slots=True)
+class _Inquiry:
+    """A question of ranks that have waited long, for what every rank does."""
+
+    asking: State  # of the lowest rank of those that have asked
+    states: dict[int, State]  # all answers
+    asked_s: float
+    is_told: bool = False
+
+    @property
+    def has_answers(self) -> bool:
+        return time.monotonic() > self.asked_s + patience.ANSWERS_S
+
+
+class ModelMonitor:
+    """This rank's knowledge of the other ranks of a model, which are all or some of the ring's, and its messages to them."""
+
+    def __init__(self, ring: Ring, number: int, limits: SyncConfig) -> None:
+        self.ring = ring
+        self.number = number  # the same on every rank
+        self.limits = limits
+        self.here = Activity()
+        self.fault: Fault | None = None  # of these groups alone
+        self.interrupt_s = math.inf  # when waits over the groups are interrupted
+        # For each group, a function that interrupts it and one that destroys it.
+        self.groups: list[tuple[Callable[[], object], Callable[[], object]]] = []
+        self.borrowed: Any = None  # a group of the user's that is interrupted as well
+        self.left: dict[int, Fault] = {}  # ranks that have closed the model
+        self.inquiry: _Inquiry | None = None
+        self.told = 0, -math.inf, ""  # step, time and text of the last report
+        self._peers = [_Peer() for _ in range(ring.num_ranks)]
+
+    @property
+    def known_fault(self) -> Fault | None:
+        return self.fault or self.ring.fault
+
+    def gone(self) -> dict[int, Fault]:
+        """Returns the ranks that have left. A model's last message replaces a process's, because it tells the progress."""
+        return self.ring.ended | self.left
+
+    def failures(self) -> list[Fault]:
+        """Returns the errors of ranks that have left, which count only if this rank waits for them."""
+        return [fault for fault in self.gone().values() if fault.kind is PeerFailed]
+
+    def say(self, kind: str, **content: Any) -> None:
+        self.ring.say(kind, number=self.number, **content)
+
+    def fails(self, fault: Fault) -> None:
+        """Makes all ranks of this group give up."""
+        self.say("stops", **fault.content())
+
+    def handle(self, kind: str, rank: int, message: Message) -> None:
+        """Handles a message about this model from `rank`."""
+        peer = self._peers[rank]
+        match kind:
+            case "opens":
+                peer.num_meetings += 1
+            case "stands":
+                peer.place, peer.placed_s = str(message["text"]), time.monotonic()
+            case "gathers":
+                peer.num_gathers, peer.gathers_at = int(message["count"]), int(message["step"])
+            case "asks":
+                self._is_asked(faults.state_from(message), rank)
+            case "does" if self.inquiry is not None:
+                state = faults.state_from(message)
+                self.inquiry.states[state["rank"]] = state
+        with self.ring.condition:
+            self.ring.condition.notify_all()
+
+    def _is_asked(self, asking: State, rank: int) -> None:
+        """Answers a rank that has waited long; if several ask at once, the first counts."""
+        inquiry = self.inquiry
+        if inquiry is not None and not inquiry.has_answers:
+            inquiry.states[asking["rank"]] = asking
+            inquiry.asking = min(inquiry.asking, asking, key=lambda state: state["rank"])
+            return
+        self.inquiry = _Inquiry(asking, {asking["rank"]: asking}, time.monotonic())
+        if rank != self.ring.rank:
+            self.say("does", **self.here.state(self.ring.rank))
+        for neighbor in self.ring.neighbors:
+            if neighbor.is_stopped():  # it cannot answer for itself
+                self.say("does", **faults.stopped(neighbor.rank))
+
+    def meet(self, patience_s: float) -> None:
+        """Waits until all ranks are about to create a group; latches a fault if one does not arrive in time."""
+        self.say("opens")
+        number = self._peers[self.ring.rank].num_meetings
+
+        def late() -> list[int]:
+            return [rank for rank, peer in enumerate(self._peers) if peer.num_meetings < number]
+
+        with self.ring.condition:
+            self.ring.condition.wait_for(lambda: self.known_fault or not late(), timeout=patience_s)
+        if late() and self.known_fault is None:
+            self.fails(faults.never_came(late(), patience_s))
+
+    def places(self, mine: str) -> dict[int, str]:
+        """Returns the positions that ranks report, `mine` included, from the ranks that ask at about the same time."""
+        earliest_s = time.monotonic() - patience.ANSWERS_S  # older reports answered another question
+        self.say("stands", text=mine)
+
+        def placed() -> dict[int, str]:
+            return {rank: peer.place for rank, peer in enumerate(self._peers) if peer.placed_s >= earliest_s}
+
+        with self.ring.condition:
+            self.ring.condition.wait_for(
+                lambda: self.known_fault or len(placed()) == self.ring.num_ranks, timeout=patience.ANSWERS_S
+            )
+            found = placed()
+            for peer in self._peers:
+                peer.placed_s = -math.inf
+        return found
+
+    def gathers_state(self) -> None:
+        """Registers that this rank needs the other ranks' parts of an optimizer's state; between two steps it tells them."""
+        own = self._peers[self.ring.rank]
+        own.num_gathers += 1
+        if self.here.is_idle():
+            self.say("gathers", count=own.num_gathers, step=self.here.num_steps())
+
+    def _missed_gather_of(self) -> int | None:
+        """Returns a rank that gathers the state while this one has begun the next step without it: the two would deadlock."""
+        if self.here.is_idle():
+            return None
+        num_mine, step = self._peers[self.ring.rank].num_gathers, self.here.num_steps()
+        peers = enumerate(self._peers)
+        return next((rank for rank, peer in peers if peer.gathers_at == step and peer.num_gathers > num_mine), None)
+
+    def reason(self, error: BaseException) -> Fault | None:
+        """Returns why a collective failed with `error` and tells all ranks, or None if the reason is not known."""
+        is_over = _TIME_IS_OVER.search(str(error)) is not None
+        # After a timeout no rank need be gone. It must be reported before ranks speak whose connections the timeout has closed.
+        patience_s = patience.ANSWERS_S if is_over else patience.VERDICT_S
+        with self.ring.condition:
+            self.ring.condition.wait_for(lambda: self.known_fault or self.gone(), timeout=patience_s)
+            # A message that a rank exited normally cannot be overtaken by one that says it did not.
+            fault = self.known_fault or next(iter(self.gone().values()), None)
+        if fault is None and is_over:
+            fault = faults.timed_out(self.ring.rank, self._last_report())
+        if fault is None:
+            self.ring.says_failed(error)
+        elif self.known_fault is None:
+            self.fails(fault)
+        return fault
+
+    def _last_report(self) -> str:
+        """Returns the report on the wait that has just ended, or "" if there was none."""
+        step, told_s, text = self.told
+        return text if self.here.waits_for and step == self.here.num_steps() and told_s > self.here.since_s else ""
+
+    def pause_s(self) -> float:
+        """Returns the time until the next `look`."""
+        if self.interrupt_s < math.inf:
+            return max(0.0, self.interrupt_s - time.monotonic())
+        if self.inquiry is not None and not self.inquiry.is_told:
+            return 0.1 * patience.ANSWERS_S
+        return min(patience.TICK_S, 0.25 * self.limits.stall_warning_s, 0.25 * self.limits.stall_timeout_s)
+
+    def look(self) -> None:
+        """Interrupts groups that cannot continue. Otherwise checks whether this rank has waited too long."""
+        now_s, waited_s, failures = time.monotonic(), self.here.waited_s(), self.failures()
+        if self.known_fault is not None:
+            if now_s >= self.interrupt_s:
+                self.interrupt_s = math.inf
+                self.interrupt()
+            return
+        # This rank may be about to raise the same error, and the failed process may take long to end.
+        if failures and min(waited_s, now_s - failures[0].known_s) > patience.ENDS_S:
+            self.fails(failures[0])
+        if waited_s > patience.WAITS_S and (alone := self._missed_gather_of()) is not None:
+            self.fails(faults.gathers_alone(alone, missed_by=self.ring.rank))
+        inquiry = self.inquiry
+        if inquiry is not None and inquiry.has_answers and not inquiry.is_told:
+            self.told = inquiry.asking["step"], now_s, self.report(inquiry)
+            inquiry.is_told = True
+            faults.tell(self.told[-1])
+        self._look_at_stall(now_s, waited_s)
+
+    def _look_at_stall(self, now_s: float, waited_s: float) -> None:
+        inquiry, warning_s = self.inquiry, self.limits.stall_warning_s
+        is_over = waited_s > self.limits.stall_timeout_s
+        if waited_s < warning_s and not is_over:
+            return
+        pause_s = 2 * patience.ANSWERS_S if is_over else max(warning_s, 2 * patience.ANSWERS_S)
+        if inquiry is None or now_s > inquiry.asked_s + pause_s:
+            self.say("asks", **self.here.state(self.ring.rank))
+        elif inquiry.has_answers:
+            gone = self.gone()
+            if gone and faults.late_ranks(inquiry.asking, inquiry.states, ranks=range(self.ring.num_ranks)) <= gone.keys():
+                self.fails(next(iter(gone.values())))  # if others are late, the wait may be for another rank
+            elif is_over:
+                self.fails(faults.stalled(self.report(inquiry)))
+
+    def report(self, inquiry: _Inquiry) -> str:
+        """Returns the report for the rank that asked, from all answers."""
+        gone = {rank: fault.what for rank, fault in self.gone().items()}
+        return faults.stall_text(inquiry.asking, inquiry.states, gone, ranks=range(self.ring.num_ranks))
+
+    def interrupt(self) -> None:
+        """Interrupts every wait over one of the groups."""
+        for interrupt, _ in tuple(self.groups):
+            interrupt()
+
+    def destroy(self) -> None:
+        for _, destroy in tuple(self.groups):
+            destroy()
 
     def close(self) -> None:
-        """Closes the connection and ends the reading thread; a thread waiting in gloo would abort the process at exit."""
-        group, self._group = self._group, None
-        if group is not None:
-            private.disconnect(group)
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(patience.HEARS_S)
-
-    def forget(self) -> None:
-        """Closes the sockets in a child process, which would keep the connection open after its parent has ended.
-
-        It sends nothing.
-        """
-        for number, inode in self._sockets:
-            with contextlib.suppress(OSError):
-                if os.fstat(number).st_ino == inode:
-                    os.close(number)
-        # Never freed: gloo would wait for threads that do not exist in the child.
-        private.keep_for_ever(self)
-
-    def _post(self) -> None:
-        frame, group = torch.zeros(_FRAME, dtype=torch.uint8), self._group
-        with contextlib.suppress(RuntimeError):  # the connection is gone: receives posted earlier report it
-            if group is not None:
-                self._posted.append((group.recv([frame], self._other, _TAG), frame))
-
-    def _send(self, part: bytes) -> None:
-        frame = bytearray((_HEADER.pack(self._num_taken, len(part)) + part).ljust(_FRAME, b"\0"))
-        group = self._group
-        with contextlib.suppress(RuntimeError):
-            if group is not None:
-                self._sent.append(group.send([torch.frombuffer(frame, dtype=torch.uint8)], self._other, _TAG))
-                self._num_sent += 1
-
-    def _message(self, line: bytes) -> Message | None:
-        try:
-            message = parsed_json(line)
-        except ValueError as error:
-            self._drop(str(error))
-            return None
-        if isinstance(message, dict):
-            return message
-        self._drop(f"it is a {type(message).__name__}")
-        return None
-
-    def _drop(self, reason: str) -> None:
-        _log.warning("a message of rank %d cannot be read and is dropped: %s.", self.rank, printable(reason))
-
-    def _take(self, frame: bytes) -> None:
-        num_taken, size = _HEADER.unpack_from(frame)
-        self._received += frame[_HEADER.size : _HEADER.size + size]
-        with self._sending:
-            while self._sent and self._num_sent - len(self._sent) < num_taken:
-                self._sent.popleft()
-            self._num_taken += 1
-            if self._num_taken % _NUM_UNTOLD == 0:
-                self._send(b"")
-
-
-def make_ring(
-    store: Store,
-    key: str,
-    *,
-    rank: int,
-    num_ranks: int,
-    is_gone: Callable[[int], bool],
-    each: Callable[[Sequence[int]], object],
-) -> list[Neighbor] | int | None:
-    """Connects `rank` to its two neighbors and returns them, the next one first; every rank of the ring calls it.
-
-    Returns None on every rank if gloo cannot connect some pair. Returns the number of a rank for which `is_gone` is true. Calls
-    `each` from time to time with the ranks that have not arrived; it may raise.
-    """
-    store.set(f"{key}/at/{rank}", json.dumps({"host": platform.node(), "process": os.getpid()}))
-    store.add(f"{key}/here", 1)
-
-    def missing(place: str) -> list[int]:
-        return [other for other in range(num_ranks) if not store.check([f"{key}/{place}/{other}"])]
-
-    found = _meet(store, f"{key}/here", num_ranks, is_gone=is_gone, missing=partial(missing, "at"), each=each)
-    if found is not None:
-        return found
-    neighbors = _connect(store, key, rank=rank, num_ranks=num_ranks)
-    if neighbors is None:
-        store.add(f"{key}/apart", 1)
-    store.set(f"{key}/through/{rank}", "")
-    store.add(f"{key}/done", 1)
-    found = _meet(store, f"{key}/done", num_ranks, is_gone=is_gone, missing=partial(missing, "through"), each=each)
-    if found is None and neighbors is not None and store.add(f"{key}/apart", 0) == 0:
-        return neighbors
-    close_all(neighbors or ())
-    return found
-
-
-def open_sockets() -> frozenset[Socket]:
-    """Returns all sockets of this process."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the descriptor of the listing itself
-                status = os.fstat(int(name))
-                if stat.S_ISSOCK(status.st_mode):
-                    found.add((int(name), status.st_ino))
-    return frozenset(found)
-
-
-def close_all(neighbors: Sequence[Neighbor]) -> None:
-    for neighbor in neighbors:
-        neighbor.close()
-
-
-def _meet(
-    store: Store,
-    key: str,
-    num_ranks: int,
-    *,
-    is_gone: Callable[[int], bool],
-    missing: Callable[[], Sequence[int]],
-    each: Callable[[Sequence[int]], object],
-) -> int | None:
-    """Waits until all ranks have incremented `key`, and returns None, or returns a rank that is gone."""
-    pause_s, probe_s = 0.001, time.monotonic() + patience.PROBE_S
-    while store.add(key, 0) < num_ranks:
-        time.sleep(pause_s)
-        pause_s = min(0.25, 1.5 * pause_s)
-        if time.monotonic() > probe_s:
-            probe_s = time.monotonic() + patience.PROBE_S
-            late = missing()
-            gone = next((other for other in late if is_gone(other)), None)
-            if gone is not None:
-                return gone
-            each(late)
-    return None
-
-
-def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neighbor] | None:
-    before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
-    process = _process_of(store.get(f"{key}/at/{after}"))
-    groups, sockets, within = {}, {}, timedelta(seconds=patience.CONNECT_S)
-    try:
-        device = private.gloo_device()
-        # Each line needs both of its ranks. Adjacent lines have different turns; otherwise all ranks could wait in a circle.
-        for line in sorted((rank, before), key=lambda line: (line == num_ranks - 1, line % 2)):
-            were_open = open_sockets()
-            groups[line] = private.pair(store, f"{key}/line/{line}", int(line != rank), device, within)
-            sockets[line] = open_sockets() - were_open
-    except RuntimeError:
-        for group in groups.values():
-            private.disconnect(group)
-        return None
-    return [
-        Neighbor(groups[rank], 0, after, process, sockets[rank]),
-        Neighbor(groups[before], 1, before, None, sockets[before]),
-    ]
-
-
-def _process_of(told: bytes) -> int | None:
-    """Returns the rank's process id if it runs on this machine."""
-    with contextlib.suppress(ValueError):
-        match parsed_json(told):
-            case {"host": str(host), "process": int(process)} if host == platform.node():
-                return process
-    return None
+        """Leaves the model; if this rank is failing, tells the ranks that wait for it."""
+        if self.known_fault is None:
+            self.say("left", **faults.left(self.ring.rank, faults.raised(), self.here.num_steps()).content())
+        elif self.interrupt_s < math.inf:  # from now on nobody looks at this model
+            self.interrupt()
+        self.ring.members.pop(self.number, None)

@@ -1,30 +1,26 @@
 """Waits for other ranks: they have a name while they last, and end with the reason if a rank does not arrive."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
 import re
 import time
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from undertow.config import SyncConfig
 from undertow.errors import RankLost, UndertowError
 from undertow.plan import Bucket, Plan
 from undertow.runtime.peers import faults
 from undertow.runtime.peers.faults import Fault
-from undertow.runtime.peers.model_monitor import ModelMonitor
-from undertow.runtime.peers.monitor import GUARD, Ring
-from undertow.runtime.peers.ring import make_ring
-from undertow.runtime.peers.worker import in_worker
+from undertow.runtime.peers.monitor import GUARD
+from undertow.runtime.peers.neighbor import make_ring
+from undertow.runtime.peers.ring import ModelMonitor, Ring
+from undertow.runtime.peers.threads import in_worker
 from undertow.runtime.torch_private import private
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _log = logging.getLogger("undertow")
 # Words of transports (gloo, NCCL, the store) when a connection breaks. Other errors are raised without waiting for a reason.
@@ -45,13 +41,13 @@ class Waiting:
         self._what = what
 
     def __enter__(self) -> None:
-        member = self._member
         if self._what and in_worker():
             self._what = ""
-        if member is not None and self._what:
-            self._before = member.waits_for, member.since_s
-            member.since_s = time.monotonic()
-            member.waits_for = self._what
+        if self._member is not None and self._what:
+            here = self._member.here
+            self._before = here.waits_for, here.since_s
+            here.since_s = time.monotonic()
+            here.waits_for = self._what
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         member = self._member
@@ -65,7 +61,7 @@ class Waiting:
                     raise _last_error(member, fault) from error
         finally:  # only now: while it looks for the reason, this rank still counts as waiting and not as late
             if self._what:
-                member.waits_for, member.since_s = self._before
+                member.here.waits_for, member.here.since_s = self._before
 
 
 class Launching(Waiting):
@@ -84,7 +80,7 @@ class Launching(Waiting):
         member = self._member
         if error is not None and not isinstance(error, UndertowError) and member is not None and member.known_fault is None:
             # The other ranks would take the next message for the missing one, and gloo ends a process for that.
-            member.ring.say("failed", text=faults.text_of(error))
+            member.ring.says_failed(error)
 
 
 def label_of(bucket: Bucket, plan: Plan) -> str:
@@ -94,10 +90,6 @@ def label_of(bucket: Bucket, plan: Plan) -> str:
     return f"bucket {bucket.index} ({shown or 'flags only'})"
 
 
-def where_of(member: ModelMonitor) -> str:
-    return f"synchronization {member.num_steps()}, rank {member.ring.rank}"
-
-
 @contextlib.contextmanager
 def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None]:
     """Context for a wait over a group of the user's: it ends with the reason if a rank is gone.
@@ -105,15 +97,15 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
     This works if a model is synchronized over the same ranks. Without a name in `what`, the wait may take any time and no rank
     counts as late.
     """
-    ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
-    ring = GUARD.ring_of(ranks, dist.group.WORLD)
+    ring = None if group is None else GUARD.ring_of(tuple(dist.get_process_group_ranks(group)), dist.group.WORLD)
     member = None if ring is None else next(iter(ring.members.values()), None)
     if ring is None or member is None:
         yield
         return
     member.borrowed, before = group, member.borrowed
     try:
-        ring.counts_failures(member)  # after the assignment, so that later failures interrupt the group
+        for fault in member.failures():  # after the assignment, so that later failures interrupt the group
+            ring.latch(fault, member)
         require_no_fault(member)
         with Waiting(member, what):
             yield
@@ -132,7 +124,7 @@ def require_no_fault(member: ModelMonitor | None) -> None:
 def _last_error(member: ModelMonitor, fault: Fault) -> UndertowError:
     """Ends waits of Undertow's threads over these groups first, because the script may do anything after this error."""
     member.interrupt()
-    return fault.error(where_of(member))
+    return fault.error(f"synchronization {member.here.num_steps()}, rank {member.ring.rank}")
 
 
 def join_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> ModelMonitor | None:
@@ -144,50 +136,23 @@ def join_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> ModelMon
     world = dist.group.WORLD
     ring = GUARD.ring_of(ranks, world)
     if ring is None:
-        ring = _new_ring(ranks, rank, limits, world)
+        ring = _new_ring(ranks, rank, limits)
         if ring is None:
             return None
-        GUARD.adopt(ranks, ring)
+        GUARD.adopt(ranks, ring, world)
     member = ring.join(limits)
     require_no_fault(member)
     return member
 
 
-def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, world: object) -> Ring | None:
-    store, members = private.default_store(), "_".join(map(str, ranks))
-    began_s, told_s = time.monotonic(), time.monotonic()
-    patience = private.timeout_of(world) if isinstance(world, dist.ProcessGroup) else None
-    patience_s = min(limits.stall_timeout_s, 1800.0 if patience is None else patience.total_seconds())
+def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> Ring | None:
     where = f"the making of a process group, rank {rank}"
-
-    def give_up(late: Sequence[int]) -> None:
-        raise faults.never_came(late, patience_s).error(where)
-
-    def each(late: Sequence[int]) -> None:
-        nonlocal told_s
-        waited_s, named = time.monotonic() - began_s, ", ".join(map(str, late))
-        if store.check([over]):
-            give_up(json.loads(store.get(over)))
-        if waited_s > patience_s:
-            store.set(over, json.dumps(list(late)))
-            give_up(late)
-        if time.monotonic() - told_s > limits.stall_warning_s:
-            told_s = time.monotonic()
-            faults.tell(f"rank {rank} has waited {waited_s:.0f} s for rank {named} to synchronize a model.")
-
     try:
-        number = int(store.add(f"undertow/ring/{members}/tries/{rank}", 1))
-        key = f"undertow/ring/{members}/{number}"
-        over = f"{key}/over"  # tells ranks that arrive late that the others have given up
-        each(())
-        neighbors = make_ring(
-            store,
-            key,
-            rank=rank,
-            num_ranks=len(ranks),
-            is_gone=lambda other: private.is_gone(ranks[other]),
-            each=each,
-        )
+        store, name = private.default_store(), f"undertow/ring/{'_'.join(map(str, ranks))}"
+        key = f"{name}/{store.add(f'{name}/tries/{rank}', 1)}"
+        look = _look_at_late(store, f"{key}/over", ranks, rank, limits, where)
+        look(())
+        neighbors = make_ring(store, key, rank=rank, num_ranks=len(ranks), look=look)
     except UndertowError:
         raise
     except RuntimeError as error:  # from the store
@@ -196,9 +161,35 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, world: obje
             where=where,
             remedy="Look for what has ended that process, often rank 0's, and start again.",
         ) from error
-    if isinstance(neighbors, int):
-        raise faults.lost(neighbors).error(where)
     if neighbors is None:
         _log.warning("rank %d reaches no ring of connections: lost ranks are found by the backend and its timeout alone.", rank)
         return None
-    return Ring(neighbors, rank=rank, num_ranks=len(ranks), world=world)
+    return Ring(neighbors, rank=rank, num_ranks=len(ranks), wake=GUARD.wake)
+
+
+def _look_at_late(
+    store: Store, over: str, ranks: Sequence[int], rank: int, limits: SyncConfig, where: str
+) -> Callable[[Sequence[int]], None]:
+    """Returns a function of the ranks that have not arrived: it raises if one of them is gone, or the time is over.
+
+    The store tells ranks that arrive later at `over` that the others have given up.
+    """
+    of_groups = None if dist.group.WORLD is None else private.timeout_of(dist.group.WORLD)
+    patience_s = min(limits.stall_timeout_s, 1800.0 if of_groups is None else of_groups.total_seconds())
+    began_s = told_s = time.monotonic()
+
+    def look(late: Sequence[int]) -> None:
+        nonlocal told_s
+        now_s = time.monotonic()
+        for other in late:
+            if private.is_gone(ranks[other]):
+                raise faults.lost(other).error(where)
+        if now_s - began_s > patience_s and not store.check([over]):
+            store.set(over, json.dumps(list(late)))
+        if store.check([over]):
+            raise faults.never_came(json.loads(store.get(over)), patience_s).error(where)
+        if now_s - told_s > limits.stall_warning_s:
+            told_s, named = now_s, ", ".join(map(str, late))
+            faults.tell(f"rank {rank} has waited {now_s - began_s:.0f} s for rank {named} to synchronize a model.")
+
+    return look

@@ -376,7 +376,7 @@ class CurrentPlan:
 
     def compare_buffers(self) -> Iterator[None]:
         """All ranks have other buffers: from now on these are the common ones, if they are the same; yields where it waits."""
-        agreement = self._members.compare_buffers(self.group)
+        agreement = self._members.compare(self.group)
         yield
         if agreement.is_reached():
             self._members.ranks_agree()
@@ -464,7 +464,7 @@ class CurrentPlan:
         return CompiledPlan(plan, params, reducer, self._recorder, generation=generation, sharding=sharding)
 
     def _watch_over(self, named_params: Sequence[tuple[str, Tensor]], *, before: ParamHooks | None = None) -> ParamHooks:
-        watch = ParamHooks(named_params, self.plan, self._listeners, frozen=self._members.frozen())
+        watch = ParamHooks(named_params, self.plan, self._listeners, frozen=[param for _, param in self._members.frozen()])
         if self.is_active:
             _ = self.compiled.executor  # what does not fit into memory fails here and not in the first backward
             watch.start()

@@ -1,7 +1,5 @@
 """Hooks into torch's GradScaler where it unscales gradients and looks for infinite ones; private to torch, like `private`."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Private parts of torch.distributed.checkpoint, like `private` for the rest of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

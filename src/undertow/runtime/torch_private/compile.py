@@ -1,10 +1,8 @@
 """Makes torch.compile cut graphs at the ends of buckets, as in a forward of torch's own wrapper; private to torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from types import SimpleNamespace
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,13 +13,6 @@ from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook
 
 _LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no smaller graphs
-
-
-@dataclass(frozen=True, slots=True)
-class _Cuts:
-    """The attributes that torch.compile reads from a DistributedDataParallel."""
-
-    bucket_bytes_cap: int
 
 
 @private.untraced
@@ -41,7 +32,9 @@ def cut_graphs(module: nn.Module, size: Callable[[], int]) -> list[RemovableHand
         around.append(DistributedDataParallel._active_ddp_module)
         num_bytes = size()
         if num_bytes:
-            DistributedDataParallel._active_ddp_module = cast(DistributedDataParallel, _Cuts(num_bytes))
+            # With the only attribute that torch.compile reads.
+            cuts: Any = SimpleNamespace(bucket_bytes_cap=num_bytes)
+            DistributedDataParallel._active_ddp_module = cuts
 
     @private.untraced
     def end() -> None:

@@ -1,7 +1,6 @@
 """Backwards of torch.distributed.autograd, which keep gradients in a separate context instead of `.grad`."""
 
-from __future__ import annotations
-
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,10 @@ class DistributedBackwards:
 
     def forward_begins(self) -> None:
         """Remembers the context of the forward, because backward runs in a thread that has none."""
-        self._context = private.distributed_autograd_context()
+        try:
+            self._context = int(sys.modules["torch.distributed.autograd"]._current_context()._context_id())
+        except RuntimeError:
+            self._context = None
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -45,5 +47,5 @@ class DistributedBackwards:
         # An ordinary backward has reported its gradients already.
         if self._context is None or self._is_local():
             return
-        gradients = private.gradients_in_context(self._context)
+        gradients = sys.modules["torch.distributed.autograd"].get_gradients(self._context)  # by parameter, no copies
         self._on_end({index: gradients[param] for index, param in enumerate(self._params) if param in gradients})

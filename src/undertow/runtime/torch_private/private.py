@@ -1,7 +1,5 @@
 """Calls to torch's private API, in one place; tests/unit/runtime/test_private.py pins the behavior that Undertow relies on."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -22,9 +20,21 @@ from undertow.errors import ConfigError
 # The id of this thread's innermost backward; -1 outside of backward.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
+# Calls its argument at the end of this thread's innermost backward, after the callbacks queued so far.
+call_after_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+
+# Inside such a callback, the node around a nested backward, or None for the outermost.
+enclosing_node: Callable[[], Any | None] = torch._C._current_autograd_node
+
 # Context in which torch functions do not dispatch to the classes of their tensor arguments.
 as_plain_tensors: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
+# Copies source by source (targets, sources); in one launch per device and dtype if torch has a fused kernel.
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+
+_c10d: Any = torch.distributed.distributed_c10d
+# The store through which the ranks of the default group have met.
+default_store: Callable[[], Any] = _c10d._get_default_store
 
 _NOBODYS_TAG = (1 << 30) + 1  # no message ever has this tag
 # The code of the wrapper that torch puts around an optimizer class's `step` when it constructs the first instance.
@@ -52,16 +62,6 @@ def left_alone(function: _Function) -> _Function:
     return function
 
 
-def call_after_backward(callback: Callable[[], None]) -> None:
-    """Calls `callback` at the end of this thread's innermost backward, after the callbacks queued so far."""
-    Variable._execution_engine.queue_callback(callback)
-
-
-def enclosing_node() -> Any | None:
-    """Returns, inside such a callback, the node around a nested backward, or None for the outermost."""
-    return torch._C._current_autograd_node()
-
-
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Returns the timeout of `group`'s collectives, or None, which means the backend's default, if it does not tell."""
     try:
@@ -79,30 +79,23 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> 
     the ranks count in the store how often they have made a group of these ranks. No rank can get ahead, because making a group
     waits for all of them.
     """
-    c10d: Any = torch.distributed.distributed_c10d
-    world, default = c10d._world, c10d._get_default_group()
+    world, default = _c10d._world, _c10d._get_default_group()
     _, store = world.pg_map[default]
     members = "_".join(map(str, ranks))
     number = (int(store.add(f"undertow/{members}", 1)) - 1) // len(ranks)
-    group, _ = c10d._new_process_group_helper(
+    group, _ = _c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         list(ranks),
         dist.Backend(backend),
         store,
         f"undertow/{members}/{number}",
-        timeout=c10d._get_default_timeout(dist.Backend(backend)) if timeout is None else timeout,
+        timeout=_c10d._get_default_timeout(dist.Backend(backend)) if timeout is None else timeout,
         device_id=default.bound_device_id,
         group_desc="undertow",
     )
     world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return cast(dist.ProcessGroup, group)
-
-
-def default_store() -> Any:
-    """Returns the store through which the ranks of the default group have met."""
-    c10d: Any = torch.distributed.distributed_c10d
-    return c10d._get_default_store()
 
 
 def is_gone(rank: int) -> bool:
@@ -171,11 +164,10 @@ def pair(store: Any, key: str, place: int, device: Any, timeout: timedelta) -> A
     torch.distributed does not count, name or destroy the group, and its other groups may use any backend. Raises RuntimeError if
     the other process does not connect within `timeout`.
     """
-    c10d: Any = torch.distributed.distributed_c10d
-    options = c10d.ProcessGroupGloo._Options()
+    options = _c10d.ProcessGroupGloo._Options()
     options._devices, options._timeout = [device], timeout
     options._threads = 1  # threads for collectives, which it does not run
-    return c10d.ProcessGroupGloo(c10d.PrefixStore(key, store), place, 2, options)
+    return _c10d.ProcessGroupGloo(_c10d.PrefixStore(key, store), place, 2, options)
 
 
 def disconnect(group: Any) -> None:
@@ -221,13 +213,9 @@ def first_failure(error: BaseException, kind: type[_Error]) -> _Error | None:
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Returns the module inside data-parallel wrappers and compiled modules."""
-    while True:
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif type(model).__name__ == "OptimizedModule":
-            model = cast(torch.nn.Module, model._orig_mod)
-        else:
-            return model
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return unwrapped(model.module)
+    return unwrapped(cast(torch.nn.Module, model._orig_mod)) if type(model).__name__ == "OptimizedModule" else model
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
@@ -243,11 +231,6 @@ def addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
 def are_shared(addresses: Sequence[int]) -> bool:
     """Returns True if more than one tensor refers to any of these storages, each of which a Python object holds as well."""
     return max(map(torch._C._storage_Use_Count, addresses), default=0) > 2
-
-
-def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies source by source; in one launch per device and dtype if torch has a fused kernel."""
-    torch._foreach_copy_(targets, sources)
 
 
 def zero_each(targets: list[torch.Tensor]) -> None:
@@ -278,14 +261,12 @@ def hook_gradients(param: torch.Tensor, hook: Callable[[torch.Tensor], object]) 
 @contextlib.contextmanager
 def _trained(param: torch.Tensor) -> Iterator[None]:
     """Context in which the parameter requires gradients; autograd keeps its node for when it is unfrozen later."""
-    if param.requires_grad:
-        yield
-        return
+    is_trained = param.requires_grad
     param.requires_grad_(True)
     try:
         yield
     finally:
-        param.requires_grad_(False)
+        param.requires_grad_(is_trained)
 
 
 def is_rpc_running() -> bool:
@@ -327,19 +308,6 @@ def before_accumulating(param: torch.Tensor, call: Callable[[], object]) -> tupl
     return node, node.register_prehook(hook)
 
 
-def distributed_autograd_context() -> int | None:
-    """Returns this thread's context of distributed autograd."""
-    try:
-        return int(sys.modules["torch.distributed.autograd"]._current_context()._context_id())
-    except RuntimeError:
-        return None
-
-
-def gradients_in_context(context: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Returns the gradients of that backward by parameter, not copies of them."""
-    return dict(sys.modules["torch.distributed.autograd"].get_gradients(context))
-
-
 def optimizers_in_backward(param: torch.Tensor) -> Sequence[torch.optim.Optimizer]:
     """Returns the optimizers that torch.distributed.optim._apply_optimizer_in_backward has put on a parameter."""
     return getattr(param, "_in_backward_optimizers", ())
@@ -377,11 +345,8 @@ def is_compiling() -> bool:
 def cast_floating(inputs: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Casts every floating-point tensor in the arguments of a forward."""
 
-    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    moved: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(torch.Tensor, cast_one, (inputs, kwargs))
-    return moved
+    moved = tree_map_only(torch.Tensor, lambda it: it.to(dtype) if it.is_floating_point() else it, (inputs, kwargs))
+    return cast(tuple[tuple[Any, ...], dict[str, Any]], moved)
 
 
 def tensors_in(outputs: object) -> list[torch.Tensor]:

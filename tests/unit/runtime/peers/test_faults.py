@@ -67,7 +67,7 @@ TOLD = faults.stall_text(
     "text",
     [
         TOLD,
-        f"PeerFailed: {faults.failed(1, 'ValueError: row 7 has no label').error('synchronization 118, rank 0')}",
+        f"PeerFailed: {faults.failed(1, ValueError('row 7 has no label')).error('synchronization 118, rank 0')}",
         f"StallTimeout: {faults.timed_out(0, TOLD).error('synchronization 3, rank 0')}",
         f"NonFiniteGradient: {Finding(params=('last.bias',), ranks=(1,), where='synchronization 118, bucket 0').error()}",
         f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where='synchronization 199; 1 of 6 parameters differ')}",
@@ -89,7 +89,7 @@ def test_an_error_of_a_fault_has_three_parts() -> None:
     )
 
 
-@pytest.mark.parametrize(("fault", "kind"), [(faults.failed(1, "x"), PeerFailed), (faults.lost(1), RankLost)])
+@pytest.mark.parametrize(("fault", "kind"), [(faults.failed(1, KeyError("x")), PeerFailed), (faults.lost(1), RankLost)])
 def test_every_error_of_a_fault_is_a_new_one(fault: faults.Fault, kind: type[Exception]) -> None:
     first, second = fault.error("here"), fault.error("here")
     assert (type(first), type(second), first is second) == (kind, kind, False)
@@ -157,14 +157,14 @@ def test_what_is_no_state_is_refused(broken: dict[str, object]) -> None:
 
 
 def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
-    told = [faults.idle_since(number) for number in (118, 0)]
-    assert told == [", no training forward since synchronization 118", ", no training forward yet"]
+    idle = [faults.Activity(num_steps=lambda number=number: number, is_idle=lambda: True) for number in (118, 0)]  # type: ignore[misc]
+    told = [here.state(1)["doing"].rpartition(", ")[2] for here in idle]
+    assert told == ["no training forward since synchronization 118", "no training forward yet"]
 
 
 def test_what_ranks_say_does_not_steer_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
-    said = {"text": "\x1b[2Jgone\u202e\r", "ranks": [1, 2], "stack": ["a.py,\tline 3", "zwei, Übung\n"], "seconds": 1.5}
-    stack = ["a.py,\\tline 3", "zwei, Übung\n"]
-    assert faults.printable(said) == {**said, "text": "\\x1b[2Jgone\\u202e\\r", "stack": stack}
+    fault = faults.fault_from({"error": "RankLost", "what": "\x1b[2Jgone\u202e\r", "remedy": "mend", "told": "a.py,\tline 3"})
+    assert str(fault.error("here")) == "\\x1b[2Jgone\\u202e\\r\n  here\n  a.py,\\tline 3\n  mend"
     with caplog.at_level(logging.WARNING, "undertow"):
         faults.tell("waits for \x1b[2J\ud800 [/bold]\nand more")
     assert caplog.messages == ["waits for \\x1b[2J\\ud800 [/bold]\nand more"]

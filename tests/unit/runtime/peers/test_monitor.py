@@ -19,16 +19,15 @@ import torch.distributed as dist
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel, RankLost, StallTimeout, SyncConfig
 from undertow.runtime.comm import comm_hook
-from undertow.runtime.peers import model_monitor as members
-from undertow.runtime.peers import monitor as guards
-from undertow.runtime.peers import patience
-from undertow.runtime.peers.leaked_groups import FREEING, LeakedGroups
-from undertow.runtime.peers.monitor import GUARD, PeerMonitor, Ring
-from undertow.runtime.peers.ring import Neighbor
+from undertow.runtime.peers import faults, patience
+from undertow.runtime.peers.monitor import PeerMonitor
+from undertow.runtime.peers.neighbor import Neighbor
+from undertow.runtime.peers.ring import ModelMonitor, Ring
+from undertow.runtime.peers.threads import FREEING, LeakedGroups, Worker
 from undertow.runtime.peers.waiting import Waiting
-from undertow.runtime.peers.worker import Worker
 from undertow.runtime.torch_private import private
 
+WORLD = dist.HashStore()  # a ring ends with it
 CANNOT_START = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
 
 
@@ -45,20 +44,19 @@ def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
 
 def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
-    monkeypatch.setattr(guards, "tell_before_end", lambda *_, **_calls: None)
-    # As much of a ring as a guard looks at when it begins.
-    guard, ring = PeerMonitor(), SimpleNamespace(neighbors=(), members={}, look=lambda: None)
+    monkeypatch.setattr(PeerMonitor, "_leave_before_end", lambda _: None)
+    guard, ring = PeerMonitor(), Ring([], rank=0, num_ranks=2, wake=int)
     with CANNOT_START, pytest.raises(RuntimeError, match="can't start new thread"):
-        guard.adopt((0, 1), ring)  # type: ignore[arg-type]
+        guard.adopt((0, 1), ring, WORLD)
     assert at_exit == []
-    guard.adopt((0, 1), ring)  # type: ignore[arg-type]
+    guard.adopt((0, 1), ring, WORLD)
     assert guard._thread.is_alive()
     guard._is_over = True
     guard.wake()
     guard._thread.join(10.0)
 
 
-GOOD = {"kind": "opens", "from": 0, "id": "0/1", "number": 3, "meeting": 0}
+GOOD = {"kind": "opens", "from": 0, "id": "0/1", "number": 3}
 
 
 @pytest.mark.parametrize(
@@ -71,31 +69,44 @@ GOOD = {"kind": "opens", "from": 0, "id": "0/1", "number": 3, "meeting": 0}
         pytest.param({"from": float("inf")}, id="from infinity"),
         pytest.param({"number": [1]}, id="of a number that is a list"),
         pytest.param({"number": float("inf")}, id="of an infinite number"),
-        pytest.param({"kind": "failed"}, id="of a failure without a text"),
-        pytest.param({"kind": "lost", "rank": 7}, id="of a lost rank that is not there"),
+        pytest.param({"kind": "stops", "number": None}, id="of a failure without a text"),
+        pytest.param({"kind": "left", "number": None, **faults.lost(0).content(), "error": "int"}, id="of a fault of no kind"),
     ],
 )
 def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplog: pytest.LogCaptureFixture) -> None:
-    ring, source = Ring([], rank=1, num_ranks=2, world=dist.HashStore()), Neighbor.__new__(Neighbor)
+    ring, source = Ring([], rank=1, num_ranks=2, wake=int), Neighbor.__new__(Neighbor)
     with caplog.at_level(logging.WARNING, "undertow"):
-        ring.receive({**GOOD, **change}, source)
-    assert (ring.fault, len(ring.opened)) == (None, 0)
+        ring.hear(source, [{**GOOD, **change}], is_there=True)
+    assert (ring.fault, ring.ended, ring._early) == (None, {}, {})
     # One without a kind is of a later version, which says more than this one knows.
     assert change == {"kind": None} or "made no sense" in caplog.messages[0]
-    ring.receive({**GOOD, "id": "0/2"}, source)
-    assert ring.opened == {(3, 0): {0}}
-
-
-WORLD = dist.HashStore()  # a ring ends with it
+    ring.hear(source, [{**GOOD, "id": "0/2"}], is_there=True)
+    assert ring._early == {3: [{**GOOD, "id": "0/2"}]}
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> members.ModelMonitor:
+def alone(monkeypatch: pytest.MonkeyPatch) -> ModelMonitor:
     """Rank 1 of two."""
     monkeypatch.setattr(patience, "ANSWERS_S", 0.0)
     monkeypatch.setattr(patience, "VERDICT_S", 0.0)
-    monkeypatch.setattr(GUARD, "interrupts", lambda _members: None)
-    return Ring([], rank=1, num_ranks=2, world=WORLD).join(SyncConfig())
+    return Ring([], rank=1, num_ranks=2, wake=int).join(SyncConfig())
+
+
+def test_what_is_said_of_a_model_before_it_is_made_counts() -> None:
+    ring, fault = Ring([], rank=1, num_ranks=2, wake=int), faults.lost(0)
+    about: dict[str, Any] = {"from": 0, "number": 0}
+    for message in (
+        {"kind": "opens"},
+        {"kind": "left", **faults.left(0, None, 7).content()},
+        {"kind": "stops", **fault.content()},
+    ):
+        ring._handle({**about, **message})
+    member = ring.join(SyncConfig())
+    member.meet(0.0)  # the other rank is there
+    assert (member.fault, member.left, ring.fault) == (fault, {0: faults.left(0, None, 7)}, None)
+    later = ring.join(SyncConfig())
+    later.meet(0.0)
+    assert later.fault == faults.never_came([0], 0.0)
 
 
 # Words of gloo and the stores for a time that is over, and of the kernel for a connection that is lost.
@@ -115,7 +126,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("text", WORDS)
-def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: members.ModelMonitor) -> None:
+def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: ModelMonitor) -> None:
     fault = alone.reason(RuntimeError(text))
     assert fault == alone.known_fault or not WORDS[text]
     expected = (StallTimeout, "rank 1 has waited for as long as the process group's timeout lets it.")
@@ -133,16 +144,16 @@ def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: me
     ids=["this wait", "a later wait", "another step", "no wait"],
 )
 def test_the_last_report_is_told_with_the_wait_that_it_is_about(
-    step: int, waits_for: str, since_s: float, told: str, alone: members.ModelMonitor
+    step: int, waits_for: str, since_s: float, told: str, alone: ModelMonitor
 ) -> None:
     alone.told = 0, 100.0, "rank 1 has waited 30 s."
-    alone.waits_for, alone.since_s, alone.num_steps = waits_for, since_s, lambda: step
+    alone.here = faults.Activity(num_steps=lambda: step, waits_for=waits_for, since_s=since_s)
     fault: Any = alone.reason(RuntimeError("Operation timed out!"))
     assert fault.told == told
 
 
-def test_a_rank_whose_process_has_ended_is_the_reason(alone: members.ModelMonitor) -> None:
-    alone.ring.hear({"kind": "ended", "from": 0, "steps": 7, "text": ""})
+def test_a_rank_whose_process_has_ended_is_the_reason(alone: ModelMonitor) -> None:
+    alone.ring._handle({"kind": "left", "from": 0, **faults.left(0, None, 7).content()})
     fault: Any = alone.reason(RuntimeError("Connection closed by peer"))
     left = "rank 0 has left: it has finished after 7 synchronizations, and others wait for it."
     assert (fault.kind, fault.what) == (RankLost, left)
@@ -151,7 +162,7 @@ def test_a_rank_whose_process_has_ended_is_the_reason(alone: members.ModelMonito
 @pytest.fixture
 def member() -> Any:
     """As much of one as is asked for."""
-    return SimpleNamespace(waits_for="", since_s=0.0, known_fault=None, reason=lambda _error: None)
+    return SimpleNamespace(here=faults.Activity(), known_fault=None, reason=lambda _error: None)
 
 
 def wait_here(member: Any, name: str, begins: threading.Event, ends: threading.Event) -> None:
@@ -168,34 +179,34 @@ def test_a_thread_of_ours_takes_no_name(which_ends_first: str, member: Any) -> N
     worker.submit(is_over.set_result, None)
     worker.shutdown()
     assert begins.wait(10.0)
-    said = [member.waits_for]
+    said = [member.here.waits_for]
     with Waiting(member, "bucket 3"):
-        said.append(member.waits_for)
+        said.append(member.here.waits_for)
         if which_ends_first == "the worker's":
             ends.set()
             is_over.result(10.0)
-        said.append(member.waits_for)
+        said.append(member.here.waits_for)
     ends.set()
     is_over.result(10.0)
-    assert [*said, member.waits_for, member.since_s] == ["", "bucket 3", "bucket 3", "", 0.0]
+    assert [*said, member.here.waits_for, member.here.since_s] == ["", "bucket 3", "bucket 3", "", 0.0]
 
 
 def test_any_other_thread_may_be_the_one_that_trains(member: Any) -> None:
     begins, ends = threading.Event(), threading.Event()
     with ThreadPoolExecutor() as threads:
         threads.submit(wait_here, member, "bucket 3", begins, ends)
-        assert (begins.wait(10.0), member.waits_for) == (True, "bucket 3")
+        assert (begins.wait(10.0), member.here.waits_for) == (True, "bucket 3")
         ends.set()
-    assert member.waits_for == ""
+    assert member.here.waits_for == ""
 
 
 def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(member: Any) -> None:
     # Others would count it as late.
     waits_for = []
-    member.reason = lambda _error: waits_for.append(member.waits_for)
+    member.reason = lambda _error: waits_for.append(member.here.waits_for)
     with pytest.raises(RuntimeError, match="Connection closed"), Waiting(member, "bucket 3"):
         raise RuntimeError("Connection closed by peer")
-    assert (waits_for, member.waits_for) == (["bucket 3"], "")
+    assert (waits_for, member.here.waits_for) == (["bucket 3"], "")
 
 
 def test_a_process_may_end_while_a_worker_starts(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +241,7 @@ def test_a_group_is_freed_once_torch_has_let_go() -> None:
     group, freeing = dist.new_group([0, 1]), LeakedGroups()
     freeing.take(group)
     freeing.take(group)  # is interrupted again
-    (thread,) = freeing._threads
+    ((thread, _),) = freeing._threads
     backend = weakref.ref(group._get_backend(torch.device("cpu")))
     freeing.finish()
     assert (thread.is_alive(), backend() is None) == (True, False)

@@ -16,8 +16,9 @@ from unittest.mock import Mock, patch
 import pytest
 import torch.distributed as dist
 
-from undertow.runtime.peers import patience, ring
-from undertow.runtime.peers.ring import Neighbor, close_all, make_ring
+from undertow.runtime.peers import neighbor as connections
+from undertow.runtime.peers import patience
+from undertow.runtime.peers.neighbor import Neighbor, close_all, make_ring
 from undertow.runtime.torch_private import private
 
 WITHIN = timedelta(seconds=30)
@@ -38,12 +39,12 @@ def pair(over_loopback: None) -> Iterator[tuple[Neighbor, Neighbor]]:
     close_all(neighbors)
 
 
-def made(num_ranks: int, *, ranks: Sequence[int] | None = None, **changed: Any) -> list[list[Neighbor] | int | None]:
+def made(num_ranks: int, *, ranks: Sequence[int] | None = None, look: Any = lambda _: None) -> list[list[Neighbor] | None]:
     """What every rank gets that comes, or each of `ranks`."""
-    path, how = Path(tempfile.mkdtemp()) / "store", {"is_gone": lambda _: False, "each": lambda _: None, **changed}
+    path = Path(tempfile.mkdtemp()) / "store"
 
-    def rank(number: int) -> list[Neighbor] | int | None:
-        return make_ring(dist.FileStore(str(path), num_ranks), "ring", rank=number, num_ranks=num_ranks, **how)
+    def rank(number: int) -> list[Neighbor] | None:
+        return make_ring(dist.FileStore(str(path), num_ranks), "ring", rank=number, num_ranks=num_ranks, look=look)
 
     with ThreadPoolExecutor(num_ranks) as threads:
         return list(threads.map(rank, range(num_ranks) if ranks is None else ranks))
@@ -95,11 +96,10 @@ def give_up(late: Sequence[int]) -> None:
     raise TimeoutError(str(list(late)))
 
 
-def test_ranks_that_are_gone_or_have_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_have_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "PROBE_S", 0.0)
-    assert made(3, ranks=[0], is_gone=lambda rank: rank == 2) == [2]
     with pytest.raises(TimeoutError, match=r"\[1, 2\]"):  # now and then
-        made(3, ranks=[0], each=give_up)
+        made(3, ranks=[0], look=give_up)
 
 
 def test_messages_come_whole_and_in_order(pair: tuple[Neighbor, Neighbor]) -> None:
@@ -134,13 +134,13 @@ def test_a_message_that_cannot_be_read_is_dropped_with_a_word(
 
 def test_the_end_of_a_connection_is_read_after_its_last_words(pair: tuple[Neighbor, Neighbor]) -> None:
     first, second = pair
-    first.send({"text": "x" * 3 * ring._FRAME})
+    first.send({"text": "x" * 3 * connections._FRAME})
     first.flush(30.0)
     first.close()
     heard = []
     while (said := second.read())[1]:
         heard += said[0]
-    assert (heard, second.read()) == ([{"text": "x" * 3 * ring._FRAME}], ([], False))
+    assert (heard, second.read()) == ([{"text": "x" * 3 * connections._FRAME}], ([], False))
     second.send({"a": 1})  # is dropped
 
 
@@ -164,19 +164,21 @@ def test_a_connection_whose_thread_cannot_start_may_be_closed() -> None:
 
 def test_a_neighbor_that_reads_is_told_any_number_of_messages(pair: tuple[Neighbor, Neighbor]) -> None:
     first, second = pair
-    for number in range(1, 3 * ring._MAX_SENT):
+    for number in range(1, 3 * connections._MAX_SENT):
         first.send({"number": number})
         assert second.read() == ([{"number": number}], True)
-        if number % ring._NUM_UNTOLD == 0:  # it says that it has them
+        if number % connections._NUM_UNTOLD == 0:  # it says that it has them
             assert (first.read(), bool(first._sent)) == (([], True), False)
 
 
 def test_a_neighbor_that_is_stopped_misses_messages_and_no_more(pair: tuple[Neighbor, Neighbor]) -> None:
     first, second = pair
-    for number in range(ring._MAX_SENT + 5):
+    for number in range(connections._MAX_SENT + 5):
         first.send({"number": number})
-    assert [second.read()[0] for _ in range(ring._MAX_SENT)] == [[{"number": number}] for number in range(ring._MAX_SENT)]
-    told = [first.read() for _ in range(ring._MAX_SENT // ring._NUM_UNTOLD)]
+    assert [second.read()[0] for _ in range(connections._MAX_SENT)] == [
+        [{"number": number}] for number in range(connections._MAX_SENT)
+    ]
+    told = [first.read() for _ in range(connections._MAX_SENT // connections._NUM_UNTOLD)]
     assert (told, bool(first._sent)) == ([([], True)] * len(told), False)
     first.send({"number": -1})
     assert second.read() == ([{"number": -1}], True)
@@ -205,7 +207,7 @@ def test_a_store_is_asked_for_nothing_that_waits(monkeypatch: pytest.MonkeyPatch
     # A pair, which is torch's, would ask as well.
     monkeypatch.setattr(private, "pair", Mock(side_effect=RuntimeError("Gloo connectFullMesh failed")))
     with pytest.raises(TimeoutError):  # all may come at once below, and nobody look who is missing
-        made(2, ranks=[0], each=give_up)
+        made(2, ranks=[0], look=give_up)
     assert (made(3), {name for store in stores for name, *_ in store.method_calls}) == (
         [None, None, None],
         {"set", "add", "check", "get"},
