@@ -21,11 +21,10 @@ from undertow.config import SyncConfig
 from undertow.errors import PhaseError
 from undertow.plan import Plan
 from undertow.profile import Profile
-from undertow.runtime.comm.broadcast import average_buffers, broadcast_buffers, broadcast_in_place
+from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buffers
 from undertow.runtime.comm.comm_hook import CommHook, no_hook_with_sums
-from undertow.runtime.comm.group import GroupRef, OwnGroup
-from undertow.runtime.comm.mesh import chosen_group, other_group, warn_of_lone_rank
-from undertow.runtime.comm.recorder import Recorder, clock_for
+from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, other_group, warn_of_lone_rank
+from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.hooks import is_outermost_forward, is_watched, warn_of_late_backward
 from undertow.runtime.gradients.weights import require_weighted
 from undertow.runtime.model.ignore import names_to_ignore
@@ -99,9 +98,8 @@ class GradientSync:
     def _set_up(self, group: GroupRef, within: OwnGroup | None = None) -> None:
         """Creates everything that belongs to one process group, without communication."""
         own = self._group = OwnGroup(group, device=self._members.device, limits=self._config, within=within)
-        own.module = weakref.ref(self._module)
-        recorder = Recorder(clock_for(own.device, own.backend), rank=own.rank, level=self._config.record)
-        self._engine = Engine(self._members, own, self._config, recorder)
+        own.here.module = weakref.ref(self._module)
+        self._engine = Engine(self._members, own, self._config, Recorder(own, level=self._config.record))
         attached, members, engine = contextlib.ExitStack(), self._members, self._engine
         attached.callback(self._group.close)
         attached.callback(
@@ -368,8 +366,8 @@ class GradientSync:
         if self._group.num_ranks == 1:
             return
         self._engine.current_plan.open()
-        follow = average_buffers if self._config.buffers == "mean" else broadcast_buffers
-        follow(self._members.common_buffers, self._group, source=source)
+        averages = self._config.buffers == "mean"
+        synchronize_buffers(self._members.common_buffers, self._group, source=source, averages=averages)
 
     def shadow(self) -> None:
         """Takes part in one synchronization of the other ranks without contributing gradients."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,9 +26,10 @@ from undertow.checkpoint.metadata import Entry, stored_entries
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.plan import ParamSpec
 from undertow.runtime.comm import agreement
+from undertow.runtime.comm.collectives import P2PCollectives
 from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
 from undertow.runtime.comm.group import GroupRef, OwnGroup
-from undertow.runtime.comm.p2p import Exchange, P2PCollectives
+from undertow.runtime.comm.handles import ThreadHandle
 from undertow.runtime.execute.compiled_plan import CompiledPlan
 from undertow.runtime.execute.sharded_executor import ShardedExecutor
 from undertow.runtime.gradients.reducer import Reducer
@@ -138,12 +138,12 @@ def settles_after_the_round(model: Model) -> Iterator[None]:
 INNER_CALLS: dict[str, tuple[Any, str]] = {
     "connection": (private, "new_group"),
     "construction": (undertow.sync, "broadcast_in_place"),
-    "buffers": (undertow.sync, "broadcast_buffers"),
+    "buffers": (undertow.sync, "synchronize_buffers"),
     "weights": (RoundWeights, "send"),
     "reduce": (Reducer, "reduce"),
     "checkpoint": (private_checkpoint, "save_checkpoint"),
-    "post": (Exchange, "begin"),  # in threads, of exchanges that are made of sends and receives
-    "complete": (Exchange, "complete"),
+    "post": (ThreadHandle, "begin"),  # in threads, of exchanges that are made of sends and receives
+    "complete": (ThreadHandle, "complete"),
 }
 
 
@@ -151,7 +151,13 @@ def before_calls(names: Iterable[str], passes: Callable[[str], object]) -> None:
     """Has `passes` called with the name before each of these calls, for as long as this process lives."""
     for name in names:
         owner, attribute = INNER_CALLS[name]
-        setattr(owner, attribute, _after(partial(passes, name), getattr(owner, attribute)))
+        setattr(owner, attribute, _after(partial(_passes, passes, name), getattr(owner, attribute)))
+
+
+def _passes(passes: Callable[[str], object], name: str) -> None:
+    """Calls `passes`, but not in the thread that connects a group: its handle is not an exchange."""
+    if name != "complete" or threading.current_thread().name != "undertow-connects":
+        passes(name)
 
 
 def _after(first: Callable[[], object], then: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,10 +220,16 @@ def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
 def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) -> None:
     """Has both called around every op of the model from now on, under later plans too."""
     recorder = engine_of(model).recorder
-    earlier: Any = recorder.observer or SimpleNamespace(before=nothing, after=nothing)
-    recorder.observer = SimpleNamespace(
-        before=lambda op: (earlier.before(op), before(op)), after=lambda op: (earlier.after(op), after(op))
-    )
+    earlier: Any = recorder.observer or contextlib.nullcontext
+
+    @contextlib.contextmanager
+    def around(op: Op) -> Iterator[None]:
+        with earlier(op):
+            before(op)
+            yield
+        after(op)
+
+    recorder.observer = around
 
 
 def issued_ops(model: Model) -> list[str]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import ConfigError, PhaseError
-from undertow.runtime.comm.handles import ReductionHandle, all_reduce_async
+from undertow.runtime.comm.handles import WorkHandle, all_reduce_async
 from undertow.runtime.torch_private import private
 
 
@@ -33,7 +33,7 @@ class GradientBucket:
         self.bucket_index = bucket_index
         self.size_in_bytes = size_in_bytes
         self.gradients = tuple(gradients)
-        self.reduction_handle: ReductionHandle | None = None
+        self.reduction_handle: WorkHandle | None = None
         self._is_prepared = self.is_copied_back = False
         self._check()
         starts = [0, *accumulate(gradient.numel() for gradient in self.gradients)]
@@ -74,7 +74,7 @@ class GradientBucket:
 
     def reduce_async(
         self, process_group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> ReductionHandle:
+    ) -> WorkHandle:
         """Starts the reduction over all ranks of `process_group`; raises PhaseError unless `prepare` was called for it."""
         if not self._is_prepared:
             raise PhaseError(
@@ -103,7 +103,7 @@ class GradientBucket:
             private.copy_each(self._present_gradients(), self._views)
         self.is_copied_back = True
 
-    def require_reduced(self) -> ReductionHandle:
+    def require_reduced(self) -> WorkHandle:
         """Returns the handle of the reduction; raises PhaseError if none was started."""
         if self.reduction_handle is None:
             raise PhaseError(

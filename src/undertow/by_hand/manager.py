@@ -9,14 +9,14 @@ from torch import Tensor
 from undertow.by_hand.bucket import GradientBucket
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import SizeCaps, group_by_size, largest_first
-from undertow.runtime.comm.handles import ReductionHandle
+from undertow.runtime.comm.handles import WorkHandle
 from undertow.runtime.gradients.storage import spec_of
 
 
 class AllReductions:
     """The reductions of all buckets in flight, as one handle. Wait for it, poll it, or await it from asyncio."""
 
-    def __init__(self, handles: Sequence[ReductionHandle]) -> None:
+    def __init__(self, handles: Sequence[WorkHandle]) -> None:
         self._handles = handles
 
     def wait(self) -> None:
@@ -84,7 +84,7 @@ class GradientBucketManager:
         """Returns True if the reduction of the bucket that holds `tensor`'s gradient is complete."""
         return self._buckets_for("is_reduced")[self.get_bucket_index(tensor)].is_reduced
 
-    def reduce_bucket_async(self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> ReductionHandle:
+    def reduce_bucket_async(self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> WorkHandle:
         """Prepares one bucket and starts its reduction. Every rank calls this in the same order.
 
         Returns a handle that can be waited for, asked by `is_completed()`, and awaited.

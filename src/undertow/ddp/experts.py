@@ -21,8 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from undertow.config import ExpertGroup, SyncConfig
 from undertow.errors import WrongType, require
-from undertow.runtime.comm.group import GroupRef, OwnGroup
-from undertow.runtime.comm.mesh import chosen_group, warn_of_lone_rank
+from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, warn_of_lone_rank
 from undertow.runtime.model.module_params import AnyOf
 from undertow.runtime.peers.faults import Fault
 from undertow.runtime.torch_private import amp as private_scaling

@@ -61,7 +61,8 @@ class ShadowHook(JoinHook):
             )
         if is_enabled and sync.steps is not None:
             raise no_join_with_shards()
-        sync.own_group.in_join |= is_enabled
+        if is_enabled:
+            sync.own_group.borrowers.add("join")
 
     def main_hook(self) -> None:
         """Takes part in one step of the others."""
@@ -80,7 +81,7 @@ class ShadowHook(JoinHook):
 
     def ends(self) -> None:
         """Ends the use of the user's process group."""
-        self.sync.own_group.in_join = False
+        self.sync.own_group.borrowers.discard("join")
 
     def rescale(self, num_active: int) -> None:
         """Makes means run over `num_active` ranks, unless they are to be over all ranks."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from undertow.optim.state import MASTER, ParamState
-from undertow.runtime.comm.p2p import accumulation_dtype
+from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.torch_private import private

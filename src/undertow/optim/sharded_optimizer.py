@@ -26,7 +26,7 @@ from undertow.optim.state import (
     whole_state_without_elements,
     with_scalars_in_place,
 )
-from undertow.runtime.comm.p2p import accumulation_dtype
+from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.step.sharded_steps import finish_before_look

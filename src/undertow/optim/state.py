@@ -10,7 +10,7 @@ from torch import Tensor
 from undertow.boxes import Box, boxes_of_range
 from undertow.errors import CheckpointError
 from undertow.runtime.comm.agreement import gather_json
-from undertow.runtime.comm.p2p import accumulation_dtype
+from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart, in_memory_order

@@ -1,14 +1,12 @@
 """The user's own reduction: a communication hook in the form that torch's DistributedDataParallel accepts."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from undertow.errors import ConfigError, PhaseError, WrongType
 from undertow.runtime.comm.group import OwnGroup, are_left
-from undertow.runtime.comm.handles import FutureHandle
+from undertow.runtime.comm.handles import Handle, ThreadHandle, WorkHandle
 from undertow.runtime.peers.threads import Worker
 
 
@@ -69,13 +67,13 @@ class CommHook:
         self._state = state
         self._hook = hook
         self._thread: _Calling | None = None
-        self._calls = _Calls()
+        self._failures: list[BaseException] = []
 
     def begin_round(self) -> None:
         """Forgets failed calls of earlier synchronizations."""
-        self._calls = _Calls()
+        self._failures = []
 
-    def start(self, bucket: HookedBucket, group: OwnGroup) -> HookHandle | ThreadHandle:
+    def start(self, bucket: HookedBucket, group: OwnGroup) -> Handle:
         """Calls the hook; the value of its future is written into the bucket's buffer at the end.
 
         `group` is the model's: if one of its ranks is gone, the wait for the hook ends.
@@ -85,24 +83,38 @@ class CommHook:
         run immediately.
         """
         if bucket.buffer().device.type != "cpu":
-            return self.call(bucket)
+            return self._call(bucket)
         self._thread = _thread_beside_this_one()
         self._thread.groups.add(group)
-        queued = ThreadHandle(group, self._calls)
-        self._thread.worker.submit(queued.run, partial(self.call, bucket))
+        queued = ThreadHandle(group.result)
+        self._thread.worker.submit(queued.run, partial(self._call_in_turn, bucket, self._failures))
         return queued
 
     def close(self) -> None:
         """Releases the thread; it ends after the pending calls of the last hook that uses it."""
         self._thread = None
 
+    def _call_in_turn(self, bucket: HookedBucket, failures: list[BaseException]) -> None:
+        """Calls the hook and waits for its result, unless an earlier call of the synchronization has failed.
+
+        On other ranks, the messages of further calls would pair with the failed call's.
+        """
+        if failures:
+            raise failures[0]
+        try:
+            self._call(bucket).wait()
+        except BaseException as error:
+            failures.append(error)
+            raise
+
     @torch.no_grad()
-    def call(self, bucket: HookedBucket) -> HookHandle:
-        """Calls the hook in this thread."""
+    def _call(self, bucket: HookedBucket) -> WorkHandle:
         target = bucket.buffer()
         future = self._hook(self._state, bucket)
         require_future(future, where=f"{self.name}, bucket {bucket.index()}")
-        return HookHandle(future, target, name=self.name)
+        # With the methods of a dist.Work.
+        work = SimpleNamespace(wait=future.wait, is_completed=future.done, get_future=lambda: future)
+        return WorkHandle(work, finish=lambda: _put(future.wait(), target, name=self.name))
 
 
 def name_of(hook: Callable[..., Any]) -> str:
@@ -119,70 +131,21 @@ def require_future(returned: object, *, where: str) -> None:
         )
 
 
-class HookHandle:
-    """A reduction that a hook has started."""
-
-    def __init__(self, future: torch._C.Future[Any], target: Tensor, *, name: str) -> None:
-        self._future = future
-        self._target = target
-        self._name = name
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Waits until the result is in the bucket (on CUDA: makes the current stream wait)."""
-        result = self._future.wait()
-        if isinstance(result, list | tuple) and len(result) == 1:
-            (result,) = result
-        if not isinstance(result, Tensor) or result.numel() != self._target.numel():
-            got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise WrongType(
-                f"expected the communication hook's future to hold a tensor of {self._target.numel()} elements, got {got}.",
-                where=self._name,
-                remedy="Let the future hold a tensor with the shape of bucket.buffer().",
-            )
-        if self._target.is_sparse:
-            self._target.copy_(result)
-        elif result.data_ptr() != self._target.data_ptr():
-            self._target.copy_(result.view_as(self._target))
-
-    def is_completed(self) -> bool:
-        return bool(self._future.done())
-
-    def block_stream(self) -> None:
-        self._future.wait()
-
-    def on_done(self, callback: Callable[[object], None]) -> None:
-        self._future.add_done_callback(callback)
-
-
-@dataclass(slots=True)
-class _Calls:
-    """The calls of one synchronization; after a failed call there are no more.
-
-    On other ranks, their messages would pair with the failed call's.
-    """
-
-    failure: BaseException | None = None
-
-
-class ThreadHandle(FutureHandle):
-    """A call of a hook that waits for its turn in another thread."""
-
-    def __init__(self, group: OwnGroup, calls: _Calls) -> None:
-        super().__init__(group)
-        self._calls = calls
-
-    def run(self, call: Callable[[], HookHandle]) -> None:
-        """Calls the hook and waits for its result; an error is passed to `wait`."""
-        try:
-            if self._calls.failure is not None:
-                raise self._calls.failure
-            call().wait()
-        except BaseException as error:
-            self._calls.failure = error
-            self._done.set_exception(error)
-        else:
-            self._done.set_result(None)
+def _put(result: object, target: Tensor, *, name: str) -> None:
+    """Writes the value of a hook's future into the bucket."""
+    if isinstance(result, list | tuple) and len(result) == 1:
+        (result,) = result
+    if not isinstance(result, Tensor) or result.numel() != target.numel():
+        got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise WrongType(
+            f"expected the communication hook's future to hold a tensor of {target.numel()} elements, got {got}.",
+            where=name,
+            remedy="Let the future hold a tensor with the shape of bucket.buffer().",
+        )
+    if target.is_sparse:
+        target.copy_(result)
+    elif result.data_ptr() != target.data_ptr():
+        target.copy_(result.view_as(target))
 
 
 class _Calling:

@@ -1,33 +1,39 @@
-"""Undertow's process groups, which are clones of the user's."""
+"""The ranks that a user chooses, and Undertow's process groups, which are clones of the user's."""
 
 from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType
-from undertow.runtime.comm.handles import ReductionHandle, all_reduce_async
+from undertow.runtime.comm.handles import ThreadHandle, Work, WorkHandle
 from undertow.runtime.peers import patience
+from undertow.runtime.peers.faults import Activity
 from undertow.runtime.peers.ring import ModelMonitor
 from undertow.runtime.peers.threads import FREEING, Worker
-from undertow.runtime.peers.waiting import Launching, Waiting, join_ring, require_no_fault
+from undertow.runtime.peers.waiting import Waiting, join_ring, require_no_fault
 from undertow.runtime.torch_private import private
+from undertow.schedule import HYBRID
 
-_Result = TypeVar("_Result")
+_Value = TypeVar("_Value")
 # Backends that divide inside the collective; for others, gradients are divided before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
 _BACKENDS_OVER_GLOO = ("gloo", "emulated")
+_WHERE = "the ranks over which gradients are averaged"
+_HOW = 'device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))'
 
 
 @dataclass(frozen=True)
@@ -127,41 +133,41 @@ class OwnGroup:
         self, user: GroupRef, *, device: torch.device, limits: SyncConfig | None = None, within: OwnGroup | None = None
     ) -> None:
         self.user = user
-        self._within = within
-        self.all_meet = within is None  # before the group is made, so that no rank waits there for one that is gone
         self.rank = user.rank
         self.num_ranks = len(user.ranks)
         self.backend = user.backend_for(device)
         self.device = device  # of small tensors that ranks exchange
         self.member: ModelMonitor | None = None  # tells whether the other ranks are alive
-        self.num_steps: Callable[[], int] = int
-        self.is_idle: Callable[[], bool] = bool
-        self.module: weakref.ref[torch.nn.Module] | None = None
-        self.hooks_use_users = False  # collectives of communication hooks use the user's group
-        self.in_join = False  # torch's join uses the user's group as well
-        self._destroying = threading.RLock()  # reentrant: collecting a model here may destroy the group being interrupted
+        self.here = Activity()
+        self.borrowers: set[str] = set()  # communication hooks and torch's join, as long as they use the user's group
+        self._within = within
         self._limits = SyncConfig() if limits is None else limits
+        self._destroying = threading.RLock()  # reentrant: collecting a model here may destroy the group being interrupted
         self._group: weakref.ref[dist.ProcessGroup] | None = None
 
     @property
     def is_open(self) -> bool:
         return self._group is not None
 
-    def open(self) -> None:
+    def open(self, *, all_meet: bool = False) -> None:
         """Creates the clone; a collective call before any other over it.
 
-        A group `within` another one is opened after that one.
+        A group `within` another one is opened after that one; `all_meet` if all ranks of that one open groups at the same time.
         """
         if self.num_ranks == 1:
             self._group = weakref.ref(self.user.clone())
             return
-        own = weakref.ref(self)
-        member = self._joins() if self._within is None else self._within.member
+        member = self.member = (
+            join_ring(self.user.ranks, self.rank, self._limits) if self._within is None else self._within.member
+        )
         if member is not None:
-            member.groups.append((partial(_interrupt, own), partial(_destroy, own)))
-            self.member = member
+            if self._within is None:
+                member.here = self.here
+                self.trains_here()  # until another thread does
+            interrupt, close = weakref.WeakMethod(self._interrupt), weakref.WeakMethod(self.close)
+            member.groups.append((partial(_call_if_there, interrupt), partial(_call_if_there, close)))
         with self.waiting("all ranks, to make a process group"):
-            if member is not None and self.all_meet:
+            if member is not None and (all_meet or self._within is None):  # so that no rank waits below for one that is gone
                 timeout = self.user.timeout
                 member.meet(patience.GLOO_WAITS_S if timeout is None else timeout.total_seconds())
             require_no_fault(member)
@@ -174,58 +180,76 @@ class OwnGroup:
         """
         if self.backend != "gloo":
             return self.user.clone()
-        made: Future[dist.ProcessGroup] = Future()
-        thread = self.worker("undertow-connects")
-        thread.submit(_fill, made, self.user.clone)
+        made, thread = ThreadHandle(self.result), self.worker("undertow-connects")
+        thread.submit(made.run, self.user.clone)
         thread.shutdown()
-        return self.result(made)
-
-    def _joins(self) -> ModelMonitor | None:
-        member = join_ring(self.user.ranks, self.rank, self._limits)
-        if member is not None:
-            here = member.here
-            here.num_steps, here.is_idle, here.module = self.num_steps, self.is_idle, self.module
-        return member
+        group: dist.ProcessGroup = made.wait()
+        return group
 
     def waiting(self, what: str = "") -> Waiting:
         """Context in which this rank waits for other ranks; if one is gone, the error says so."""
         return Waiting(self.member, what)
 
-    def complete(self, work: dist.Work) -> None:
-        """Waits for `work` (on a device: makes the current stream wait); raises its error if it failed.
-
-        Raises RuntimeError if the work cannot complete because a rank is gone.
-        """
-        if self.device.type != "cpu":
-            work.wait()
-        elif not self._comes_to_an_end(partial(_ends, work)):
-            raise _cut()
+    def gathering_state(self) -> Waiting:
+        """Context in which all ranks contribute their optimizer state; if one does not arrive, the error says so."""
+        if self.member is not None:
+            self.member.gathers_state()
+        return self.waiting("the state of a ShardedOptimizer, which every rank brings in state_dict()")
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduces `tensor` over ranks in place and waits for the result."""
         self.all_reduce_async(tensor, op).wait()
 
-    def all_reduce_async(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> ReductionHandle:
-        """Starts to reduce `tensor` in place; waiting for the handle raises if a rank is gone."""
-        return all_reduce_async(tensor, self.process_group, op, complete=self.complete)
+    def all_reduce_async(
+        self,
+        tensor: torch.Tensor,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        *,
+        finish: Callable[[], object] | None = None,
+    ) -> WorkHandle:
+        """Starts to reduce `tensor` in place; waiting for the handle raises if a rank is gone, else calls `finish`."""
+        work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
+        return WorkHandle(work, complete=self.complete, finish=finish)
 
-    def result(self, future: Future[_Result]) -> _Result:
+    def all_gather(self, tensor: torch.Tensor, what: str) -> Pending[list[torch.Tensor]]:
+        """Starts to gather a tensor of each rank, in rank order, all of one shape and dtype."""
+        received = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
+        with self.waiting():
+            work = dist.all_gather(received, tensor, group=self.process_group, async_op=True)
+        return Pending(self, work, received, what)
+
+    def broadcast(self, tensor: torch.Tensor, what: str, *, source: int = 0) -> Pending[torch.Tensor]:
+        """Starts to write the values of rank `source` into `tensor`."""
+        with self.waiting():
+            work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
+        return Pending(self, work, tensor, what)
+
+    def complete(self, work: Work) -> None:
+        """Waits for `work` (on a device: makes the current stream wait); raises its error if it failed.
+
+        Raises RuntimeError if the work cannot complete because a rank is gone.
+        """
+        if self.device.type == "cpu":
+            self._wait_until(partial(_ends, work))
+        else:
+            work.wait()
+
+    def result(self, future: Future[_Value]) -> _Value:
         """Waits for the result of a thread that waits for other ranks; RuntimeError if the thread is stuck."""
-        if not self._comes_to_an_end(lambda within_s: bool(wait([future], timeout=within_s).done)):
-            raise _cut()
+        if not future.done():
+            self._wait_until(lambda within_s: bool(wait([future], timeout=within_s).done))
         return future.result()
 
-    def _comes_to_an_end(self, ends: Callable[[float], bool]) -> bool:
-        """Waits until `ends` returns True; returns False if that cannot happen.
+    def _wait_until(self, ends: Callable[[float], bool]) -> None:
+        """Waits until `ends` returns True; raises RuntimeError if that cannot happen.
 
         Gloo fails operations when it closes a connection, except a partly sent message.
         """
         is_broken = False
         while not ends(patience.LOOK_S):
             if is_broken:
-                return False
+                raise RuntimeError("the connection to another rank was closed in the middle of a message.")
             is_broken = self.is_broken
-        return True
 
     def worker(self, name: str) -> Worker:
         """Returns a worker thread that waits for other ranks; the process does not join it at exit if one of them is lost."""
@@ -235,31 +259,21 @@ class OwnGroup:
         """Returns the positions of the ranks of this model that call this at about the same time, in their own words."""
         return {} if self.member is None else self.member.places(mine)
 
-    def gathering_state(self) -> Waiting:
-        """Context in which all ranks contribute their optimizer state; if one does not arrive, the error says so."""
-        if self.member is not None:
-            self.member.gathers_state()
-        return self.waiting("the state of a ShardedOptimizer, which every rank brings in state_dict()")
-
-    def launching(self) -> Launching:
-        """Context in which this rank sends messages that the other ranks expect in this order."""
-        return Launching(self.member)
-
     def require_no_fault(self) -> None:
         """Raises if another rank is gone or has failed, or if this rank was too late."""
         require_no_fault(self.member)
 
-    @property
-    def is_over_gloo(self) -> bool:
-        """True if gloo transfers these tensors: it can send and receive host memory, and it can average."""
-        return any(name in self.backend for name in _BACKENDS_OVER_GLOO)
+    def trains_here(self) -> None:
+        """Makes this the training thread: other ranks are told of an exception that ends it and shown its stack if it is late."""
+        if self.member is not None:
+            self.member.here.thread = threading.get_ident()
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         if self._group is None:
             self.open()
-        group = None if self._group is None else self._group()
-        if group is None or not dist.is_initialized():
+        group = self._group() if self._group is not None and dist.is_initialized() else None  # no call: every message asks
+        if group is None:
             raise PhaseError(
                 "the process group of this model has been destroyed.",
                 where="gradient synchronization",
@@ -267,15 +281,19 @@ class OwnGroup:
             )
         return group
 
+    def _existing(self) -> dist.ProcessGroup | None:
+        """Returns the clone if it was created and torch.distributed still has it."""
+        return None if self._group is None or not dist.is_initialized() else self._group()
+
+    @property
+    def is_over_gloo(self) -> bool:
+        """True if gloo transfers these tensors: it can send and receive host memory, and it can average."""
+        return any(name in self.backend for name in _BACKENDS_OVER_GLOO)
+
     @property
     def is_alive(self) -> bool:
         """True if torch.distributed still has the group and every rank is alive."""
-        return not self.is_broken and self._group is not None and self._group() is not None and dist.is_initialized()
-
-    def trains_here(self) -> None:
-        """Makes this the training thread: other ranks are told of an exception that ends it and shown its stack if it is late."""
-        if self.member is not None:
-            self.member.here.thread = threading.get_ident()
+        return not self.is_broken and self._existing() is not None
 
     @property
     def is_broken(self) -> bool:
@@ -284,14 +302,43 @@ class OwnGroup:
 
     def close(self) -> None:
         """Destroys the clone unless torch.distributed has done so already."""
-        _destroy(weakref.ref(self))
+        member, self.member = self.member, None
+        if member is not None and self._within is None:
+            member.close()
+        with self._destroying:
+            group = self._existing()
+            if group is None:
+                return
+            if member is not None and member.known_fault is not None:
+                _break(group)  # destroying would otherwise wait for operations in flight
+            dist.destroy_process_group(group)
+
+    def _interrupt(self) -> None:
+        """Interrupts the clone and the user's groups over which it waits; called from the thread that listens to other ranks."""
+        with self._destroying:  # otherwise this thread might hold the last reference to a group and destroy it too early
+            self._break_all()
+
+    def _break_all(self) -> None:
+        group, users = self._existing(), self.user.group if self.borrowers else None
+        if group is not None:
+            for one in filter(None, {group, users, None if self.member is None else self.member.borrowed}):
+                _break(one)
 
 
-def _fill(future: Future[_Result], make: Callable[[], _Result]) -> None:
-    try:
-        future.set_result(make())
-    except BaseException as error:
-        future.set_exception(error)
+@dataclass(frozen=True, slots=True)
+class Pending(Generic[_Value]):
+    """A collective in flight over `group` that brings a value; reports call the wait for it `what`."""
+
+    group: OwnGroup
+    work: Work
+    value: _Value
+    what: str
+
+    def take(self) -> _Value:
+        """Waits for the value; raises if a rank is gone."""
+        with self.group.waiting(self.what):
+            self.group.complete(self.work)
+        return self.value
 
 
 def are_left(groups: weakref.WeakSet[OwnGroup]) -> bool:
@@ -299,11 +346,7 @@ def are_left(groups: weakref.WeakSet[OwnGroup]) -> bool:
     return not groups or any(group.member is None or group.is_broken for group in groups)
 
 
-def _cut() -> RuntimeError:
-    return RuntimeError("the connection to another rank was closed in the middle of a message.")
-
-
-def _ends(work: dist.Work, within_s: float) -> bool:
+def _ends(work: Work, within_s: float) -> bool:
     until_s = time.monotonic() + within_s
     try:
         work.wait(timedelta(seconds=within_s))
@@ -315,45 +358,15 @@ def _ends(work: dist.Work, within_s: float) -> bool:
     return True
 
 
-def _interrupt(owner: weakref.ref[OwnGroup]) -> None:
-    """Called from the thread that listens to other ranks."""
-    own = owner()
-    if own is None:
-        return
-    with own._destroying:  # otherwise this thread might hold the last reference to the group and destroy it too early
-        _break_all(own)
-
-
-def _break_all(own: OwnGroup) -> None:
-    """Interrupts Undertow's group and the user's groups over which it waits."""
-    group = None if own._group is None else own._group()
-    if group is not None and dist.is_initialized():
-        users = own.user.group if own.hooks_use_users or own.in_join else None
-        for one in {group, users, None if own.member is None else own.member.borrowed}:
-            if one is not None:
-                _break(one)
+def _call_if_there(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (call := method()) is not None:
+        call()
 
 
 def _break(group: dist.ProcessGroup) -> None:
     """Makes operations in flight fail, as far as possible, so that destroying the group does not wait for the rest."""
     private.interrupt(group)
     FREEING.take(group)
-
-
-def _destroy(owner: weakref.ref[OwnGroup]) -> None:
-    own = owner()
-    if own is None:
-        return
-    member, own.member = own.member, None
-    if member is not None and own._within is None:
-        member.close()
-    with own._destroying:
-        group = None if own._group is None else own._group()
-        if group is None or not dist.is_initialized():
-            return
-        if member is not None and member.known_fault is not None:
-            _break(group)  # destroying would otherwise wait for operations in flight
-        dist.destroy_process_group(group)
 
 
 def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -374,3 +387,85 @@ def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "torchrun --nproc-per-node=2 script.py.",
         )
     return dist.group.WORLD  # type: ignore[return-value]
+
+
+def chosen_group(
+    process_group: dist.ProcessGroup | GroupRef | None, mesh: DeviceMesh | None, strategy: str | None = None
+) -> GroupRef:
+    """Returns the group that the user asks for by one of the two arguments, or the default group.
+
+    Raises ConfigError if both are given, or if the choice does not fit the strategy.
+    """
+    if isinstance(process_group, GroupRef):
+        return process_group
+    if process_group is not None and mesh is not None:
+        raise ConfigError(
+            "Cannot specify both process_group and device_mesh arguments.",
+            where=_WHERE,
+            remedy='Give process_group=, or one dimension of a mesh, such as mesh["dp"].',
+        )
+    if strategy == HYBRID.name:
+        return _arranged(mesh)
+    if mesh is None:
+        return GroupRef.of(user_group(process_group))
+    if mesh.ndim != 1:
+        raise ConfigError(
+            f"Only 1D device mesh is supported, but got {mesh}.",
+            where=f"{_WHERE}, with strategy={strategy!r}",
+            remedy='Give one dimension of it, such as mesh["dp"], or set strategy="hybrid", under which the first of two '
+            "dimensions replicates and the second shards.",
+        )
+    return GroupRef.of(mesh.get_group())
+
+
+def warn_of_lone_rank(process_group: object, where: str) -> None:
+    """Warns if a user gives a group of one rank in a job of several, because another group is most likely meant.
+
+    A one-dimensional mesh is explicit, so it causes no warning.
+    """
+    if not isinstance(process_group, dist.ProcessGroup) or process_group.size() > 1 or dist.get_world_size() == 1:
+        return
+    name = process_group.group_name if process_group.group_desc == "undefined" else process_group.group_desc
+    warnings.warn(
+        f"the process group {name!r} has 1 rank, and the job has {dist.get_world_size()}: gradients are averaged with no other "
+        f"rank.\n  {where}, rank {dist.get_rank()}\n"
+        "  Give the group of all ranks that hold the same parameters. With sequence or context parallelism these are the ranks "
+        "of both dimensions, data and sequence. If one rank is meant, give a DeviceMesh instead, or filter this warning.",
+        stacklevel=3,
+    )
+
+
+def other_group(process_group: dist.ProcessGroup, strategy: str | None) -> GroupRef:
+    """Returns a reference to the new group; ConfigError if a process group cannot express what the strategy needs."""
+    if strategy == HYBRID.name:
+        raise ConfigError(
+            'strategy="hybrid" needs a mesh of two dimensions, got a process group.',
+            where=_WHERE,
+            remedy="Close the wrapper, and wrap the model anew with another mesh.",
+        )
+    return GroupRef.of(user_group(process_group))
+
+
+def _arranged(mesh: DeviceMesh | None) -> GroupRef:
+    """Returns all ranks of a mesh, whose first dimension replicates and whose second dimension shards."""
+    if mesh is None or mesh.ndim != 2:
+        raise ConfigError(
+            f'strategy="hybrid" needs a mesh of two dimensions, got {"no mesh" if mesh is None else mesh}.',
+            where=_WHERE,
+            remedy=f"Write {_HOW}: the first dimension replicates, the second shards.",
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in {mesh}.", where=_WHERE, remedy="Wrap the model on the ranks of the mesh only."
+        )
+    rows = tuple(map(tuple, mesh.mesh.tolist()))
+    # Groups number their ranks in ascending order; otherwise the ranks of a column would hold different shards.
+    unordered = next((row for row in rows if list(row) != sorted(row)), None)
+    if unordered is not None:
+        raise ConfigError(
+            f"the second dimension of {mesh} does not count upwards.",
+            where=f"it has the ranks {', '.join(map(str, unordered))}",
+            remedy=f"Write {_HOW}, which puts them in order.",
+        )
+    like = GroupRef.of(mesh.get_group(0))
+    return GroupRef(tuple(sorted(rank for row in rows for rank in row)), like.backend, like.timeout, rows=rows)

@@ -1,43 +1,33 @@
 """Marks the events of a step, and converts marks to times only when they are read."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 
+from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle
 from undertow.schedule import Op
 from undertow.trace import BucketRecord, StepRecord
 
 _NUM_KEPT_IN_SUMMARY = 64
 
-Mark = Any  # seconds on a host, an event on a device; only the clock that made it can read it
-
-
-class Clock(Protocol):
-    """Marks points of the computation and completions of collectives."""
-
-    def mark(self) -> Mark: ...
-
-    def mark_done(self, handle: Handle, put: Callable[[Mark], None]) -> None:
-        """Passes a mark of the handle's completion to `put`, now or later."""
-        ...
-
-    def us_between(self, start: Mark, stop: Mark) -> float: ...
+Mark: TypeAlias = Any  # seconds on a host, an event on a device; only the clock that made it can read it
+Event: TypeAlias = Literal["launched", "wait_start", "wait_stop"]
 
 
 class HostClock:
     """Host clock: seconds of the monotonic clock."""
 
-    def mark(self) -> Mark:
-        return time.perf_counter()
+    mark = staticmethod(time.perf_counter)
 
     def mark_done(self, handle: Handle, put: Callable[[Mark], None]) -> None:
+        """Passes a mark of the handle's completion to `put`, now or later."""
         handle.on_done(lambda _: put(time.perf_counter()))
 
     def us_between(self, start: Mark, stop: Mark) -> float:
@@ -65,11 +55,6 @@ class CudaClock:
         return float(start.elapsed_time(stop)) * 1e3
 
 
-def clock_for(device: torch.device, backend: str) -> Clock:
-    """Returns a CUDA clock if collectives run on streams, otherwise the host clock."""
-    return CudaClock(device) if device.type == "cuda" and "nccl" in backend else HostClock()
-
-
 @dataclass(slots=True)
 class _BucketMarks:
     num_bytes: int
@@ -79,9 +64,6 @@ class _BucketMarks:
     done: Mark = None
     wait_start: Mark = None
     wait_stop: Mark = None
-
-    def put_done(self, mark: Mark) -> None:
-        self.done = mark
 
 
 @dataclass(slots=True)
@@ -104,22 +86,10 @@ class _StepMarks:
     is_synchronized: bool = False
     stop: Mark = None
 
-    def last_mark(self) -> Mark:
-        """Returns the mark at which the step's gradients were complete."""
-        if self.buckets:
-            return self.buckets[max(self.buckets)].wait_stop
-        return self.backwards[-1][1] if self.backwards else self.forwards[-1][1]
 
-
-class Observer(Protocol):
-    """Called before and after every op that a model's executors issue, in the thread that issues it.
-
-    Tests use it to count, delay or fail ops; without an observer a step pays nothing.
-    """
-
-    def before(self, op: Op) -> None: ...
-
-    def after(self, op: Op) -> None: ...
+# A context around every op that a model's executors issue, in the thread that issues it. Tests use it to count, delay or fail
+# ops; without an observer a step pays nothing.
+Observer: TypeAlias = Callable[[Op], AbstractContextManager[object]]
 
 
 class Recorder:
@@ -128,11 +98,12 @@ class Recorder:
     The `observer` outlives plans: each plan has its own executors, and they all read the observer of the model's recorder.
     """
 
-    def __init__(self, clock: Clock, *, rank: int, level: str) -> None:
+    def __init__(self, group: OwnGroup, *, level: str) -> None:
         self.observer: Observer | None = None
-        self._clock = clock
-        self._rank = rank
-        self._is_on = level != "off"
+        has_streams = group.device.type == "cuda" and "nccl" in group.backend
+        self._clock: HostClock | CudaClock = CudaClock(group.device) if has_streams else HostClock()
+        self._rank = group.rank
+        self.is_on = level != "off"
         self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT_IN_SUMMARY if level == "summary" else None)
         self._now = _StepMarks(step=0)
         self._gathers: dict[int, _BucketMarks] = {}  # since the last step
@@ -141,7 +112,7 @@ class Recorder:
         self._round_stop_s = time.perf_counter()
 
     def forward_begins(self) -> None:
-        if not self._is_on:
+        if not self.is_on:
             return
         mark = self._clock.mark()
         if self._now.is_synchronized:
@@ -149,12 +120,12 @@ class Recorder:
         self._now.forwards.append([mark, None])
 
     def forward_ends(self) -> None:
-        if self._is_on and self._now.forwards and self._now.forwards[-1][1] is None:
+        if self.is_on and self._now.forwards and self._now.forwards[-1][1] is None:
             self._now.forwards[-1][1] = self._clock.mark()
 
     def backward_begins(self, *, generation: int) -> None:
         """Called at the first gradient. A backward is measured from the end of its forward, if there is one."""
-        if not self._is_on:
+        if not self.is_on:
             return
         if self._now.is_synchronized:  # a second backward without a forward counts as a separate step
             self._step_begins(self._clock.mark())
@@ -164,12 +135,12 @@ class Recorder:
         now.backwards.append([forward if forward is not None else self._clock.mark(), None])
 
     def backward_ends(self) -> None:
-        if self._is_on:
+        if self.is_on:
             self._now.backwards[-1][1] = self._clock.mark()
 
     def gradient_arrives(self, param: int) -> None:
         """Called in some steps only, because it takes time with many parameters."""
-        if self._is_on:
+        if self.is_on:
             self._now.arrivals[param] = self._clock.mark()
 
     def forgets_buckets(self) -> None:
@@ -181,28 +152,26 @@ class Recorder:
         self._gathers, self._are_gathers_seen = {}, False
 
     def ready(self, bucket: int, *, num_bytes: int, kind: str = "all_reduce") -> None:
-        if self._is_on:
+        if self.is_on:
             self._now.buckets[bucket] = _BucketMarks(num_bytes, kind, ready=self._clock.mark())
 
-    def launches(self, bucket: int) -> None:
-        if self._is_on:
-            self._now.buckets[bucket].launched = self._clock.mark()
+    def mark(self, bucket: int, event: Event, *, is_gather: bool = False) -> None:
+        """Marks an event of a bucket's reduction or gather.
 
-    def launched(self, bucket: int, handle: Handle) -> None:
-        if self._is_on:
-            self._clock.mark_done(handle, self._now.buckets[bucket].put_done)
+        A gather that was launched before its bucket was stepped is launched again, from another thread, when it starts.
+        """
+        if self.is_on:
+            setattr((self._gathers if is_gather else self._now.buckets)[bucket], event, self._clock.mark())
 
-    def wait_begins(self, bucket: int) -> None:
-        if self._is_on:
-            self._now.buckets[bucket].wait_start = self._clock.mark()
-
-    def wait_ends(self, bucket: int) -> None:
-        if self._is_on:
-            self._now.buckets[bucket].wait_stop = self._clock.mark()
+    def launched(self, bucket: int, handle: Handle, *, is_gather: bool = False) -> None:
+        """Has the completion of a bucket's reduction or gather marked."""
+        if self.is_on:
+            row = (self._gathers if is_gather else self._now.buckets)[bucket]
+            self._clock.mark_done(handle, partial(setattr, row, "done"))
 
     def gather_launches(self, bucket: int, *, num_bytes: int) -> None:
         """Records a gather after an optimizer step; it counts for the step whose forward it overlaps."""
-        if not self._is_on:
+        if not self.is_on:
             return
         if self._are_gathers_seen:
             self._gathers, self._are_gathers_seen = {}, False
@@ -210,30 +179,13 @@ class Recorder:
         mark = self._clock.mark()
         self._gathers[bucket] = _BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
 
-    def gather_leaves(self, bucket: int) -> None:
-        """Records the start of a gather that was launched before its bucket was stepped; called from another thread."""
-        if self._is_on:
-            self._gathers[bucket].launched = self._clock.mark()
-
-    def gather_launched(self, bucket: int, handle: Handle) -> None:
-        if self._is_on:
-            self._clock.mark_done(handle, self._gathers[bucket].put_done)
-
-    def gather_wait_begins(self, bucket: int) -> None:
-        if self._is_on:
-            self._gathers[bucket].wait_start = self._clock.mark()
-
-    def gather_wait_ends(self, bucket: int) -> None:
-        if self._is_on:
-            self._gathers[bucket].wait_stop = self._clock.mark()
-
     def busy_ms(self) -> float:
         """Host time since the previous synchronization ended, for the trailer; works without recording."""
         return (time.perf_counter() - self._round_stop_s) * 1e3
 
     def round_ends(self, busy_ms: tuple[float, ...]) -> None:
         self._round_stop_s = time.perf_counter()
-        if self._is_on and (self._now.forwards or self._now.backwards):
+        if self.is_on and (self._now.forwards or self._now.backwards):
             self._now.busy_ms = busy_ms
             self._now.is_synchronized = True
             self._steps.append(self._now)
@@ -247,10 +199,6 @@ class Recorder:
         )
         self._are_gathers_seen = True
 
-    @property
-    def is_on(self) -> bool:
-        return self._is_on
-
     def records(self, *, generation: int, at_most: int | None = None) -> tuple[StepRecord, ...]:
         """Returns the last steps that ran under that plan. On CUDA this waits for the device.
 
@@ -262,7 +210,9 @@ class Recorder:
         return tuple(self._record(marks) for marks in wanted[-at_most if at_most else 0 :])
 
     def _record(self, marks: _StepMarks) -> StepRecord:
-        begin = marks.forwards[0][0] if marks.forwards else marks.backwards[0][0]
+        begin, end = (marks.forwards or marks.backwards)[0][0], marks.stop
+        if end is None:  # no other step has begun: it ends when its gradients are complete
+            end = marks.buckets[max(marks.buckets)].wait_stop if marks.buckets else (marks.backwards or marks.forwards)[-1][1]
 
         def us(mark: Mark) -> float:
             return self._clock.us_between(begin, mark)
@@ -273,11 +223,11 @@ class Recorder:
         return StepRecord(
             step=marks.step,
             rank=self._rank,
-            step_us=us(marks.last_mark() if marks.stop is None else marks.stop),
+            step_us=us(end),
             forwards=tuple((us(start), us(stop)) for start, stop in marks.forwards if stop is not None),
             backwards=tuple((us(start), us(stop)) for start, stop in marks.backwards if stop is not None),
-            buckets=_behind(_done_us(marks.gathers_after, us), buckets),
-            gathers=_behind(_done_us(marks.reductions_before, us), gathers),
+            buckets=_behind(marks.gathers_after.values(), buckets, us),
+            gathers=_behind(marks.reductions_before.values(), gathers, us),
             busy_ms=marks.busy_ms,
             idle_us=0.0 if marks.after is None else self._clock.us_between(marks.after, begin),
             arrivals={param: us(mark) for param, mark in marks.arrivals.items()},
@@ -297,12 +247,11 @@ def _bucket_record(bucket: int, row: _BucketMarks, us: Callable[[Mark], float]) 
     )
 
 
-def _done_us(rows: Mapping[int, _BucketMarks], us: Callable[[Mark], float]) -> list[float]:
-    return [us(row.done) for row in rows.values() if row.done is not None]
-
-
-def _behind(done_us: Sequence[float], rows: Sequence[BucketRecord]) -> tuple[BucketRecord, ...]:
+def _behind(
+    others: Iterable[_BucketMarks], rows: Sequence[BucketRecord], us: Callable[[Mark], float]
+) -> tuple[BucketRecord, ...]:
     """Delays each launch to the end of other transfers that occupied the link before it."""
+    done_us = [us(other.done) for other in others if other.done is not None]
     return tuple(
         replace(row, launched_us=max([row.launched_us, *(done for done in done_us if done <= row.done_us)])) for row in rows
     )

@@ -22,7 +22,7 @@ from undertow.runtime.gradients.finite import FiniteCheck
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.storage import BucketStorage
 from undertow.runtime.gradients.trailer import Snapshot, TrailerCodec, Verdict, to_device
-from undertow.runtime.peers.waiting import label_of
+from undertow.runtime.peers.waiting import Launching, label_of
 from undertow.runtime.torch_private import private
 from undertow.schedule import Op, OpKind
 
@@ -86,14 +86,14 @@ class Executor:
         if not ops:
             return
         observer, is_profiling = self._recorder.observer, self._is_profiling
-        with nullcontext() if ops[0].kind is OpKind.BIND else self._group.launching():  # a bucket names its own wait
+        # A bucket names its own wait.
+        with nullcontext() if ops[0].kind is OpKind.BIND else Launching(self._group.member):
             for op in ops:
-                if observer is not None:
-                    observer.before(op)
-                with torch.profiler.record_function(f"undertow.{op.label}") if is_profiling else nullcontext():
+                with (
+                    torch.profiler.record_function(f"undertow.{op.label}") if is_profiling else nullcontext(),
+                    nullcontext() if observer is None else observer(op),
+                ):
                     self.ops[op.kind](self, self.buckets[op.bucket or 0])
-                if observer is not None:
-                    observer.after(op)
 
     def take_over_readings(self, before: Executor) -> None:
         """Takes the trailers of the last rounds under another plan that are still on their way to the host."""
@@ -183,7 +183,7 @@ class Executor:
 
     def _all_reduce(self, bucket: LiveBucket) -> None:
         flat = bucket.binding.storage.flat
-        self._recorder.launches(bucket.layout.index)
+        self._recorder.mark(bucket.layout.index, "launched")
         if bucket.layout.slots and (bucket.layout.is_sparse or self._reducer.hook is not None):
             # Values outside of the bucket, or for the hook alone, leave the trailer to a small collective of its own.
             values = bucket.binding.values()
@@ -206,11 +206,11 @@ class Executor:
                 bucket.is_packed = False
                 bucket.binding.bind_local()
             return False
-        self._recorder.wait_begins(bucket.layout.index)
+        self._recorder.mark(bucket.layout.index, "wait_start")
         with self._group.waiting(bucket.label):
             for handle in handles:
                 handle.wait()
-        self._recorder.wait_ends(bucket.layout.index)
+        self._recorder.mark(bucket.layout.index, "wait_stop")
         return True
 
     def _used_elsewhere(self, bucket: LiveBucket, result: RoundResult) -> Collection[int]:

@@ -50,7 +50,7 @@ class ShardedExecutor(Executor):
     def _reduce_scatter(self, bucket: LiveBucket) -> None:
         binding, layout, result = bucket.binding, bucket.layout, self._result
         target = binding.target(is_apart=result.has_failed or result.round.rebinds is not None)
-        self._recorder.launches(layout.index)
+        self._recorder.mark(layout.index, "launched")
         pack = binding.packing()
 
         def pack_and_look() -> None:

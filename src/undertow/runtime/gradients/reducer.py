@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,10 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.plan import Bucket
-from undertow.runtime.comm.backend import exchanges_over
-from undertow.runtime.comm.cast import CastBack, cast_for_wire, travels_narrower, wire_dtype_named
+from undertow.runtime.comm.collectives import Collectives, cast_for_wire, exchanges_over, travels_narrower
 from undertow.runtime.comm.comm_hook import CommHook, no_hook_with_wire_dtype
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle
-from undertow.runtime.comm.p2p import Collectives
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,8 @@ class Reducer:
     @classmethod
     def of(cls, group: OwnGroup, config: SyncConfig) -> Reducer:
         """Creates the reducer for these settings."""
-        divisor, wire = _divisor(group, config), wire_dtype_named(config.wire_dtype)
-        is_ordered = config.reduction == "ordered"
-        in_order = exchanges_over(group, in_order=True, divisor=divisor, wire=wire) if is_ordered else None
+        divisor, wire = _divisor(group, config), None if config.wire_dtype is None else getattr(torch, config.wire_dtype)
+        in_order = exchanges_over(group, config, divisor=divisor) if config.reduction == "ordered" else None
         how = {"in_order": in_order, "wire": wire, "nonfinite": config.nonfinite, "overlap": config.overlap}
         mean_divisor = _divisor(group, dataclasses.replace(config, op="mean"))
         return cls(group, config.average_in_collective, divisor, mean_divisor=mean_divisor, **how)  # type: ignore[arg-type]
@@ -83,8 +81,7 @@ class Reducer:
         if self.divisor != 1:
             (tensor if tensor.is_sparse else tensor[:numel]).div_(self.divisor)
         narrow = cast_for_wire(tensor, self.wire)
-        handle = self.group.all_reduce_async(narrow)
-        return handle if narrow is tensor else CastBack(handle, narrow, into=tensor)
+        return self.group.all_reduce_async(narrow, finish=None if narrow is tensor else partial(tensor.copy_, narrow))
 
     def as_sent(self, values: Tensor) -> Tensor:
         """Returns `values` as a reduction sends them: a cast copy, or themselves if they are not cast."""

@@ -4,12 +4,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import ReplicaMismatch
-from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.comm.handles import started
+from undertow.runtime.comm.group import OwnGroup, Pending
 
 _WORD = 8  # bytes
 _HOST_WORDS = 1 << 16  # processed at once, so that weights and products stay in the cache
@@ -31,7 +29,7 @@ class Replicas:
         self._names = names  # of the ranks
         self._every = every if group.num_ranks > 1 else None
         # Comparisons in flight: synchronization, names of parameters, and for each rank whether it counts, and its fingerprints.
-        self._sent: list[tuple[int, Sequence[str], Sequence[Tensor], dist.Work]] = []
+        self._sent: list[tuple[int, Sequence[str], Pending[list[Tensor]]]] = []
 
     def is_due(self, number: int) -> bool:
         """Returns True if parameters are compared at the end of synchronization `number`."""
@@ -47,18 +45,14 @@ class Replicas:
             return
         of_params = fingerprints([param for _, param in named_params], device=self._group.device)
         mine = torch.cat((torch.full_like(of_params[:1], counts), of_params))  # [1 + number of parameters] int64
-        received = [torch.empty_like(mine) for _ in range(self._group.num_ranks)]
-        with self._group.waiting():
-            work = dist.all_gather(received, mine, group=self._group.process_group, async_op=True)
-        self._sent.append((number, [name for name, _ in named_params], received, started(work)))
+        received = self._group.all_gather(mine, "the comparison of all ranks' parameters")
+        self._sent.append((number, [name for name, _ in named_params], received))
 
     def require_alike(self) -> None:
         """Waits for the fingerprints; raises ReplicaMismatch on every rank if they differ."""
         while self._sent:
-            number, names, received, work = self._sent.pop(0)
-            with self._group.waiting("the comparison of all ranks' parameters"):
-                self._group.complete(work)
-            rows = torch.stack(list(received)).tolist()
+            number, names, received = self._sent.pop(0)
+            rows = torch.stack(received.take()).tolist()
             of_ranks = {rank: row[1:] for rank, row in zip(self._names, rows, strict=True) if row[0]}
             differing = [index for index, values in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(values)) > 1]
             if differing:

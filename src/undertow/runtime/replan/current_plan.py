@@ -192,7 +192,7 @@ class CurrentPlan:
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on; before it the ranks meet without it and compare their hooks."""
         self.apply_changes()
-        self.group.hooks_use_users = True
+        self.group.borrowers.add("hooks")
         now = self.now
         if self.group.is_open and self.group.num_ranks > 1 and now.retiring is None:
             self.now = dataclasses.replace(now, retiring=now.compiled, retiring_hooks=now.hooks)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from undertow.plan import observed
-from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.comm.handles import started
+from undertow.runtime.comm.group import OwnGroup, Pending
 from undertow.runtime.torch_private import private
 
 
@@ -23,7 +21,7 @@ class ObservedOrder:
         self._group = group
         self._seen: list[Tensor] = []
         self._hooks: list[RemovableHandle] = [private.hook_gradients(param, self._seen.append) for param in params]
-        self.sent: tuple[Tensor, dist.Work] | None = None
+        self.sent: Pending[Tensor] | None = None
 
     def send(self) -> None:
         """Ends the watch and sends what rank 0 has seen; a second call does nothing.
@@ -33,20 +31,13 @@ class ObservedOrder:
         if not self._hooks:
             return
         order = torch.tensor(observed(len(self._params), self._stop()), dtype=torch.int64)
-        order = order.to(self._group.device)  # [number of parameters]
-        with self._group.waiting():
-            work = dist.broadcast(order, group=self._group.process_group, group_src=0, async_op=True)
-        self.sent = order, started(work)
+        # [number of parameters]
+        self.sent = self._group.broadcast(order.to(self._group.device), "the order of rank 0's gradients")
 
     def take(self) -> list[int] | None:
         """The order that was sent, once; waits for it."""
-        if self.sent is None:
-            return None
-        order, work = self.sent
-        self.sent = None
-        with self._group.waiting("the order of rank 0's gradients"):
-            self._group.complete(work)
-        return order.tolist()
+        pending, self.sent = self.sent, None
+        return None if pending is None else pending.take().tolist()
 
     def close(self) -> None:
         """Takes the hooks off."""

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.plan import GathersBehind, Groups, Plan, plan_from_groups
-from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.comm.handles import started
+from undertow.runtime.comm.group import OwnGroup, Pending
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.compiled_plan import Present
 from undertow.schedule import Arrivals
@@ -54,7 +53,7 @@ class Tuning:
         self._order: tuple[Groups, GathersBehind] | None = None  # of the plan with these groups
         self._is_measuring = False
         self._now: Present | None = None
-        self.sent: tuple[Present, Tensor, dist.Work] | None = None  # a decision on its way
+        self.sent: tuple[Present, Pending[Tensor]] | None = None  # a decision on its way
         self._next_look = NUM_STEPS_BETWEEN_LOOKS
         self._looks: Iterator[None] | None = self._look_again_and_again()
 
@@ -62,11 +61,8 @@ class Tuning:
         """What the buckets shall hold from this round on, which begins, where that was decided: on every rank in the same one."""
         if self.sent is None:
             return None
-        decided_on, numbers, work = self.sent
-        self.sent = None
-        with self._group.waiting("rank 0's plan"):
-            self._group.complete(work)
-        decision = decision_from_array(numbers.cpu().numpy(), decided_on.plan.params)
+        (decided_on, sent), self.sent = self.sent, None
+        decision = decision_from_array(sent.take().cpu().numpy(), decided_on.plan.params)
         if decision.groups is not None and decided_on != present:
             decision = replace(decision, outcome=Outcome.OVERTAKEN, groups=None, gathers_behind=None)
         if decision.gathers_behind is not None:
@@ -143,8 +139,7 @@ class Tuning:
                 )
             decision = self._with_order(decision, measured)
         numbers: Tensor = torch.from_numpy(decision.to_array(measured.plan.params)).to(self._group.device)
-        work = dist.broadcast(numbers, group=self._group.process_group, group_src=0, async_op=True)
-        self.sent = measured, numbers, started(work)
+        self.sent = measured, self._group.broadcast(numbers, "rank 0's plan")
 
     def _with_order(self, decision: Decision, measured: Present) -> Decision:
         if not measured.steps_in_backward:

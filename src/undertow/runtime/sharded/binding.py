@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from undertow.plan import Bucket
-from undertow.runtime.comm.p2p import accumulation_dtype
+from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.gradients.binding import DenseBinding
 from undertow.runtime.gradients.storage import BucketStorage
 from undertow.runtime.gradients.written import Known, has_values

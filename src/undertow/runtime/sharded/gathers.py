@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from undertow.errors import PhaseError
+from undertow.runtime.comm.collectives import Collectives
 from undertow.runtime.comm.handles import Handle
-from undertow.runtime.comm.p2p import Collectives
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.sharded.awaited import AwaitedReads
 from undertow.runtime.sharded.shards import FlatParams
@@ -56,10 +56,10 @@ class Gathers:
         def first() -> None:
             if step is not None:
                 step.wait()
-                self._recorder.gather_leaves(bucket)
+                self._recorder.mark(bucket, "launched", is_gather=True)
 
         handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else int, first=first)
-        self._recorder.gather_launched(bucket, handle)
+        self._recorder.launched(bucket, handle, is_gather=True)
         with self._lock:
             self.in_flight[bucket] = handle
             self._watch(bucket)
@@ -109,10 +109,10 @@ class Gathers:
             handle = self.in_flight.get(bucket)
             if handle is None:
                 continue
-            self._recorder.gather_wait_begins(bucket)
+            self._recorder.mark(bucket, "wait_start", is_gather=True)
             with self._exchanges.group.waiting(f"the parameters of bucket {bucket}"):
                 handle.wait()
-            self._recorder.gather_wait_ends(bucket)
+            self._recorder.mark(bucket, "wait_stop", is_gather=True)
             # Only now, so that a wait that failed fails again. Another thread may have waited too, and launched the next gather.
             with self._lock:
                 if self.in_flight.get(bucket) is handle:

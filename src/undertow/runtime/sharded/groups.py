@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from undertow.config import SyncConfig
-from undertow.runtime.comm.backend import exchanges_over
-from undertow.runtime.comm.cast import wire_dtype_named
+from undertow.runtime.comm.collectives import P2PCollectives, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.comm.handles import Handle
-from undertow.runtime.comm.p2p import Exchange, P2PCollectives
+from undertow.runtime.comm.handles import Handle, ThreadHandle
 
 
 class ShardGroups:
@@ -31,14 +29,11 @@ class ShardGroups:
         refs = [user] if user.replicate is None else [user.shard, user.replicate]
         self._groups = [OwnGroup(ref, device=all_ranks.device, within=all_ranks) for ref in refs]
         for group in self._groups if self.num_ranks > 1 else ():
-            group.all_meet = True  # every rank creates each of them
-            group.open()
-        in_order, wire = config.reduction == "ordered", wire_dtype_named(config.wire_dtype)
+            group.open(all_meet=True)  # every rank creates each of them
         # Inner sums are not divided: the mean is rounded once, after all summands are added.
         divisors = [divisor] if user.replicate is None else [1, divisor]
         exchanges = [
-            exchanges_over(group, in_order=in_order, divisor=divisor, wire=wire)
-            for group, divisor in zip(self._groups, divisors, strict=True)
+            exchanges_over(group, config, divisor=divisor) for group, divisor in zip(self._groups, divisors, strict=True)
         ]
         self.shard, self.replicate = exchanges[0], exchanges[1] if len(exchanges) > 1 else None
         self._updating = all_ranks.worker("undertow-updates")
@@ -53,7 +48,7 @@ class ShardGroups:
         if self.replicate is None and isinstance(self.shard, P2PCollectives):
             return self.shard.after_reductions(work)
         # The threads that complete exchanges over `replicate` must complete the next reduction.
-        started = Exchange(self._groups[0])
+        started = ThreadHandle(self._groups[0].result)
         self._updating.submit(started.run, work)
         return started
 

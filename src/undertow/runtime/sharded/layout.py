@@ -13,7 +13,7 @@ from torch import Tensor
 
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Bucket, Plan
-from undertow.runtime.comm.p2p import accumulation_dtype
+from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.binding import ShardedBinding

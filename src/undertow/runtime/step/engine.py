@@ -36,7 +36,7 @@ class Engine(RoundRunner):
         self.phase = Phase.IDLE
         self.recorder = recorder
         self.progress = Progress()
-        group.num_steps, group.is_idle = self.progress.rounds, self.progress.is_idle
+        group.here.num_steps, group.here.is_idle = self.progress.rounds, self.progress.is_idle
         self._open = None
         self._end = OutermostEnd(self._launch_rest)
         self._optimizers = OptimizersInBackward()

@@ -55,7 +55,7 @@ class ShardedSteps:
             )
         if current_plan.now.compiled.reducer.hook is not None:
             raise no_hooks_with_shards()
-        if current_plan.group.in_join:
+        if "join" in current_plan.group.borrowers:
             raise no_join_with_shards()
         if current_plan.group.num_ranks == 1 and current_plan.now.compiled.reducer.is_active:
             raise ConfigError(

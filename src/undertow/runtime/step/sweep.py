@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from undertow.config import SyncConfig
-from undertow.runtime.comm.handles import started
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.replan.planning import no_profile
 from undertow.runtime.step.engine import Engine
@@ -41,7 +40,7 @@ def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
     for row, num_bytes in zip(times, _SIZES, strict=True):
         part = tensor[: num_bytes // 4]
         for at in range(-1, _NUM_TIMES):  # the first one allocates memory for the others
-            group.complete(started(dist.barrier(group=group.process_group, async_op=True)))
+            group.complete(dist.barrier(group=group.process_group, async_op=True))
             began_s = time.perf_counter()
             reducer.reduce(part, numel=part.numel()).wait()
             if group.device.type == "cuda":
