@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import undertow.demo.run
-import undertow.sync
+import undertow.model_sync
 from undertow import GradientSync, SyncConfig
 from undertow.checkpoint.metadata import Entry, stored_entries
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
@@ -137,8 +137,8 @@ def settles_after_the_round(model: Model) -> Iterator[None]:
 # Calls inside of the library between which tests need a point, with the name that they have in tests.
 INNER_CALLS: dict[str, tuple[Any, str]] = {
     "connection": (private, "new_group"),
-    "construction": (undertow.sync, "broadcast_in_place"),
-    "buffers": (undertow.sync, "synchronize_buffers"),
+    "construction": (undertow.model_sync, "broadcast_in_place"),
+    "buffers": (undertow.model_sync, "synchronize_buffers"),
     "weights": (RoundWeights, "send"),
     "reduce": (Reducer, "reduce"),
     "checkpoint": (private_checkpoint, "save_checkpoint"),
