@@ -148,9 +148,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Updates this rank's parts of a reduced bucket. Called by the runtime in a separate thread."""
         sharding = self._sharding
         assert sharding is not None  # begin_updates has checked that
+        grads = sharding.settled(bucket)
         if bucket in self._inners:
-            self._inners[bucket].step(self._used, sharding.settled_gradient)
-        settled = ((sharding.params[index], grad) for index, grad in sharding.settled(bucket).items())
+            self._inners[bucket].step(self._used, partial(sharding.gradient, settled=grads))
+        settled = ((sharding.params[index], grad) for index, grad in grads.items())
         self._stepped.update(param for param, grad in settled if grad is not None and id(param) in self._ours)
 
     @property
@@ -177,7 +178,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         grads = [grad for owned in self._owned if (grad := sharding.gradient(owned.part)) is not None]
         total = total_norm(grads, norm_type, device=sharding.group.device, group=sharding.group)
         if error_if_nonfinite:
-            require_finite(total, norm_type, rank=sharding.rank)
+            require_finite(total, norm_type, rank=sharding.groups.rank)
         sharding.scale_gradients([owned.part for owned in self._owned], (max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
 
@@ -408,7 +409,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _whole_states(self, *, keeps: bool = True, device: torch.device | None = None) -> FullStates:
         """Gathers the whole state of every parameter, on `device` if given; empty if not `keeps`. A collective call."""
-        self._steps.make_whole_to_gather()
+        self._steps.make_whole(gathers=True)
         nobodys = states_without_elements(self._stepped, self._state_of_nothing)
         waiting = {param: state for param, state in self._waiting.items() if state.keys() != {MASTER}}
         return nobodys | self._full_states(keeps=keeps, device=device) | waiting

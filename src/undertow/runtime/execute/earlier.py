@@ -16,7 +16,7 @@ from torch import Tensor
 from undertow.errors import PhaseError
 from undertow.runtime.execute.executor import Round
 from undertow.runtime.gradients.written import has_values
-from undertow.runtime.sharded.placeholder import GradientPlaceholder
+from undertow.runtime.sharded.binding import GradientPlaceholder
 from undertow.runtime.torch_private import private
 
 _THROWN_AWAY = 0, 0

@@ -23,6 +23,7 @@ from undertow.runtime.gradients.trailer import Reading, Snapshot, TrailerCodec, 
 from undertow.runtime.gradients.weights import RoundWeights
 from undertow.runtime.peers.waiting import label_of
 from undertow.runtime.sharded.binding import ShardedBinding
+from undertow.runtime.sharded.in_backward import GathersInBackward
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.torch_private import private
 from undertow.schedule import Op, OpKind
@@ -87,7 +88,6 @@ class Executor:
         ]
         self._finite = None if reducer.nonfinite == "ignore" else FiniteCheck(reducer)
         self._handles: dict[int, list[Handle]] = {}
-        self._steps: dict[int, Handle] = {}  # of buckets that are stepped in backward
         self._unsound: set[int] = set()  # of the round, buckets that were packed without gradients, after a failure or a change
         self._packed: set[int] = set()  # in a round that does not communicate
         self._late: dict[int, tuple[Sequence[Tensor], list[Handle]]] = {}
@@ -115,9 +115,7 @@ class Executor:
             in_backward = self._sharding.in_backward
             this_round.steps_in_backward = in_backward is not None
             if in_backward is not None and this_round.is_synchronized and not this_round.has_changed:
-                this_round.steps = in_backward.begin_round(self._sharding) and this_round.is_last
-            if this_round.steps:
-                self._sharding.gathers.steps_begin()
+                this_round.steps = in_backward.begin_round(self._sharding, is_last=this_round.is_last)
         if self._reducer.hook is not None:
             self._reducer.hook.begin_round()
         self._num_rounds += this_round.is_synchronized
@@ -260,13 +258,14 @@ class Executor:
     def _step(self, index: int) -> None:
         sharding, this_round = self._sharding, self._the_round
         assert sharding is not None
-        in_backward = sharding.in_backward
+        in_backward, gathers = sharding.in_backward, sharding.gathers
         assert in_backward is not None  # the schedule is its
+        assert isinstance(gathers, GathersInBackward)
         # Now: a backward that fails later says nothing of a bucket that left before, with which all ranks go on alike.
         is_sound, weighing = index not in self._unsound, this_round.weighing
         weighs = is_sound or this_round.has_changed
         if this_round.steps:
-            sharding.gathers.step_begins(index)
+            gathers.step_begins(index)
         reduced = self._handles[index][0]
 
         def step() -> None:
@@ -275,8 +274,8 @@ class Executor:
             if this_round.steps and is_sound and is_alike and (weighing is None or weighing.is_sound()):
                 in_backward.update(index)
 
-        self._steps[index] = sharding.groups.after_reductions(step)
-        self._handles[index].append(self._steps[index])
+        gathers.steps[index] = in_backward.after_reductions(step)
+        self._handles[index].append(gathers.steps[index])
 
     def _settle(self, index: int, this_round: Round, *, weighs: bool) -> bool:
         """Reads the trailer of a bucket that is reduced. Returns whether it may be stepped, which all ranks find alike."""
@@ -298,7 +297,7 @@ class Executor:
         assert self._sharding is not None
         # After a change what comes is of the old plan, whose parameters may have become others.
         is_read = self._round is None or not self._round.has_changed
-        self._sharding.gathers.launch(index, step=self._steps.pop(index, None), is_read=is_read)
+        self._sharding.gathers.launch(index, is_read=is_read)
 
     @property
     def _the_round(self) -> Round:
@@ -331,7 +330,8 @@ class Executor:
         if binding.settled is None:
             self._settle(index, self._the_round, weighs=not self._the_round.has_failed)
         binding.bind()
-        sharding.gathers.being_stepped.discard(index)
+        if isinstance(sharding.gathers, GathersInBackward):
+            sharding.gathers.being_stepped.discard(index)
 
     def _used_elsewhere(self, index: int, this_round: Round) -> Collection[int]:
         """Reads the trailer: positions of parameters that are unused here and were used on another rank."""

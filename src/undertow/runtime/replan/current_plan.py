@@ -36,10 +36,10 @@ from undertow.runtime.replan.order import ObservedOrder
 from undertow.runtime.replan.param_hooks import Listeners, ParamHooks, params_of_bucket
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
 from undertow.runtime.replan.uses import Uses
+from undertow.runtime.sharded.binding import make_gradients_whole
 from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import Sharding
-from undertow.runtime.sharded.placeholder import make_gradients_whole
 from undertow.schedule import Strategy, strategy_named
 
 
@@ -120,7 +120,7 @@ class CurrentPlan:
     def holds_shards(self) -> bool:
         """Whether some gradient is in shards, of what an earlier round has brought."""
         sharding = self.compiled.sharding
-        return sharding is not None and any(map(sharding.holds_gradient, range(len(sharding.params))))
+        return sharding is not None and sharding.holds_gradients
 
     def open(self) -> None:
         """Makes our process group and compares the ranks, once; a collective call the first time, PlanMismatch."""

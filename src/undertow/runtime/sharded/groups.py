@@ -6,16 +6,10 @@ replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, then all
     v
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 from undertow.config import SyncConfig
 from undertow.runtime.comm.backend import exchanges_over
 from undertow.runtime.comm.cast import wire_dtype_named
 from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.comm.handles import Handle
-from undertow.runtime.comm.p2p import Exchange, P2PCollectives
 
 
 class ShardGroups:
@@ -28,39 +22,22 @@ class ShardGroups:
     def __init__(self, all_ranks: OwnGroup, config: SyncConfig, *, divisor: float) -> None:
         user = all_ranks.user
         self.rank, self.num_ranks = user.rank, len(user.ranks)
-        refs = [user] if user.replicate is None else [user.shard, user.replicate]
-        self._groups = [OwnGroup(ref, device=all_ranks.device, within=all_ranks) for ref in refs]
-        for group in self._groups if self.num_ranks > 1 else ():
+        # Inner sums are not divided: the mean is rounded once, after all summands are added.
+        axes = [(user, divisor)] if user.replicate is None else [(user.shard, 1), (user.replicate, divisor)]
+        in_order, wire = config.reduction == "ordered", wire_dtype_named(config.wire_dtype)
+        groups = [OwnGroup(ref, device=all_ranks.device, within=all_ranks) for ref, _ in axes]
+        for group in groups if self.num_ranks > 1 else ():
             group.all_meet = True  # every rank creates each of them
             group.open()
-        in_order, wire = config.reduction == "ordered", wire_dtype_named(config.wire_dtype)
-        # Inner sums are not divided: the mean is rounded once, after all summands are added.
-        divisors = [divisor] if user.replicate is None else [1, divisor]
         exchanges = [
             exchanges_over(group, in_order=in_order, divisor=divisor, wire=wire)
-            for group, divisor in zip(self._groups, divisors, strict=True)
+            for group, (_, divisor) in zip(groups, axes, strict=True)
         ]
         self.shard, self.replicate = exchanges[0], exchanges[1] if len(exchanges) > 1 else None
-        self._updating = all_ranks.worker("undertow-updates")
-
-    @property
-    def can_step_in_backward(self) -> bool:
-        """True if `after_reductions` is supported."""
-        return isinstance(self.shard, P2PCollectives)
-
-    def after_reductions(self, work: Callable[[], object]) -> Handle:
-        """Runs `work` in a thread that delays no reduction; `work` waits for the last reduction started. One call at a time."""
-        if self.replicate is None and isinstance(self.shard, P2PCollectives):
-            return self.shard.after_reductions(work)
-        # The threads that complete exchanges over `replicate` must complete the next reduction.
-        started = Exchange(self._groups[0])
-        self._updating.submit(started.run, work)
-        return started
 
     def close(self) -> None:
-        for exchanges in (self.shard, self.replicate):
-            if exchanges is not None:
-                exchanges.close()
-        self._updating.shutdown()
-        for group in self._groups:
-            group.close()
+        axes = [axis for axis in (self.shard, self.replicate) if axis is not None]
+        for axis in axes:
+            axis.close()
+        for axis in axes:
+            axis.group.close()

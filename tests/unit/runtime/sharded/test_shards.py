@@ -19,7 +19,7 @@ from undertow.optim.inner import InnerOptimizer, Owned
 from undertow.plan import Piece, first_plan, plan_from_groups
 from undertow.runtime.replan.planning import sharded_plan
 from undertow.runtime.sharded import shards
-from undertow.runtime.sharded.placeholder import GradientPlaceholder
+from undertow.runtime.sharded.binding import GradientPlaceholder
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, shard_parts
 from undertow.runtime.torch_private import private
 
