@@ -110,8 +110,7 @@ class ShardedSteps:
     def _watch(self, sharding: Sharding) -> None:
         if self._waits is not None:
             self._waits.close()
-            self._waits = None
-        module = self._module()
+        self._waits, module = None, self._module()
         if self._groups.num_ranks > 1 and module is not None:
             # Ranks that find different orders still agree on what goes with what: gathers have numbers, where they may differ.
             is_free = self._groups.shard.may_differ_in_order and sharding.in_backward is None  # else the lane's order is planned
@@ -148,8 +147,11 @@ class ShardedSteps:
 
     def step_ends(self) -> None:
         """Called after a step. Waits if a read could not be seen, or would cut a graph."""
-        is_unseen = self._is_compiled or (self.sharding is not None and self.sharding.gathers.is_read_unseen())
-        if is_unseen or not self._config.overlap:
+        if (
+            not self._config.overlap
+            or self._is_compiled
+            or (self.sharding is not None and self.sharding.gathers.is_read_unseen())
+        ):
             self._engine.current_plan.wait_for_parameters()
 
     @property
