@@ -41,9 +41,9 @@ from undertow.runtime.peers.neighbor import Neighbor
 from undertow.runtime.peers.ring import ModelMonitor, Ring
 from undertow.runtime.peers.waiting import Waiting
 from undertow.runtime.replan.tuning import NUM_STEPS_MEASURED
+from undertow.runtime.sharded.binding import GradientPlaceholder
 from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.layout import Sharding
-from undertow.runtime.sharded.placeholder import GradientPlaceholder
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
 from undertow.runtime.torch_private import private

@@ -141,9 +141,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Updates this rank's parts of a reduced bucket. Called by the runtime in a separate thread."""
         sharding = self._sharding
         assert sharding is not None  # begin_updates has checked that
+        grads = sharding.settled(bucket)
         if bucket in self._inners:
-            self._inners[bucket].step(self._used, sharding.settled_gradient)
-        settled = ((sharding.params[index], grad) for index, grad in sharding.settled(bucket).items())
+            self._inners[bucket].step(self._used, partial(sharding.gradient, settled=grads))
+        settled = ((sharding.params[index], grad) for index, grad in grads.items())
         self._stepped.update(param for param, grad in settled if grad is not None and id(param) in self._ours)
 
     @property
@@ -382,7 +383,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _whole_states(self, *, keeps: bool = True, device: torch.device | None = None) -> FullStates:
         """Gathers the whole state of every parameter, on `device` if given; empty if not `keeps`. A collective call."""
-        self._steps.make_whole_to_gather()
+        self._steps.make_whole(gathers=True)
         nobodys = {
             param: whole_state_without_elements(param, self._state_of_one_element(number, param.dtype, param.device))
             for number, param in self._stepped_params()

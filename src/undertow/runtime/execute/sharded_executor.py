@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from undertow.plan import Bucket, Plan
-from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.executor import Executor, LiveBucket
 from undertow.runtime.execute.round import RoundKind, RoundResult
 from undertow.runtime.gradients.reducer import Reducer
+from undertow.runtime.sharded.in_backward import GathersInBackward
 from undertow.runtime.sharded.layout import Sharding
 from undertow.schedule import OpKind
 
@@ -24,7 +24,6 @@ class ShardedExecutor(Executor):
 
     def __init__(self, plan: Plan, params: Sequence[Tensor], recorder: Recorder, reducer: Reducer, sharding: Sharding) -> None:
         self._sharding = sharding
-        self._steps: dict[int, Handle] = {}  # of buckets that are stepped in backward
         super().__init__(plan, params, recorder, reducer)
         self._group = sharding.groups.shard.group
 
@@ -36,9 +35,7 @@ class ShardedExecutor(Executor):
         if in_backward is not None:
             result.steps_in_backward = True
             if this_round.is_synchronized and this_round.kind is not RoundKind.RETIRE:
-                result.steps = in_backward.begin_round(sharding) and this_round.is_last
-            if result.steps:
-                sharding.gathers.steps_begin()
+                result.steps = in_backward.begin_round(sharding, is_last=this_round.is_last)
         super().begin(result)
 
     def _binding(self, bucket: Bucket) -> Any:
@@ -73,14 +70,15 @@ class ShardedExecutor(Executor):
         self._recorder.launched(layout.index, handle)
 
     def _step(self, bucket: LiveBucket) -> None:
-        sharding, result, index = self._sharding, self._result, bucket.layout.index
-        in_backward = sharding.in_backward
+        in_backward, gathers = self._sharding.in_backward, self._sharding.gathers
+        result, index = self._result, bucket.layout.index
         assert in_backward is not None  # the schedule of steps in backward
+        assert isinstance(gathers, GathersInBackward)
         # Now: a backward that fails later says nothing about a bucket that was launched before, and that all ranks step alike.
         is_sound, weights = not bucket.is_unsound, result.round.weights
         weighs = is_sound or result.round.kind is RoundKind.RETIRE
         if result.steps:
-            sharding.gathers.step_begins(index)
+            gathers.step_begins(index)
         reduced = bucket.handles[0]
 
         def step() -> None:
@@ -89,8 +87,8 @@ class ShardedExecutor(Executor):
             if result.steps and is_sound and is_alike and (weights is None or weights.is_sound()):
                 in_backward.update(index)
 
-        self._steps[index] = sharding.groups.after_reductions(step)
-        bucket.handles.append(self._steps[index])
+        gathers.steps[index] = in_backward.after_reductions(step)
+        bucket.handles.append(gathers.steps[index])
 
     def _settle(self, bucket: LiveBucket, result: RoundResult, *, weighs: bool) -> bool:
         """Reads the trailer of a reduced bucket; returns True if the bucket may be stepped, on which all ranks agree."""
@@ -111,13 +109,13 @@ class ShardedExecutor(Executor):
             if bucket.binding.settled is None:
                 self._settle(bucket, self._result, weighs=not self._result.has_failed)
             bucket.binding.bind()
-            self._sharding.gathers.being_stepped.discard(bucket.layout.index)
+            if isinstance(self._sharding.gathers, GathersInBackward):
+                self._sharding.gathers.being_stepped.discard(bucket.layout.index)
 
     def _all_gather(self, bucket: LiveBucket) -> None:
         # After a change the result belongs to the old plan, whose parameters may have become others.
         is_read = self._result is None or self._result.round.kind is not RoundKind.RETIRE
-        index = bucket.layout.index
-        self._sharding.gathers.launch(index, step=self._steps.pop(index, None), is_read=is_read)
+        self._sharding.gathers.launch(bucket.layout.index, is_read=is_read)
 
     ops = Executor.ops | {
         OpKind.REDUCE_SCATTER: _reduce_scatter,

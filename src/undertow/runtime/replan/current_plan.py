@@ -35,10 +35,10 @@ from undertow.runtime.replan.order import ObservedOrder
 from undertow.runtime.replan.param_hooks import Listeners, ParamHooks, params_of_bucket
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
 from undertow.runtime.replan.single_rank import SingleRank
+from undertow.runtime.sharded.binding import make_gradients_whole
 from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import Sharding
-from undertow.runtime.sharded.placeholder import make_gradients_whole
 from undertow.schedule import Strategy, strategy_named
 
 
@@ -111,7 +111,7 @@ class CurrentPlan:
     def holds_shards(self) -> bool:
         """True if some gradient is in shards, with the result of an earlier round."""
         sharding = self.now.compiled.sharding
-        return sharding is not None and any(map(sharding.holds_gradient, range(len(sharding.params))))
+        return sharding is not None and sharding.holds_gradients
 
     def open(self) -> None:
         """Creates Undertow's process group and compares the ranks; a collective call the first time. Raises PlanMismatch."""

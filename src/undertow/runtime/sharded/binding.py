@@ -5,23 +5,168 @@
                                                                              └──> .added ── pack, reduce-scatter: part += new
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import repeat
 from types import NoneType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from undertow.errors import PhaseError, ShardedGradientError
 from undertow.plan import Bucket
 from undertow.runtime.comm.collectives import accumulation_dtype
+from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.gradients.binding import DenseBinding
 from undertow.runtime.gradients.storage import BucketStorage
 from undertow.runtime.gradients.written import Known, has_values
-from undertow.runtime.sharded.placeholder import GradientPlaceholder
 from undertow.runtime.sharded.shards import ShardPart, in_memory_order
-from undertow.runtime.sharded.split import SplitParam, stand_in
+from undertow.runtime.torch_private import private
+
+_ADDING = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
+_UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+class GradientPlaceholder(Tensor):
+    """A gradient of the parameter's shape, dtype and device without values; every use of it raises.
+
+    `parts` has this rank's elements by bucket, 1-D. `added` collects the gradients that autograd adds in a later backward.
+    `is_cleared` is True if the gradient was set to zero. A GradScaler unscales the parts, and all ranks find the same infinities.
+    """
+
+    parts: dict[int, Tensor]
+    added: Tensor | None
+    is_cleared: bool
+    param_name: str
+    group: OwnGroup | None
+
+    @staticmethod
+    def __new__(cls, param: Tensor, *, name: str, group: OwnGroup | None = None) -> "GradientPlaceholder":
+        made = private.wrapper_tensor(cls, param, dtype=private.gradient_dtype(param))
+        made.parts, made.param_name, made.group = {}, name, group
+        made.renew()
+        return made
+
+    def renew(self) -> None:
+        """Resets it to the state of a new placeholder."""
+        self.added, self.is_cleared = None, False
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's method is untyped
+        return f"GradientPlaceholder({self.param_name!r}, shape={tuple(self.shape)}, dtype={self.dtype}): a shard of it is here"
+
+    def share_memory_(self) -> "GradientPlaceholder":
+        """Does nothing, because there are no values to share; torch's method would look for their memory.
+
+        `module.share_memory()` calls it for gradients too.
+        """
+        return self
+
+    @classmethod
+    @private.left_alone
+    def __torch_dispatch__(  # type: ignore[override]  # the signature that torch documents
+        cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if op is torch.ops.aten._foreach_zero_.default:
+            for each in args[0]:
+                each.zero_()
+            return None
+        if op is _UNSCALING:
+            return _unscale(*args)
+        first = args[0] if args else None
+        if isinstance(first, GradientPlaceholder):
+            if op is torch.ops.aten.detach.default:
+                return first
+            if op is torch.ops.aten.zero_.default:
+                first.added, first.is_cleared = None, True
+                return first
+            if op in _ADDING and isinstance(args[1], Tensor) and not isinstance(args[1], GradientPlaceholder) and not kwargs:
+                first.added = args[1].clone() if first.added is None else first.added + args[1]
+                return first
+        raise _refused(op, args)
+
+
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Does a GradScaler's work on all gradients at once, on every rank, because each sees only its shards."""
+    group = next(grad.group for grad in grads if isinstance(grad, GradientPlaceholder))
+    parts: dict[torch.dtype, list[Tensor]] = {}  # parts of 16-bit parameters are wider
+    for grad in grads:
+        for part in grad.parts.values() if isinstance(grad, GradientPlaceholder) else [grad]:
+            parts.setdefault(part.dtype, []).append(part)
+    for of_dtype in parts.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, inv_scale)
+    if group is not None:
+        with group.waiting("whether gradients are finite"):
+            group.all_reduce(found_inf, dist.ReduceOp.MAX)
+
+
+def make_gradients_whole(named_params: Iterable[tuple[str, Tensor]], *, rank: int) -> None:
+    """Raises PhaseError if a gradient of which each rank has a part would have to move to a new plan."""
+    for name, param in named_params:
+        grad = param.grad
+        if isinstance(grad, GradientPlaceholder) and not grad.is_cleared:
+            raise PhaseError(
+                "the parameters have changed while sharded gradients are held.",
+                where=f"parameter {name!r}, rank {rank}",
+                remedy="Call zero_grad() before parameters are frozen, unfrozen, added or replaced.",
+            )
+        if isinstance(grad, GradientPlaceholder):
+            param.grad = torch.zeros_like(param, dtype=private.gradient_dtype(param)) if grad.added is None else grad.added
+
+
+def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:
+    flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
+    name = next((each.param_name for each in flat if isinstance(each, GradientPlaceholder)), "?")
+    return ShardedGradientError(
+        f"the gradient of {name!r} is sharded: no rank has all of it.",
+        where=str(op),
+        remedy="Clip with optimizer.clip_grad_norm_(), look at all of it with sync.full_gradient(param), or zero_grad() first.",
+    )
+
+
+class SplitParam:
+    """A parameter in several buckets: each takes the same gradient out of `.grad`, and the same late one.
+
+    `is_held`: `.grad` was a placeholder when the gradient was taken. `is_live`: that placeholder had an earlier part.
+    """
+
+    def __init__(self, param: Tensor, num_pieces: int) -> None:
+        self._param, self._num_pieces = param, num_pieces
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Forgets gradients that were taken before."""
+        # The same gradient for each bucket that has not taken it yet.
+        self._taken: list[Tensor | None] = []
+        self._late: list[Tensor | None] = []
+        self.is_held = self.is_live = False
+
+    def take(self) -> Tensor | None:
+        """Returns the gradient; of a placeholder, the one that was added to it."""
+        if not self._taken:
+            grad, self._param.grad = self._param.grad, None
+            if isinstance(grad, GradientPlaceholder):
+                self.is_held, self.is_live, placeholder = True, not grad.is_cleared, grad
+                grad, placeholder.added = placeholder.added, None
+            self._taken = [grad] * self._num_pieces
+        return self._taken.pop()
+
+    def take_late(self) -> Tensor | None:
+        """Returns the gradient that arrived after `take`."""
+        if not self._late:
+            self._late, self._param.grad = [self._param.grad] * self._num_pieces, None
+        return self._late.pop()
+
+
+@dataclass(slots=True)
+class _Packed:
+    """The state of a bucket from `pack` to `settle`, by position."""
+
+    held: set[int] = field(default_factory=set)  # positions whose `.grad` was the placeholder
+    live: set[int] = field(default_factory=set)  # of these, positions with an earlier part, to which the new one is added
+    wholes: dict[int, Tensor | None] = field(default_factory=dict)  # gradients of split parameters
+    unused: set[int] = field(default_factory=set)
 
 
 class ShardedBinding:
@@ -41,59 +186,53 @@ class ShardedBinding:
         shard_numel: int,
     ) -> None:
         dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
-        like = torch.empty(0, dtype=dtype, device=device)
+        # A split parameter has a stand-in of its piece's size, without memory for it, whose `.grad` is the piece.
         packed = [
-            stand_in(slot, like=like) if position in splits else param
+            torch.empty(1, dtype=dtype, device=device).expand(slot.numel) if position in splits else param
             for position, (slot, param) in enumerate(zip(bucket.slots, params, strict=True))
         ]
         self.storage = BucketStorage(bucket, packed)
         self.params: Sequence[Tensor] = tuple(params)
-        self._index = bucket.index
-        self._slots = bucket.slots
         self._dense = DenseBinding(self.storage, packed)
-        self._parts = tuple(parts)
-        self._splits = dict(splits)
-        self._wholes: dict[int, Tensor | None] = {}  # by position, the gradients of split parameters while the bucket is packed
+        self._layout, self._parts, self._placeholders, self._splits = bucket, tuple(parts), tuple(placeholders), dict(splits)
         self._shard = torch.zeros(shard_numel, dtype=accumulation_dtype(dtype), device=device)
         self._aside: Tensor | None = None  # used instead of `_shard` if that holds values that must be kept
-        self._held: dict[int, GradientPlaceholder] = {}  # by position, the previous `.grad`
-        self._live: set[int] = set()  # positions whose placeholder holds an earlier part, to which a new one is added
-        self._unused: set[int] = set()
+        self._packed = _Packed()
         self.settled: list[Tensor | None] | None = None  # by position, the next `.grad`
         self._known = Known()  # known tensors in `.grad` that are not placeholders
-        self._placeholders = tuple(placeholders)
         self.look()
         for placeholder, part in zip(placeholders, parts, strict=True):
             placeholder.parts[bucket.index] = part.of_shard(self._shard)
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
-        self._held, self._live, self.settled = {}, set(), None
-        for position, split in self._splits.items():
-            held, grad, is_live = split.take()
-            self._wholes[position] = grad
+        splits, self.settled = self._splits.items(), None
+        wholes = {position: split.take() for position, split in splits}
+        self._packed = _Packed(
+            held={position for position, split in splits if split.is_held},
+            live={position for position, split in splits if split.is_live},
+            wholes=wholes,
+        )
+        for position, grad in wholes.items():
             self._pack_piece(position, grad)
-            if held is not None:
-                self._held[position] = held
-            if is_live:
-                self._live.add(position)
-        return self._pack(not_arrived)
+        return self._pack_whole(not_arrived)
 
     def pack_local(self) -> None:
         """Like `pack`, but a gradient with pieces in other buckets stays in place until all of them take it."""
-        self._held, self._live = {}, set()
-        self._pack()
+        self._packed = _Packed()
+        self._pack_whole()
 
-    def _pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def _pack_whole(self, not_arrived: Collection[int] = ()) -> list[int]:
+        packed = self._packed
         for position, param in enumerate(self.params):
             grad = param.grad
-            if position not in self._splits and isinstance(grad, GradientPlaceholder):
-                self._held[position] = grad
-                param.grad, grad.added = grad.added, None
+            if isinstance(grad, GradientPlaceholder) and position not in self._splits:
+                packed.held.add(position)
                 if not grad.is_cleared:
-                    self._live.add(position)
+                    packed.live.add(position)
+                param.grad, grad.added = grad.added, None
         self._dense.postponed = []
         unused = self._dense.pack(not_arrived)
-        self._unused = set(unused)
+        packed.unused.update(unused)
         return unused
 
     def packing(self) -> Callable[[], None]:
@@ -108,13 +247,13 @@ class ShardedBinding:
 
     def target(self, *, is_apart: bool) -> Tensor:
         """Returns the tensor for this rank's shard of the reduced bucket; `is_apart` if a placeholder may hold an earlier one."""
-        self._aside = torch.empty_like(self._shard) if is_apart or self._live else None
+        self._aside = torch.empty_like(self._shard) if is_apart or self._packed.live else None
         return self.reduced
 
     @property
     def keeps_earlier(self) -> bool:
         """True if the taken gradients will be added to the result of an earlier reduction."""
-        return bool(self._live)
+        return bool(self._packed.live)
 
     @property
     def reduced(self) -> Tensor:
@@ -125,8 +264,8 @@ class ShardedBinding:
     def weigh(self, *, divisor: float, keep: float) -> None:
         """Divides the reduced values, and multiplies the earlier ones in placeholders, to which they will be added."""
         self.reduced.div_(divisor)
-        for position in self._live:
-            self._held[position].parts[self._index].mul_(keep)
+        for position in self._packed.live:
+            self._placeholders[position].parts[self._layout.index].mul_(keep)
 
     def has_graph(self) -> bool:
         return self._dense.has_graph()
@@ -137,16 +276,20 @@ class ShardedBinding:
     @torch.no_grad()
     def settle(self, used_elsewhere: Collection[int] = ()) -> None:
         """Moves the reduced values to their final place without binding them; `bind` does that in autograd's thread."""
-        unused = {**self._dense.release(), **self._wholes}
-        reduced, self._aside = self._aside, None
-        self.settled = []
-        for position in range(len(self.params)):
-            held = self._held.get(position)
-            if position in used_elsewhere or position not in self._unused:
-                self.settled.append(self._placed(position, held, reduced))
-            else:
-                self.settled.append(unused[position] if held is None else held)
-        self._held, self._wholes = {}, {}
+        packed, reduced, settled = self._packed, self._aside, list[Tensor | None]()
+        unused = {**self._dense.release(), **packed.wholes}
+        for position, (placeholder, part) in enumerate(zip(self._placeholders, self._parts, strict=True)):
+            if position in packed.unused and position not in used_elsewhere:
+                settled.append(placeholder if position in packed.held else unused[position])
+                continue
+            if reduced is not None and position in packed.live:
+                placeholder.parts[part.bucket].add_(part.of_shard(reduced))
+            elif reduced is not None:
+                placeholder.parts[part.bucket].copy_(part.of_shard(reduced))
+            placeholder.renew()
+            settled.append(placeholder)
+        packed.wholes.clear()
+        self._aside, self.settled = None, settled
 
     def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         if self.settled is None:
@@ -154,7 +297,7 @@ class ShardedBinding:
         for param, grad in zip(self.params, self.settled or (), strict=True):
             param.grad = grad
         self.settled = None
-        if self._unused:
+        if self._packed.unused:
             self.look()
 
     @torch.no_grad()
@@ -163,16 +306,15 @@ class ShardedBinding:
         self._dense.bind_local()
         for position in self._splits:
             self._dense.params[position].grad = None
-        for position, held in self._held.items():
-            param = self.params[position]
-            param.grad, held.added = held, param.grad
-        self._held = {}
+        for position in self._packed.held:
+            param, placeholder = self.params[position], self._placeholders[position]
+            param.grad, placeholder.added = placeholder, param.grad
 
     @torch.no_grad()
     def adopt(self, position: int, whole: Tensor) -> None:
         """Replaces the gradient at `position` by a placeholder; `whole` is its value, in memory order, the same on every rank."""
         placeholder, part = self._placeholders[position], self._parts[position]
-        placeholder.parts[self._index].copy_(whole[part.start : part.stop])
+        placeholder.parts[part.bucket].copy_(whole[part.start : part.stop])
         placeholder.renew()
         self.params[position].grad = placeholder
 
@@ -184,8 +326,8 @@ class ShardedBinding:
 
     def look(self) -> None:
         grads = [param.grad for param in self.params]
-        is_ours = all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType))))
-        self._known.look(() if is_ours else enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
+        is_known = all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType))))
+        self._known.look(() if is_known else enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
 
     def is_written(self, position: int) -> bool:
         grad = self.params[position].grad
@@ -195,7 +337,7 @@ class ShardedBinding:
 
     def catch_late(self) -> bool:
         for position, split in self._splits.items():
-            self._pack_piece(position, split.catch())
+            self._pack_piece(position, split.take_late())
         return self._dense.catch_late()
 
     def late_values(self) -> Sequence[Tensor]:
@@ -203,28 +345,16 @@ class ShardedBinding:
 
     @torch.no_grad()
     def add_late(self, values: Sequence[Tensor]) -> None:
-        for position, (param, part) in enumerate(zip(self.params, self._parts, strict=True)):
-            grad = param.grad
-            if not isinstance(grad, GradientPlaceholder):
-                grad = param.grad = self._placeholders[position]
-                grad.renew()
-                grad.parts[self._index].zero_()
-            grad.parts[self._index].add_(part.of_bucket(values[0]))
+        for param, placeholder, part in zip(self.params, self._placeholders, self._parts, strict=True):
+            mine = placeholder.parts[part.bucket]
+            if not isinstance(param.grad, GradientPlaceholder):
+                param.grad = placeholder
+                placeholder.renew()
+                mine.zero_()
+            mine.add_(part.of_bucket(values[0]))
 
     def _pack_piece(self, position: int, grad: Tensor | None) -> None:
         """Gives the bucket its piece of a gradient, through the parameter's stand-in."""
-        slot = self._slots[position]
+        slot = self._layout.slots[position]
         whole = None if grad is None else in_memory_order(grad, self._placeholders[position].stride())
         self._dense.params[position].grad = None if whole is None else whole[slot.first : slot.first + slot.numel]
-
-    def _placed(self, position: int, held: GradientPlaceholder | None, reduced: Tensor | None) -> GradientPlaceholder:
-        """Returns the placeholder with the reduced part, added to the one that it `held` unless that was cleared."""
-        placeholder = self._placeholders[position]
-        if reduced is not None:
-            new = self._parts[position].of_shard(reduced)
-            if held is not None and position in self._live:
-                held.parts[self._index].add_(new)
-                return held
-            placeholder.parts[self._index].copy_(new)
-        placeholder.renew()
-        return placeholder

@@ -1,38 +1,132 @@
-"""Gathers parameters from the ranks that own them, during the next forward."""
+"""Gathers parameters from the ranks that own them, during the next forward, which waits for each where it is read.
 
-from __future__ import annotations
+While a parameter is in flight, its class is a subclass that waits, in the same way as torch exchanges the class of a lazy
+parameter when it gets its shape. torch calls such a class before every function and attribute of the tensor, so old lists of
+parameters, the bare module and copies need no hooks. C++ code that is given the parameter itself does not call it.
+"""
 
+import copy
 import os
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from undertow.errors import PhaseError
 from undertow.runtime.comm.collectives import Collectives
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.sharded.awaited import AwaitedReads
 from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private.module_hook import ModuleHook
+
+_T: Any = Tensor  # its attributes are descriptors on the class
+
+# These read no values of a parameter. Every `zero_grad()` uses the first two, and forwards use devices and dtypes. `dim()` is not
+# here, because torch.vmap calls nothing else before it takes a tensor from C++.
+_READ_NO_VALUES = frozenset(
+    {
+        *(descriptor.__get__ for descriptor in (_T.grad, _T.requires_grad, _T.is_leaf, _T.shape, _T.dtype, _T.device)),
+        *(_T.grad.__set__, _T.grad.__delete__, _T.requires_grad.__set__, _T.requires_grad_),
+        *(_T.numel, _T.size, _T.is_floating_point, torch.is_floating_point, _T.is_complex, torch.is_complex),
+    }
+)
+
+
+class AwaitedReads:
+    """Calls `before_read` before a watched parameter is read; afterwards that parameter is not watched any more."""
+
+    def __init__(self, before_read: Callable[[], object], ids: Collection[int]) -> None:
+        """`before_read` is a method of an owner that may be freed before its parameters; `ids` are all parameters to watch."""
+        self._before_read = weakref.WeakMethod(before_read)
+        self._ids = ids
+        self._classes: dict[type, type] = {}
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            kind = type(param)
+            if not hasattr(kind, "arrived_class"):
+                if kind not in self._classes:
+                    self._classes[kind] = _awaited_class(kind, self._before_read, self._ids)
+                param.__class__ = self._classes[kind]
+
+    def release(self, params: Iterable[Tensor]) -> None:
+        """Stops watching: they have arrived, or nothing will gather them any more."""
+        for param in params:
+            param.__class__ = getattr(type(param), "arrived_class", type(param))
+
+
+def _awaited_class(kind: type, before_read: Callable[[], Callable[[], object] | None], ids: Collection[int]) -> type:
+    def arrive(cls: type, values: Any) -> None:
+        wait = before_read()
+        if wait is not None:
+            wait()
+        # Nothing will gather these: torch.utils.swap_tensors gives the class to other tensors.
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, cls) and (wait is None or id(leaf) not in ids):
+                leaf.__class__ = kind
+
+    def read(cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if function in _READ_NO_VALUES:
+            with private.as_plain_tensors():
+                return function(*args, **(kwargs or {}))
+        arrive(cls, (args, kwargs))
+        if function is _T.detach and kind is nn.Parameter and _is_parameter_made():
+            return _T._make_subclass(kind, args[0])
+        return function(*args, **(kwargs or {}))
+
+    def deep_copy(param: Tensor, memo: dict[int, Any]) -> Any:
+        arrive(type(param), param)  # the copy function looked up depends on the class that the parameter has now
+        return copy.deepcopy(param, memo)
+
+    def reduce(param: Any, protocol: Any) -> Any:
+        arrive(type(param), param)
+        return param.__reduce_ex__(protocol)
+
+    return type(kind)(
+        kind.__name__,
+        (kind,),
+        {
+            "__module__": kind.__module__,
+            # `type(param)(values)` makes a new parameter that nothing waits for.
+            "__new__": lambda _cls, *args, **kwargs: kind(*args, **kwargs),
+            "__torch_function__": classmethod(private.untraced(read)),
+            "__deepcopy__": private.untraced(deep_copy),
+            "__reduce_ex__": reduce,
+            "arrived_class": kind,
+        },
+    )
+
+
+def _is_parameter_made() -> bool:
+    """Returns True inside `nn.Parameter(param)`, which has seen the parameter's other class and expects to see it again."""
+    frame = sys._getframe(1)
+    for _ in range(4):
+        if frame.f_back is None or frame.f_code is nn.Parameter.__new__.__code__:
+            break
+        frame = frame.f_back
+    return frame.f_code is nn.Parameter.__new__.__code__
 
 
 class Gathers:
     """The gathers of a plan's buckets; a read of a parameter first waits for its bucket.
 
-    `being_stepped` are buckets whose parameters may change during the current backward. `owed` are buckets that it still has to
-    gather: of a stepped one, this rank's shards are new and the other ranks' are missing. `end_backward` ends a backward that an
-    exception has interrupted.
+    `owed` are buckets that are not in flight yet, and that a backward which steps them is going to gather.
     """
 
-    def __init__(
-        self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder, *, end_backward: Callable[[], object] = int
-    ) -> None:
+    def __init__(self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder) -> None:
         self.in_flight: dict[int, Handle] = {}
-        self.being_stepped: set[int] = set()
         self.owed: set[int] = set()
-        self._end_backward = end_backward
-        self._flats = flats
-        self._exchanges = exchanges
-        self._recorder = recorder
+        self.flats, self._exchanges, self._recorder = flats, exchanges, recorder
         self._process = os.getpid()
         self._reads = AwaitedReads(self._before_read, {id(param) for flat in flats for param in flat.params})
         self._watched: set[int] = set()  # buckets whose parameters wait when they are read
@@ -40,71 +134,34 @@ class Gathers:
         # `in_flight` and `_watched` must change together: other threads read them, and so do signal handlers in this one.
         self._lock = threading.RLock()
 
-    def launch(self, bucket: int, *, step: Handle | None = None, is_read: bool = True) -> None:
+    def launch(self, bucket: int, *, is_read: bool = True, first: Callable[[], object] = int) -> None:
         """Sends this rank's shard of a bucket to all others, and receives theirs.
 
-        The gather starts after the `step` that updates the shard. Its result is copied to the parameters only if it `is_read`.
+        `first` is called before anything is sent. The result is copied to the parameters only if it `is_read`.
         """
-        params = self._flats[bucket]
+        params = self.flats[bucket]
         params.mark_written()
         if params.flat.numel() == 0:
-            self.owed.discard(bucket)
             return
-        num_bytes = params.flat.numel() * params.flat.element_size()
-        self._recorder.gather_launches(bucket, num_bytes=num_bytes)
-
-        def first() -> None:
-            if step is not None:
-                step.wait()
-                self._recorder.mark(bucket, "launched", is_gather=True)
-
-        handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else int, first=first)
+        self._recorder.gather_launches(bucket, num_bytes=params.flat.nbytes)
+        then = params.copy_out if is_read else int
+        handle = self._exchanges.all_gather(params.flat, number=bucket, then=then, first=first)
         self._recorder.launched(bucket, handle, is_gather=True)
         with self._lock:
             self.in_flight[bucket] = handle
             self._watch(bucket)
-        self.owed.discard(bucket)
 
     def round_begins(self) -> None:
-        """Resets the buckets being stepped; raises PhaseError if the last backward left parameters partly updated."""
-        self.being_stepped.clear()
-        self._require_whole(self.owed)
-        # If no forward has waited; autograd then detects most parameters that were read too early.
+        """Waits if no forward has; autograd then detects most parameters that were read too early."""
         self.wait(tuple(self.in_flight))
 
-    def steps_begin(self) -> None:
-        """Marks every bucket as to be stepped and gathered in the current backward."""
-        self.owed.update(range(len(self._flats)))
-
-    def step_begins(self, bucket: int) -> None:
-        """Marks that this rank's shard changes from now on, while backward continues in this thread."""
-        # Now, not when it is written: from here on, values that this thread has saved and not used yet are invalid.
-        self._flats[bucket].mark_written()
-        with self._lock:
-            self._watch(bucket)
-        self.being_stepped.add(bucket)
-
-    def require_unstepped(self, buckets: Iterable[int]) -> None:
-        """Raises PhaseError if parameters of these buckets are read in the backward that has stepped them."""
-        if private.graph_task_id() != -1 and not self.being_stepped.isdisjoint(buckets):
-            raise PhaseError(
-                "parameters are read in the backward that has updated them already.",
-                where="ShardedOptimizer(..., in_backward=True), in a checkpointed part of the model or a function's backward",
-                remedy="Let every step use a parameter as often as the first one did, or leave in_backward=True out.",
-            )
-
-    def make_whole(self) -> None:
-        """Ends a failed backward that still owes gathers. PhaseError as for `wait`."""
-        self._make_whole(self.owed)
+    def before_forward(self, buckets: Collection[int]) -> None:
+        """Called before the forward of a module that reads the parameters of these buckets."""
+        if self.in_flight:
+            self.wait(buckets)
 
     def wait(self, buckets: Collection[int]) -> None:
-        """Waits until the parameters of these buckets have the optimizer's new values.
-
-        It first ends, together with all ranks, a failed backward that owes their gathers. It does so even if nothing was stepped
-        here, because other ranks may wait for this one. Raises PhaseError if the backward cannot be ended because it runs in
-        another thread.
-        """
-        self._make_whole(buckets)
+        """Waits until the parameters of these buckets have the optimizer's new values."""
         for bucket in buckets:
             handle = self.in_flight.get(bucket)
             if handle is None:
@@ -118,12 +175,11 @@ class Gathers:
                 if self.in_flight.get(bucket) is handle:
                     del self.in_flight[bucket]
                     # Again, so that a forward that has read too early fails in its backward.
-                    self._flats[bucket].mark_written()
+                    self.flats[bucket].mark_written()
                     self._release(bucket)
 
     def wait_for_all(self) -> None:
-        """Waits until nothing is in flight. PhaseError as for `wait`."""
-        self.make_whole()
+        """Waits until nothing is in flight."""
         self.wait(tuple(self.in_flight))
         with self._lock:  # except buckets that another thread has launched again
             for bucket in self._watched.difference(self.in_flight, self.owed):
@@ -131,23 +187,23 @@ class Gathers:
 
     def let_go(self) -> None:
         """Ends all waits for reads, because nothing will gather the parameters."""
-        for params in self._flats:
+        for params in self.flats:
             self._reads.release(params.params)
 
     def is_read_unseen(self) -> bool:
         """Returns True if other tensors share the memory of parameters in flight, or compiled code guards their class."""
-        return self._is_compiled_in or any(self._flats[bucket].is_referred_to for bucket in self.in_flight)
+        return self._is_compiled_in or any(self.flats[bucket].is_referred_to for bucket in self.in_flight)
 
     def _watch(self, bucket: int) -> None:
         self._watched.add(bucket)
-        self._reads.watch(self._flats[bucket].params)
+        self._reads.watch(self.flats[bucket].params)
 
     def _release(self, bucket: int) -> None:
-        flat = self._flats[bucket]
+        flat = self.flats[bucket]
         self._watched.discard(bucket)
         self._reads.release(flat.whole_params)
         if flat.split_params:
-            coming = {id(param) for other in (*self.in_flight, *self.owed) for param in self._flats[other].split_params}
+            coming = {id(param) for other in (*self.in_flight, *self.owed) for param in self.flats[other].split_params}
             self._reads.release(param for param in flat.split_params if id(param) not in coming)
 
     def _before_read(self) -> None:
@@ -157,24 +213,138 @@ class Gathers:
                 where=f"process {os.getpid()}, a child of rank {self._exchanges.group.rank}",
                 remedy="Call wait() of the model before processes are started that use it.",
             )
-        self.require_unstepped(self.being_stepped)
         # Compiled code would be compiled again each time for the class of a parameter in flight.
         self._is_compiled_in |= private.is_compiling()
         self.wait_for_all()
 
-    def _make_whole(self, buckets: Collection[int]) -> None:
-        if not self.owed.isdisjoint(buckets) and private.graph_task_id() == -1:
-            self._end_backward()
-            self._require_whole(buckets)
 
-    def _require_whole(self, buckets: Collection[int]) -> None:
-        left = sorted(self.owed.intersection(buckets))
-        if not left:
+class _Reads(TorchFunctionMode):
+    """Records the modules in which parameters are read; `order` has the parameters by id, in the order of the first read.
+
+    Reads while no module runs do not count, because Undertow itself looks at every parameter before the model's forward.
+    """
+
+    def __init__(self, module: nn.Module, params: Container[int]) -> None:
+        super().__init__()
+        self.order: dict[int, Tensor] = {}
+        self.is_on = False
+        self._places: dict[tuple[int, nn.Module], None] = {}
+        self._params, self._running = params, list[nn.Module]()
+        self._hooks = [
+            hook
+            for part in module.modules()
+            for hook in (
+                part.register_forward_pre_hook(ModuleHook(part, partial(self._running.append, part)), prepend=True),
+                part.register_forward_hook(ModuleHook(part, self._ends), always_call=True),
+            )
+        ]
+
+    def begin(self) -> None:
+        """Records in this thread from now on, until `close`."""
+        if not self.is_on:
+            self.is_on = True
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for argument in chain(args, (kwargs or {}).values()) if self._running else ():
+            for tensor in argument if isinstance(argument, list | tuple) else (argument,):
+                if id(tensor) in self._params:
+                    self.order.setdefault(id(tensor), tensor)
+                    self._places[id(tensor), self._running[-1]] = None
+        return func(*args, **(kwargs or {}))
+
+    def beyond_own(self) -> list[tuple[nn.Module, list[Tensor]]]:
+        """Returns modules with the parameters of other modules that they have read."""
+        found: dict[nn.Module, list[Tensor]] = {}
+        for param, part in self._places:
+            if param not in map(id, part.parameters(recurse=False)):
+                found.setdefault(part, []).append(self.order[param])
+        return list(found.items())
+
+    def close(self) -> None:
+        if self.is_on:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def _ends(self) -> None:
+        del self._running[-1:]  # empty if an earlier hook has raised
+
+
+class ForwardWaits:
+    """Makes every module wait for the parameters that its forward reads. Any other read waits for all (`AwaitedReads`).
+
+    A module waits for its own parameters. The first training forward shows which others it reads (tied weights, or a layer that
+    computes with another one's parameters). Until then, and for parameters that this forward did not read, the forward of the
+    whole model waits.
+
+    `on_order` is called with all buckets in the order of their use. If
+    parts of the model are compiled (`only_root`), only the whole model waits, because hooks would split compiled graphs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        gathers: Gathers,
+        *,
+        on_order: Callable[[Sequence[int]], object] | None,
+        only_root: bool,
+    ) -> None:
+        self._gathers, self._on_order = gathers, on_order
+        self._buckets_of: dict[int, list[int]] = {}  # by id of the parameter
+        for bucket, flat in enumerate(gathers.flats):
+            for param in flat.params:
+                self._buckets_of.setdefault(id(param), []).append(bucket)
+        self._at_root = _in_order(self._buckets_of.values())
+        self._reads: _Reads | None = None
+        self._hooks: list[RemovableHandle] = []
+        if not only_root and not any(map(private.is_compiled, module.modules())):
+            self._reads = _Reads(module, self._buckets_of)
+            for part in module.modules():
+                self._wait_in(part, part.parameters(recurse=False))
+
+    def root_begins(self, *, is_training: bool) -> None:
+        """Called before a forward of the whole model."""
+        if not is_training:
+            self._gathers.wait_for_all()  # an evaluation may read other parameters than the training forward showed
             return
-        group = self._exchanges.group
-        group.require_no_fault()  # raises the reason if there is one
-        raise PhaseError(
-            "parameters are read that a backward updates: the shards of other ranks are not there yet.",
-            where=f"ShardedOptimizer(..., in_backward=True), bucket {', '.join(map(str, left))}, rank {group.rank}",
-            remedy="Read them in the thread that trains, behind backward. If none runs, start again from a checkpoint.",
-        )
+        self._gathers.wait(self._at_root)
+        if self._reads is not None:
+            self._reads.begin()
+
+    def root_ends(self) -> None:
+        # This increments versions, so autograd detects a parameter read too early where no earlier training forward read it.
+        self._gathers.wait_for_all()
+        reads = self._reads
+        if reads is None or not reads.is_on:
+            return
+        reads.close()
+        self._reads = None
+        for part, params in reads.beyond_own():
+            self._wait_in(part, params)
+        read = _in_order(self._buckets_of[param] for param in reads.order)
+        self._at_root = _in_order(self._buckets_of[param] for param in self._buckets_of if param not in reads.order)
+        if self._on_order is not None:
+            self._on_order(_in_order([self._at_root, read]))
+
+    def close(self) -> None:
+        """Removes all hooks."""
+        if self._reads is not None:
+            self._reads.close()
+            self._reads = None
+        for hook in self._hooks:
+            hook.remove()
+
+    def _wait_in(self, part: nn.Module, params: Iterable[Tensor]) -> None:
+        buckets = _in_order(self._buckets_of.get(id(param), ()) for param in params)
+        if buckets:
+            hook = ModuleHook(part, partial(self._gathers.before_forward, buckets))
+            # First, because other hooks may read parameters, such as weight_norm's.
+            self._hooks.append(part.register_forward_pre_hook(hook, prepend=True))
+
+
+def _in_order(groups: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """Returns each bucket of the groups once, in the order of the first occurrence."""
+    return tuple(dict.fromkeys(chain.from_iterable(groups)))

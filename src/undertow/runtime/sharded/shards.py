@@ -5,8 +5,6 @@ own                     |   own shard   |                        a rank's equal 
 parts                   | part  | part  |                        the part of each parameter within it, 1-D; may be empty
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +59,30 @@ def shard_parts(bucket: Bucket, *, rank: int, num_replicas: int = 1) -> list[Sha
     return parts
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    """One parameter of a bucket."""
+
+    piece: Slot
+    part: ShardPart
+    param: Tensor
+    memory: Tensor  # [piece.numel] of `flat`
+    strides: tuple[int, ...]  # the strides to give it
+    is_whole: bool  # no other bucket has a piece of it
+
+    @property
+    def place(self) -> Tensor:
+        """The memory of a whole parameter in `flat`, in its shape."""
+        return self.memory.as_strided(self.param.shape, self.strides)
+
+    def in_memory(self) -> Tensor:
+        """Returns the parameter's elements in memory order, in place, and gives it its strides. [numel]"""
+        param, strides = self.param, self.strides
+        if param.stride() != strides:
+            param.data = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device).copy_(param.data)
+        return param.detach().as_strided((param.numel(),), (1,))
+
+
 class FlatParams:
     """Moves the parameters of one bucket into one allocation.
 
@@ -69,13 +91,12 @@ class FlatParams:
     """
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor], parts: Sequence[ShardPart], *, num_ranks: int) -> None:
-        self.params = tuple(params)
+        self.params, self.parts = tuple(params), tuple(parts)
         # The parameters' dtype; the bucket's is that of gradients.
         dtype = params[0].dtype if params else getattr(torch, bucket.dtype)
-        device = torch.device(bucket.device)
-        self.flat = torch.zeros(num_ranks * bucket.shard_numel, dtype=dtype, device=device)  # [ranks * shard], padded
+        self.flat = torch.zeros(num_ranks * bucket.shard_numel, dtype=dtype, device=bucket.device)  # [ranks * shard], padded
         self._slots = [
-            _Slot(slot, part, param, strides_of_gradient(param), is_whole=slot.numel == param.numel())
+            _Slot(slot, part, param, self.flat[slot.start : slot.stop], strides_of_gradient(param), slot.numel == param.numel())
             for slot, part, param in zip(bucket.slots, parts, params, strict=True)
         ]
         self.whole_params = tuple(slot.param for slot in self._slots if slot.is_whole)
@@ -91,16 +112,16 @@ class FlatParams:
     def follow(self) -> None:
         """Takes over values written from outside, in new memory (`param.data = ...`) or in the separate memory of parameters."""
         moved = {position for position, slot in self._apart.items() if slot.is_whole}  # other code may have released them
-        if moved or self._present_pointers() != self._pointers:
+        if moved or list(map(Tensor.data_ptr, self.params)) != self._pointers:
             for position, slot in enumerate(self._slots):
                 if position in moved or slot.param.data_ptr() != self._pointers[position]:
                     self._take_over(position, slot)
-            self._pointers = self._present_pointers()
+            self._pointers = list(map(Tensor.data_ptr, self.params))
             self._storages = [param.untyped_storage() for param in self.params]
             self._addresses = private.addresses_of(self._storages)
         for slot in self._apart.values():  # the other ranks' parts of these come with the next gather
             if slot.is_whole:
-                self._place(slot).copy_(slot.param)
+                slot.place.copy_(slot.param)
             else:
                 slot.part.of_bucket(self.flat).copy_(slot.in_memory()[slot.part.start : slot.part.stop])
 
@@ -109,9 +130,9 @@ class FlatParams:
         with self._copying, private.as_plain_tensors():  # the parameters are in flight until this returns
             for slot in self._apart.values():
                 if slot.is_whole:
-                    slot.param.copy_(self._place(slot))
+                    slot.param.copy_(slot.place)
                 else:
-                    slot.in_memory()[slot.piece.first : slot.piece.first + slot.piece.numel] = self._of(slot)
+                    slot.in_memory()[slot.piece.first : slot.piece.first + slot.piece.numel] = slot.memory
 
     @property
     def is_referred_to(self) -> bool:
@@ -133,37 +154,9 @@ class FlatParams:
             self._apart[position] = slot
             return
         self._apart.pop(position, None)
-        self._place(slot).copy_(param)
+        slot.place.copy_(param)
         # This keeps the version counter: the values have not changed, and autograd must not see a change.
-        param.data = _over(self._of(slot)).as_strided(param.shape, slot.strides)
-
-    def _of(self, slot: _Slot) -> Tensor:
-        return self.flat[slot.piece.start : slot.piece.stop]
-
-    def _place(self, slot: _Slot) -> Tensor:
-        """Returns the memory of a whole parameter in `flat`, in its shape."""
-        return self._of(slot).as_strided(slot.param.shape, slot.strides)
-
-    def _present_pointers(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self.params))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Slot:
-    """One parameter of a bucket."""
-
-    piece: Slot
-    part: ShardPart
-    param: Tensor
-    strides: tuple[int, ...]  # the strides to give it
-    is_whole: bool  # no other bucket has a piece of it
-
-    def in_memory(self) -> Tensor:
-        """Returns the parameter's elements in memory order, in place, and gives it its strides. [numel]"""
-        param, strides = self.param, self.strides
-        if param.stride() != strides:
-            param.data = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device).copy_(param.data)
-        return param.detach().as_strided((param.numel(),), (1,))
+        param.data = _over(slot.memory).as_strided(param.shape, slot.strides)
 
 
 def in_memory_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -19,7 +19,7 @@ from undertow.optim.inner import InnerOptimizer, Owned
 from undertow.plan import Piece, first_plan, plan_from_groups
 from undertow.runtime.replan.planning import sharded_plan
 from undertow.runtime.sharded import shards
-from undertow.runtime.sharded.placeholder import GradientPlaceholder
+from undertow.runtime.sharded.binding import GradientPlaceholder, SplitParam
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, shard_parts
 from undertow.runtime.torch_private import private
 
@@ -162,3 +162,14 @@ def test_a_scaler_unscales_the_parts() -> None:
     scaler.scale(torch.ones(1))
     scaler.unscale_(torch.optim.SGD(layer.parameters()))
     assert part.tolist() == [1.0, 2.0]
+
+
+def test_every_bucket_of_a_split_parameter_takes_the_same_gradient() -> None:
+    param, added, late = nn.Parameter(torch.ones(4)), torch.full((4,), 2.0), torch.full((4,), 3.0)
+    held, split = GradientPlaceholder(param, name="weight"), SplitParam(param, 2)
+    param.grad, held.added = held, added
+    taken = [split.take(), split.take()]
+    param.grad = late
+    taken += [split.take_late(), split.take_late()]
+    assert list(map(id, taken)) == list(map(id, (added, added, late, late)))
+    assert (param.grad, held.added, split.is_held, split.is_live) == (None, None, True, True)
