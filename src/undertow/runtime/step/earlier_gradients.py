@@ -18,7 +18,7 @@ from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.weights import RoundWeights, Weights
 from undertow.runtime.gradients.written import has_values
 from undertow.runtime.replan.current_plan import CurrentPlan
-from undertow.runtime.sharded.placeholder import GradientPlaceholder
+from undertow.runtime.sharded.binding import GradientPlaceholder
 from undertow.runtime.torch_private import private
 
 _CLEARED = 0, 0
