@@ -1,0 +1,48 @@
+"""The pages for those who change the library: they are short, and name only what exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.project import ROOT, SOURCES
+from undertow.schedule import HYBRID, ZERO1, lower_data_parallel, lower_in_backward
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+DESIGN = ROOT / "docs" / "design"
+PAGES = [ARCHITECTURE, *sorted(DESIGN.glob("*.md"))]
+SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+# Each page that shows a schedule, and the whole of it.
+SCHEDULES = {
+    ARCHITECTURE: lower_data_parallel(2),
+    DESIGN / "sharded-optimizer.md": lower_data_parallel(2, HYBRID),
+    DESIGN / "steps-in-backward.md": lower_in_backward(3, ZERO1, ((), (0,), (2, 1))),
+}
+
+
+def test_the_architecture_is_read_in_ten_minutes() -> None:
+    assert len(ARCHITECTURE.read_text(encoding="utf-8").split()) <= 2500
+
+
+def test_the_architecture_lists_every_page() -> None:
+    linked = re.findall(r"\]\(design/([\w-]+\.md)", ARCHITECTURE.read_text(encoding="utf-8"))
+    assert sorted(set(linked)) == [page.name for page in PAGES[1:]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_classes_and_files_that_a_page_names_exist(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    classes = re.findall(r"`([A-Z]\w*[a-z]\w*)", text)
+    paths = re.findall(r"`([a-z]\w*/[\w./]*)`", text)
+    homes = (ROOT, ROOT / "src" / "undertow")
+    assert [name for name in classes if not re.search(rf"\b{name}\b", SOURCE)] == []
+    assert [path for path in paths if not any((home / path).exists() for home in homes)] == []
+
+
+@pytest.mark.parametrize("page", SCHEDULES, ids=lambda page: page.stem)
+def test_the_schedule_on_a_page_is_lowered_so(page: Path) -> None:
+    shown = re.findall(r"^\d\d +\S.*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    lowered = [line.split() for line in SCHEDULES[page].to_text().splitlines()]
+    assert len(shown) > 3
+    assert [line for line in shown if line.split() not in lowered] == []
