@@ -111,13 +111,13 @@ def _run(asked: Asked, command: str) -> int:
             _tell(f"{cell.title}: {system} had a figure from an earlier run, and has none now")
         measured.append(found if earlier is None else with_start_up_of(earlier, found))
         cells[cell.place] = measured[-1]
-        _write(asked.out, header, in_order(cells.values()))
+        write(asked.out, header, in_order(cells.values()))
     header["load_average_after"] = machine()["load_average"]
     if not asked.resumes:  # else it would be that of some of the cells
         header["duration_s"] = round(time.perf_counter() - began_s)
     documents = in_order(cells.values())
     pictures = save_pictures(documents, asked.out)
-    _write(asked.out, header, documents, pictures=pictures)
+    write(asked.out, header, documents, pictures=pictures)
     print(markdown(header, documents, pictures=pictures))
     ratios = guard.ratios_of(documents)
     print(guard.report(guard.compare(ratios, guard.read_recorded(), expected=_expected(wanted))))
@@ -241,7 +241,7 @@ def _measured(cell: Cell) -> Document:
     }
 
 
-def _write(out: Path, header: Document, cells: Sequence[Document], *, pictures: Mapping[str, Path] | None = None) -> None:
+def write(out: Path, header: Document, cells: Sequence[Document], *, pictures: Mapping[str, Path] | None = None) -> None:
     for cell in cells:
         for system, profile in cell["profiles"].items():
             (out / "profiles").mkdir(exist_ok=True)

@@ -58,7 +58,7 @@ class ExpertGroup:
             self.divisor is None or (_is_positive(self.divisor) and math.isfinite(self.divisor)),
             f"divisor must be a positive number, got {self.divisor!r}.",
             where=f"ExpertGroup(match={self.match!r})",
-            remedy="Give the number of ranks whose tokens reach the experts, or leave it out for that of the group.",
+            remedy="Give the number of ranks whose tokens reach the experts, or leave it out for the size of the group.",
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class SyncConfig:
         try:
             data: dict[str, Any] = parsed_json(text)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"these settings are no JSON: {error}.", where=_READ, remedy=_WRITTEN) from error
+            raise ConfigError(f"these settings are not JSON: {error}.", where=_READ, remedy=_WRITTEN) from error
         require(isinstance(data, dict), f"settings are a JSON object, got {type(data).__name__}.", where=_READ, remedy=_WRITTEN)
         _require_known(data, where=_READ)
         num_groups = len(data["experts"]) if isinstance(data.get("experts"), list) else 0
@@ -223,7 +223,7 @@ def _require_known(names: Iterable[str], *, where: str) -> None:
             known = sorted(SyncConfig.__dataclass_fields__)
             close = difflib.get_close_matches(name, known, n=1)
             remedy = f"Did you mean {close[0]!r}?" if close else f"Known settings: {', '.join(known)}."
-            raise ConfigError(f"there is no setting {name!r}.", where=where, remedy=remedy)
+            raise ConfigError(f"setting {name!r} does not exist.", where=where, remedy=remedy)
 
 
 def _text_of_plan(plan: object) -> str | None:
@@ -284,7 +284,7 @@ def _check_choice(field: dataclasses.Field[Any], value: object) -> None:
 def _check_goes_with_experts(config: SyncConfig, group: ExpertGroup) -> None:
     divides_sum = config.op == "sum" and group.divisor is not None
     skips = 'nonfinite="skip" does not go with experts: only some ranks would know that a step is to be skipped.'
-    weighs = 'op="weighted" does not go with experts: their ranks know the weights of their own group only.'
+    weighs = 'op="weighted" does not go with experts: their ranks know only the weights in their group.'
     for is_given, what, remedy in (
         (config.strategy == "hybrid", 'experts do not go with strategy="hybrid".', 'Use "ddp", "zero1" or "zero2".'),
         (config.nonfinite == "skip", skips, 'Use "raise" or "warn".'),

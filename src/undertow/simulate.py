@@ -69,7 +69,7 @@ class Conditions:
                 "steps in backward lie under backward, and overlap=False lets nothing lie there.",
                 "Leave one out.",
             ),
-            (self.rank < 0, f"there is no rank {self.rank}.", "Ranks count from 0, the fastest."),
+            (self.rank < 0, f"rank {self.rank} does not exist.", "Ranks count from 0, the fastest."),
         )
         for is_wrong, what, remedy in impossible:
             if is_wrong:
@@ -106,11 +106,11 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
         )
     if conditions.rank >= plan.num_ranks:
         raise ConfigError(
-            f"there is no rank {conditions.rank}.", where=_WHERE, remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}."
+            f"rank {conditions.rank} does not exist.", where=_WHERE, remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}."
         )
     if conditions.in_backward and strategy.gather is None:
         raise ConfigError(
-            f"there are no steps in backward with strategy {strategy.name!r}.",
+            f"steps in backward are not possible with strategy {strategy.name!r}.",
             where=_WHERE,
             remedy='Take "zero1", "zero2" or "hybrid".',
         )
@@ -194,8 +194,8 @@ class _Step:
         self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
         if conditions.in_backward:
             times = lane_times(profile, plan, costs)
-            behind = in_backward_order(times) if conditions.gathers_behind is None else conditions.gathers_behind
-            schedule = lower_in_backward(len(plan.buckets), strategy, behind)
+            following = in_backward_order(times) if conditions.gathers_behind is None else conditions.gathers_behind
+            schedule = lower_in_backward(len(plan.buckets), strategy, following)
             self._cost_us[strategy.reduction] = np.asarray(times.reduce_us)
             self._step_us = times.step_us
         else:

@@ -297,7 +297,7 @@ PROFILE = Profile(
 
 
 def written(out: Path, *cells: dict[str, Any]) -> None:
-    run._write(out, {"cpu": "one"}, cells)
+    run.write(out, {"cpu": "one"}, cells)
 
 
 def measured(link: str, ms: float, **profiles: str) -> dict[str, Any]:

@@ -318,7 +318,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "tensors cut": ("__1_0.distcp", cut, r"__1_0.distcp should have [\d,]+ bytes, and has [\d,]+"),
     "tensors missing": ("__1_0.distcp", Path.unlink, "__1_0.distcp is missing"),
     "tensors garbled": ("__0_0.distcp", flip, r"__0_0.distcp cannot be read \("),
-    "metadata cut": (".metadata", cut, r".metadata is none that torch.distributed.checkpoint has written \("),
+    "metadata cut": (".metadata", cut, r".metadata was not written by torch.distributed.checkpoint \("),
     "metadata missing": (".metadata", Path.unlink, ".metadata is missing"),
     "metadata of others": (
         ".metadata",
@@ -331,7 +331,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         ".metadata is none that .*is not a file of this",
     ),
     "metadata of impossible shapes": (".metadata", rewritten(impossible), ".metadata is none that .*has a shape that cannot be"),
-    "header cut": ("undertow.json", cut, "undertow.json is none of ours, or cut short"),
+    "header cut": ("undertow.json", cut, "undertow.json is not Undertow's, or is cut short"),
     "header missing": ("undertow.json", Path.unlink, "undertow.json is missing"),
     "header of others": ("undertow.json", lambda path: path.write_text("[1]"), "undertow.json is none of ours"),
     "header of the future": (
@@ -461,7 +461,7 @@ def test_one_process_saves_and_loads_without_ranks(path: Path) -> None:
         ),
         (
             lambda: load_checkpoint(path, model, by_sgd(nn.Linear(1, 1).parameters())),
-            "parameter 0 of a group of the optimizer, of shape (1, 1), is none of the model's.\n"
+            "parameter 0 of a group of the optimizer, of shape (1, 1), is not one of the model's.\n"
             "  the optimizer\n"
             "  Give the model and the optimizer that belong together.",
         ),
@@ -473,8 +473,8 @@ def test_one_process_saves_and_loads_without_ranks(path: Path) -> None:
         ),
         (
             lambda: save_checkpoint(path.parent, model),
-            f"saved is no part of a checkpoint, and saving there would remove it.\n{where}\n"
-            "  Save to a path of its own, which does not exist or holds an earlier checkpoint.",
+            f"saved is not part of a checkpoint, and saving there would remove it.\n{where}\n"
+            "  Save to a separate path, which does not exist or holds an earlier checkpoint.",
         ),
     ]
     for call, text in refused:

@@ -307,7 +307,7 @@ REFUSED = {
     "strangers": "experts are on ranks that do not train this model: {strangers}.\n"
     "  ExpertGroup(match='a.*'), the model is on ranks {own}\n"
     "  Give a group of ranks of the model.",
-    "weighted": 'op="weighted" does not go with experts: their ranks know the weights of their own group only.\n'
+    "weighted": 'op="weighted" does not go with experts: their ranks know only the weights in their group.\n'
     "  SyncConfig, ExpertGroup(match='a.*')\n"
     "  Divide the loss by the number of tokens of all ranks, over the number of ranks.",
     "optimizer": "this model has experts, whose parameters and optimizer state are sharded over other ranks than the dense "
@@ -322,7 +322,7 @@ REFUSED = {
     "  Give every rank as many batches.",
     "checkpoint": "this model has experts: ranks have other tensors under the same names, and a checkpoint has one of each.\n"
     "  save_checkpoint, load_checkpoint\n"
-    "  Save model.state_dict() and optimizer.full_state_dict() on each rank, in a file of its own.",
+    "  Save model.state_dict() and optimizer.full_state_dict() on each rank, in separate files.",
 }
 
 

@@ -156,7 +156,7 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     )
     for index in (1, -1):
         assert text_of(ConfigError, partial(manager.reduce_bucket_async, index)) == (
-            f"there is no bucket {index}.\n  GradientBucketManager of 1 buckets"
+            f"bucket {index} does not exist.\n  GradientBucketManager of 1 buckets"
         )
     param.grad = torch.ones(2)
     bucket.prepare()
@@ -252,7 +252,7 @@ REFUSED: list[tuple[Call, str]] = [
     ),
     (
         made(TWICE, "weight"),
-        "parameter 1 is no tensor but str.\n  GradientBucketManager\n  Pass model.parameters(), or the gradient tensors.",
+        "parameter 1 is not a tensor but str.\n  GradientBucketManager\n  Pass model.parameters(), or the gradient tensors.",
     ),
     (
         made(torch.zeros(2, dtype=torch.int64)),
@@ -274,7 +274,7 @@ REFUSED: list[tuple[Call, str]] = [
         made_bucket(torch.zeros(1), torch.zeros(1, dtype=torch.float64), size=99),
         "bucket 3 mixes gradients of (torch.float32, device(type='cpu')) and (torch.float64, device(type='cpu')).\n"
         "  GradientBucket\n"
-        "  Put each dtype and device into buckets of its own; GradientBucketManager does.",
+        "  Put each dtype and device into separate buckets; GradientBucketManager does.",
     ),
     *(
         (

@@ -38,7 +38,7 @@ EACH_ALONE, ALL_IN_ONE = 1e-6, 25.0  # MiB
 BAD_STEP = 2
 REMEDY = '  No rank has taken the step. Look for what has overflowed there, or set nonfinite="skip".'
 PARTLY = "  Other buckets are updated already: start from a checkpoint, and look for what has overflowed there."
-WHAT = "the gradient of '{}' is infinite or no number on {}."
+WHAT = "the gradient of '{}' is not finite (NaN or Inf) on {}."
 STRATEGIES = ["ddp", "zero1", "zero2"]
 
 
@@ -311,8 +311,8 @@ def rows() -> nn.Module:
 
 
 ONE, BRANCH = WHAT.format("first.weight", "rank 1"), WHAT.format("layers.1.bias", "rank 1")
-ALL = "the gradients of 'first.weight', 'first.bias', 'last.weight' and 1 more are infinite or no number on rank 1."
-MIDDLE = "the gradients of '1.layer.weight', '1.layer.bias' are infinite or no number on some rank."
+ALL = "the gradients of 'first.weight', 'first.bias', 'last.weight' and 1 more are not finite (NaN or Inf) on rank 1."
+MIDDLE = "the gradients of '1.layer.weight', '1.layer.bias' are not finite (NaN or Inf) on some rank."
 # A model, the most MiB of a bucket, what is done before, its loss, what is found, and in which buckets.
 FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object] | None, Callable[[Any], Tensor], str, str]] = {
     "all": (
@@ -419,7 +419,7 @@ def test_optimizers_in_backward_are_skipped() -> None:
         require_one_skipped(ddp, lambda step, factor: backward(ddp, step, factor=factor))
 
 
-EXPERTS_RAISE = """the gradient of 'experts.0.bias' is infinite or no number on rank 3.
+EXPERTS_RAISE = """the gradient of 'experts.0.bias' is not finite (NaN or Inf) on rank 3.
   synchronization {step}
   Ranks with other experts take the step: start from a checkpoint, and look for what has overflowed there."""
 

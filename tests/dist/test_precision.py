@@ -356,7 +356,7 @@ def test_mixed_precision_refuses_to_compute_again(use_reentrant: bool) -> None:
             assert text_of(PhaseError, lambda model=model: model(x).sum().backward()) == (
                 "Linear computes again in a backward, where its parameters are not narrow any more.\n"
                 "  DistributedDataParallel(mixed_precision=...), with activation checkpoints\n"
-                "  Use torch.autocast around the forward in place of mixed_precision, or leave checkpoints out."
+                "  Use torch.autocast around the forward instead of mixed_precision, or leave checkpoints out."
             )
     other.close()
     for model in (ddp, other):

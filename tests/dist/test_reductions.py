@@ -172,7 +172,7 @@ def test_a_weight_behind_its_backward_is_an_error_when_the_optimizer_steps() -> 
         assert text_of(PhaseError, optimizer.step) == (
             "loss_weight(3) was given, and no backward has come before the optimizer steps.\n"
             f"  SGD.step, rank {dist.get_rank()}\n"
-            "  Call loss_weight(n) before the backward of the loss that is a sum over n, not behind it."
+            "  Call loss_weight(n) before the backward of the loss that is a sum over n, not after it."
         )
 
         def closure() -> Tensor:

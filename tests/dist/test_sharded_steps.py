@@ -484,7 +484,7 @@ def test_groups_and_optimizers_that_do_not_go_with_it_are_refused() -> None:
         plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
         MLP.loss(ddp, 0).backward()
         assert text_of(PhaseError, plain.step) == (
-            "strategy='hybrid' needs a sharded optimizer, and SGD is none.\n"
+            "strategy='hybrid' needs a sharded optimizer, and SGD is not one.\n"
             "  the first step of the optimizer\n"
             "  Make it with undertow.ShardedOptimizer(torch.optim.SGD, model, ...)."
         )

@@ -330,7 +330,7 @@ def test_wide_values_of_16_bit_parameters_are_asked_for_by_name(tmp_path: Path) 
 
 
 ASK = "  Ask for all of it with optimizer.full_state_dict(), on every rank."
-NO_VALUES = "the state of a sharded optimizer has no values of its own: this rank has a part of it.\n"
+NO_VALUES = "the state of a sharded optimizer has no values here: this rank has a part of it.\n"
 CANNOT = "the state of a sharded optimizer cannot be pickled: this rank has a part of it."
 
 

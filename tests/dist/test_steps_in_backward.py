@@ -445,7 +445,7 @@ def test_another_thread_is_told_that_a_backward_updates_what_it_reads() -> None:
     assert first == "parameters are read that a backward updates: the shards of other ranks are not there yet."
     assert re.fullmatch(rf"  ShardedOptimizer\(\.\.\., in_backward=True\), bucket .*, rank {dist.get_rank()}", where)
     assert (remedy, len(reads)) == (
-        "  Read them in the thread that trains, behind backward. If none runs, start again from a checkpoint.",
+        "  Read them in the thread that trains, after backward. If none runs, start again from a checkpoint.",
         1,
     )
 

@@ -608,7 +608,7 @@ ARGUMENTS = {
     "devices without parameters": ONLY_ON_DEVICES.format("[0]", "0", "[]"),
     "nothing hooked": BOTH_OR_NONE,
     "nothing delayed": BOTH_OR_NONE,
-    "another's delayed": "delay_all_reduce_named_params: '0.weight' is no parameter of the module.\n"
+    "another's delayed": "delay_all_reduce_named_params: '0.weight' is not a parameter of the module.\n"
     "  DistributedDataParallel(...)\n"
     "  Give what module.named_parameters() gives, or leave the argument out.",
     "mixed precision": "mixed_precision has no dtypes: 'half'.\n"
@@ -620,7 +620,8 @@ ARGUMENTS = {
     "twice, in a list": "settings are given twice: bucket_cap_mb by arguments of torch's, and config.\n"
     "  DistributedDataParallel(...)\n"
     "  Put bucket_cap_mb into config=SyncConfig(...).",
-    "ignore": "there is no '3.weight' to ignore.\n  ignore, for a model of type Sequential\n  Did you mean '2.weight'?",
+    "ignore": "'3.weight' does not exist and cannot be ignored.\n  ignore, for a model of type Sequential\n"
+    "  Did you mean '2.weight'?",
     "mesh": ONE_MESH,
     "mesh and group": MESH_OR_GROUP,
     "device mesh": ONE_MESH,

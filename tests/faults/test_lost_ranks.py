@@ -212,7 +212,7 @@ def test_a_rank_that_has_finished_early_is_named_with_its_steps(num_ranks: int, 
     record(f"{name} early, without join", PLACES["in data"].told(fault, "RankLost", FINISHED))
 
 
-NONFINITE = """the gradient of 'norm.bias' is infinite or no number on rank {faulty}.
+NONFINITE = """the gradient of 'norm.bias' is not finite (NaN or Inf) on rank {faulty}.
   synchronization 3, bucket 4
   No rank has taken the step. Look for what has overflowed there, or set nonfinite="skip"."""
 DIFFERS = """parameter 'last.weight' has other values on rank {faulty} than on rank {others}.

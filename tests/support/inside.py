@@ -359,7 +359,7 @@ def gathers_behind(model: Model) -> Any:
 
 def interleave(model: Model, behind: Any) -> None:
     assembly_of(model).interleave(behind)
-    engine_of(model).current_plan.now.hooks.tuning._order = (sync_of(model).plan.groups, behind)
+    engine_of(model).current_plan.now.hooks.tuning._order.decided = (sync_of(model).plan.groups, behind)
 
 
 def records_of(model: Model) -> Any:

@@ -102,7 +102,7 @@ FILE = "SyncConfig(plan=...)\n  Give the path of a file that save_plan() has wri
 EXPERTS = 'SyncConfig\n  Write experts=(ExpertGroup(match="*.experts.*", process_group=group),).'
 REPLICAS = "SyncConfig\n  Give a number, such as 100, or leave it out for no comparison."
 HERE = "SyncConfig, ExpertGroup(match='a.*')"
-DIVISOR = "Give the number of ranks whose tokens reach the experts, or leave it out for that of the group."
+DIVISOR = "Give the number of ranks whose tokens reach the experts, or leave it out for the size of the group."
 FSDP = "SyncConfig\n  Use torch.distributed.fsdp.fully_shard to shard parameters."
 CHOICES = {
     "strategy": (["ddp2"], "None, 'ddp', 'zero1', 'zero2', 'hybrid'"),
@@ -239,7 +239,7 @@ READ = "\n  SyncConfig.from_json\n  "
             id="a text with experts",
         ),
         *(
-            pytest.param(call, f"there is no setting {name!r}.\n  {where}\n  {remedy}", id=f"{name}, {where}")
+            pytest.param(call, f"setting {name!r} does not exist.\n  {where}\n  {remedy}", id=f"{name}, {where}")
             for name, remedy in (
                 ("overlapp", "Did you mean 'overlap'?"),
                 ("xyzzy", f"Known settings: {', '.join(sorted(DEFAULTS))}."),
@@ -252,12 +252,12 @@ READ = "\n  SyncConfig.from_json\n  "
         ),
         pytest.param(
             read("overlap: true"),
-            f"these settings are no JSON: Expecting value: line 1 column 1 (char 0).{READ}Use text that to_json() has written.",
+            f"these settings are not JSON: Expecting value: line 1 column 1 (char 0).{READ}Use text that to_json() has written.",
             id="no JSON",
         ),
         pytest.param(
             read(None),
-            "these settings are no JSON: the JSON object must be str, bytes or bytearray, not NoneType."
+            "these settings are not JSON: the JSON object must be str, bytes or bytearray, not NoneType."
             f"{READ}Use text that to_json() has written.",
             id="no text",
         ),

@@ -345,7 +345,7 @@ WHERE = "\n  conditions of a simulated step\n  "
             id="a negative launch",
         ),
         pytest.param(
-            lambda: Conditions(rank=-1), f"there is no rank -1.{WHERE}Ranks count from 0, the fastest.", id="a negative rank"
+            lambda: Conditions(rank=-1), f"rank -1 does not exist.{WHERE}Ranks count from 0, the fastest.", id="a negative rank"
         ),
         pytest.param(
             lambda: Conditions(in_backward=True, overlap=False),
@@ -354,12 +354,12 @@ WHERE = "\n  conditions of a simulated step\n  "
         ),
         pytest.param(
             lambda: simulated(DDP, in_backward=True),
-            f'there are no steps in backward with strategy \'ddp\'.{WHERE}Take "zero1", "zero2" or "hybrid".',
+            f'steps in backward are not possible with strategy \'ddp\'.{WHERE}Take "zero1", "zero2" or "hybrid".',
             id="in_backward without shards",
         ),
         pytest.param(
             lambda: simulated(DDP, rank=2),
-            f"there is no rank 2.{WHERE}The plan is for ranks 0 to 1.",
+            f"rank 2 does not exist.{WHERE}The plan is for ranks 0 to 1.",
             id="a rank that the plan does not have",
         ),
         pytest.param(

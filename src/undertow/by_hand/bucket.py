@@ -136,7 +136,7 @@ class GradientBucket:
             raise ConfigError(
                 f"bucket {self.bucket_index} mixes gradients of {' and '.join(sorted(map(str, kinds)))}.",
                 where="GradientBucket",
-                remedy="Put each dtype and device into buckets of its own; GradientBucketManager does.",
+                remedy="Put each dtype and device into separate buckets; GradientBucketManager does.",
             )
         num_bytes = sum(gradient.numel() * gradient.element_size() for gradient in self.gradients)
         if not self.size_in_bytes >= num_bytes or not self.size_in_bytes > 0:  # also rejects NaN

@@ -91,7 +91,7 @@ class GradientBucketManager:
         """
         buckets = self._buckets_for("reduce_bucket_async")
         require(
-            0 <= index < len(buckets), f"there is no bucket {index}.", where=f"GradientBucketManager of {len(buckets)} buckets"
+            0 <= index < len(buckets), f"bucket {index} does not exist.", where=f"GradientBucketManager of {len(buckets)} buckets"
         )
         buckets[index].prepare()
         return buckets[index].reduce_async(self.process_group, op)
@@ -151,7 +151,7 @@ def _check_tensors(tensors: Sequence[Tensor]) -> None:
     for index, tensor in enumerate(tensors):
         require(
             isinstance(tensor, Tensor),
-            f"parameter {index} is no tensor but {type(tensor).__name__}.",
+            f"parameter {index} is not a tensor but {type(tensor).__name__}.",
             where="GradientBucketManager",
             remedy="Pass model.parameters(), or the gradient tensors.",
         )

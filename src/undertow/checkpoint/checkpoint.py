@@ -194,7 +194,7 @@ def _require_no_experts(model: nn.Module, optimizer: torch.optim.Optimizer | Non
         raise CheckpointError(
             "this model has experts: ranks have other tensors under the same names, and a checkpoint has one of each.",
             where="save_checkpoint, load_checkpoint",
-            remedy="Save model.state_dict() and optimizer.full_state_dict() on each rank, in a file of its own.",
+            remedy="Save model.state_dict() and optimizer.full_state_dict() on each rank, in separate files.",
         )
 
 
@@ -212,7 +212,7 @@ class _Names:
         for index, param in enumerate(params):
             if id(param) not in self.of_param:
                 raise CheckpointError(
-                    f"parameter {index} of a group of the optimizer, of shape {tuple(param.shape)}, is none of the model's.",
+                    f"parameter {index} of a group of the optimizer, of shape {tuple(param.shape)}, is not one of the model's.",
                     where="the optimizer",
                     remedy="Give the model and the optimizer that belong together.",
                 )
@@ -301,7 +301,7 @@ def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Op
     room: dict[str, Tensor | None] = {entry.name: _whole(entry) for _, entry in _below(stored, _OPTIMIZER, _GROUPS)}
     for (of, *keys), entry in _below(stored, _OPTIMIZER, _STATE):
         if of not in params:
-            raise _other_model(stored, f"has a state of {of!r}, which is none of the optimizer's parameters")
+            raise _other_model(stored, f"has a state of {of!r}, which is not one of the optimizer's parameters")
         param, dtype = params[of], entry.dtype
         is_of_elements = entry.shape == param.shape and keys[-1] not in OF_THE_WHOLE
         if (parts is not None and entry.shape and not is_of_elements) or (keys == [MASTER] and entry.shape != param.shape):

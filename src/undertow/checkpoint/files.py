@@ -107,7 +107,7 @@ def read_stored(folder: Path) -> Stored:
     try:
         entries = stored_entries(data)
     except Exception as error:  # arbitrary bytes can raise any exception
-        raise _broken(path, f"is none that torch.distributed.checkpoint has written ({_reason(error)})") from error
+        raise _broken(path, f"was not written by torch.distributed.checkpoint ({_reason(error)})") from error
     for name, size in file_sizes(entries.values()).items():
         found = _size(folder / name)
         if found != size:
@@ -161,11 +161,11 @@ def _header(path: Path) -> dict[str, Any]:
     except ValueError:
         header = None
     if not isinstance(header, dict) or not {"format", "optimizer", "extra"} <= header.keys():
-        raise _broken(path, "is none of ours, or cut short")
+        raise _broken(path, "is not Undertow's, or is cut short")
     if type(header["format"]) is not int or header["format"] != _FORMAT:
         raise _broken(path, f"is of format {brief(header['format'])}, and this version reads format {_FORMAT}")
     if not isinstance(header["optimizer"], str | None):
-        raise _broken(path, "is none of ours: the name of its optimizer is not a text")
+        raise _broken(path, "is not Undertow's: the name of its optimizer is not a text")
     return header
 
 
@@ -214,9 +214,9 @@ def _require_ours(folder: Path) -> None:
     stranger = next((file for file in present if is_foreign or not _OURS.fullmatch(file.name)), None)
     if stranger is not None:
         raise CheckpointError(
-            f"{stranger.name} is no part of a checkpoint, and saving there would remove it.",
+            f"{stranger.name} is not part of a checkpoint, and saving there would remove it.",
             where=str(stranger.absolute()),
-            remedy="Save to a path of its own, which does not exist or holds an earlier checkpoint.",
+            remedy="Save to a separate path, which does not exist or holds an earlier checkpoint.",
         )
 
 

@@ -1,6 +1,6 @@
 """The `.metadata` of a checkpoint: its tensors and values, and the bytes of the files that hold them.
 
-torch.distributed.checkpoint writes it as a pickle of its own classes. The file may come from an untrusted source, so it is not
+torch.distributed.checkpoint writes it as a pickle of torch's classes. The file may come from an untrusted source, so it is not
 unpickled. This reader knows only the opcodes that Python's pickler writes for those classes. They build strings, numbers, lists,
 dicts and `_Made`, a record of a call that the pickle requests. No class is looked up, nothing is called, and no attribute is set.
 Everything is checked before anything is used.

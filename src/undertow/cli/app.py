@@ -104,9 +104,7 @@ def plan(  # noqa: PLR0913  # one argument per option
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            help="Ranks to lay it out for; without it those of the profile or the saved plan, else 2.", show_default=False
-        ),
+        typer.Option(help="Ranks to lay it out for; by default as in the profile or the saved plan, else 2.", show_default=False),
     ] = None,
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="Largest bucket in MiB; without it, saved or planned ones.", show_default=False)
@@ -132,7 +130,7 @@ def plan(  # noqa: PLR0913  # one argument per option
 @app.command(
     help="Predict the step of a model on a network, without running anything.\n\n"
     "PROFILE is JSON: what save_profile() has measured, or written by hand (docs/profiles.md). Simulates a step that sends "
-    "one message per parameter, buckets of fixed size (25 MiB behind a first one of 1 MiB, as torch's DistributedDataParallel "
+    "one message per parameter, buckets of fixed size (25 MiB after a first one of 1 MiB, as torch's DistributedDataParallel "
     "has them, and 40 MB), and the optimal buckets for this network. Prints what each step takes, what of its communication is "
     "exposed, how it compares with the shortest possible step, and the scaling efficiency, the share of the step that computing "
     "alone takes. With --in-backward the optimal buckets are the best of some sizes. Draws timelines in "
@@ -142,14 +140,14 @@ def plan(  # noqa: PLR0913  # one argument per option
 )
 def simulate(  # noqa: PLR0913  # one argument per option
     profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What was measured of a model.", show_default=False)],
-    ranks: Annotated[int | None, typer.Option(help="Ranks; without it those of the profile.", show_default=False)] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks; by default as in the profile.", show_default=False)] = None,
     link: _Link = None,
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
     strategy: Annotated[
         str | None,
         typer.Option(
-            help='"ddp", "zero1", "zero2" or "hybrid", which shards inside a node; without it that of the profile.',
+            help='"ddp", "zero1", "zero2" or "hybrid", which shards inside a node; by default as in the profile.',
             show_default=False,
         ),
     ] = None,

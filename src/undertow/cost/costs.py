@@ -80,7 +80,7 @@ def link_from_text(text: str) -> Link:
     match = _LINK_TEXT.fullmatch(text)
     if match is None or float(match["rate"]) == 0:
         raise ConfigError(
-            f"there is no link {text!r}.",
+            f"link {text!r} is not known.",
             remedy='Write a rate such as "1gbit", "2.5gbit" or "200mbit", a rate and a latency such as "100gbit,5us", '
             'or "none" for the bare loopback.',
         )
@@ -187,7 +187,7 @@ def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
     """
     ordered = sorted(_checked_point(sample, index, of="samples") for index, sample in enumerate(samples))
     if not ordered:
-        raise ConfigError("there are no samples to make a cost curve of.", remedy="Measure one size or more.")
+        raise ConfigError("a cost curve needs samples.", remedy="Measure one size or more.")
     groups: list[list[tuple[float, float]]] = []
     for sample in ordered:
         if not groups or sample[0] > _SAME_SIZE * groups[-1][0][0]:

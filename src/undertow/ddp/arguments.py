@@ -148,7 +148,7 @@ def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] 
     for name, param in named_params or ():
         require(
             id(param) in known,
-            f"delay_all_reduce_named_params: {name!r} is no parameter of the module.",
+            f"delay_all_reduce_named_params: {name!r} is not a parameter of the module.",
             where=_WHERE,
             remedy="Give what module.named_parameters() gives, or leave the argument out.",
         )

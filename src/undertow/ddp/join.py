@@ -40,7 +40,7 @@ class UnevenInputs(Join):
         return num_active
 
     def _notify_procs_to_terminate(self) -> None:
-        with _over_users(self._hook.sync, "all ranks, to tell that there is no more data"):
+        with _over_users(self._hook.sync, "all ranks, to tell that the data has ended"):
             super()._notify_procs_to_terminate()  # type: ignore[no-untyped-call]
 
 

@@ -91,5 +91,5 @@ def _require_first_forward(called: weakref.ref[nn.Module]) -> None:
         raise PhaseError(
             f"{type(module).__name__} computes again in a backward, where its parameters are not narrow any more.",
             where="DistributedDataParallel(mixed_precision=...), with activation checkpoints",
-            remedy="Use torch.autocast around the forward in place of mixed_precision, or leave checkpoints out.",
+            remedy="Use torch.autocast around the forward instead of mixed_precision, or leave checkpoints out.",
         )

@@ -64,7 +64,7 @@ def _print_introduction(console: Console, settings: DemoSettings, *, num_cores: 
     if settings.num_ranks == 1:
         console.print("[yellow]One rank has nobody to talk to: there will be no communication to hide.[/]")
     if settings.num_ranks > num_cores:
-        console.print(f"[yellow]{ranks} share {num_cores} cores: computation will take longer than on machines of their own.[/]")
+        console.print(f"[yellow]{ranks} share {num_cores} cores: computation will take longer than on separate machines.[/]")
     elif settings.num_ranks + load > num_cores + _BARELY_BUSY:
         console.print("[yellow]Other programs are computing on this machine: times will vary.[/]")
 

@@ -110,7 +110,7 @@ def _file(path: Path) -> bytes:
     try:
         # Checked before opening: a pipe without a writer would block forever.
         if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         with path.open("rb") as file:
             return file.read(_MAX_BYTES)
     except OSError as error:

@@ -58,7 +58,7 @@ def _found_out(make: MakeOptimizer, hyper_parameters: dict[str, Any], device: to
     whole = _stepped(make, hyper_parameters, [start], [[grad] for grad in grads])
     parts = _stepped(make, hyper_parameters, _cut(start), map(_cut, grads))
     if not torch.equal(_values(whole), _values(parts)):
-        return "it updates parts of a parameter otherwise than the whole"
+        return "it updates parts of a parameter differently from the whole"
     before, after = _settings(new), _settings(whole)
     changed = [repr(name) for name in {**before, **after} if before.get(name) != after.get(name)]
     if changed:

@@ -270,7 +270,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if stranger is not None:
             self.param_groups.pop()
             raise ConfigError(
-                f"parameter {stranger} of the optimizer, of shape {tuple(params[stranger].shape)}, is none that is synchronized.",
+                f"parameter {stranger} of the optimizer, of shape {tuple(params[stranger].shape)}, is not synchronized.",
                 where="ShardedOptimizer",
                 remedy="Give it parameters of the wrapped module, and none that `ignore` names.",
             )

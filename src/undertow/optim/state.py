@@ -96,7 +96,7 @@ class ShardedState(Tensor):
             if op is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(first.shape):
                 return first._with_pieces((), **given)  # torch's staging of a checkpoint fills the pieces in
         raise CheckpointError(
-            "the state of a sharded optimizer has no values of its own: this rank has a part of it.",
+            "the state of a sharded optimizer has no values here: this rank has a part of it.",
             where=f"{op}, of a state of shape {next((tuple(it.shape) for it in args if isinstance(it, cls)), '?')}",
             remedy="Ask for all of it with optimizer.full_state_dict(), on every rank.",
         )
@@ -135,7 +135,7 @@ def with_scalars_in_place(state: Mapping[str, Any], param: Tensor, group: Mappin
 def parts_of_state(state: Mapping[str, Any], part: ShardPart, param: Tensor) -> ParamState:
     """Returns copies of the state of `part`, cut from whole tensors or from shards that contain it, in Undertow's dtypes.
 
-    A `master` that is no wider than the parameter is left out. It went through a plain optimizer, which narrows it and then does
+    A `master` that is not wider than the parameter is left out. It went through a plain optimizer, which narrows it and then does
     not update it along with the parameter.
     """
     return {

@@ -70,9 +70,9 @@ class _Lane:
 def lane_period_us(times: LaneTimes, gathers_behind: GathersBehind) -> float:
     """Returns the period of steps in backward in microseconds: backward until all buckets are stepped, then the next forward."""
     lane = _Lane(times)
-    for behind in gathers_behind:
+    for following in gathers_behind:
         lane.reduce()
-        for bucket in behind:
+        for bucket in following:
             lane.gather(bucket)
     now_us, computed_us = lane.stepped_us[-1], 0.0
     for bucket in sorted(range(times.num_buckets), key=lambda bucket: times.used_us[bucket]):
@@ -96,12 +96,12 @@ def _gathers_last(times: LaneTimes) -> GathersBehind:
 def _in_gaps(times: LaneTimes, patience: float) -> GathersBehind:
     """Puts gathers into gaps of the lane, if at most `patience` of one remains when the next gradient is ready."""
     lane = _Lane(times)
-    behind: list[list[int]] = []
+    following: list[list[int]] = []
     waiting: list[int] = []
     for bucket, next_us in enumerate((*times.ready_us[1:], math.inf)):
         lane.reduce()
         waiting.append(bucket)
-        behind.append([])
+        following.append([])
         while waiting:
             # Of the buckets that can start first, the one that is needed first. If two are read at once, the one reduced last
             # comes first: its layer is the earlier one.
@@ -111,5 +111,5 @@ def _in_gaps(times: LaneTimes, patience: float) -> GathersBehind:
                 break
             lane.gather(chosen)
             waiting.remove(chosen)
-            behind[-1].append(chosen)
-    return tuple(map(tuple, behind))
+            following[-1].append(chosen)
+    return tuple(map(tuple, following))

@@ -101,7 +101,7 @@ def optimal_groups(  # noqa: PLR0913  # the parameters, the run they are planned
         raise ConfigError(
             f"no plan is ever through: a collective costs {best}.",
             where=f"costs of {'reduce_scatter and all_gather' if has_shards else 'all_reduce'}",
-            remedy="Give finite costs for all sizes up to those of all gradients together.",
+            remedy="Give finite costs for all sizes up to the size of all gradients together.",
         )
     groups = groups_of(atoms, params, chosen)
     finish = finish_us(params, groups, timing, costs, has_shards=has_shards)

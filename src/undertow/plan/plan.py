@@ -135,7 +135,9 @@ class Plan:
             raise
         except (ValueError, KeyError, TypeError, IndexError) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
-            raise ConfigError(f"this is no saved plan: {reason}.", remedy="Use a file that save_plan() has written.") from error
+            raise ConfigError(
+                f"this is not a saved plan: {reason}.", remedy="Use a file that save_plan() has written."
+            ) from error
 
 
 def _whole(value: Any) -> int:
@@ -248,5 +250,5 @@ def _check_bucket(bucket: Bucket, params: Sequence[ParamSpec]) -> None:
         raise ConfigError(
             f"the trailer [{bucket.trailer.start}, {bucket.trailer.stop}) of bucket {bucket.index} is misplaced.",
             where=f"the gradients end at {end}, the storage at {bucket.storage_numel}",
-            remedy="The trailer lies behind the gradients and ends the storage.",
+            remedy="The trailer follows the gradients and ends the storage.",
         )

@@ -73,7 +73,7 @@ class Profile:
             first = first_of.setdefault(spec.name, index)
             if first != index:
                 raise ConfigError(
-                    f"params[{index}].name must be another one than that of params[{first}], got {spec.name!r}.",
+                    f"params[{index}].name must differ from the name of params[{first}], got {spec.name!r}.",
                     remedy="Name each parameter once; a tied one has one name and one gradient.",
                 )
         checked_integer(self.num_ranks, "num_ranks", lowest=1)
@@ -156,7 +156,7 @@ def checked_us(value: Any, field: str) -> float:
     if not is_time:
         raise ConfigError(
             f"{field} must be a number of microseconds, zero or more, got {brief(value)}.",
-            remedy="A millisecond is 1000. NaN and infinity are no times.",
+            remedy="A millisecond is 1000. NaN and infinity are not times.",
         )
     return float(value)
 
@@ -166,7 +166,7 @@ def checked_ready_us(value: Any, field: str, *, backward_us: float) -> float:
     ready_us = checked_us(value, field)
     if ready_us > backward_us + _ROUNDING_US:
         raise ConfigError(
-            f"{field} must not be behind the end of backward, got {brief(value)}.",
+            f"{field} must not be after the end of backward, got {brief(value)}.",
             where=f"backward_us is {brief(backward_us)}",
             remedy="Count from the beginning of backward; a gradient that never comes has backward_us.",
         )
@@ -244,7 +244,7 @@ def _profile_of(data: Any, where: str) -> Profile:
     try:
         return _profile(data)
     except ConfigError as error:
-        raise ConfigError(f"{where} is no profile.", where=str(error)) from error
+        raise ConfigError(f"{where} is not a profile.", where=str(error)) from error
 
 
 def _text_of(path: str | Path) -> str:
@@ -253,7 +253,7 @@ def _text_of(path: str | Path) -> str:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read.", where=error.strerror or str(error), remedy=_REMEDY) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no JSON.", where=str(error), remedy=_REMEDY) from error
+        raise ConfigError(f"{path} is not JSON.", where=str(error), remedy=_REMEDY) from error
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -263,7 +263,7 @@ def _parsed(text: str, where: str) -> Any:
         place = str(error)
         if isinstance(error, json.JSONDecodeError):
             place = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise ConfigError(f"{where} is no JSON.", where=place, remedy=_REMEDY) from error
+        raise ConfigError(f"{where} is not JSON.", where=place, remedy=_REMEDY) from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -341,7 +341,7 @@ def _curve(points: Any, path: str) -> CostCurve:
     try:
         return CostCurve(points=tuple((size, time) for size, time in rows))
     except ConfigError as error:
-        raise ConfigError(f"{path} is no cost curve.", where=str(error)) from error
+        raise ConfigError(f"{path} is not a cost curve.", where=str(error)) from error
 
 
 def _groups(buckets: Any, num_params: int) -> tuple[tuple[GroupEntry, ...], ...]:

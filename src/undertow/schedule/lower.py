@@ -39,7 +39,7 @@ def lower_in_backward(num_buckets: int, strategy: Strategy, gathers_behind: Sequ
     full: autograd adds up all uses of a parameter before it delivers its gradient. Raises ConfigError for a gather before its
     step.
     """
-    behind = gathers_after_reductions(num_buckets) if gathers_behind is None else gathers_behind
+    following = gathers_after_reductions(num_buckets) if gathers_behind is None else gathers_behind
     build = _Builder(strategy, backward_reads=("param",))
     fills: list[int] = []
     steps: list[int] = []
@@ -51,12 +51,12 @@ def lower_in_backward(num_buckets: int, strategy: Strategy, gathers_behind: Sequ
             full = end = build.add(OpKind.END, None, after=fills)
         reduction = build.pack_and_reduce(bucket, after=full)
         steps.append(build.add(OpKind.STEP, bucket, reads=(build.reduced,), writes=("own",), after=[reduction]))
-        for gathered in behind[bucket]:
+        for gathered in following[bucket]:
             if gathered > bucket:
                 raise ConfigError(
                     f"bucket {gathered} cannot be gathered before it is reduced.",
-                    where=f"the lane behind the reduction of bucket {bucket}",
-                    remedy="Put its gather behind its own reduction, or a later one.",
+                    where=f"the lane after the reduction of bucket {bucket}",
+                    remedy="Put its gather after its own reduction, or a later one.",
                 )
             gathers[gathered] = build.gather(gathered, after=steps[gathered])
     build.binds(steps, join=build.add(OpKind.JOIN, None, after=[end]))

@@ -63,7 +63,7 @@ def strategy_named(name: str | None) -> Strategy:
     strategy = DDP if name is None else STRATEGIES.get(name)
     if strategy is None:
         raise ConfigError(
-            f"there is no strategy {name!r}.",
+            f"strategy {name!r} does not exist.",
             where="strategy",
             remedy="Use torch.distributed.fsdp.fully_shard to shard parameters."
             if name in ("zero3", "fsdp")

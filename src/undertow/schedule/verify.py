@@ -84,7 +84,7 @@ def _check_end(schedule: Schedule, before: Sequence[int]) -> None:
     for last in {op.kind: op for op in reductions}.values():  # on each axis
         if not _is_before(before, end, last):
             raise ConfigError(
-                f"op {last.id:02d} ({last.label}) may leave before backward is over.",
+                f"op {last.id:02d} ({last.label}) may leave before backward ends.",
                 where=f"it is the last reduction; backward ends with op {end.id:02d}",
                 remedy="The last bucket leaves after backward: its trailer carries what a rank knows only then.",
             )
@@ -97,12 +97,12 @@ def _check_steps(schedule: Schedule, num_buckets: int) -> None:
             "the steps do not update each parameter once.",
             where=f"buckets that are stepped: {', '.join('all' if it is None else f'b{it}' for it in stepped)}; "
             f"the plan has {num_buckets} buckets",
-            remedy="One step updates all buckets, or each bucket has one of its own.",
+            remedy="One step updates all buckets, or each bucket has a separate one.",
         )
 
 
 def _by_bucket(schedule: Schedule, kind: OpKind) -> dict[int | None, list[Op]]:
-    """Returns the ops of `kind` by bucket; those of all buckets are under None."""
+    """Returns the ops of `kind` by bucket; ops of all buckets are under None."""
     found: dict[int | None, list[Op]] = defaultdict(list)
     for op in schedule.ops:
         if op.kind is kind:

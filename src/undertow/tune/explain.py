@@ -54,7 +54,7 @@ def _lines(it: Explanation) -> Iterator[str]:
     times = {"achieved": it.achieved_ms, "predicted": it.predicted_ms, "the best plan": it.best_ms, "limit": it.limit_ms}
     known = [f"{name} {milliseconds:.2f}" for name, milliseconds in times.items() if milliseconds is not None]
     if known:
-        yield f"Until gradients are through, ms since the step began: {', '.join(known)}"
+        yield f"Until gradients are synchronized, ms since the step began: {', '.join(known)}"
     sections = {"Other plans:": it.alternatives, "The network, as measured:": it.network, "Decisions:": it.decisions}
     for title, rows in sections.items():
         yield from (title, *(f"  {row}" for row in rows)) if rows else ()

@@ -173,7 +173,7 @@ class Decision:
                 where=f"{len(params)} parameters, at most {most} slots",
                 remedy="Cut parameters into fewer pieces.",
             )
-        gathers = [(at, bucket) for at, behind in enumerate(self.gathers_behind or ()) for bucket in behind]
+        gathers = [(at, bucket) for at, following in enumerate(self.gathers_behind or ()) for bucket in following]
         times = (self.present_us, self.predicted_us, self.limit_us)
         return np.concatenate(
             [
@@ -203,9 +203,9 @@ def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, .
     groups: dict[int, list[GroupEntry]] = defaultdict(list)
     for param, first, stop, bucket in rows.astype(np.int64).reshape(-1, 4)[: int(num_rows)].tolist():
         groups[bucket].append(member_of(Piece(param=param, first=first, stop=stop), params))
-    behind: list[list[int]] = [[] for _ in range(int(num_gathers))]  # every bucket is gathered once
+    following: list[list[int]] = [[] for _ in range(int(num_gathers))]  # every bucket is gathered once
     for at, bucket in gathers.astype(np.int64).reshape(-1, 2)[: int(num_gathers)].tolist():
-        behind[at].append(bucket)
+        following[at].append(bucket)
     return Decision(
         outcome=Outcome(int(outcome)),
         next_look=int(next_look),
@@ -213,5 +213,5 @@ def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, .
         predicted_us=predicted_us,
         limit_us=limit_us,
         groups=tuple(map(tuple, groups.values())) or None,
-        gathers_behind=tuple(map(tuple, behind)) or None,
+        gathers_behind=tuple(map(tuple, following)) or None,
     )

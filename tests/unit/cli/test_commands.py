@@ -70,7 +70,7 @@ def test_an_error_of_ours_is_text_on_stderr_and_exit_code_2(undertow: Undertow) 
     assert undertow("demo --link fast") == (
         2,
         "",
-        "Error: there is no link 'fast'.\n"
+        "Error: link 'fast' is not known.\n"
         '  Write a rate such as "1gbit", "2.5gbit" or "200mbit", a rate and a latency such as "100gbit,5us", or "none" for the '
         "bare loopback.\n",
     )
@@ -223,7 +223,7 @@ NODES = '  Give the network with its nodes, such as --ranks 64 --per-node 8 --li
 ELSEWHERE = "  undertow simulate\n  Give another directory for the pictures: --out DIR.\n"
 REFUSALS = {
     "plan table.json --strategy zero3": (
-        "there is no strategy 'zero3'.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.\n"
+        "strategy 'zero3' does not exist.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.\n"
     ),
     "plan table.json --accumulation --no-overlap": (
         "--accumulation and --no-overlap cannot go together.\n  undertow plan\n"
@@ -237,7 +237,7 @@ REFUSALS = {
         "  Give a profile that save_profile() has written, or leave --link, --per-node and --node-link out.\n"
     ),
     "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  docs/profiles.md has",
-    "plan broken.json": "broken.json is no JSON.\n  line 1, column",  # told from a plan
+    "plan broken.json": "broken.json is not JSON.\n  line 1, column",  # told from a plan
     "simulate small.json": (
         "nothing says what communication over 4 ranks costs.\n  the profile 'small' has no costs\n"
         '  Give the network, such as --ranks 64 --link "100gbit,5us".\n'
@@ -269,11 +269,11 @@ REFUSALS = {
     ),
     "simulate mesh.json --ranks 8": "nothing says what strategy 'hybrid' costs over 8 ranks.\n",
     # Of other parts.
-    "simulate small.json --link fast": "there is no link 'fast'.\n",
+    "simulate small.json --link fast": "link 'fast' is not known.\n",
     "simulate small.json --link 1gbit --per-node 3": "4 ranks cannot be on nodes of 3 ranks each.\n",
-    "simulate small.json --link 1gbit --strategy zero3": "there is no strategy 'zero3'.\n",
+    "simulate small.json --link 1gbit --strategy zero3": "strategy 'zero3' does not exist.\n",
     "simulate small.json --link 1gbit --contention 1": "contention must be 0 or more and below 1, got 1.0.\n",
-    "simulate small.json --link 8gbit --in-backward": "there are no steps in backward with strategy 'ddp'.\n",
+    "simulate small.json --link 8gbit --in-backward": "steps in backward are not possible with strategy 'ddp'.\n",
     # Places where no picture can be.
     "simulate small.json --link 1gbit --out file": f"nothing can be written to 'file': File exists.\n{ELSEWHERE}",
     "simulate small.json --link 1gbit --out file/below": f"nothing can be written to 'file/below': Not a directory.\n{ELSEWHERE}",

@@ -87,7 +87,7 @@ REFUSALS: dict[str, tuple[Call, str]] = {
     },
     "no samples": (
         lambda: curve_from_samples([]),
-        "there are no samples to make a cost curve of.\n  Measure one size or more.",
+        "a cost curve needs samples.\n  Measure one size or more.",
     ),
     "a sample that is no number": (
         lambda: curve_from_samples([(5, 1), (1, math.nan)]),
@@ -369,7 +369,7 @@ NETWORK_REFUSALS: dict[str, tuple[Call, str]] = {
     **{
         f"the link {text!r}": (
             lambda text=text: link_from_text(text),
-            f'there is no link {text!r}.\n  Write a rate such as "1gbit", "2.5gbit" or "200mbit", a rate and a latency such as '
+            f'link {text!r} is not known.\n  Write a rate such as "1gbit", "2.5gbit" or "200mbit", a rate and a latency such as '
             '"100gbit,5us", or "none" for the bare loopback.',
         )
         for text in (*NO_LINKS, *NO_LATENCIES)

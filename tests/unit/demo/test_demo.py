@@ -96,16 +96,16 @@ REFUSALS: dict[str, Call] = {
         num_steps=0
     ),
     "--seed must be 0 to 2147483647, got -1.\n  undertow demo\n  Any such number will do.": lambda: DemoSettings(seed=-1),
-    "there is no strategy 'zero3'.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.": lambda: (
+    "strategy 'zero3' does not exist.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.": lambda: (
         DemoSettings(strategy="zero3")
     ),
     'strategy \'hybrid\' is for several nodes, and the demo runs on one.\n  undertow demo\n  Take "zero1" or "zero2".': (
         lambda: DemoSettings(strategy="hybrid")
     ),
-    "there is no strategy 'zero'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.": lambda: DemoSettings(
+    "strategy 'zero' does not exist.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.": lambda: DemoSettings(
         strategy="zero"
     ),
-    "there is no link 'fast'.\n": lambda: DemoSettings(link="fast"),
+    "link 'fast' is not known.\n": lambda: DemoSettings(link="fast"),
 }
 
 
@@ -141,8 +141,8 @@ def test_a_file_is_taken_as_bytes_up_to_the_bound(tmp_path: Path) -> None:
     ("make", "text"),
     [
         (lambda path: None, f"cannot be read: No such file or directory.\n  {UNREADABLE}"),
-        (Path.mkdir, f"cannot be read: it is no regular file.\n  {UNREADABLE}"),
-        (os.mkfifo, f"cannot be read: it is no regular file.\n  {UNREADABLE}"),  # and without a writer it does not block
+        (Path.mkdir, f"cannot be read: it is not a regular file.\n  {UNREADABLE}"),
+        (os.mkfifo, f"cannot be read: it is not a regular file.\n  {UNREADABLE}"),  # and without a writer it does not block
         (
             lambda path: path.write_bytes(b"abc"),
             "is too short to train on: 3 bytes.\n  the text of undertow demo\n  Give a file of 4096 bytes or more: --text FILE.",

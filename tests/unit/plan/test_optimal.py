@@ -346,7 +346,7 @@ COUNTED = "Count from the beginning of the step or of forward; a gradient that n
         pytest.param(
             partial(plan, specs_of_sizes(1, 2), timing(1, 2), line(math.inf, 1)),
             "no plan is ever through: a collective costs inf.\n  costs of all_reduce\n"
-            "  Give finite costs for all sizes up to those of all gradients together.",
+            "  Give finite costs for all sizes up to the size of all gradients together.",
             id="costs without end",
         ),
         pytest.param(

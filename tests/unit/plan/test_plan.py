@@ -178,7 +178,7 @@ EACH_ONCE = "a plan must hold each of its 3 parameters exactly once.\n  first di
 FOREIGN = "\n  Make the plan from the parameters of this model."
 IN_PIECES = "\n  The pieces of a parameter follow each other without gaps, each in a later bucket."
 WEIGHT = f"{EACH_ONCE}parameter 0 ('weight') has elements [0, 6), its slots hold "
-NO_PLAN, SAVE = "this is no saved plan: ", ".\n  Use a file that save_plan() has written."
+NO_PLAN, SAVE = "this is not a saved plan: ", ".\n  Use a file that save_plan() has written."
 OVERLAPS = "\n  Slots do not overlap, and are of one dtype and device."
 SIZES = "Sizes are zero or more, an element has at least one byte, and all of them fit into 64 bits."
 
@@ -188,7 +188,7 @@ def misplaced(**change: Any) -> tuple[Call, str]:
     return lambda: with_bucket(1, **change), (
         "the trailer [11, 72) of bucket 1 is misplaced.\n"
         f"  the gradients end at {changed.numel}, the storage at {changed.storage_numel}\n"
-        "  The trailer lies behind the gradients and ends the storage."
+        "  The trailer follows the gradients and ends the storage."
     )
 
 
@@ -440,7 +440,7 @@ DTYPES = "float16, bfloat16, float32, float64, complex64, complex128"
         (
             b'{"format": 1, "format": 1, "buckets": []}',
             NEITHER,
-            "this is no saved plan: 'format' is given twice.\n  Use a file that save_plan() has written.",
+            "this is not a saved plan: 'format' is given twice.\n  Use a file that save_plan() has written.",
         ),
         (
             json.dumps({"format": 1, "num_ranks": 2, "params": [spec("a", 5).to_dict()], "buckets": [[0, 0]]}).encode(),

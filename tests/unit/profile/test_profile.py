@@ -16,7 +16,7 @@ from undertow.profile import Profile, profile_from_file, profile_from_json
 
 CURVE = CostCurve(points=((1000, 60), (2000, 70)))
 GIVEN = "must be a number of microseconds, zero or more, got"
-TIMES = "A millisecond is 1000. NaN and infinity are no times."
+TIMES = "A millisecond is 1000. NaN and infinity are not times."
 ONCE = "buckets, the groups of a profile, do not fit the parameters.\n  a plan must hold each of its 3 parameters exactly once.\n"
 MAKE = "\n  Make the plan from the parameters of this model."
 
@@ -99,13 +99,13 @@ def test_what_a_profile_may_have(changes: dict[str, Any]) -> None:
         ),
         pytest.param(
             {"ready_us": (40.0, 41.5, 10.0)},
-            "ready_us[1] ('b') must not be behind the end of backward, got 41.5.\n  backward_us is 40.0\n"
+            "ready_us[1] ('b') must not be after the end of backward, got 41.5.\n  backward_us is 40.0\n"
             "  Count from the beginning of backward; a gradient that never comes has backward_us.",
             id="ready behind the end of backward",
         ),
         pytest.param(
             {"params": tuple(spec(name, 10) for name in ("a", "b", "a"))},
-            "params[2].name must be another one than that of params[0], got 'a'.\n"
+            "params[2].name must differ from the name of params[0], got 'a'.\n"
             "  Name each parameter once; a tied one has one name and one gradient.",
             id="a name twice",
         ),
@@ -134,7 +134,7 @@ def test_what_a_profile_may_have(changes: dict[str, Any]) -> None:
         ),
         pytest.param(
             {"strategy": "zero9"},
-            "there is no strategy 'zero9'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.",
+            "strategy 'zero9' does not exist.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.",
             id="an unknown strategy",
         ),
         pytest.param(
@@ -159,7 +159,7 @@ def test_what_no_model_has_is_refused_by_its_field(changes: dict[str, Any], text
 
 
 FORMAT = "docs/profiles.md has the format and an example."
-MICROSECONDS = "A millisecond is 1000. NaN and infinity are no times."
+MICROSECONDS = "A millisecond is 1000. NaN and infinity are not times."
 POSITIVE, COUNT = (f"Write a number such as {number}, without a decimal point or quotes." for number in (1, 0))
 COUNTED = "At most 9223372036854775807 can be counted."
 HUGE = "100000000000000000...0000000000000000000"  # 10**400, shortened
@@ -294,7 +294,7 @@ def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], sha
         (small(step_us=None), f"step_us must be a number of microseconds, zero or more, got None.\n  {MICROSECONDS}"),
         (
             small(strategy="zero9"),
-            "there is no strategy 'zero9'.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.",
+            "strategy 'zero9' does not exist.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.",
         ),
         (small(params={}), f"params must be a list, got {{}}.\n  {FORMAT}"),
         (small(params=[7]), f"params[0] must be an object, got 7.\n  {FORMAT}"),
@@ -342,12 +342,12 @@ def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], sha
         (small(costs={"all_reduce": [[1, "2"]]}), f"costs.all_reduce[0][1] must be a number, got '2'.\n  {FORMAT}"),
         (
             small(costs={"all_reduce": [[1, 2], [3, math.nan]]}),
-            "costs.all_reduce is no cost curve.\n  point 1 of a cost curve is impossible: (3, nan).\n"
+            "costs.all_reduce is not a cost curve.\n  point 1 of a cost curve is impossible: (3, nan).\n"
             "  A point is a size of zero bytes or more and a time of more than zero microseconds.",
         ),
         (
             small(costs={"all_reduce": []}),
-            "costs.all_reduce is no cost curve.\n  a cost curve needs one point at least.\n  Measure one size or more.",
+            "costs.all_reduce is not a cost curve.\n  a cost curve needs one point at least.\n  Measure one size or more.",
         ),
         (small(buckets=5), f"buckets must be a list, got 5.\n  {FORMAT}"),
         (small(buckets=[[1], 0]), f"buckets[1] must be a list, got 0.\n  {FORMAT}"),
@@ -377,12 +377,12 @@ def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], sha
         ),
         (
             param(ready_us=64),
-            "params[1].ready_us must not be behind the end of backward, got 64.\n  backward_us is 2.0\n"
+            "params[1].ready_us must not be after the end of backward, got 64.\n  backward_us is 2.0\n"
             "  Count from the beginning of backward; a gradient that never comes has backward_us.",
         ),
         (
             param(name="a"),
-            "params[1].name must be another one than that of params[0], got 'a'.\n"
+            "params[1].name must differ from the name of params[0], got 'a'.\n"
             "  Name each parameter once; a tied one has one name and one gradient.",
         ),
         (param(shape=None, bytes=4 * 10**400), f"params[1].bytes is too large: {HUGE.replace('1', '4')}.\n  {COUNTED}"),
@@ -393,7 +393,7 @@ def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], sha
     ],
 )
 def test_a_wrong_field_is_refused_by_its_name(data: Any, reason: str) -> None:
-    assert refusal(lambda: read(data)) == f"run.json is no profile.\n  {reason}"
+    assert refusal(lambda: read(data)) == f"run.json is not a profile.\n  {reason}"
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def ends(kind: str, count: int, num_ops: int = 12) -> str:
 
 def leaves_early(op: str, end: str, reduction: str = "it is the last reduction") -> str:
     return (
-        f"op {op} may leave before backward is over.\n  {reduction}; backward ends with op {end}\n"
+        f"op {op} may leave before backward ends.\n  {reduction}; backward ends with op {end}\n"
         "  The last bucket leaves after backward: its trailer carries what a rank knows only then."
     )
 
@@ -310,7 +310,7 @@ def gathered_early(op: str, step: str) -> str:
             ["08  update  step  b0  shard[b0]  own[b0]  07"],
             STEPPED_EARLY,
             "the steps do not update each parameter once.\n  buckets that are stepped: b0, b0; the plan has 2 buckets\n"
-            "  One step updates all buckets, or each bucket has one of its own.",
+            "  One step updates all buckets, or each bucket has a separate one.",
             id="stepped twice",
         ),
     ],
@@ -353,8 +353,8 @@ def test_a_step_in_backward_is_lowered_so() -> None:
     assert lower_in_backward(2, ZERO1).to_text() == IN_BACKWARD_SMALL
     assert refusal(lambda: lower_in_backward(2, ZERO1, ((1,), (0,)))) == (
         "bucket 1 cannot be gathered before it is reduced.\n"
-        "  the lane behind the reduction of bucket 0\n"
-        "  Put its gather behind its own reduction, or a later one."
+        "  the lane after the reduction of bucket 0\n"
+        "  Put its gather after its own reduction, or a later one."
     )
 
 

@@ -362,7 +362,7 @@ def test_every_outcome_has_a_text() -> None:
             {"achieved_us": 8123.0, "history": [Decided(round=7, decision=MOVE)]},
             "The plan: 2 buckets of 2.00, 2.00 MB, ddp, 2 ranks\n"
             f"  {WHY}\n"
-            "Until gradients are through, ms since the step began: "
+            "Until gradients are synchronized, ms since the step began: "
             "achieved 8.12, predicted 8.20, the best plan 7.40, limit 7.10\n"
             "Other plans:\n"
             f"  {BOTH[0]}\n"

@@ -185,7 +185,7 @@ class Executor:
         flat = bucket.binding.storage.flat
         self._recorder.mark(bucket.layout.index, "launched")
         if bucket.layout.slots and (bucket.layout.is_sparse or self._reducer.hook is not None):
-            # Values outside of the bucket, or for the hook alone, leave the trailer to a small collective of its own.
+            # Values outside of the bucket, or for the hook alone, leave the trailer to a separate small collective.
             values = bucket.binding.values()
             bucket.handles = [*self._reduce(bucket, values), self._reducer.reduce(flat[bucket.trailer_start :], numel=0)]
         else:

@@ -13,7 +13,7 @@ from undertow.schedule import Arrivals, Releases
 
 
 class RoundKind(Enum):
-    """What a round does with gradients."""
+    """The treatment of gradients in a round."""
 
     ACCUMULATE = auto()  # packs them, or leaves them in place, and sends nothing
     REDUCE = auto()
@@ -46,7 +46,7 @@ class Round:
 
 @dataclass(slots=True)
 class RoundResult:
-    """What this rank reports to a round, and what it finds out there."""
+    """This rank's reports to a round, and the findings of all ranks there."""
 
     round: Round
     steps_in_backward: bool = False  # after a failure or a change, a bucket tells so by its signature, and is not stepped

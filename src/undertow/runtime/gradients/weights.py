@@ -124,7 +124,7 @@ class Weights:
             raise PhaseError(
                 f"loss_weight({weight:g}) was given, and no backward has come before the optimizer steps.",
                 where=where,
-                remedy="Call loss_weight(n) before the backward of the loss that is a sum over n, not behind it.",
+                remedy="Call loss_weight(n) before the backward of the loss that is a sum over n, not after it.",
             )
 
     def require_none(self) -> None:

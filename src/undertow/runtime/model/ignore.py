@@ -51,7 +51,7 @@ def _names_of(entry: object, places: _Places, parts: _Parts, where: str) -> set[
             remedy = (
                 f"Did you mean {close[0]!r}?" if close else "Use names of named_parameters(), named_buffers() or named_modules()."
             )
-            raise ConfigError(f"there is no {entry!r} to ignore.", where=where, remedy=remedy)
+            raise ConfigError(f"{entry!r} does not exist and cannot be ignored.", where=where, remedy=remedy)
         case Tensor():
             names = {name for name, tensor in places.items() if tensor is entry}
             return names or _refuse(f"a tensor of shape {tuple(entry.shape)}", where)

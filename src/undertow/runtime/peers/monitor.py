@@ -134,7 +134,7 @@ class PeerMonitor:
                 for member in self._members():
                     member.look()
             except Exception:
-                _log.exception("the thread that listens to other ranks goes on after an error of its own.")
+                _log.exception("the thread that listens to other ranks continues after an error.")
                 time.sleep(patience.ANSWERS_S)
 
 

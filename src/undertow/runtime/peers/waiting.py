@@ -170,7 +170,7 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> Ring | N
 def _look_at_late(
     store: Store, over: str, ranks: Sequence[int], rank: int, limits: SyncConfig, where: str
 ) -> Callable[[Sequence[int]], None]:
-    """Returns a function of the ranks that have not arrived: it raises if one of them is gone, or the time is over.
+    """Returns a function of the ranks that have not arrived: it raises if one of them is gone, or the time has passed.
 
     The store tells ranks that arrive later at `over` that the others have given up.
     """

@@ -32,7 +32,6 @@ def measure(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig, recor
         group,
         Tuner(order),
         may_move=not why_fixed(config, compiled.reducer),
-        is_frozen=torch.are_deterministic_algorithms_enabled,
     )
 
 

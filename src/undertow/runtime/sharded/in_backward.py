@@ -110,7 +110,7 @@ class GathersInBackward(Gathers):
             raise PhaseError(
                 "parameters are read that a backward updates: the shards of other ranks are not there yet.",
                 where=f"ShardedOptimizer(..., in_backward=True), bucket {', '.join(map(str, left))}, rank {group.rank}",
-                remedy="Read them in the thread that trains, behind backward. If none runs, start again from a checkpoint.",
+                remedy="Read them in the thread that trains, after backward. If none runs, start again from a checkpoint.",
             )
 
 

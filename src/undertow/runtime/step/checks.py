@@ -42,7 +42,7 @@ class Finding:
         gradients = "the gradient of" if len(self.params) == 1 else "the gradients of"
         verb = "is" if len(self.params) == 1 else "are"
         ranks = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "some rank"
-        return f"{gradients} {_listed(list(map(repr, self.params)))} {verb} infinite or no number on {ranks}."
+        return f"{gradients} {_listed(list(map(repr, self.params)))} {verb} not finite (NaN or Inf) on {ranks}."
 
     def covers(self, other: Finding) -> bool:
         """Returns True if `other` is a part of it."""
@@ -113,7 +113,7 @@ class NonFinite:
         return is_skipped
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """What a plain optimizer's step is called with instead, if anything; the optimizer itself is the first of `args`."""
+        """Returns other arguments for a plain optimizer's step, if needed; the optimizer itself is the first of `args`."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure):
             return self._with_closure(optimizer, closure, args, kwargs)

@@ -277,7 +277,7 @@ def no_join_with_shards() -> PhaseError:
 def no_plain_optimizer(config: SyncConfig, optimizer: Optimizer) -> PhaseError:
     """Returns the error of a plain optimizer if the settings ask for a sharded one."""
     return PhaseError(
-        f"strategy={config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is none.",
+        f"strategy={config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
         where="the first step of the optimizer",
         remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
     )

@@ -284,7 +284,7 @@ def set_gradient_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
     """Makes autograd accumulate in `dtype`; ConfigError if this torch cannot. The parameter has no gradient of another dtype."""
     if not hasattr(param, "grad_dtype"):
         raise ConfigError(
-            f"torch {torch.__version__} has no Tensor.grad_dtype, by which gradients have a dtype of their own.",
+            f"torch {torch.__version__} has no Tensor.grad_dtype, by which gradients have a separate dtype.",
             where="SyncConfig(reduce_dtype=...)",
             remedy="Install a newer torch, or leave reduce_dtype out.",
         )

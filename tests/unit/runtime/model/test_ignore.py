@@ -103,7 +103,12 @@ KNOWN = "Use names of named_parameters(), named_buffers() or named_modules()."
             id="an entry of another type",
         ),
         *(
-            pytest.param([name], ConfigError, f"there is no {name!r} to ignore.\n  {TYPE}{remedy}", id=f"an unknown name: {name}")
+            pytest.param(
+                [name],
+                ConfigError,
+                f"{name!r} does not exist and cannot be ignored.\n  {TYPE}{remedy}",
+                id=f"an unknown name: {name}",
+            )
             for name, remedy in (
                 ("embeding.weight", "Did you mean 'embedding.weight'?"),
                 ("module.encoder", "Did you mean 'encoder'?"),
