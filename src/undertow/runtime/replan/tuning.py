@@ -1,7 +1,5 @@
 """Makes all ranks measure the same steps, and take the plan that rank 0 decides on."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
@@ -93,6 +91,7 @@ class Tuning:
     def _look_again_and_again(self) -> Generator[None, Present, None]:
         """Continues at the end of every sound round."""
         num_rounds = 0
+        yield  # a first round ends
         while True:
             for num_left in reversed(range(num_rounds)):
                 self._order.is_measuring = num_left == 0  # the gathers of the next round lie under the first forward that counts
