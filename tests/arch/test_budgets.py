@@ -38,13 +38,12 @@ TRANSLATED = re.compile(
 )
 # An entry may not grow. It leaves this table when it is within its budget; the table ends empty.
 NOT_YET = {
-    "statements": 15_750,
-    "statements of runtime": 7_727,
-    "attributes of a class": 22,
+    "statements": 14_170,
+    "statements of runtime": 7_100,
 }
 # With one bucket, so that all runs enter the same.
 STEP_BUDGETS = {"ddp": (12, 120), "zero1": (18, 200)}  # files and frames of undertow that a steady step of ten parameters enters
-STEPS_NOT_YET = {"ddp": (41, 406), "zero1": (53, 600)}
+STEPS_NOT_YET = {"ddp": (28, 206), "zero1": (38, 355)}
 
 
 def statements(folder: str) -> int:
