@@ -323,17 +323,17 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "metadata of others": (
         ".metadata",
         lambda path: path.write_bytes(pickle.dumps({"model": os.getcwd})),
-        ".metadata is none that .*getcwd does not belong there",
+        ".metadata was not written by .*getcwd does not belong there",
     ),
     "metadata of another folder": (
         ".metadata",
         rewritten(of_another_checkpoint),
-        ".metadata is none that .*is not a file of this",
+        ".metadata was not written by .*is not a file of this",
     ),
-    "metadata of impossible shapes": (".metadata", rewritten(impossible), ".metadata is none that .*has a shape that cannot be"),
+    "metadata of impossible shapes": (".metadata", rewritten(impossible), ".metadata was not written by .*has a shape that cannot be"),
     "header cut": ("undertow.json", cut, "undertow.json is not Undertow's, or is cut short"),
     "header missing": ("undertow.json", Path.unlink, "undertow.json is missing"),
-    "header of others": ("undertow.json", lambda path: path.write_text("[1]"), "undertow.json is none of ours"),
+    "header of others": ("undertow.json", lambda path: path.write_text("[1]"), "undertow.json is not Undertow's"),
     "header of the future": (
         "undertow.json",
         lambda path: path.write_text('{"format": 2, "optimizer": null, "extra": null}'),

@@ -128,7 +128,7 @@ def test_hooks_of_others_read_parameters_that_have_come() -> None:
 @in_ranks(2)
 def test_after_close_and_with_strangers() -> None:
     with stepped(2) as (ddp, opt):
-        assert "of shape (3,), is none that is synchronized" in text_of(
+        assert "of shape (3,), is not synchronized" in text_of(
             ConfigError, lambda: opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         )
         assert len(opt.param_groups) == 1
@@ -275,7 +275,7 @@ NOT_MADE: dict[str, tuple[type[Exception], str, Any]] = {
     "a name": (WrongType, "cls must be a class of optimizers", lambda it: ("SGD", it)),
     "a stranger": (
         ConfigError,
-        "parameter 0 of the optimizer, of shape (1, 1), is none that is synchronized",
+        "parameter 0 of the optimizer, of shape (1, 1), is not synchronized",
         lambda it: (SGD, it, nn.Linear(1, 1).parameters()),
     ),
 }
@@ -303,7 +303,7 @@ def test_mistakes_are_told() -> None:
     with contextlib.closing(DistributedDataParallel(MLP.model(), config=SyncConfig(strategy="zero1"))) as ddp:
         plain = SGD(ddp.parameters(), lr=0.1)
         MLP.loss(ddp, 0).backward()
-        assert "strategy='zero1' needs a sharded optimizer, and SGD is none" in text_of(PhaseError, plain.step)
+        assert "strategy='zero1' needs a sharded optimizer, and SGD is not one" in text_of(PhaseError, plain.step)
         newer = ShardedOptimizer(SGD, ddp, lr=0.1)
         assert "SGD steps on parameters that a ShardedOptimizer updates" in text_of(PhaseError, plain.step)
         newer.step()

@@ -424,9 +424,9 @@ DTYPES = "float16, bfloat16, float32, float64, complex64, complex128"
     ("content", "what", "reason"),
     [
         (None, "cannot be read", f"No such file or directory\n  {FORMAT}"),
-        (b"import torch", "is no JSON", f"line 1, column 1: Expecting value\n  {FORMAT}"),
-        (b"\xff", "is no JSON", f"'utf-8' codec can't decode byte 0xff in position 0: invalid start byte\n  {FORMAT}"),
-        (b"[]", "is no profile", f"a profile must be an object, got [].\n  {FORMAT}"),
+        (b"import torch", "is not JSON", f"line 1, column 1: Expecting value\n  {FORMAT}"),
+        (b"\xff", "is not JSON", f"'utf-8' codec can't decode byte 0xff in position 0: invalid start byte\n  {FORMAT}"),
+        (b"[]", "is not a profile", f"a profile must be an object, got [].\n  {FORMAT}"),
         (b'{"params": 5}', NEITHER, f"params must be a list, got 5.\n  {FORMAT}"),
         (b'{"params": [7]}', NEITHER, f"params[0] must be an object, got 7.\n  {FORMAT}"),
         (table(name="a", size=[1]), NEITHER, "params[0].size is unknown.\n  Known: name, shape, bytes, dtype, device, sparse."),

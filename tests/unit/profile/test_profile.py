@@ -402,7 +402,7 @@ def test_a_wrong_field_is_refused_by_its_name(data: Any, reason: str) -> None:
         *(
             (
                 json.dumps(small()).replace('"forward_us": 1', f'"forward_us": {literal}'),
-                "profile.\n  forward_us must be a number of ",
+                "a profile.\n  forward_us must be a number of ",
             )
             for literal in ("NaN", "Infinity", "-Infinity", "1e999")
         ),
@@ -412,14 +412,14 @@ def test_a_wrong_field_is_refused_by_its_name(data: Any, reason: str) -> None:
     ids=lambda text: text[-24:],
 )
 def test_a_text_that_is_no_profile_is_refused(text: str, start: str) -> None:
-    assert refusal(lambda: profile_from_json(text, "run.json")).startswith(f"run.json is no {start}")
+    assert refusal(lambda: profile_from_json(text, "run.json")).startswith(f"run.json is not {start}")
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         *(
-            (json.dumps(small()).replace(one, twice), f"profile.\n  {field} is given twice.\n  Leave one of the two out.")
+            (json.dumps(small()).replace(one, twice), f"a profile.\n  {field} is given twice.\n  Leave one of the two out.")
             for one, twice, field in (
                 ('"forward_us": 1', '"forward_us": 1, "forward_us": 2', "forward_us"),
                 ('"name": "b"', '"name": "b", "name": "b"', "params[1].name"),
@@ -440,14 +440,14 @@ def test_a_text_that_is_no_profile_is_refused(text: str, start: str) -> None:
     ids=lambda text: text[-24:],
 )
 def test_a_text_with_a_field_twice_or_that_is_no_json_is_refused_by_its_place(text: str, told: str) -> None:
-    assert refusal(lambda: profile_from_json(text, "run.json")) == f"run.json is no {told}"
+    assert refusal(lambda: profile_from_json(text, "run.json")) == f"run.json is not {told}"
 
 
 @pytest.mark.parametrize(
     ("content", "text"),
     [
         (None, "cannot be read.\n  No such file or directory"),
-        (b"\xff", "is no JSON.\n  'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (b"\xff", "is not JSON.\n  'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, content: bytes | None, text: str) -> None:
