@@ -330,7 +330,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         rewritten(of_another_checkpoint),
         ".metadata was not written by .*is not a file of this",
     ),
-    "metadata of impossible shapes": (".metadata", rewritten(impossible), ".metadata was not written by .*has a shape that cannot be"),
+    "metadata of impossible shapes": (
+        ".metadata",
+        rewritten(impossible),
+        ".metadata was not written by .*has a shape that cannot be",
+    ),
     "header cut": ("undertow.json", cut, "undertow.json is not Undertow's, or is cut short"),
     "header missing": ("undertow.json", Path.unlink, "undertow.json is missing"),
     "header of others": ("undertow.json", lambda path: path.write_text("[1]"), "undertow.json is not Undertow's"),

@@ -77,11 +77,9 @@ class Tuning:
                 self._looks = None
 
     def gathers_behind(self, plan: Plan) -> GathersBehind | None:
-        """Returns the order for the round that has begun; None, all gathers after the last reduction, also during measurements."""
-        order = self._order
-        return (
-            order.decided[1] if order.decided is not None and order.decided[0] == plan.groups and not order.is_measuring else None
-        )
+        """Returns the order for the round that has begun; None, all gathers after the last reduction, also while measuring."""
+        decided = None if self._order.is_measuring else self._order.decided
+        return decided[1] if decided is not None and decided[0] == plan.groups else None
 
     def close(self) -> None:
         """Ends it; measurements stay, and a decision in flight may be taken."""
