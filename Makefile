@@ -26,7 +26,7 @@ demo: $(READY) ## Train with and without overlap on this machine and compare; ma
 test: $(READY) ## Run every behavior once (5 minutes); make test ARGS="tests/unit -k plan"
 	$(PYTEST) -n 3 --dist worksteal -m "$(QUICK)" $(ARGS)
 
-test-all: $(READY) ## Run everything, torch's own tests of its class too (25 minutes)
+test-all: $(READY) ## Run everything, torch's own tests of its class too (20 minutes)
 	$(PYTEST) -n 3 --dist worksteal --thorough --no-unexpected-skips -m "not alone"
 	$(PYTEST) --thorough --no-unexpected-skips -m alone
 	$(MAKE) test-torch
