@@ -61,8 +61,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         result = rank_result({names[1]: played([99.0, 99.0])})
         alone = {"torch_import_s": 1.0, "peak_rss_mb": 300.0, "peak_device_mb": None}
         reports = [{**alone, "systems": {names[1]: {"import_s": 0.1, "wrap_s": 0.1, "first_step_s": 0.1}}}]
-        start_up = {names[1]: reports} if one.effort.has_start_up else {}
-        return CellResult(timed=[[result, result]], start_up=start_up, errors={})
+        return CellResult(timed=[[result, result]], start_up={names[1]: reports} if one.effort.has_start_up else {}, errors={})
 
     monkeypatch.setattr(run, "measure_cell", measure)
     return found

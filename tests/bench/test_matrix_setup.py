@@ -102,8 +102,7 @@ def test_calibration_sends_whole_pieces_and_says_how_many_bytes_they_are(monkeyp
     assert sizes == [(1 << 20, 38 << 20), (4 << 20, 36 << 20), (16 << 20, 32 << 20)]
     # The first one of each size, and those that count.
     sent = sum(call.args[0].nbytes for call in all_reduce.call_args_list), beat.call_count
-    trains_bytes = sum(num_bytes for _, num_bytes in sizes)
-    assert sent == (20 * 256 + (1 + calibrate.NUM_TRAINS) * trains_bytes, 3 * calibrate.NUM_TRAINS)
+    assert sent == (20 * 256 + (1 + calibrate.NUM_TRAINS) * sum(num_bytes for _, num_bytes in sizes), 3 * calibrate.NUM_TRAINS)
 
 
 def test_the_link_of_such_a_cell_is_called_the_machine_s_own() -> None:
@@ -143,8 +142,7 @@ def test_what_is_gone_is_named(namespaces: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def refuse(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-    why = f'Cannot remove namespace file "{command[-1]}": Operation not permitted\n'
-    return subprocess.CompletedProcess(command, 1, "", why)
+    return subprocess.CompletedProcess(command, 1, "", f'Cannot remove namespace file "{command[-1]}": Operation not permitted\n')
 
 
 def absent(*_: Any, **__: Any) -> None:
@@ -162,8 +160,7 @@ def absent(*_: Any, **__: Any) -> None:
 )
 def test_what_could_not_be_removed_is_said_once_and_why(run: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links.subprocess, "run", run)
-    told = f"a runner that was killed has left {', '.join(LEFT)}, not to be removed now: {why}"
-    assert links.remove_abandoned() == ([], told)
+    assert links.remove_abandoned() == ([], f"a runner that was killed has left {', '.join(LEFT)}, not to be removed now: {why}")
 
 
 # Names that the command of the matrix knows, and the systems that run together.

@@ -84,8 +84,7 @@ def test_times_of_the_bare_model_are_those_of_the_steps_that_are_timed(calls: li
 
 
 def test_the_bare_model_tells_when_parameters_are_read_and_gradients_ready() -> None:
-    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-    system = bare(torch.nn.Sequential(layers, torch.nn.Flatten(0)))
+    system = bare(torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), torch.nn.Flatten(0)))
     system.backward((torch.ones(1, 2),))
     used, ready = system.arrivals.used_s, system.arrivals.ready_s
     assert used[0] == used[1] < used[2] == used[3] < min(ready)
@@ -160,8 +159,7 @@ def test_limits_by_hand(found_s: float, expected_s: float) -> None:
 
 
 def test_the_wire_is_as_fast_as_the_best_piece_size_was() -> None:
-    trains = [{"bytes": 100, "seconds": 2.0}, {"bytes": 100, "seconds": 1.0}]
-    wire = wire_from_calibration({"small_s": 0.25, "trains": trains})
+    wire = wire_from_calibration({"small_s": 0.25, "trains": [{"bytes": 100, "seconds": 2.0}, {"bytes": 100, "seconds": 1.0}]})
     assert (wire, [wire.cheapest_s(num_bytes) for num_bytes in (200, 1, 0)]) == (
         Wire(seconds_per_byte=0.01, least_s=0.25),
         [2.0, 0.25, 0.0],

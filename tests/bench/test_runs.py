@@ -52,8 +52,7 @@ def _tunes(_rank: int) -> list[float]:
 
 
 def test_what_tuning_does_itself_is_timed_at_both_ends_of_a_round() -> None:
-    times = run_ranks(_tunes, 2)
-    assert [seconds > 0 for seconds in times] == [True] * 2 * 3
+    assert [seconds > 0 for seconds in run_ranks(_tunes, 2)] == [True] * 2 * 3
 
 
 def _sum_of_ranks(rank: int, more: int) -> list[int]:
@@ -128,8 +127,7 @@ def test_every_system_of_the_main_environment_trains_right_over_the_emulated_lin
 
 
 def test_start_up_and_memory_are_measured_of_each_system_alone(measure: Measure) -> None:
-    rows = measure("bare", "ours", kind="emulated", link="none", effort=Effort(num_turns=1, has_start_up=True))
-    for row in rows.values():
+    for row in measure("bare", "ours", kind="emulated", link="none", effort=Effort(num_turns=1, has_start_up=True)).values():
         assert (row["error"], min(row["import_ms"], row["first_step_ms"]) > 0) == (None, True)
         assert 100 < row["peak_rss_mb"] < 2_000  # torch alone is some 200 MB
 

@@ -84,8 +84,7 @@ def test_every_command_is_run_or_in_a_list() -> None:
 @pytest.mark.parametrize("block", RUN, ids=lambda block: " ".join(block[0].split()[1:3]))
 def test_commands_run(block: list[str], tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    script = "\n".join(block).replace(".venv/bin/", "").replace("/tmp/", f"{tmp_path}/")
-    done = shell(script, tmp_path)
+    done = shell("\n".join(block).replace(".venv/bin/", "").replace("/tmp/", f"{tmp_path}/"), tmp_path)
     assert (done.returncode, done.stderr, done.stdout == "") == (0, "", False)
 
 
@@ -164,9 +163,8 @@ def test_a_model_is_changed_and_weighted() -> None:
     model = execute(CHANGE, **names, params=params, loss=params[0].sum(), num_tokens=num_tokens)["model"]
     model(torch.zeros(num_tokens, dtype=torch.int64)).sum().backward()
     assert model.module.head.bias.grad.item() == 1.0  # the mean over the tokens of both ranks, each of which adds 1
-    left_alone = model.module.embedding.weight.grad[0]
     torch.testing.assert_close(
-        left_alone, num_tokens * (model.module.head.weight @ model.module.body.weight)[0]
+        model.module.embedding.weight.grad[0], num_tokens * (model.module.head.weight @ model.module.body.weight)[0]
     )  # rounds otherwise
     model.close()
 

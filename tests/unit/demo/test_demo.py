@@ -76,8 +76,7 @@ def test_a_way_that_is_wrong_is_named(changes: dict[Way, dict[str, Any]], num_ra
 
 
 def test_the_table_fits_a_narrow_terminal() -> None:
-    found = results({Way.BUCKETED: {"gradients_agree": False}})
-    table = comparison_table(found, num_steps=3)
+    table = comparison_table(results({Way.BUCKETED: {"gradients_agree": False}}), num_steps=3)
     lines = [line.strip() for line in printed(table, width=80).splitlines()]
     assert [line for line in lines if line.startswith(("bucketed, after", "Undertow, d"))] == [
         "bucketed, after backward   1234.6  1.00x     25.0    80%     1  2.5000     NO",

@@ -300,8 +300,7 @@ def test_coarsening_costs_no_more_than_the_times_within_an_atom(has_shards: bool
         when = timing(*ready, used=used if has_shards else ())
         solve_it = partial(plan, params, when, line(rng.uniform(0, 10), rng.choice([0.01, 0.03, 0.1])))
         fine_us, coarse_us = solve_it().best_us, coarse(monkeypatch, 12, solve_it).best_us
-        pieces = [piece_of(param, params) for param in range(num)]
-        atoms = atoms_of(params, pieces, when, max_atoms=12, has_shards=has_shards)
+        atoms = atoms_of(params, [piece_of(param, params) for param in range(num)], when, max_atoms=12, has_shards=has_shards)
         assert len(atoms.cuts) <= 13
         within = list(pairwise(atoms.cuts))
         spread_us = max(ready[stop - 1] - ready[first] for first, stop in within)

@@ -142,8 +142,7 @@ def test_gathers_have_a_color_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_waits_too_short_to_be_seen_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    blink = Event(lane="compute", kind="wait", start_us=20_000, stop_us=20_010)
-    more = Trace(rank=0, step=0, events=(*SHARDED.events, blink))
+    more = Trace(rank=0, step=0, events=(*SHARDED.events, Event(lane="compute", kind="wait", start_us=20_000, stop_us=20_010)))
     assert [len(drawn({"way": trace}, monkeypatch).axes[0].collections) for trace in (SHARDED, more)] == [8, 8]
 
 

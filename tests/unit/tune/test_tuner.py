@@ -39,8 +39,7 @@ def in_layers(world: World, *pairs: range) -> Plan:
     layers = [(param, param - 1) for param in range(len(world.params) - 1, 0, -2)]
     firsts = {first for pair in pairs for first in pair}
     seconds = {first + 1 for first in firsts}
-    groups = [layer + layers[at + 1] if at in firsts else layer for at, layer in enumerate(layers) if at not in seconds]
-    return world.plan(groups)
+    return world.plan([layer + layers[at + 1] if at in firsts else layer for at, layer in enumerate(layers) if at not in seconds])
 
 
 # The world, its first plan, the outcomes of looks, how much slower than the best buckets of one size the last plan may be, and
@@ -281,8 +280,7 @@ def test_it_goes_back_where_steps_differ_less_from_one_another_than_from_those_b
 
 def test_what_was_measured_under_earlier_plans_counts() -> None:
     path = walk(tuner := Tuner(), MIDDLING, MIDDLING.plan_of_size(FEW), num_looks=2)
-    sizes = {size for size, _ in tuner.curves["all_reduce"].points}
-    assert {bucket.num_bytes for bucket in path.plans[0].buckets} < sizes
+    assert {bucket.num_bytes for bucket in path.plans[0].buckets} < {size for size, _ in tuner.curves["all_reduce"].points}
 
 
 def test_an_order_that_the_user_has_chosen_is_kept() -> None:

@@ -27,8 +27,7 @@ OTHER: State = {**WAITING, "rank": 1, "waits_for": "the norm of all gradients"}
 
 
 def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
-    states = {0: ASKING, 1: LATE, 2: WAITING}
-    assert faults.stall_text(ASKING, states, {4: "rank 4 has left: so it is."}, ranks=range(5)) == (
+    assert faults.stall_text(ASKING, {0: ASKING, 1: LATE, 2: WAITING}, {4: "rank 4 has left: so it is."}, ranks=range(5)) == (
         "rank 0 has waited 31 s for bucket 2 ('a', 'b'): rank 1, 3 has not come.\n"
         "  rank 0: synchronization 7, waits for bucket 2 ('a', 'b')\n"
         "  rank 1: synchronization 7, loading data\n"

@@ -148,8 +148,7 @@ def test_the_last_report_is_told_with_the_wait_that_it_is_about(
 ) -> None:
     alone.told = 0, 100.0, "rank 1 has waited 30 s."
     alone.here = faults.Activity(num_steps=lambda: step, waits_for=waits_for, since_s=since_s)
-    fault: Any = alone.reason(RuntimeError("Operation timed out!"))
-    assert fault.told == told
+    assert alone.reason(RuntimeError("Operation timed out!")).told == told
 
 
 def test_a_rank_whose_process_has_ended_is_the_reason(alone: ModelMonitor) -> None:
