@@ -32,8 +32,13 @@ def ms(*times: float, **more: Any) -> dict[str, Any]:
 
 
 def reported(system: str, seconds: float, **changes: Any) -> dict[str, Any]:
-    stamps = dict.fromkeys(("import_s", "wrap_s", "first_step_s"), seconds)
-    return {"torch_import_s": 1.0, "peak_rss_mb": 300.4, "peak_device_mb": None, "systems": {system: stamps}, **changes}
+    return {
+        "torch_import_s": 1.0,
+        "peak_rss_mb": 300.4,
+        "peak_device_mb": None,
+        "systems": {system: dict.fromkeys(("import_s", "wrap_s", "first_step_s"), seconds)},
+        **changes,
+    }
 
 
 # A row, and some of its fields.
@@ -104,8 +109,10 @@ def test_a_row(row: dict[str, Any], fields: dict[str, Any]) -> None:
 def test_the_best_of_a_sweep_is_one_row() -> None:
     (row,) = rows("torch-ddp-best", {"torch-ddp-best@1MB": ms(140), "torch-ddp-best@4MB": ms(130)})
     assert (row["variant"], row["backward_ms"]["median"]) == ("torch-ddp-best@4MB", 130.0)
-    medians = {name: spread["median"] for name, spread in row["variants_ms"].items()}
-    assert medians == {"torch-ddp-best@1MB": 140.0, "torch-ddp-best@4MB": 130.0}
+    assert {name: spread["median"] for name, spread in row["variants_ms"].items()} == {
+        "torch-ddp-best@1MB": 140.0,
+        "torch-ddp-best@4MB": 130.0,
+    }
 
 
 OURS = cell("ours", ours=ms(121))
@@ -157,8 +164,11 @@ def test_the_emulated_link_is_compared_with_the_shaped_one() -> None:
 
 def test_a_line_for_each_cell_says_how_far_ours_are_from_the_fastest_peer() -> None:
     systems = {"ours": ms(121), "ours_zero1": ms(90), "torch_ddp": ms(151), "fsdp2": ms(99)}
-    one = cell("bare", "ours", "ours-zero1", "torch-ddp", "fsdp2", **systems)
-    told = markdown({}, [one, {**cell("bare", "ours", ours=ms(121)), "ranks": 4}], pictures={})
+    told = markdown(
+        {},
+        [cell("bare", "ours", "ours-zero1", "torch-ddp", "fsdp2", **systems), {**cell("bare", "ours", ours=ms(121)), "ranks": 4}],
+        pictures={},
+    )
     table = told.partition("## At a glance (but for the first figure, whole steps)")[2].partition("##")[0].strip().splitlines()
     assert table[2:] == [f"| {PLACE} | 1.100 | 0.80 |  | 122 | ours-zero1 91 | fsdp2 100 | 1.22 | **0.91** |"]
 
@@ -183,25 +193,32 @@ def test_cells_with_all_peers_are_counted_by_who_is_faster() -> None:
 
 
 def test_every_note_and_version_is_told_once() -> None:
-    notes = ("In one run it failed.", "Slow.", "Slow.")
-    cells = [{**OURS, "rows": [{**row, "note": note} for row in OURS["rows"]]} for note in notes]
-    told = markdown({}, cells, pictures={}).partition("## Notes")[2].strip().splitlines()
-    assert told == [f"- Undertow, defaults: {note}" for note in ("version 1.", "In one run it failed.", "Slow.")]
+    cells = [
+        {**OURS, "rows": [{**row, "note": note} for row in OURS["rows"]]} for note in ("In one run it failed.", "Slow.", "Slow.")
+    ]
+    assert markdown({}, cells, pictures={}).partition("## Notes")[2].strip().splitlines() == [
+        f"- Undertow, defaults: {note}" for note in ("version 1.", "In one run it failed.", "Slow.")
+    ]
 
 
 def test_each_workload_has_a_picture_with_a_panel_for_each_cell_that_has_figures(tmp_path: Path) -> None:
     one = cell("ours", "fsdp2", ours=ms(121), fsdp2=ms(199))
     four, other = {**one, "ranks": 4}, {**one, "workload": "gpt2@0.125"}
-    none = {**one, "workload": "moe", "rows": cell("ours", errors={"ours": KILLED["fsdp2"]})["rows"]}
-    pictures = save_pictures([one, four, none, other], tmp_path)
+    pictures = save_pictures(
+        [one, four, {**one, "workload": "moe", "rows": cell("ours", errors={"ours": KILLED["fsdp2"]})["rows"]}, other], tmp_path
+    )
     assert {name: path.name for name, path in pictures.items()} == {
         "replay": "matrix-replay.png",
         "gpt2@0.125": "matrix-gpt2@0.125.png",
     }
     svg = (tmp_path / "matrix-replay.svg").read_text(encoding="utf-8")
     assert [svg.count(f"<!-- replay, {ranks} ranks, 1gbit (shaped) -->") for ranks in (2, 4)] == [1, 1]
-    text = markdown({}, [one, four, other], pictures=pictures)
-    assert text.count("![replay: milliseconds per step of every system, a panel per cell](matrix-replay.png)") == 1
+    assert (
+        markdown({}, [one, four, other], pictures=pictures).count(
+            "![replay: milliseconds per step of every system, a panel per cell](matrix-replay.png)"
+        )
+        == 1
+    )
 
 
 TRIO = cell("bare", "ours", "ours-zero1", "torch-ddp", ours=ms(121), ours_zero1=ms(99), torch_ddp=ms(249))
@@ -221,8 +238,9 @@ def test_ratios_of_a_cell() -> None:
 
 def test_what_defaults_are_held_to_is_met_or_missed() -> None:
     gpt = "gpt, 2 ranks, 1gbit (shaped): ours"
-    others = {f"{gpt} / limit": 1.05, f"{gpt} / torch-ddp-best": 1.02, "gpt, 4 ranks, 1gbit (shaped): ours / limit": 2.0}
-    assert guard.held_to(others) == [
+    assert guard.held_to(
+        {f"{gpt} / limit": 1.05, f"{gpt} / torch-ddp-best": 1.02, "gpt, 4 ranks, 1gbit (shaped): ours / limit": 2.0}
+    ) == [
         f"  met     {gpt} / limit: 1.050, wanted at most 1.15",
         f"  MISSED  {gpt} / torch-ddp-best: 1.020, wanted at most 1.00",
     ]

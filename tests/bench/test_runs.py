@@ -182,8 +182,10 @@ def test_without_root_the_emulated_link_is_used_and_said(
     assert run.main([*chosen, "--quick", "--steps", "2", "--out", str(tmp_path)]) == 0
     assert "no shaped links: this user is not root. Going on with the emulated link." in capsys.readouterr().err
     machine, bare, ours = (json.loads(line) for line in (tmp_path / "matrix.jsonl").read_text().splitlines())
-    found = machine["links"], bare["kind"], ours["kind"], ours["system"]
-    assert (found, "1gbit (emulated)" in (tmp_path / "matrix.md").read_text()) == (
+    assert (
+        (machine["links"], bare["kind"], ours["kind"], ours["system"]),
+        "1gbit (emulated)" in (tmp_path / "matrix.md").read_text(),
+    ) == (
         ("emulated (this user is not root)", "emulated", "emulated", "ours"),
         True,
     )
@@ -207,8 +209,13 @@ def namespaces_of(process_id: int) -> list[str]:
 def runner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A matrix in a process of its own, which has begun with its first run."""
     chosen = ("--workload", "replay", "--ranks", "2", "--link", "1gbit", "--system", "ours", "--out", str(tmp_path))
-    command = [sys.executable, "-m", "benchmarks", "matrix", *chosen]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", "matrix", *chosen],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         yield process
     finally:

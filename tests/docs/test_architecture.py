@@ -26,8 +26,9 @@ def test_the_architecture_is_read_in_ten_minutes() -> None:
 
 
 def test_the_architecture_lists_every_page() -> None:
-    linked = re.findall(r"\]\(design/([\w-]+\.md)", ARCHITECTURE.read_text(encoding="utf-8"))
-    assert sorted(set(linked)) == [page.name for page in PAGES[1:]]
+    assert sorted(set(re.findall(r"\]\(design/([\w-]+\.md)", ARCHITECTURE.read_text(encoding="utf-8")))) == [
+        page.name for page in PAGES[1:]
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -384,8 +384,11 @@ def test_after_wait_code_in_cpp_reads_what_was_stepped() -> None:
         with torch.no_grad():
             dist.broadcast(sent, 0)
         other.data = weight
-        slopes = torch.func.grad(lambda value: (value * value).sum() / 2)(weight.detach())
-        for found in (torch.tensor(weight.tolist()), other, slopes):
+        for found in (
+            torch.tensor(weight.tolist()),
+            other,
+            torch.func.grad(lambda value: (value * value).sum() / 2)(weight.detach()),
+        ):
             assert torch.equal(found, weight.detach().clone())
     ddp.close()
 

@@ -213,8 +213,10 @@ def test_the_schedule_shown_is_the_one_that_is_simulated(strategy: Strategy, und
     _, printed, _ = undertow(f"plan small.json --link 10gbit,20us --strategy {strategy.name} {nodes}")
     schedule = schedule_from_text(printed.split("\n\n")[1])
     small = what_if(strategy=strategy.name)
-    simulated = [(event.kind, event.bucket) for event in small.outcome("", small.optimal_plan).trace.communication]
-    gathers_last = sorted(simulated, key=lambda sent: sent[0] == "all_gather")
+    gathers_last = sorted(
+        [(event.kind, event.bucket) for event in small.outcome("", small.optimal_plan).trace.communication],
+        key=lambda sent: sent[0] == "all_gather",
+    )
     assert [(op.kind, op.bucket) for op in schedule.collectives if op.kind is not strategy.crossing] == gathers_last
 
 
@@ -373,14 +375,16 @@ def test_the_example_is_what_its_arithmetic_says() -> None:
     ready_us = [sum(times_us), *list(accumulate(times_us[:0:-1], initial=times_us[0]))[:0:-1]]
     assert profile.ready_us == tuple(round(time_us, 1) for time_us in ready_us)
     # AdamW reads and writes 28 bytes of a parameter, at 1 TB/s.
-    expected_us = [round(time_us, 1) for time_us in (sum(times_us) / 2, sum(times_us), 28 * sum(numels.values()) / 1e6)]
-    assert [profile.forward_us, profile.backward_us, profile.update_us] == expected_us
+    assert [profile.forward_us, profile.backward_us, profile.update_us] == [
+        round(time_us, 1) for time_us in (sum(times_us) / 2, sum(times_us), 28 * sum(numels.values()) / 1e6)
+    ]
 
 
 def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
     costs = what_if(link="1gbit", per_node=8, node_link="80gbit,1us").network.costs
-    on_one_node = what_if(link="80gbit,1us").network.costs
-    assert costs.collective_us("all_reduce", 1e6) == pytest.approx(on_one_node.collective_us("all_reduce", 1e6))
+    assert costs.collective_us("all_reduce", 1e6) == pytest.approx(
+        what_if(link="80gbit,1us").network.costs.collective_us("all_reduce", 1e6)
+    )
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,9 @@ def test_cost_of_1200_bytes(costs: Costs, expected: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("kind", sorted(COLLECTIVES))
 def test_a_ring_costs_what_the_emulated_link_charges(kind: str) -> None:
-    seconds = collective_seconds(LINK, kind, num_bytes=1200, num_ranks=5)
-    assert us(RingCosts(LINK, num_ranks=5), kind) == pytest.approx(1e6 * seconds, rel=1e-12)
+    assert us(RingCosts(LINK, num_ranks=5), kind) == pytest.approx(
+        1e6 * collective_seconds(LINK, kind, num_bytes=1200, num_ranks=5), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("costs", [RingCosts(LINK, num_ranks=4), NODES, MeasuredCosts(CURVES)])
@@ -287,8 +288,9 @@ def test_samples_become_points(samples: list[tuple[float, float]], points: Point
 @given(st.floats(0, 1e4), st.floats(1e-6, 1), st.integers(0, 9))
 def test_the_line_of_points_on_a_line_is_found_past_an_outlier(latency_us: float, us_per_byte: float, slow: int) -> None:
     expected = [latency_us + us_per_byte * size for size in SIZES]
-    points = [(size, us * (10 if i == slow else 1)) for i, (size, us) in enumerate(zip(SIZES, expected, strict=True))]
-    latency_us, us_per_byte = line_through(points)
+    latency_us, us_per_byte = line_through(
+        [(size, us * (10 if i == slow else 1)) for i, (size, us) in enumerate(zip(SIZES, expected, strict=True))]
+    )
     # The line of the other nine, or one that goes through most of them: costs are compared, which hide a small latency.
     assert [latency_us + us_per_byte * size for size in SIZES] == pytest.approx(expected, rel=1e-6)
 

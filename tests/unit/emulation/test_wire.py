@@ -173,5 +173,6 @@ NO_LINK = Link(name="none", hop_s=0.0, bytes_per_s=math.inf)
 )
 def test_stretches_on_a_link(link: Link, burst_bytes: int, sent: list[tuple[float, float, float, tuple[float, float]]]) -> None:
     emulated = EmulatedLink(link, burst_bytes=burst_bytes)
-    found = [emulated.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s) for ready_s, bytes_s, latency_s, _ in sent]
-    assert found == [stretch for *_, stretch in sent]
+    assert [
+        emulated.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s) for ready_s, bytes_s, latency_s, _ in sent
+    ] == [stretch for *_, stretch in sent]

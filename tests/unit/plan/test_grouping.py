@@ -128,8 +128,9 @@ def all_caps(caps: SizeCaps) -> tuple[float, ...]:
 def fits(params: list[ParamSpec], group: Sequence[GroupEntry], cap_bytes: float, smallest: float = math.inf) -> bool:
     """Whether a group keeps to a cap, as far as it can: one parameter, or the smallest piece of one, may be above it."""
     pieces = pieces_of(group, params)
-    num_bytes = sum(piece.numel * params[piece.param].itemsize for piece in pieces)
-    return num_bytes <= cap_bytes or (len(pieces) == 1 and pieces[0].numel <= smallest)
+    return sum(piece.numel * params[piece.param].itemsize for piece in pieces) <= cap_bytes or (
+        len(pieces) == 1 and pieces[0].numel <= smallest
+    )
 
 
 @given(groupings(), st.integers(1, 9))

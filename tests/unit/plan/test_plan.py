@@ -126,8 +126,12 @@ def test_parameters_of_two_dtypes_do_not_share_a_bucket_where_their_gradients_ha
 
 
 def test_a_plan_that_was_saved_without_a_word_on_sparse_parameters_is_of_dense_ones() -> None:
-    params = [{key: value for key, value in param.to_dict().items() if key != "is_sparse"} for param in PARAMS]
-    assert Plan.from_json(saved(params=params)) == PLAN
+    assert (
+        Plan.from_json(
+            saved(params=[{key: value for key, value in param.to_dict().items() if key != "is_sparse"} for param in PARAMS])
+        )
+        == PLAN
+    )
 
 
 def test_a_plan_knows_its_groups_and_what_is_in_pieces() -> None:
@@ -370,8 +374,9 @@ def summed(signatures: Iterable[tuple[int, ...]]) -> list[bool]:
 def test_any_difference_of_any_rank_is_seen(ranks: list[tuple[int, int, int]], are_alike: bool) -> None:
     if are_alike:
         ranks = ranks[:1] * len(ranks)
-    bits = [signature_bits(step=step, generation=generation, mode=mode) for step, generation, mode in ranks]
-    assert ranks_differ(summed(bits)) == (len(set(ranks)) > 1)
+    assert ranks_differ(
+        summed([signature_bits(step=step, generation=generation, mode=mode) for step, generation, mode in ranks])
+    ) == (len(set(ranks)) > 1)
 
 
 MIB = 1024 * 1024
@@ -383,8 +388,11 @@ def source_plan(source: Plan | Sequence[ParamSpec], *, num_ranks: int | None = N
 
 
 def test_a_table_is_parameters_whose_size_comes_from_their_dtype(tmp_path: Path) -> None:
-    rows = [{"name": "a", "shape": [2, 3], "dtype": "bfloat16"}, {"name": "b", "shape": [], "dtype": "complex128"}]
-    (tmp_path / "table.json").write_text(json.dumps({"params": rows}))
+    (tmp_path / "table.json").write_text(
+        json.dumps(
+            {"params": [{"name": "a", "shape": [2, 3], "dtype": "bfloat16"}, {"name": "b", "shape": [], "dtype": "complex128"}]}
+        )
+    )
     assert source_from_file(tmp_path / "table.json") == (
         ParamSpec(name="a", shape=(2, 3), dtype="bfloat16", itemsize=2),
         ParamSpec(name="b", shape=(), dtype="complex128", itemsize=16),

@@ -211,15 +211,21 @@ WHOLE_TEXT = """\
 
 
 def small(**changes: Any) -> dict[str, Any]:
-    params = [{"name": "a", "shape": 5, "ready_us": 2}, {"name": "b", "shape": [2, 3], "ready_us": 1}]
-    return {"undertow_profile": 1, "forward_us": 1, "backward_us": 2, "params": params, **changes}
+    return {
+        "undertow_profile": 1,
+        "forward_us": 1,
+        "backward_us": 2,
+        "params": [{"name": "a", "shape": 5, "ready_us": 2}, {"name": "b", "shape": [2, 3], "ready_us": 1}],
+        **changes,
+    }
 
 
 def param(**changes: Any) -> dict[str, Any]:
     """A profile whose second parameter has these fields, without those that are None."""
     row = {"name": "b", "shape": [2, 3], "ready_us": 1, **changes}
-    rows = [{"name": "a", "shape": 5, "ready_us": 2}, {name: value for name, value in row.items() if value is not None}]
-    return small(params=rows)
+    return small(
+        params=[{"name": "a", "shape": 5, "ready_us": 2}, {name: value for name, value in row.items() if value is not None}]
+    )
 
 
 def read(data: Any) -> Profile:

@@ -98,8 +98,10 @@ def test_the_worst_bucket_is_the_one_waited_for_longest(found: StepReport, index
 
 
 def test_a_bucket_that_queued_is_charged_only_for_its_own_time_on_the_link() -> None:
-    queued = record(buckets=(record().buckets[0], row(1, 35_000, 80_000, (60_000, 80_000))))
-    assert queued.wire_intervals() == ((30_000, 50_000), (50_000, 80_000))
+    assert record(buckets=(record().buckets[0], row(1, 35_000, 80_000, (60_000, 80_000)))).wire_intervals() == (
+        (30_000, 50_000),
+        (50_000, 80_000),
+    )
 
 
 def test_to_dict_is_plain_enough_for_json() -> None:
@@ -126,8 +128,10 @@ def test_gathers_begin_before_the_step_in_its_trace() -> None:
         ("all_reduce", 0, 30_000, 50_000),
         ("all_reduce", 1, 60_000, 80_000),
     ]
-    waits = [(event.bucket, event.start_us, event.stop_us) for event in trace.on_lane("compute") if event.kind == "wait"]
-    assert waits[:2] == [(1, 0, 5_000), (0, 12_000, 12_000)]
+    assert [(event.bucket, event.start_us, event.stop_us) for event in trace.on_lane("compute") if event.kind == "wait"][:2] == [
+        (1, 0, 5_000),
+        (0, 12_000, 12_000),
+    ]
 
 
 # Whole microseconds, so that sums are exact.
@@ -136,8 +140,11 @@ intervals = st.lists(st.tuples(TIMES, TIMES).map(sorted).map(tuple), max_size=8)
 
 
 def trace(*events: tuple[str, str, float, float]) -> Trace:
-    made = (Event(lane=lane, kind=kind, start_us=start, stop_us=stop) for lane, kind, start, stop in events)
-    return Trace(rank=0, step=3, events=tuple(made))
+    return Trace(
+        rank=0,
+        step=3,
+        events=tuple(Event(lane=lane, kind=kind, start_us=start, stop_us=stop) for lane, kind, start, stop in events),
+    )
 
 
 STEP = trace(
@@ -232,8 +239,9 @@ def alone(sizes: Sequence[int]) -> list[Transfer]:
 
 def queued(sizes: Sequence[int]) -> list[Transfer]:
     """All launched at once, and carried one after another."""
-    ends = np.cumsum([cost_us(size) for size in sizes])
-    return [transfer(size, 0.0, float(end)) for size, end in zip(sizes, ends, strict=True)]
+    return [
+        transfer(size, 0.0, float(end)) for size, end in zip(sizes, np.cumsum([cost_us(size) for size in sizes]), strict=True)
+    ]
 
 
 # Each has half of the link until the first one is through.
@@ -315,8 +323,10 @@ def test_costs_without_a_latency_leave_something_to_one_without_bytes() -> None:
 
 
 def test_a_link_too_fast_for_the_clock_still_gives_a_curve() -> None:
-    samples = cost_samples([[transfer(1000, 5.0, 5.0), transfer(0, 6.0, 6.0), transfer(2000, 9.0, 8.9)]])
-    assert curve_from_samples(samples).us(2000) < 1.0
+    assert (
+        curve_from_samples(cost_samples([[transfer(1000, 5.0, 5.0), transfer(0, 6.0, 6.0), transfer(2000, 9.0, 8.9)]])).us(2000)
+        < 1.0
+    )
 
 
 times = st.floats(0, 1e6, allow_nan=False)

@@ -225,8 +225,9 @@ def test_the_first_plan_of_a_model_of_any_size_can_be_gone_back_to(num_ranks: in
 
 
 def test_a_plan_of_more_pieces_than_any_planner_makes_is_refused() -> None:
-    groups = tuple((Piece(param=0, first=at, stop=at + 1),) for at in range(1026))
-    decision = Decision(outcome=Outcome.MOVE, next_look=1, groups=groups)
+    decision = Decision(
+        outcome=Outcome.MOVE, next_look=1, groups=tuple((Piece(param=0, first=at, stop=at + 1),) for at in range(1026))
+    )
     assert refusal(lambda: decision.to_array((spec("whole", 1026, dtype="uint8"),))) == (
         "a plan of 1026 slots is too long to tell the other ranks of.\n"
         "  1 parameters, at most 1025 slots\n  Cut parameters into fewer pieces."
@@ -349,8 +350,11 @@ def test_every_decision_is_told_with_its_reason() -> None:
 
 
 def test_every_outcome_has_a_text() -> None:
-    decided = [Decided(round=6, decision=Decision(outcome=outcome, next_look=1)) for outcome in Outcome]
-    told = explained(plan_of((3, 2, 1, 0)), None, history=decided).decisions
+    told = explained(
+        plan_of((3, 2, 1, 0)),
+        None,
+        history=[Decided(round=6, decision=Decision(outcome=outcome, next_look=1)) for outcome in Outcome],
+    ).decisions
     assert [line.startswith("round 6: ") for line in told] == [True] * len(Outcome)
 
 

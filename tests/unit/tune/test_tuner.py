@@ -217,8 +217,9 @@ def test_a_decision_says_what_the_plans_take_and_when_to_look_again() -> None:
     path = walk(Tuner(), SLOW, first, num_looks=2)
     assert [(it.outcome, it.next_look) for it in path.decisions] == [(Outcome.MOVE, 1), (Outcome.KEEP, NUM_STEPS_BETWEEN_LOOKS)]
     # A profile has times to a tenth of a microsecond; costs are those of sizes that were measured, or on a line between them.
-    expected = pytest.approx([SLOW.finish_us(first), SLOW.finish_us(path.last)], rel=1e-3)
-    assert [decision.present_us for decision in path.decisions] == expected
+    assert [decision.present_us for decision in path.decisions] == pytest.approx(
+        [SLOW.finish_us(first), SLOW.finish_us(path.last)], rel=1e-3
+    )
     move, keep = path.decisions
     assert move.limit_us <= move.predicted_us < move.present_us
     assert (move.groups, keep.groups) == (path.last.groups, None)
@@ -316,8 +317,9 @@ def test_the_same_measurements_make_the_same_decisions(
     latency_us: float, us_per_byte: float, noise: float, cap_bytes: float, has_shards: bool
 ) -> None:
     how = {"cost": line(latency_us, us_per_byte), "params": model(num_layers=6), "noise": noise, "has_shards": has_shards}
-    worlds = World(**how), World(**how)
-    decisions, again = (walk(Tuner(), world, world.plan_of_size(cap_bytes), num_looks=4).decisions for world in worlds)
+    decisions, again = (
+        walk(Tuner(), world, world.plan_of_size(cap_bytes), num_looks=4).decisions for world in (World(**how), World(**how))
+    )
     assert decisions == again
     assert all(0 <= it.limit_us <= it.predicted_us for it in decisions if it.outcome is not Outcome.UNKNOWN)
     moves = (Outcome.MOVE, Outcome.FEWER, Outcome.BACK, Outcome.LEARN)

@@ -109,16 +109,30 @@ def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in
         given = of_ranks(numel, index, dtype)
         wanted = chain_of_adds([storage[:numel] for storage in given], dtype) / 5
         storage, shard = given[rank], torch.empty(numel)
-        before = first.reduce_scatter(storage, shard, trailer=range(numel, numel + 2), pack=int)
-        started.append((second.all_reduce_behind(before, shard, trailer=storage[numel:]), shard, storage, wanted))
+        started.append(
+            (
+                second.all_reduce_behind(
+                    first.reduce_scatter(storage, shard, trailer=range(numel, numel + 2), pack=int),
+                    shard,
+                    trailer=storage[numel:],
+                ),
+                shard,
+                storage,
+                wanted,
+            )
+        )
     for handle, shard, storage, wanted in started:
         handle.wait()
         assert storage[-2:].tolist() == [1.0, dist.get_world_size()]
         # Without an order what travels is rounded to what it came in, the sum once more than its summands; where the backend
         # adds up in the dtype itself, once for each summand.
         rounded = wanted if in_order else wanted.to(dtype).float()
-        tolerance = 0.0 if in_order or make is P2PCollectives else dist.get_world_size() * torch.finfo(dtype).eps * 8
-        torch.testing.assert_close(shard, rounded, rtol=0.0, atol=tolerance)
+        torch.testing.assert_close(
+            shard,
+            rounded,
+            rtol=0.0,
+            atol=0.0 if in_order or make is P2PCollectives else dist.get_world_size() * torch.finfo(dtype).eps * 8,
+        )
     for exchanges, of in ((first, inside), (second, across)):
         exchanges.close()
         of.close()
@@ -132,8 +146,11 @@ def test_what_is_behind_a_failure_fails_with_it() -> None:
         def fail() -> None:
             raise ZeroDivisionError("while packing")
 
-        before = exchanges.reduce_scatter(torch.zeros(8), torch.zeros(2), trailer=range(6, 8), pack=fail)
-        handle = exchanges.all_reduce_behind(before, torch.zeros(2), trailer=torch.zeros(2))
+        handle = exchanges.all_reduce_behind(
+            exchanges.reduce_scatter(torch.zeros(8), torch.zeros(2), trailer=range(6, 8), pack=fail),
+            torch.zeros(2),
+            trailer=torch.zeros(2),
+        )
         with pytest.raises(ZeroDivisionError, match="while packing"):
             handle.wait()
         late = ThreadHandle(exchanges.group.result)

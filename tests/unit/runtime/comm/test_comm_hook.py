@@ -230,8 +230,9 @@ def test_the_bucket_keeps_its_dtype_behind_a_hook_that_replaces_the_buffer() -> 
 
 def test_hooks_behind_one_that_is_on_its_way_wait_for_it() -> None:
     seen, on_its_way = list[Tensor](), torch.futures.Future[Tensor]()
-    send = (None, lambda state, bucket: on_its_way)
-    buffer, handle = started(undertow.chain_comm_hooks((1.0, add), send, (seen, look), (None, double_in_place)))
+    buffer, handle = started(
+        undertow.chain_comm_hooks((1.0, add), (None, lambda state, bucket: on_its_way), (seen, look), (None, double_in_place))
+    )
     assert seen == []
     on_its_way.set_result(torch.full((6,), 7.0))
     handle.wait()
@@ -239,8 +240,10 @@ def test_hooks_behind_one_that_is_on_its_way_wait_for_it() -> None:
 
 
 def test_a_chain_is_named_after_its_hooks() -> None:
-    hook = undertow.chain_comm_hooks((None, default_hooks.fp16_compress_hook), (1.0, add))
-    assert CommHook(None, hook).name == "chain_comm_hooks(fp16_compress_hook, add)"
+    assert (
+        CommHook(None, undertow.chain_comm_hooks((None, default_hooks.fp16_compress_hook), (1.0, add))).name
+        == "chain_comm_hooks(fp16_compress_hook, add)"
+    )
 
 
 FUTURE = (

@@ -111,8 +111,9 @@ class Asked(nn.Module, IterableDataset):
         self.optimizer.register_step_pre_hook(lambda *_: self.note("step"))
 
     def note(self, when: str) -> None:
-        names = {id(module): name for name, module in self.named_modules()}
-        self.said[when] = faults.activity(faults.frames_of(threading.get_ident()), names)
+        self.said[when] = faults.activity(
+            faults.frames_of(threading.get_ident()), {id(module): name for name, module in self.named_modules()}
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(self.layer(x))
@@ -157,8 +158,10 @@ def test_what_is_no_state_is_refused(broken: dict[str, object]) -> None:
 
 def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
     idle = [faults.Activity(num_steps=lambda number=number: number, is_idle=lambda: True) for number in (118, 0)]  # type: ignore[misc]
-    told = [here.state(1)["doing"].rpartition(", ")[2] for here in idle]
-    assert told == ["no training forward since synchronization 118", "no training forward yet"]
+    assert [here.state(1)["doing"].rpartition(", ")[2] for here in idle] == [
+        "no training forward since synchronization 118",
+        "no training forward yet",
+    ]
 
 
 def test_what_ranks_say_does_not_steer_a_terminal(caplog: pytest.LogCaptureFixture) -> None:

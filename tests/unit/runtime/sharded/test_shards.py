@@ -26,8 +26,9 @@ from undertow.runtime.torch_private import private
 
 def in_pieces() -> FlatParams:
     """What the first of two ranks has of a parameter that lies in two buckets."""
-    groups = ((Piece(param=0, first=0, stop=5),), (Piece(param=0, first=5, stop=8),))
-    bucket = plan_from_groups([spec("weight", 8)], groups, num_ranks=2).buckets[0]
+    bucket = plan_from_groups(
+        [spec("weight", 8)], ((Piece(param=0, first=0, stop=5),), (Piece(param=0, first=5, stop=8),)), num_ranks=2
+    ).buckets[0]
     return FlatParams(bucket, [nn.Parameter(torch.ones(8))], shard_parts(bucket, rank=0), num_ranks=2)
 
 
@@ -54,8 +55,12 @@ def test_copying_out_does_not_count_as_a_reference() -> None:
 
 def sixteen_bits() -> tuple[InnerOptimizer, Owned]:
     values = torch.linspace(-1, 1, 64, dtype=torch.bfloat16)
-    part = ShardPart(param=0, bucket=0, start=0, stop=64, in_bucket=0, in_shard=0)
-    owned = Owned(part=part, param=values, values=values, target=values.float())
+    owned = Owned(
+        part=ShardPart(param=0, bucket=0, start=0, stop=64, in_bucket=0, in_shard=0),
+        param=values,
+        values=values,
+        target=values.float(),
+    )
     return InnerOptimizer([owned], torch.optim.SGD([owned.target], lr=1e-3, momentum=0.9)), owned
 
 

@@ -66,8 +66,9 @@ def test_a_callback_queued_from_a_callback_runs_after_those_already_queued() -> 
 def test_the_largest_of_each_keeps_what_is_not_finite() -> None:
     huge = torch.finfo(torch.float32).max
     tensors = [torch.tensor(values) for values in ([1.0, -3.0], [huge, huge], [[1.0], [torch.inf]], [torch.nan, 1.0])]
-    found = [float(it) for each in (tensors, [torch.tensor([3 + 4j])]) for it in private.largest_of_each(each)]
-    assert found == pytest.approx([3.0, huge, torch.inf, torch.nan, 5.0], rel=0, nan_ok=True)
+    assert [float(it) for each in (tensors, [torch.tensor([3 + 4j])]) for it in private.largest_of_each(each)] == pytest.approx(
+        [3.0, huge, torch.inf, torch.nan, 5.0], rel=0, nan_ok=True
+    )
 
 
 def test_an_untraced_function_is_called_as_it_is() -> None:
