@@ -111,9 +111,11 @@ def test_a_cell_that_is_measured_again_has_the_systems_it_had_and_its_start_up(o
     write(out, GONE, at(ranks=4))
     start(out, "--resume", "--ranks", "2", "--ranks", "4", systems=("ours", "fsdp2"))
     two, four = written(out)
-    assert {row["system"]: row["error"] for row in two["rows"]} == {"bare": None, "ours": None, "fsdp2": "not measured"}
-    assert [one["rows"][1]["backward_ms"]["median"] for one in (two, four)] == [99.0, 99.0]
-    assert [row.get("peak_rss_mb") for row in four["rows"]] == [300, 300, None]  # where it is not measured
+    assert (
+        {row["system"]: row["error"] for row in two["rows"]},
+        [one["rows"][1]["backward_ms"]["median"] for one in (two, four)],
+        [row.get("peak_rss_mb") for row in four["rows"]],
+    ) == ({"bare": None, "ours": None, "fsdp2": "not measured"}, [99.0, 99.0], [300, 300, None])  # where it is not measured
 
 
 @pytest.mark.usefixtures("measured")

@@ -146,11 +146,11 @@ def test_what_is_gone_is_named(namespaces: Path, monkeypatch: pytest.MonkeyPatch
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(links.subprocess, "run", delete)
-    assert (links.remove_abandoned(), sorted(path.name for path in namespaces.iterdir())) == (
+    assert (links.remove_abandoned(), sorted(path.name for path in namespaces.iterdir()), links.remove_abandoned()) == (
         (LEFT, None),
         ["mine", f"{links.PREFIX}{os.getpid()}-0-hub"],
+        ([], None),
     )
-    assert links.remove_abandoned() == ([], None)
 
 
 def refuse(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -236,8 +236,10 @@ def test_the_profile_of_resnet50_is_that_of_its_source() -> None:
 
 def test_scaling_keeps_the_relation_of_wire_and_compute() -> None:
     full, half = PROFILES["bert_large"](), scaled(PROFILES["bert_large"](), 0.5)
-    assert (half.numel / full.numel, half.compute_ms / full.compute_ms) == pytest.approx((0.5, 0.5))
-    assert half.num_params == full.num_params
+    assert ((half.numel / full.numel, half.compute_ms / full.compute_ms), half.num_params) == (
+        pytest.approx((0.5, 0.5)),
+        full.num_params,
+    )
 
 
 def test_a_layer_without_parameters_is_refused() -> None:

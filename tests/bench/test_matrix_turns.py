@@ -52,8 +52,13 @@ def bare(model: torch.nn.Module) -> Bare:
 
 def test_a_turn_is_four_steps_behind_a_barrier_of_which_the_inner_ones_are_timed(calls: list[str]) -> None:
     play(one := player(calls), num_turns=3)
-    assert calls == ["barrier", *["backward", "update"] * 4, "one finishes"] * 3
-    assert (len(one.step_s), len(one.backward_s), len(one.cpu_s), one.to_dict()["facts"]) == (6, 6, 3, {"collectives": 1})
+    assert (calls, len(one.step_s), len(one.backward_s), len(one.cpu_s), one.to_dict()["facts"]) == (
+        ["barrier", *["backward", "update"] * 4, "one finishes"] * 3,
+        6,
+        6,
+        3,
+        {"collectives": 1},
+    )
 
 
 def test_turns_are_taken_in_an_order_that_is_reversed(calls: list[str]) -> None:

@@ -37,8 +37,10 @@ def test_classes_and_files_that_a_page_names_exist(page: Path) -> None:
     classes = re.findall(r"`([A-Z]\w*[a-z]\w*)", text)
     paths = re.findall(r"`([a-z]\w*/[\w./]*)`", text)
     homes = (ROOT, ROOT / "src" / "undertow")
-    assert [name for name in classes if not re.search(rf"\b{name}\b", SOURCE)] == []
-    assert [path for path in paths if not any((home / path).exists() for home in homes)] == []
+    assert (
+        [name for name in classes if not re.search(rf"\b{name}\b", SOURCE)],
+        [path for path in paths if not any((home / path).exists() for home in homes)],
+    ) == ([], [])
 
 
 @pytest.mark.parametrize("page", SCHEDULES, ids=lambda page: page.stem)

@@ -149,11 +149,11 @@ def test_everything_of_torchs_constructor_and_of_fully_shard_has_a_row() -> None
         MIGRATION.split(f"\n## {title}\n")[1].split("\n## ")[0]
         for title in ("From torch's DistributedDataParallel", "From FSDP2")
     )
-    assert (named_in(of_torch, "argument"), named_in(of_fsdp, "argument of `fully_shard`")) == (
-        arguments_of(nn.parallel.DistributedDataParallel),
-        arguments_of(fully_shard),
-    )
-    assert [name for name in sorted(arguments_of(MixedPrecisionPolicy)) if f"`{name}`" not in of_fsdp] == []
+    assert (
+        named_in(of_torch, "argument"),
+        named_in(of_fsdp, "argument of `fully_shard`"),
+        [name for name in sorted(arguments_of(MixedPrecisionPolicy)) if f"`{name}`" not in of_fsdp],
+    ) == (arguments_of(nn.parallel.DistributedDataParallel), arguments_of(fully_shard), [])
     assert named_in(of_fsdp, "method of `FSDPModule`") == {name for name in vars(FSDPModule) if not name.startswith("_")}
 
 

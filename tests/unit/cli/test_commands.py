@@ -84,8 +84,10 @@ def test_an_unknown_option_is_exit_code_2(undertow: Undertow) -> None:
 def test_options_become_settings(undertow: Undertow, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DemoSettings] = []
     monkeypatch.setattr(demo, "run_demo", lambda settings: seen.append(settings) or 1)
-    assert undertow("demo --nproc 3 --link 5gbit --text a --steps 4 --out b --seed 5 --strategy zero1").code == 1
-    assert seen == [DemoSettings(num_ranks=3, link="5gbit", text=Path("a"), num_steps=4, out=Path("b"), seed=5, strategy="zero1")]
+    assert (undertow("demo --nproc 3 --link 5gbit --text a --steps 4 --out b --seed 5 --strategy zero1").code, seen) == (
+        1,
+        [DemoSettings(num_ranks=3, link="5gbit", text=Path("a"), num_steps=4, out=Path("b"), seed=5, strategy="zero1")],
+    )
 
 
 def test_a_missing_typer_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,10 +414,10 @@ def test_rates_are_swept_around_that_of_the_link() -> None:
 def test_sizes_are_swept_until_one_holds_all_gradients() -> None:
     points = SWEEPS["bucket"](what_if()).points
     assert [*points][-3:] == ["16", "25", "50"]  # of 36 MiB
-    assert {tuple(outcome.method for outcome in point) for point in points.values()} == {
-        ("per parameter", "fixed size", "optimal buckets")
-    }
-    assert [point[1].num_buckets for point in points.values()][-2:] == [3, 2]
+    assert (
+        {tuple(outcome.method for outcome in point) for point in points.values()},
+        [point[1].num_buckets for point in points.values()][-2:],
+    ) == ({("per parameter", "fixed size", "optimal buckets")}, [3, 2])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -61,11 +61,16 @@ def with_bucket(at: int, **changes: Any) -> Plan:
 
 
 def test_a_plan_lays_groups_out_in_their_order() -> None:
-    assert [(bucket.index, bucket.dtype, bucket.device, bucket.params) for bucket in PLAN.buckets] == [
-        (0, "float32", "cpu", (1, 0)),
-        (1, "bfloat16", "cpu", (2,)),
-    ]
-    assert planned([(), (1, 0), (), (2,), ()]) == PLAN  # an empty group makes no bucket
+    assert (
+        [(bucket.index, bucket.dtype, bucket.device, bucket.params) for bucket in PLAN.buckets],
+        planned([(), (1, 0), (), (2,), ()]),
+    ) == (
+        [
+            (0, "float32", "cpu", (1, 0)),
+            (1, "bfloat16", "cpu", (2,)),
+        ],
+        PLAN,
+    )  # an empty group makes no bucket
     (only,) = planned([], ()).buckets
     assert (only.slots, only.dtype, only.itemsize, only.device) == ((), "float32", 4, "cpu")
     # 8 elements, 2 used flags and 48 signature bits are 58 elements, padded to 60 for 16 bytes.
@@ -96,8 +101,11 @@ def test_a_plan_lays_groups_out_in_their_order() -> None:
 )
 def test_the_slots_of_a_plan(plan: Plan, slots: list[list[tuple[int, ...]]]) -> None:
     found = [[(slot.param, slot.start, slot.stop, slot.first) for slot in bucket.slots] for bucket in plan.buckets]
-    assert (found, [len(bucket.trailer.used) for bucket in plan.buckets]) == (slots, [len(of_bucket) for of_bucket in slots])
-    assert [bucket.numel for bucket in plan.buckets] == [of_bucket[-1][2] if of_bucket else 0 for of_bucket in slots]
+    assert (found, [len(bucket.trailer.used) for bucket in plan.buckets], [bucket.numel for bucket in plan.buckets]) == (
+        slots,
+        [len(of_bucket) for of_bucket in slots],
+        [of_bucket[-1][2] if of_bucket else 0 for of_bucket in slots],
+    )
     assert plan.buckets[-1].trailer.has_verdict
 
 
@@ -135,11 +143,13 @@ def test_a_plan_that_was_saved_without_a_word_on_sparse_parameters_is_of_dense_o
 
 
 def test_a_plan_knows_its_groups_and_what_is_in_pieces() -> None:
-    assert [(plan.groups, plan.split_params) for plan in (PLAN, SPLIT)] == [
-        (((1, 0), (2,)), frozenset()),
-        (((1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)), {0}),
-    ]
-    assert json.loads(SPLIT.to_json())["buckets"] == [[1, [0, 0, 4]], [2], [[0, 4, 6]]]
+    assert ([(plan.groups, plan.split_params) for plan in (PLAN, SPLIT)], json.loads(SPLIT.to_json())["buckets"]) == (
+        [
+            (((1, 0), (2,)), frozenset()),
+            (((1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)), {0}),
+        ],
+        [[1, [0, 0, 4]], [2], [[0, 4, 6]]],
+    )
     # A piece that is all of its parameter is the parameter.
     assert planned([(1, piece(0, 0, 6)), (2,)]) == Plan.from_json(saved(buckets=[[1, [0, 0, 6]], [2]])) == PLAN
 
@@ -362,8 +372,11 @@ def test_a_bucket_is_slots_a_trailer_and_equal_aligned_shards(plan: Plan) -> Non
 
 def test_signature_is_the_bits_and_their_complements() -> None:
     bits = signature_bits(step=5, generation=2, mode=1)
-    assert (bits[:24], bits[24:]) == ((1, 0, 1, *[0] * 9, 0, 1, *[0] * 6, 1, 0, 0, 0), tuple(1 - bit for bit in bits[:24]))
-    assert bits == signature_bits(step=4096 + 5, generation=256 + 2, mode=1)  # steps wrap around
+    assert (bits[:24], bits[24:], bits) == (
+        (1, 0, 1, *[0] * 9, 0, 1, *[0] * 6, 1, 0, 0, 0),
+        tuple(1 - bit for bit in bits[:24]),
+        signature_bits(step=4096 + 5, generation=256 + 2, mode=1),
+    )  # steps wrap around
 
 
 def summed(signatures: Iterable[tuple[int, ...]]) -> list[bool]:

@@ -79,8 +79,10 @@ def test_a_report(found: StepReport, fields: dict[str, Any]) -> None:
 
 
 def test_gathers_have_rows() -> None:
-    assert [(it.bucket, it.launched_ms, it.done_ms) for it in SHARDED.gathers] == [(1, -10, 5), (0, -9, 10)]
-    assert [(it.num_bytes, it.wire_ms, it.waited_ms) for it in SHARDED.gathers] == [(4000, 15, 5), (8000, 5, 0)]
+    assert (
+        [(it.bucket, it.launched_ms, it.done_ms) for it in SHARDED.gathers],
+        [(it.num_bytes, it.wire_ms, it.waited_ms) for it in SHARDED.gathers],
+    ) == ([(1, -10, 5), (0, -9, 10)], [(4000, 15, 5), (8000, 5, 0)])
     # A step without gathers, whose optimizer's step the scaler has skipped, does not count to their medians.
     assert [it.waited_ms for it in report(record(), record(step=1, gathers=GATHERS)).gathers] == [5, 0]
 
@@ -198,11 +200,11 @@ def test_a_step_lasts_as_long_as_its_compute_lane(step: Trace, duration_us: floa
 
 
 def test_events_of_a_lane_and_of_all_communication() -> None:
-    assert ([event.start_us for event in STEP.on_lane("compute")], STEP.communication) == (
-        [0, 100, 125, 130],
-        STEP.on_lane("comm.dp"),
-    )
-    assert [event.duration_us for event in STEP.communication] == [40, 40, 30]
+    assert (
+        [event.start_us for event in STEP.on_lane("compute")],
+        STEP.communication,
+        [event.duration_us for event in STEP.communication],
+    ) == ([0, 100, 125, 130], STEP.on_lane("comm.dp"), [40, 40, 30])
 
 
 @given(st.lists(st.tuples(TIMES, TIMES), max_size=12))

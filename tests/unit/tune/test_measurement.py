@@ -144,8 +144,11 @@ def test_what_is_learned(ranks: tuple[list[StepRecord], ...], expected: dict[str
 def test_gathers_and_reductions_are_samples_of_two_kinds() -> None:
     found = [measured([GATHERED], [other])[0] for other in (GATHERED, replace(GATHERED, gathers=GATHERED.gathers[1:]))]
     samples = found[0].samples
-    assert (samples.keys(), {size for size, _ in samples["all_gather"]}) == ({"reduce_scatter", "all_gather"}, {8000.0, 4000.0})
-    assert sum(time for _, time in samples["all_gather"]) == pytest.approx(150.0)  # from -50 to 100 without a pause
+    assert (samples.keys(), {size for size, _ in samples["all_gather"]}, sum(time for _, time in samples["all_gather"])) == (
+        {"reduce_scatter", "all_gather"},
+        {8000.0, 4000.0},
+        pytest.approx(150.0),
+    )  # from -50 to 100 without a pause
     # A gather that one rank did not wait for is as long as on the others.
     assert found[1].samples == samples
 
@@ -211,8 +214,10 @@ microseconds = st.floats(0, 1e12)
 def test_a_decision_arrives_as_it_left(plan: Plan, decision: Decision) -> None:
     with_plan = replace(decision, groups=plan.groups if plan.params else None)
     arrays = [each.to_array(plan.params) for each in (decision, with_plan)]
-    assert [decision_from_array(array, plan.params) for array in arrays] == [decision, with_plan]
-    assert len(arrays[0]) == len(arrays[1])  # all ranks make room for what the first one has decided before they know of it
+    assert ([decision_from_array(array, plan.params) for array in arrays], len(arrays[0])) == (
+        [decision, with_plan],
+        len(arrays[1]),
+    )  # all ranks make room for what the first one has decided before they know of it
 
 
 @pytest.mark.parametrize("num_ranks", [2, 64])
@@ -389,5 +394,4 @@ def test_what_is_known_is_printed(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")  # narrower than the lines
     it = explained(plan_of((3, 2), (1, 0)), measured, **more)
-    assert f"{it}\n" == text
-    assert json.loads(json.dumps(it.to_dict()))["why"] == it.why
+    assert (f"{it}\n", json.loads(json.dumps(it.to_dict()))["why"]) == (text, it.why)

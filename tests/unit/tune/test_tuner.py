@@ -295,8 +295,13 @@ def test_a_profile_has_what_was_learned() -> None:
     walk(tuner, SLOW, plan, num_looks=1)
     profile = tuner.profile(plan, strategy="ddp")
     assert (profile.forward_us, profile.backward_us, profile.update_us) == (10_000.0, 40_000.0, 1_000.0)
-    assert (profile.groups, profile.num_ranks, profile.params) == (plan.groups, plan.num_ranks, plan.params)
-    assert (profile.step_us, profile.curves) == (pytest.approx(SLOW.finish_us(plan) + 1_000.0, abs=0.1), tuner.curves)
+    assert (profile.groups, profile.num_ranks, profile.params, profile.step_us, profile.curves) == (
+        plan.groups,
+        plan.num_ranks,
+        plan.params,
+        pytest.approx(SLOW.finish_us(plan) + 1_000.0, abs=0.1),
+        tuner.curves,
+    )
 
 
 def test_gathers_leave_between_reductions() -> None:

@@ -117,9 +117,13 @@ def test_a_hook_that_torch_refuses_is_refused(hook: Any, error: type[Exception],
 def test_a_bucket_has_the_methods_of_torchs() -> None:
     given, other = bucket(), torch.ones(6).half()
     names = [name for name in dir(dist.GradBucket) if not name.startswith("_")]
-    assert [name for name in names if not callable(getattr(given, name, None))] == []
-    assert (given.index(), given.is_last(), [param.shape for param in given.parameters()]) == (4, True, [(2, 2), (2,)])
-    assert [gradient.tolist() for gradient in given.gradients()] == [[[0, 1], [2, 3]], [4, 5]]
+    assert (
+        [name for name in names if not callable(getattr(given, name, None))],
+        given.index(),
+        given.is_last(),
+        [param.shape for param in given.parameters()],
+        [gradient.tolist() for gradient in given.gradients()],
+    ) == ([], 4, True, [(2, 2), (2,)], [[[0, 1], [2, 3]], [4, 5]])
     given.set_buffer(other)
     assert given.buffer() is other
     given.gradients()[1].zero_()  # torch's are views of whatever is the buffer; its wrappers and PowerSGD rely on that

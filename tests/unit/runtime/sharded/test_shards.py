@@ -176,5 +176,10 @@ def test_every_bucket_of_a_split_parameter_takes_the_same_gradient() -> None:
     taken = [split.take(), split.take()]
     param.grad = late
     taken += [split.take_late(), split.take_late()]
-    assert list(map(id, taken)) == list(map(id, (added, added, late, late)))
-    assert (param.grad, held.added, split.is_held, split.is_live) == (None, None, True, True)
+    assert (list(map(id, taken)), param.grad, held.added, split.is_held, split.is_live) == (
+        list(map(id, (added, added, late, late))),
+        None,
+        None,
+        True,
+        True,
+    )
