@@ -23,7 +23,6 @@ KILLED = {"fsdp2": "rank 1 was killed by SIGKILL."}
 
 
 def rows(name: str, *ranks: dict[str, Any], start_up: Any = ()) -> list[dict[str, Any]]:
-    """The rows of one system that ranks have played."""
     return rows_of_cell([SYSTEMS[name]], [[rank_result(played_by_rank) for played_by_rank in ranks]], dict(start_up), {})
 
 

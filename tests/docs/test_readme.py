@@ -48,7 +48,6 @@ RUN = [block for block in BLOCKS if not set(block) & set(MADE)]
 
 
 def shell(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """The end of a script in `directory`, with the commands of this environment."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # Not torchrun's default port: other tests may be using it.
     environment = {
@@ -145,8 +144,6 @@ def test_a_plan_is_explained_and_saved(tmp_path: Path) -> None:
 
 
 class Tokens(nn.Module):
-    """A model with a head, which is frozen when the model is wrapped."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.body, self.head = nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)

@@ -433,7 +433,6 @@ def save(state: dict[str, Any], folder: Path) -> None:
 
 @pytest.fixture
 def saved_by_torch(tmp_path: Path) -> Path:
-    """What torch saves of such a tensor, of a number and of a plain tensor."""
     save(
         {"model": {"rows": InRows(torch.arange(6.0).view(3, 2)), "number": 7, "whole": torch.ones(2, dtype=torch.bfloat16)}},
         tmp_path / "saved",

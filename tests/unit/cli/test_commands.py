@@ -26,7 +26,6 @@ from undertow.schedule import STRATEGIES, Strategy
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The present one; pictures go there too."""
     monkeypatch.chdir(tmp_path)
     Path("table.json").write_text(TABLE)
     curve = MEASURED.curves["all_reduce"]

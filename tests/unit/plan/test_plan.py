@@ -50,7 +50,6 @@ PLAN, SPLIT = planned(), planned([(1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)])
 
 
 def saved(**changes: Any) -> str:
-    """PLAN as JSON, with other values for some of its keys."""
     return json.dumps({**json.loads(PLAN.to_json()), **changes})
 
 

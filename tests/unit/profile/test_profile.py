@@ -22,7 +22,6 @@ MAKE = "\n  Make the plan from the parameters of this model."
 
 
 def profile(**changes: Any) -> Profile:
-    """Three parameters, of which the last is ready first."""
     params = tuple(spec(name, 10) for name in ("a", "b", "c"))
     return Profile(**{"params": params, "ready_us": (40.0, 30.0, 10.0), "forward_us": 20.0, "backward_us": 40.0, **changes})
 

@@ -14,7 +14,6 @@ from undertow.trace import Event, StepReport, Trace
 
 
 def sent(*num_bytes: int) -> StepReport:
-    """What a hook has really sent of each bucket."""
     return report(record(buckets=tuple(replace(it, num_bytes=num) for it, num in zip(record().buckets, num_bytes, strict=True))))
 
 

@@ -70,7 +70,6 @@ def with_gathers(*, waited_us: float = 30.0) -> StepRecord:
 
 
 def measured(*ranks: Sequence[StepRecord], num_steps: int = 1) -> list[Measurement | None]:
-    """What each of these ranks learns."""
     latest = np.maximum.reduce([array_of_records(records, PLAN, num_steps=num_steps) for records in ranks])
     return [measurement_from_array(latest, records, PLAN) for records in ranks]
 

@@ -43,7 +43,6 @@ def of_ranks(numel: int, step: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def chain_of_adds(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Those with 16 bits in fp32."""
     return chain([part.to(torch.float32 if dtype.itemsize == 2 else dtype) for part in parts])
 
 
@@ -52,7 +51,6 @@ def chain_of_adds(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     ("kind", "dtype"), [*(("posted", it) for it in (torch.float64, torch.bfloat16)), *((kind, torch.float32) for kind in KINDS)]
 )
 def test_a_shard_is_the_mean_added_up_in_rank_order_and_every_rank_gets_every_part(kind: str, dtype: torch.dtype) -> None:
-    """Several exchanges in flight; each rank's shard has the bits of the chain, and the trailer is the sum."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     started, done = [], list[object]()
     with exchanging(kind) as exchanges:
@@ -99,7 +97,6 @@ def test_a_mean_is_added_up_in_rank_order(kind: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("make", [P2PCollectives, BackendCollectives])
 def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in_order: bool, dtype: torch.dtype) -> None:
-    """Shards of a row, reduced inside, become the mean over all rows."""
     across, rank = opened_group(), dist.get_rank()
     inside = OwnGroup(GroupRef((rank,), "gloo", None), device=across.device)
     inside.open()
@@ -140,7 +137,6 @@ def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in
 
 @in_ranks(2)
 def test_what_is_behind_a_failure_fails_with_it() -> None:
-    """Whoever waits for the second of two reductions learns what the first has failed with."""
     with exchanging("posted") as exchanges:
 
         def fail() -> None:

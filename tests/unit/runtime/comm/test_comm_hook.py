@@ -22,7 +22,6 @@ ALONE = Mock(is_broken=False, member="of one", result=lambda future: future.resu
 
 
 def bucket() -> HookedBucket:
-    """Two gradients in a buffer of six elements, the fifth bucket."""
     return HookedBucket(4, BUFFER.clone(), [torch.zeros(2, 2), torch.zeros(2)], is_last=True)
 
 
@@ -206,7 +205,6 @@ def wrong(_state, bucket):
 
 
 def started(hook: Callable[..., Any]) -> tuple[Tensor, Any]:
-    """The buffer of a bucket, and the handle of the hook on it."""
     given = bucket()
     return given.buffer(), CommHook(None, hook).start(given, ALONE)
 

@@ -99,8 +99,6 @@ def test_a_long_message_of_an_exception_is_cut() -> None:
 
 
 class Asked(nn.Module, IterableDataset):
-    """Says what this thread is doing, in many a place."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.inner = nn.Linear(2, 2), nn.Identity()

@@ -33,8 +33,6 @@ OPTIMIZERS = sorted(
 
 
 class Counting(torch.optim.Optimizer):
-    """Counts its steps in a group, in a tensor of a group, in an attribute, and in the state of a parameter."""
-
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "steps": 0, "total": torch.zeros(())})
         self.calls = 0

@@ -28,7 +28,6 @@ def with_gradient() -> nn.Parameter:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A process group of gloo's."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
     yield dist.group.WORLD
