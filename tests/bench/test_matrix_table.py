@@ -17,7 +17,6 @@ from undertow.cost import CostCurve
 from undertow.profile import Profile
 
 PLACE = "replay, 2 ranks, 1gbit (shaped)"
-FACTS = {"collectives": 2, "version": "1", "state_mb": 24.0}
 NO_IMPORT = {"error": "ModuleNotFoundError: No module named 'x'"}
 KILLED = {"fsdp2": "rank 1 was killed by SIGKILL."}
 
@@ -67,7 +66,9 @@ def reported(system: str, seconds: float, **changes: Any) -> dict[str, Any]:
             id="a sharded system is held to the limit with a barrier",
         ),
         pytest.param(
-            cell("ours-zero1", ours_zero1=ms(199, facts=FACTS))["rows"][0], {"state_mb": 24.0}, id="what the optimizer keeps"
+            cell("ours-zero1", ours_zero1=ms(199, facts={"collectives": 2, "version": "1", "state_mb": 24.0}))["rows"][0],
+            {"state_mb": 24.0},
+            id="what the optimizer keeps",
         ),
         pytest.param(
             rows("ours", {"ours": ms(100, 130)}, {"ours": ms(120, 110)})[0],
@@ -122,7 +123,6 @@ def test_the_best_of_a_sweep_is_one_row() -> None:
 
 
 OURS = cell("ours", ours=ms(121))
-BY_SIZE = cell("bare", "per-parameter", "ours", per_parameter=ms(241), ours=ms(120))
 SHAPED, EMULATED = cell("ours", ours=ms(100)), {**cell("ours", ours=ms(106)), "kind": "emulated"}
 # Cells, and what their document has.
 
@@ -145,7 +145,7 @@ SHAPED, EMULATED = cell("ours", ours=ms(100)), {**cell("ours", ours=ms(106)), "k
             for peaks in [{"peak_rss_mb": 3001.0, "peak_device_mb": on_device}]
         ),
         pytest.param(
-            [BY_SIZE],
+            [cell("bare", "per-parameter", "ours", per_parameter=ms(241), ours=ms(120))],
             [
                 "| below 10 M | replay | 2 | 1gbit (shaped) | 2.00 |  |",
                 "an all-reduce carries 20.0 MB/s, a small one takes 1.0 ms",
@@ -227,12 +227,11 @@ def test_each_workload_has_a_picture_with_a_panel_for_each_cell_that_has_figures
     )
 
 
-TRIO = cell("bare", "ours", "ours-zero1", "torch-ddp", ours=ms(121), ours_zero1=ms(99), torch_ddp=ms(249))
-
-
 def test_ratios_of_a_cell() -> None:
     # A sharded system of ours is compared by whole steps and not with ours.
-    ratios = guard.ratios_of([TRIO])
+    ratios = guard.ratios_of(
+        [cell("bare", "ours", "ours-zero1", "torch-ddp", ours=ms(121), ours_zero1=ms(99), torch_ddp=ms(249))]
+    )
     assert ratios == {
         f"{PLACE}: ours / limit": 1.1,
         f"{PLACE}: ours / torch-ddp": pytest.approx(121 / 249, abs=1e-4),

@@ -25,8 +25,10 @@ from undertow.profile.profile import FIELDS, PARAM_FIELDS
 
 RANKS = {"two ranks": "two_ranks", "three ranks": "three_ranks", "four ranks": "four_ranks"}
 GPU, FAILS, SCRIPT, BEFORE = "needs a GPU", "two ranks, fails", "script", "before"
-WITH_SNIPPETS = ("concepts", "migration", "troubleshooting", "planning", "profiles", "reliability")
-FILES = {name: ROOT / "docs" / f"{name}.md" for name in WITH_SNIPPETS}
+FILES = {
+    name: ROOT / "docs" / f"{name}.md"
+    for name in ("concepts", "migration", "troubleshooting", "planning", "profiles", "reliability")
+}
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 SNIPPETS = {name: list(snippets(path)) for name, path in FILES.items()}
 MIGRATION, TROUBLES = TEXTS["migration"], TEXTS["troubleshooting"]
@@ -199,8 +201,11 @@ def test_every_field_of_a_profile_has_a_row(section: str, fields: tuple[str, ...
 
 
 MODULES = ["undertow", "undertow.plan", "undertow.cost", "undertow.profile", "undertow.simulate", "undertow.trace"]
-REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
-SHOWN = [name for page in REFERENCE for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
+SHOWN = [
+    name
+    for page in sorted((ROOT / "docs" / "reference").glob("*.md"))
+    for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -192,7 +192,6 @@ def read(text: Any) -> Call:
     return lambda: SyncConfig.from_json(text)
 
 
-WITH_EXPERTS = SyncConfig(experts=(ExpertGroup(match="a.*", process_group=object(), divisor=4),)).to_json()
 READ = "\n  SyncConfig.from_json\n  "
 
 
@@ -233,7 +232,7 @@ READ = "\n  SyncConfig.from_json\n  "
             id="skipping with experts",
         ),
         pytest.param(
-            read(WITH_EXPERTS),
+            read(SyncConfig(experts=(ExpertGroup(match="a.*", process_group=object(), divisor=4),)).to_json()),
             f"these settings have 1 groups of experts, whose process groups are not in a text.{READ}"
             "Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
             id="a text with experts",

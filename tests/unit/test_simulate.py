@@ -123,9 +123,6 @@ def test_across_go_the_bytes_of_a_shard() -> None:
     assert record.buckets[0].num_bytes >= 400
 
 
-Look = Callable[[StepRecord], tuple[float, ...]]
-
-
 @pytest.mark.parametrize(
     ("simulate_it", "look", "expected"),
     [
@@ -237,7 +234,9 @@ Look = Callable[[StepRecord], tuple[float, ...]]
         ),
     ],
 )
-def test_a_step_by_hand(simulate_it: Callable[[], StepRecord], look: Look, expected: tuple[float, ...]) -> None:
+def test_a_step_by_hand(
+    simulate_it: Callable[[], StepRecord], look: Callable[[StepRecord], tuple[float, ...]], expected: tuple[float, ...]
+) -> None:
     assert look(simulate_it()) == pytest.approx(expected, rel=0, abs=ROUNDING_US)
 
 

@@ -134,7 +134,6 @@ def test_no_split_or_order_of_gradients_is_through_before_the_limit() -> None:
 
 # The square root of a size.
 ROOT = TableCosts({"all_reduce": [math.sqrt(size) for size in range(40)]})
-ALTERNATING = [spec(f"p{i}", 8, dtype="float32" if i % 2 else "bfloat16") for i in range(20)]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,11 @@ ALTERNATING = [spec(f"p{i}", 8, dtype="float32" if i % 2 else "bfloat16") for i 
             id="a small gain is not worth a launch",
         ),
         pytest.param(
-            lambda: plan(ALTERNATING, timing(*range(20)), line(100, 0.01)),
+            lambda: plan(
+                [spec(f"p{i}", 8, dtype="float32" if i % 2 else "bfloat16") for i in range(20)],
+                timing(*range(20)),
+                line(100, 0.01),
+            ),
             (tuple(range(0, 20, 2)), tuple(range(1, 20, 2))),
             None,
             id="dtypes that alternate travel in one bucket each",
@@ -246,16 +249,18 @@ def test_the_best_of_a_plan_is_of_runs_of_neighbors_however_many() -> None:
     assert plan(specs_of_sizes(1, 1000), timing(0, 1000), line(1, 1)).best_us == 2001.0
 
 
-JUMPING = TableCosts({"all_reduce": [10.0] * 11 + [100.0] * 40})
-
-
 @pytest.mark.parametrize(
     ("optimum", "num_groups", "finished_us", "share"),
     [
         # All is ready at once, so that one bucket is best: 3 + 10 + 2 * 30. The limit's cells of sizes cost it 0.3 % at most.
         (plan(specs_of_sizes(10, 20), timing(3, 3), line(10, 2)), 1, 73.0, 0.997),
         # 10 for up to 10 bytes and 100 above: 40 bytes in four parts. The cells of sizes cost the limit less than 1 %.
-        (plan(specs_of_sizes(10, 10, 10, 10), timing(0, 0, 0, 0), JUMPING), 4, 40.0, 0.99),
+        (
+            plan(specs_of_sizes(10, 10, 10, 10), timing(0, 0, 0, 0), TableCosts({"all_reduce": [10.0] * 11 + [100.0] * 40})),
+            4,
+            40.0,
+            0.99,
+        ),
     ],
     ids=["a busy link", "a cost that jumps, by parts below the jump"],
 )

@@ -138,7 +138,6 @@ def test_gathers_begin_before_the_step_in_its_trace() -> None:
 
 # Whole microseconds, so that sums are exact.
 TIMES = st.integers(0, 60)
-intervals = st.lists(st.tuples(TIMES, TIMES).map(sorted).map(tuple), max_size=8)
 
 
 def trace(*events: tuple[str, str, float, float]) -> Trace:
@@ -167,7 +166,7 @@ OVERLAP_SHARDED = trace(
 )
 
 
-@given(intervals)
+@given(st.lists(st.tuples(TIMES, TIMES).map(sorted).map(tuple), max_size=8))
 def test_union_is_the_number_of_microseconds_under_any_interval(spans: list[tuple[int, int]]) -> None:
     assert union_us(spans) == len({us for start, stop in spans for us in range(start, stop)})
 

@@ -23,7 +23,6 @@ from undertow.runtime.step.checks import Finding
 ASKING = State(rank=0, step=7, doing="", waits_for="bucket 2 ('a', 'b')", waited_s=31.4, stack=[])
 LATE = State(rank=1, step=7, doing="loading data", waits_for="", waited_s=0.0, stack=["train.py, line 4, in rows"])
 WAITING: State = {**ASKING, "rank": 2, "waited_s": 30.0}
-OTHER: State = {**WAITING, "rank": 1, "waits_for": "the norm of all gradients"}
 
 
 def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
@@ -40,7 +39,9 @@ def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
 
 def test_a_report_says_where_all_wait_for_different_things() -> None:
     told = "rank 0 has waited 31 s for bucket 2 ('a', 'b'): all ranks wait, for different things.\n"
-    assert faults.stall_text(ASKING, {0: ASKING, 1: OTHER}, {}, ranks=range(2)).startswith(told)
+    assert faults.stall_text(
+        ASKING, {0: ASKING, 1: {**WAITING, "rank": 1, "waits_for": "the norm of all gradients"}}, {}, ranks=range(2)
+    ).startswith(told)
 
 
 PAGE = ROOT / "docs" / "reliability.md"

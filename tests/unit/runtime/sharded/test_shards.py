@@ -82,13 +82,10 @@ def test_an_interrupted_update_of_sixteen_bits_loses_nothing() -> None:
         assert (torch.equal(mine.target, whole.target), torch.equal(mine.values, whole.target.bfloat16())) == (True, True)
 
 
-UNWATCHED: Any = SimpleNamespace(order=None)
-
-
 @pytest.mark.parametrize(("num_ranks", "split"), [(1, set()), (2, {"large"})])
 def test_one_rank_alone_has_nobody_to_share_a_parameter_with(num_ranks: int, split: set[str]) -> None:
     config, params = SyncConfig(bucket_cap_mb=1e-3), [spec("large", 4096), spec("small", 8)]
-    plan = sharded_plan(first_plan(params, config, num_ranks=num_ranks), UNWATCHED, None, config)
+    plan = sharded_plan(first_plan(params, config, num_ranks=num_ranks), SimpleNamespace(order=None), None, config)
     assert {plan.params[index].name for index in plan.split_params} == split
 
 
