@@ -210,10 +210,9 @@ SHOWN = [
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_public_name_is_shown_once(module: str) -> None:
-    public = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
     assert sorted(
         [name for name in SHOWN if name.rpartition(".")[0] == module and name not in [*MODULES, "undertow.errors"]]
-    ) == sorted(public)
+    ) == sorted({f"{module}.{name}" for name in importlib.import_module(module).__all__})
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -230,10 +229,9 @@ def test_every_public_class_and_function_has_a_docstring(module: str) -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
-    assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == {
-        str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")
-    }
+    assert set(
+        re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1], re.MULTILINE)
+    ) == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
 
 
 # The settings of docs/reliability.md work, and its table is of tests that there are; tests/unit has its quotes of errors.
