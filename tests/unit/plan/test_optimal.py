@@ -336,7 +336,6 @@ def test_pieces_begin_at_multiples_of_the_shards_unit_and_keep_to_the_largest_bu
 
 TOO_SMALL = partial(plan, specs_of_sizes(*[10] * 3000), timing(*range(3000)), line(1, 1))
 TIMES = "Give one time for each parameter, in the order of the parameters."
-COUNTED = "Count from the beginning of the step or of forward; a gradient that never comes is ready when backward ends."
 
 
 @pytest.mark.parametrize(
@@ -380,7 +379,8 @@ COUNTED = "Count from the beginning of the step or of forward; a gradient that n
         *(
             pytest.param(
                 call,
-                f"a time of a step must be finite and not negative, got {time}.\n  {where}\n  {COUNTED}",
+                f"a time of a step must be finite and not negative, got {time}.\n  {where}\n"
+                "  Count from the beginning of the step or of forward; a gradient that never comes is ready when backward ends.",
                 id=f"{where} at {time}",
             )
             for time in (-1.0, math.inf, math.nan)

@@ -323,19 +323,19 @@ def ranges_of(trailer: Trailer) -> list[range]:
     return [*parts, trailer.late, trailer.busy]
 
 
-def test_trailer_of_the_last_bucket() -> None:
-    trailer = trailer_at(100, num_slots=3, num_late=2, num_ranks=4)
-    ends = (100, 103, 151, 155, 159, 163, 167, 169, 173)
-    assert (trailer.has_verdict, ranges_of(trailer), trailer.stop) == (True, [range(*ends) for ends in pairwise(ends)], 173)
-
-
-def test_trailer_of_another_bucket_has_no_verdict() -> None:
-    trailer = trailer_at(100, num_slots=3)
-    assert (trailer.has_verdict, trailer.stop, trailer.signature.stop, [len(part) for part in ranges_of(trailer)]) == (
-        False,
-        151,
-        151,
-        [3, 48, 0, 0, 0, 0, 0, 0],
+@pytest.mark.parametrize(
+    ("trailer", "has_verdict", "ends"),
+    [
+        (trailer_at(100, num_slots=3, num_late=2, num_ranks=4), True, (100, 103, 151, 155, 159, 163, 167, 169, 173)),
+        (trailer_at(100, num_slots=3), False, (100, 103, *[151] * 7)),
+    ],
+    ids=["the last bucket's", "another one's, without a verdict"],
+)
+def test_a_trailer(trailer: Trailer, has_verdict: bool, ends: tuple[int, ...]) -> None:
+    assert (trailer.has_verdict, trailer.stop, ranges_of(trailer)) == (
+        has_verdict,
+        ends[-1],
+        [range(*of) for of in pairwise(ends)],
     )
 
 
