@@ -60,14 +60,14 @@ def with_bucket(at: int, **changes: Any) -> Plan:
 def test_a_plan_lays_groups_out_in_their_order() -> None:
     assert (
         [(bucket.index, bucket.dtype, bucket.device, bucket.params) for bucket in PLAN.buckets],
-        planned([(), (1, 0), (), (2,), ()]),
+        planned([(), (1, 0), (), (2,), ()]),  # an empty group makes no bucket
     ) == (
         [
             (0, "float32", "cpu", (1, 0)),
             (1, "bfloat16", "cpu", (2,)),
         ],
         PLAN,
-    )  # an empty group makes no bucket
+    )
     (only,) = planned([], ()).buckets
     assert (only.slots, only.dtype, only.itemsize, only.device) == ((), "float32", 4, "cpu")
     # 8 elements, 2 used flags and 48 signature bits are 58 elements, padded to 60 for 16 bytes.
@@ -372,8 +372,8 @@ def test_signature_is_the_bits_and_their_complements() -> None:
     assert (bits[:24], bits[24:], bits) == (
         (1, 0, 1, *[0] * 9, 0, 1, *[0] * 6, 1, 0, 0, 0),
         tuple(1 - bit for bit in bits[:24]),
-        signature_bits(step=4096 + 5, generation=256 + 2, mode=1),
-    )  # steps wrap around
+        signature_bits(step=4096 + 5, generation=256 + 2, mode=1),  # steps wrap around
+    )
 
 
 def summed(signatures: Iterable[tuple[int, ...]]) -> list[bool]:

@@ -146,8 +146,8 @@ def test_gathers_and_reductions_are_samples_of_two_kinds() -> None:
     assert (samples.keys(), {size for size, _ in samples["all_gather"]}, sum(time for _, time in samples["all_gather"])) == (
         {"reduce_scatter", "all_gather"},
         {8000.0, 4000.0},
-        pytest.approx(150.0),
-    )  # from -50 to 100 without a pause
+        pytest.approx(150.0),  # from -50 to 100 without a pause
+    )
     # A gather that one rank did not wait for is as long as on the others.
     assert found[1].samples == samples
 
@@ -213,10 +213,11 @@ microseconds = st.floats(0, 1e12)
 def test_a_decision_arrives_as_it_left(plan: Plan, decision: Decision) -> None:
     with_plan = replace(decision, groups=plan.groups if plan.params else None)
     arrays = [each.to_array(plan.params) for each in (decision, with_plan)]
+    # All ranks make room for what the first one has decided before they know of it.
     assert ([decision_from_array(array, plan.params) for array in arrays], len(arrays[0])) == (
         [decision, with_plan],
         len(arrays[1]),
-    )  # all ranks make room for what the first one has decided before they know of it
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 64])
