@@ -37,8 +37,9 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(out: Path, *cells: dict[str, Any]) -> None:
-    lines = "".join(json.dumps(line) + "\n" for line in lines_of({"cpu": "one"}, cells))
-    (out / "matrix.jsonl").write_text(lines, encoding="utf-8")
+    (out / "matrix.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines_of({"cpu": "one"}, cells)), encoding="utf-8"
+    )
 
 
 def written(out: Path, name: str = "matrix.jsonl") -> list[dict[str, Any]]:
@@ -59,10 +60,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         names = [spec.name for spec in one.systems]
         found.append(names)
         result = rank_result({names[1]: played([99.0, 99.0])})
-        alone = {"torch_import_s": 1.0, "peak_rss_mb": 300.0, "peak_device_mb": None}
-        reports = [{**alone, "systems": {names[1]: {"import_s": 0.1, "wrap_s": 0.1, "first_step_s": 0.1}}}]
-        start_up = {names[1]: reports} if one.effort.has_start_up else {}
-        return CellResult(timed=[[result, result]], start_up=start_up, errors={})
+        stamps = {"import_s": 0.1, "wrap_s": 0.1, "first_step_s": 0.1}
+        reports = [{"torch_import_s": 1.0, "peak_rss_mb": 300.0, "peak_device_mb": None, "systems": {names[1]: stamps}}]
+        return CellResult(timed=[[result, result]], start_up={names[1]: reports} if one.effort.has_start_up else {}, errors={})
 
     monkeypatch.setattr(run, "measure_cell", measure)
     return found
@@ -111,9 +111,11 @@ def test_a_cell_that_is_measured_again_has_the_systems_it_had_and_its_start_up(o
     write(out, GONE, at(ranks=4))
     start(out, "--resume", "--ranks", "2", "--ranks", "4", systems=("ours", "fsdp2"))
     two, four = written(out)
-    assert {row["system"]: row["error"] for row in two["rows"]} == {"bare": None, "ours": None, "fsdp2": "not measured"}
-    assert [one["rows"][1]["backward_ms"]["median"] for one in (two, four)] == [99.0, 99.0]
-    assert [row.get("peak_rss_mb") for row in four["rows"]] == [300, 300, None]  # where it is not measured
+    assert (
+        {row["system"]: row["error"] for row in two["rows"]},
+        [one["rows"][1]["backward_ms"]["median"] for one in (two, four)],
+        [row.get("peak_rss_mb") for row in four["rows"]],
+    ) == ({"bare": None, "ours": None, "fsdp2": "not measured"}, [99.0, 99.0], [300, 300, None])  # where it is not measured
 
 
 @pytest.mark.usefixtures("measured")
@@ -147,8 +149,9 @@ def test_a_run_tells_which_recorded_ratios_it_has_lost(
     start(out, "--ranks", "2", systems=("per-parameter", "ours", "megatron-ddp"))
     told = capsys.readouterr().out.splitlines()
     assert "0 of 0 ratios have a recorded one; worse by more than 10%: 0; lost: 2" in told
-    lost = [f"  LOST  {place}: ours / {other}, recorded 1.018" for other in ("limit", "per-parameter")]
-    assert [line for line in told if line.startswith("  LOST")] == lost
+    assert [line for line in told if line.startswith("  LOST")] == [
+        f"  LOST  {place}: ours / {other}, recorded 1.018" for other in ("limit", "per-parameter")
+    ]
 
 
 def test_what_raises_anything_loses_its_cell_and_not_the_others(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +194,15 @@ def test_what_shared_a_run_that_failed_is_measured_one_by_one_and_the_cell_says_
         return [rank_result({jobs[-1].name: played([99.0, 99.0])})] * 2
 
     monkeypatch.setattr("benchmarks.matrix.cell._run", fail)
-    systems = tuple(SYSTEMS[name] for name in ("bare", "ours", "torch-ddp"))
     one = _measured(
-        Cell(workload=WORKLOADS["gpt"], num_ranks=2, link="1gbit", kind="emulated", systems=systems, effort=run.QUICK)
+        Cell(
+            workload=WORKLOADS["gpt"],
+            num_ranks=2,
+            link="1gbit",
+            kind="emulated",
+            systems=tuple(SYSTEMS[name] for name in ("bare", "ours", "torch-ddp")),
+            effort=run.QUICK,
+        )
     )
     assert ran == [["bare", "ours", "torch-ddp"], ["bare", "ours"], ["bare", "torch-ddp"]]
     why = "bare, ours, torch-ddp: rank 1 ended with exit code 3. its last words"

@@ -39,8 +39,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, Network]]:
 
 
 def measure(*systems: str, num_ranks: int) -> dict[str, str]:
-    kind = kind_of("none", num_ranks, "cuda", has_namespaces=False)
-    place = {"workload": catalog.WORKLOADS["gpt"], "num_ranks": num_ranks, "link": "none", "kind": kind, "device": "cuda"}
+    place = {
+        "workload": catalog.WORKLOADS["gpt"],
+        "num_ranks": num_ranks,
+        "link": "none",
+        "kind": kind_of("none", num_ranks, "cuda", has_namespaces=False),
+        "device": "cuda",
+    }
     what = {"systems": tuple(catalog.SYSTEMS[name] for name in systems), "effort": Effort(num_turns=1, has_start_up=False)}
     return measure_cell(Cell(**place, **what), lambda _line: None).errors
 
@@ -59,8 +64,10 @@ def measure(*systems: str, num_ranks: int) -> dict[str, str]:
 def test_devices_with_nothing_to_be_shaped_between_them_need_no_link_of_ours(
     device: str, link: str, num_ranks: int, with_namespaces: str, without: str
 ) -> None:
-    kinds = [kind_of(link, num_ranks, device, has_namespaces=has_namespaces) for has_namespaces in (True, False)]
-    assert kinds == [with_namespaces, without]
+    assert [kind_of(link, num_ranks, device, has_namespaces=has_namespaces) for has_namespaces in (True, False)] == [
+        with_namespaces,
+        without,
+    ]
 
 
 def test_ranks_with_a_device_each_talk_over_nccl_and_those_that_share_one_over_gloo(ran: list[tuple[Job, Network]]) -> None:
@@ -88,8 +95,11 @@ def test_a_train_of_calibration_has_as_many_bytes_as_the_gradients_on_a_device_a
     measure("bare", "ours", num_ranks=2)
     ((job, _),) = ran
     asked = [("cuda", job.gradient_bytes), ("cuda", 11_000_000), ("cpu", job.gradient_bytes)]
-    found = [calibrate.train_bytes(torch.device(device), num_bytes) for device, num_bytes in asked]
-    assert found == [job.gradient_bytes, 16 << 20, 16 << 20] == [498_000_000, 16 << 20, 16 << 20]
+    assert (
+        [calibrate.train_bytes(torch.device(device), num_bytes) for device, num_bytes in asked]
+        == [job.gradient_bytes, 16 << 20, 16 << 20]
+        == [498_000_000, 16 << 20, 16 << 20]
+    )
 
 
 def test_calibration_sends_whole_pieces_and_says_how_many_bytes_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,13 +112,14 @@ def test_calibration_sends_whole_pieces_and_says_how_many_bytes_they_are(monkeyp
     assert sizes == [(1 << 20, 38 << 20), (4 << 20, 36 << 20), (16 << 20, 32 << 20)]
     # The first one of each size, and those that count.
     sent = sum(call.args[0].nbytes for call in all_reduce.call_args_list), beat.call_count
-    trains_bytes = sum(num_bytes for _, num_bytes in sizes)
-    assert sent == (20 * 256 + (1 + calibrate.NUM_TRAINS) * trains_bytes, 3 * calibrate.NUM_TRAINS)
+    assert sent == (20 * 256 + (1 + calibrate.NUM_TRAINS) * sum(num_bytes for _, num_bytes in sizes), 3 * calibrate.NUM_TRAINS)
 
 
 def test_the_link_of_such_a_cell_is_called_the_machine_s_own() -> None:
-    place = {"workload": "gpt", "ranks": 2, "link": "none", "kind": "local", "device": "cuda"}
-    assert title_of(place) == "gpt, 2 ranks, none (this machine's own), cuda"
+    assert (
+        title_of({"workload": "gpt", "ranks": 2, "link": "none", "kind": "local", "device": "cuda"})
+        == "gpt, 2 ranks, none (this machine's own), cuda"
+    )
 
 
 NOBODY = 2**22 + 1  # above every process id of Linux
@@ -135,16 +146,15 @@ def test_what_is_gone_is_named(namespaces: Path, monkeypatch: pytest.MonkeyPatch
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(links.subprocess, "run", delete)
-    assert (links.remove_abandoned(), sorted(path.name for path in namespaces.iterdir())) == (
+    assert (links.remove_abandoned(), sorted(path.name for path in namespaces.iterdir()), links.remove_abandoned()) == (
         (LEFT, None),
         ["mine", f"{links.PREFIX}{os.getpid()}-0-hub"],
+        ([], None),
     )
-    assert links.remove_abandoned() == ([], None)
 
 
 def refuse(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-    why = f'Cannot remove namespace file "{command[-1]}": Operation not permitted\n'
-    return subprocess.CompletedProcess(command, 1, "", why)
+    return subprocess.CompletedProcess(command, 1, "", f'Cannot remove namespace file "{command[-1]}": Operation not permitted\n')
 
 
 def absent(*_: Any, **__: Any) -> None:
@@ -162,8 +172,7 @@ def absent(*_: Any, **__: Any) -> None:
 )
 def test_what_could_not_be_removed_is_said_once_and_why(run: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links.subprocess, "run", run)
-    told = f"a runner that was killed has left {', '.join(LEFT)}, not to be removed now: {why}"
-    assert links.remove_abandoned() == ([], told)
+    assert links.remove_abandoned() == ([], f"a runner that was killed has left {', '.join(LEFT)}, not to be removed now: {why}")
 
 
 # Names that the command of the matrix knows, and the systems that run together.
@@ -213,8 +222,10 @@ def test_every_profile_has_the_size_that_its_model_has() -> None:
 
 def test_the_profile_of_resnet50_is_that_of_its_source() -> None:
     profile = PROFILES["resnet50"]()
-    times = sum(layer.backward_us for layer in profile.layers), profile.compute_ms
-    assert times == (pytest.approx(64_800, abs=100), pytest.approx(128.1, abs=0.1))
+    assert (sum(layer.backward_us for layer in profile.layers), profile.compute_ms) == (
+        pytest.approx(64_800, abs=100),
+        pytest.approx(128.1, abs=0.1),
+    )
     # In the order of the forward: the classifier comes last.
     assert (profile.numel * 4, profile.layers[-1].numels, "netx-repo/training-bottleneck" in profile.source) == (
         102_228_128,
@@ -225,8 +236,10 @@ def test_the_profile_of_resnet50_is_that_of_its_source() -> None:
 
 def test_scaling_keeps_the_relation_of_wire_and_compute() -> None:
     full, half = PROFILES["bert_large"](), scaled(PROFILES["bert_large"](), 0.5)
-    assert (half.numel / full.numel, half.compute_ms / full.compute_ms) == pytest.approx((0.5, 0.5))
-    assert half.num_params == full.num_params
+    assert ((half.numel / full.numel, half.compute_ms / full.compute_ms), half.num_params) == (
+        pytest.approx((0.5, 0.5)),
+        full.num_params,
+    )
 
 
 def test_a_layer_without_parameters_is_refused() -> None:
@@ -254,8 +267,9 @@ def test_systems_share_processes_with_the_bare_model(
     names: tuple[str, ...], others: list[catalog.SystemSpec], most: int, expected: dict[str, list[str]]
 ) -> None:
     runs = runs_of([*(catalog.SYSTEMS[name] for name in names), *others], max_systems=most)
-    found = [(run.environment, " ".join(job.name for job in run.systems)) for run in runs]
-    assert found == [(environment, systems) for environment, each in expected.items() for systems in each]
+    assert [(run.environment, " ".join(job.name for job in run.systems)) for run in runs] == [
+        (environment, systems) for environment, each in expected.items() for systems in each
+    ]
 
 
 def test_as_many_systems_run_together_as_fit_into_memory() -> None:

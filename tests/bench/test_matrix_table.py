@@ -17,13 +17,11 @@ from undertow.cost import CostCurve
 from undertow.profile import Profile
 
 PLACE = "replay, 2 ranks, 1gbit (shaped)"
-FACTS = {"collectives": 2, "version": "1", "state_mb": 24.0}
 NO_IMPORT = {"error": "ModuleNotFoundError: No module named 'x'"}
 KILLED = {"fsdp2": "rank 1 was killed by SIGKILL."}
 
 
 def rows(name: str, *ranks: dict[str, Any], start_up: Any = ()) -> list[dict[str, Any]]:
-    """The rows of one system that ranks have played."""
     return rows_of_cell([SYSTEMS[name]], [[rank_result(played_by_rank) for played_by_rank in ranks]], dict(start_up), {})
 
 
@@ -32,8 +30,13 @@ def ms(*times: float, **more: Any) -> dict[str, Any]:
 
 
 def reported(system: str, seconds: float, **changes: Any) -> dict[str, Any]:
-    stamps = dict.fromkeys(("import_s", "wrap_s", "first_step_s"), seconds)
-    return {"torch_import_s": 1.0, "peak_rss_mb": 300.4, "peak_device_mb": None, "systems": {system: stamps}, **changes}
+    return {
+        "torch_import_s": 1.0,
+        "peak_rss_mb": 300.4,
+        "peak_device_mb": None,
+        "systems": {system: dict.fromkeys(("import_s", "wrap_s", "first_step_s"), seconds)},
+        **changes,
+    }
 
 
 # A row, and some of its fields.
@@ -63,7 +66,9 @@ def reported(system: str, seconds: float, **changes: Any) -> dict[str, Any]:
             id="a sharded system is held to the limit with a barrier",
         ),
         pytest.param(
-            cell("ours-zero1", ours_zero1=ms(199, facts=FACTS))["rows"][0], {"state_mb": 24.0}, id="what the optimizer keeps"
+            cell("ours-zero1", ours_zero1=ms(199, facts={"collectives": 2, "version": "1", "state_mb": 24.0}))["rows"][0],
+            {"state_mb": 24.0},
+            id="what the optimizer keeps",
         ),
         pytest.param(
             rows("ours", {"ours": ms(100, 130)}, {"ours": ms(120, 110)})[0],
@@ -103,13 +108,21 @@ def test_a_row(row: dict[str, Any], fields: dict[str, Any]) -> None:
 
 def test_the_best_of_a_sweep_is_one_row() -> None:
     (row,) = rows("torch-ddp-best", {"torch-ddp-best@1MB": ms(140), "torch-ddp-best@4MB": ms(130)})
-    assert (row["variant"], row["backward_ms"]["median"]) == ("torch-ddp-best@4MB", 130.0)
-    medians = {name: spread["median"] for name, spread in row["variants_ms"].items()}
-    assert medians == {"torch-ddp-best@1MB": 140.0, "torch-ddp-best@4MB": 130.0}
+    assert (
+        row["variant"],
+        row["backward_ms"]["median"],
+        {name: spread["median"] for name, spread in row["variants_ms"].items()},
+    ) == (
+        "torch-ddp-best@4MB",
+        130.0,
+        {
+            "torch-ddp-best@1MB": 140.0,
+            "torch-ddp-best@4MB": 130.0,
+        },
+    )
 
 
 OURS = cell("ours", ours=ms(121))
-BY_SIZE = cell("bare", "per-parameter", "ours", per_parameter=ms(241), ours=ms(120))
 SHAPED, EMULATED = cell("ours", ours=ms(100)), {**cell("ours", ours=ms(106)), "kind": "emulated"}
 # Cells, and what their document has.
 
@@ -132,7 +145,7 @@ SHAPED, EMULATED = cell("ours", ours=ms(100)), {**cell("ours", ours=ms(106)), "k
             for peaks in [{"peak_rss_mb": 3001.0, "peak_device_mb": on_device}]
         ),
         pytest.param(
-            [BY_SIZE],
+            [cell("bare", "per-parameter", "ours", per_parameter=ms(241), ours=ms(120))],
             [
                 "| below 10 M | replay | 2 | 1gbit (shaped) | 2.00 |  |",
                 "an all-reduce carries 20.0 MB/s, a small one takes 1.0 ms",
@@ -157,8 +170,11 @@ def test_the_emulated_link_is_compared_with_the_shaped_one() -> None:
 
 def test_a_line_for_each_cell_says_how_far_ours_are_from_the_fastest_peer() -> None:
     systems = {"ours": ms(121), "ours_zero1": ms(90), "torch_ddp": ms(151), "fsdp2": ms(99)}
-    one = cell("bare", "ours", "ours-zero1", "torch-ddp", "fsdp2", **systems)
-    told = markdown({}, [one, {**cell("bare", "ours", ours=ms(121)), "ranks": 4}], pictures={})
+    told = markdown(
+        {},
+        [cell("bare", "ours", "ours-zero1", "torch-ddp", "fsdp2", **systems), {**cell("bare", "ours", ours=ms(121)), "ranks": 4}],
+        pictures={},
+    )
     table = told.partition("## At a glance (but for the first figure, whole steps)")[2].partition("##")[0].strip().splitlines()
     assert table[2:] == [f"| {PLACE} | 1.100 | 0.80 |  | 122 | ours-zero1 91 | fsdp2 100 | 1.22 | **0.91** |"]
 
@@ -183,33 +199,39 @@ def test_cells_with_all_peers_are_counted_by_who_is_faster() -> None:
 
 
 def test_every_note_and_version_is_told_once() -> None:
-    notes = ("In one run it failed.", "Slow.", "Slow.")
-    cells = [{**OURS, "rows": [{**row, "note": note} for row in OURS["rows"]]} for note in notes]
-    told = markdown({}, cells, pictures={}).partition("## Notes")[2].strip().splitlines()
-    assert told == [f"- Undertow, defaults: {note}" for note in ("version 1.", "In one run it failed.", "Slow.")]
+    cells = [
+        {**OURS, "rows": [{**row, "note": note} for row in OURS["rows"]]} for note in ("In one run it failed.", "Slow.", "Slow.")
+    ]
+    assert markdown({}, cells, pictures={}).partition("## Notes")[2].strip().splitlines() == [
+        f"- Undertow, defaults: {note}" for note in ("version 1.", "In one run it failed.", "Slow.")
+    ]
 
 
 def test_each_workload_has_a_picture_with_a_panel_for_each_cell_that_has_figures(tmp_path: Path) -> None:
     one = cell("ours", "fsdp2", ours=ms(121), fsdp2=ms(199))
     four, other = {**one, "ranks": 4}, {**one, "workload": "gpt2@0.125"}
-    none = {**one, "workload": "moe", "rows": cell("ours", errors={"ours": KILLED["fsdp2"]})["rows"]}
-    pictures = save_pictures([one, four, none, other], tmp_path)
+    pictures = save_pictures(
+        [one, four, {**one, "workload": "moe", "rows": cell("ours", errors={"ours": KILLED["fsdp2"]})["rows"]}, other], tmp_path
+    )
     assert {name: path.name for name, path in pictures.items()} == {
         "replay": "matrix-replay.png",
         "gpt2@0.125": "matrix-gpt2@0.125.png",
     }
     svg = (tmp_path / "matrix-replay.svg").read_text(encoding="utf-8")
     assert [svg.count(f"<!-- replay, {ranks} ranks, 1gbit (shaped) -->") for ranks in (2, 4)] == [1, 1]
-    text = markdown({}, [one, four, other], pictures=pictures)
-    assert text.count("![replay: milliseconds per step of every system, a panel per cell](matrix-replay.png)") == 1
-
-
-TRIO = cell("bare", "ours", "ours-zero1", "torch-ddp", ours=ms(121), ours_zero1=ms(99), torch_ddp=ms(249))
+    assert (
+        markdown({}, [one, four, other], pictures=pictures).count(
+            "![replay: milliseconds per step of every system, a panel per cell](matrix-replay.png)"
+        )
+        == 1
+    )
 
 
 def test_ratios_of_a_cell() -> None:
     # A sharded system of ours is compared by whole steps and not with ours.
-    ratios = guard.ratios_of([TRIO])
+    ratios = guard.ratios_of(
+        [cell("bare", "ours", "ours-zero1", "torch-ddp", ours=ms(121), ours_zero1=ms(99), torch_ddp=ms(249))]
+    )
     assert ratios == {
         f"{PLACE}: ours / limit": 1.1,
         f"{PLACE}: ours / torch-ddp": pytest.approx(121 / 249, abs=1e-4),
@@ -221,8 +243,9 @@ def test_ratios_of_a_cell() -> None:
 
 def test_what_defaults_are_held_to_is_met_or_missed() -> None:
     gpt = "gpt, 2 ranks, 1gbit (shaped): ours"
-    others = {f"{gpt} / limit": 1.05, f"{gpt} / torch-ddp-best": 1.02, "gpt, 4 ranks, 1gbit (shaped): ours / limit": 2.0}
-    assert guard.held_to(others) == [
+    assert guard.held_to(
+        {f"{gpt} / limit": 1.05, f"{gpt} / torch-ddp-best": 1.02, "gpt, 4 ranks, 1gbit (shaped): ours / limit": 2.0}
+    ) == [
         f"  met     {gpt} / limit: 1.050, wanted at most 1.15",
         f"  MISSED  {gpt} / torch-ddp-best: 1.020, wanted at most 1.00",
     ]

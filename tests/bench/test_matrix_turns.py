@@ -52,8 +52,13 @@ def bare(model: torch.nn.Module) -> Bare:
 
 def test_a_turn_is_four_steps_behind_a_barrier_of_which_the_inner_ones_are_timed(calls: list[str]) -> None:
     play(one := player(calls), num_turns=3)
-    assert calls == ["barrier", *["backward", "update"] * 4, "one finishes"] * 3
-    assert (len(one.step_s), len(one.backward_s), len(one.cpu_s), one.to_dict()["facts"]) == (6, 6, 3, {"collectives": 1})
+    assert (calls, len(one.step_s), len(one.backward_s), len(one.cpu_s), one.to_dict()["facts"]) == (
+        ["barrier", *["backward", "update"] * 4, "one finishes"] * 3,
+        6,
+        6,
+        3,
+        {"collectives": 1},
+    )
 
 
 def test_turns_are_taken_in_an_order_that_is_reversed(calls: list[str]) -> None:
@@ -84,8 +89,7 @@ def test_times_of_the_bare_model_are_those_of_the_steps_that_are_timed(calls: li
 
 
 def test_the_bare_model_tells_when_parameters_are_read_and_gradients_ready() -> None:
-    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-    system = bare(torch.nn.Sequential(layers, torch.nn.Flatten(0)))
+    system = bare(torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), torch.nn.Flatten(0)))
     system.backward((torch.ones(1, 2),))
     used, ready = system.arrivals.used_s, system.arrivals.ready_s
     assert used[0] == used[1] < used[2] == used[3] < min(ready)
@@ -160,8 +164,7 @@ def test_limits_by_hand(found_s: float, expected_s: float) -> None:
 
 
 def test_the_wire_is_as_fast_as_the_best_piece_size_was() -> None:
-    trains = [{"bytes": 100, "seconds": 2.0}, {"bytes": 100, "seconds": 1.0}]
-    wire = wire_from_calibration({"small_s": 0.25, "trains": trains})
+    wire = wire_from_calibration({"small_s": 0.25, "trains": [{"bytes": 100, "seconds": 2.0}, {"bytes": 100, "seconds": 1.0}]})
     assert (wire, [wire.cheapest_s(num_bytes) for num_bytes in (200, 1, 0)]) == (
         Wire(seconds_per_byte=0.01, least_s=0.25),
         [2.0, 0.25, 0.0],

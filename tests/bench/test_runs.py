@@ -52,8 +52,7 @@ def _tunes(_rank: int) -> list[float]:
 
 
 def test_what_tuning_does_itself_is_timed_at_both_ends_of_a_round() -> None:
-    times = run_ranks(_tunes, 2)
-    assert [seconds > 0 for seconds in times] == [True] * 2 * 3
+    assert [seconds > 0 for seconds in run_ranks(_tunes, 2)] == [True] * 2 * 3
 
 
 def _sum_of_ranks(rank: int, more: int) -> list[int]:
@@ -128,8 +127,7 @@ def test_every_system_of_the_main_environment_trains_right_over_the_emulated_lin
 
 
 def test_start_up_and_memory_are_measured_of_each_system_alone(measure: Measure) -> None:
-    rows = measure("bare", "ours", kind="emulated", link="none", effort=Effort(num_turns=1, has_start_up=True))
-    for row in rows.values():
+    for row in measure("bare", "ours", kind="emulated", link="none", effort=Effort(num_turns=1, has_start_up=True)).values():
         assert (row["error"], min(row["import_ms"], row["first_step_ms"]) > 0) == (None, True)
         assert 100 < row["peak_rss_mb"] < 2_000  # torch alone is some 200 MB
 
@@ -184,8 +182,10 @@ def test_without_root_the_emulated_link_is_used_and_said(
     assert run.main([*chosen, "--quick", "--steps", "2", "--out", str(tmp_path)]) == 0
     assert "no shaped links: this user is not root. Going on with the emulated link." in capsys.readouterr().err
     machine, bare, ours = (json.loads(line) for line in (tmp_path / "matrix.jsonl").read_text().splitlines())
-    found = machine["links"], bare["kind"], ours["kind"], ours["system"]
-    assert (found, "1gbit (emulated)" in (tmp_path / "matrix.md").read_text()) == (
+    assert (
+        (machine["links"], bare["kind"], ours["kind"], ours["system"]),
+        "1gbit (emulated)" in (tmp_path / "matrix.md").read_text(),
+    ) == (
         ("emulated (this user is not root)", "emulated", "emulated", "ours"),
         True,
     )
@@ -209,8 +209,13 @@ def namespaces_of(process_id: int) -> list[str]:
 def runner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A matrix in a process of its own, which has begun with its first run."""
     chosen = ("--workload", "replay", "--ranks", "2", "--link", "1gbit", "--system", "ours", "--out", str(tmp_path))
-    command = [sys.executable, "-m", "benchmarks", "matrix", *chosen]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", "matrix", *chosen],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         yield process
     finally:

@@ -48,7 +48,6 @@ RUN = [block for block in BLOCKS if not set(block) & set(MADE)]
 
 
 def shell(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """The end of a script in `directory`, with the commands of this environment."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # Not torchrun's default port: other tests may be using it.
     environment = {
@@ -84,8 +83,7 @@ def test_every_command_is_run_or_in_a_list() -> None:
 @pytest.mark.parametrize("block", RUN, ids=lambda block: " ".join(block[0].split()[1:3]))
 def test_commands_run(block: list[str], tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    script = "\n".join(block).replace(".venv/bin/", "").replace("/tmp/", f"{tmp_path}/")
-    done = shell(script, tmp_path)
+    done = shell("\n".join(block).replace(".venv/bin/", "").replace("/tmp/", f"{tmp_path}/"), tmp_path)
     assert (done.returncode, done.stderr, done.stdout == "") == (0, "", False)
 
 
@@ -146,8 +144,6 @@ def test_a_plan_is_explained_and_saved(tmp_path: Path) -> None:
 
 
 class Tokens(nn.Module):
-    """A model with a head, which is frozen when the model is wrapped."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.body, self.head = nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)
@@ -164,9 +160,8 @@ def test_a_model_is_changed_and_weighted() -> None:
     model = execute(CHANGE, **names, params=params, loss=params[0].sum(), num_tokens=num_tokens)["model"]
     model(torch.zeros(num_tokens, dtype=torch.int64)).sum().backward()
     assert model.module.head.bias.grad.item() == 1.0  # the mean over the tokens of both ranks, each of which adds 1
-    left_alone = model.module.embedding.weight.grad[0]
     torch.testing.assert_close(
-        left_alone, num_tokens * (model.module.head.weight @ model.module.body.weight)[0]
+        model.module.embedding.weight.grad[0], num_tokens * (model.module.head.weight @ model.module.body.weight)[0]
     )  # rounds otherwise
     model.close()
 
@@ -255,8 +250,9 @@ def test_every_limit_has_a_line_in_the_table() -> None:
 
 def test_every_test_of_the_table_exists() -> None:
     texts = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    there = set(re.findall(r"^def (test_\w+)\(", texts, re.MULTILINE))
-    assert {name for names in SHOWN_BY.values() for name in names} - there == set()
+    assert {name for names in SHOWN_BY.values() for name in names} - set(
+        re.findall(r"^def (test_\w+)\(", texts, re.MULTILINE)
+    ) == set()
 
 
 ones = torch.ones
@@ -386,8 +382,11 @@ def test_after_wait_code_in_cpp_reads_what_was_stepped() -> None:
         with torch.no_grad():
             dist.broadcast(sent, 0)
         other.data = weight
-        slopes = torch.func.grad(lambda value: (value * value).sum() / 2)(weight.detach())
-        for found in (torch.tensor(weight.tolist()), other, slopes):
+        for found in (
+            torch.tensor(weight.tolist()),
+            other,
+            torch.func.grad(lambda value: (value * value).sum() / 2)(weight.detach()),
+        ):
             assert torch.equal(found, weight.detach().clone())
     ddp.close()
 

@@ -25,8 +25,10 @@ from undertow.profile.profile import FIELDS, PARAM_FIELDS
 
 RANKS = {"two ranks": "two_ranks", "three ranks": "three_ranks", "four ranks": "four_ranks"}
 GPU, FAILS, SCRIPT, BEFORE = "needs a GPU", "two ranks, fails", "script", "before"
-WITH_SNIPPETS = ("concepts", "migration", "troubleshooting", "planning", "profiles", "reliability")
-FILES = {name: ROOT / "docs" / f"{name}.md" for name in WITH_SNIPPETS}
+FILES = {
+    name: ROOT / "docs" / f"{name}.md"
+    for name in ("concepts", "migration", "troubleshooting", "planning", "profiles", "reliability")
+}
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 SNIPPETS = {name: list(snippets(path)) for name, path in FILES.items()}
 MIGRATION, TROUBLES = TEXTS["migration"], TEXTS["troubleshooting"]
@@ -93,8 +95,14 @@ def test_the_script_of_the_page_prints_its_tables(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
     script.write_text(snippet.code.replace("range(40)", "range(3)"))
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script), "25"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        launch,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert (done.returncode, "Where a step goes: rank 0" in done.stdout, "bucket_cap_mb=25.0 was asked for" in done.stdout) == (
         0,
         True,
@@ -115,15 +123,17 @@ def test_every_snippet_is_run_and_can_fail_and_contents_are_complete(page: str) 
     assert {(snippet.language, snippet.mark) for snippet in python} == {("python", mark) for mark in marks}
     nodes = {snippet.line: set(map(type, ast.walk(ast.parse(snippet.code)))) for snippet in python}
     assert [it.line for it in python if (ast.Assert in nodes[it.line]) != (it.mark in asserting)] == []
-    anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles(TEXTS[page])]
-    assert re.findall(r"\]\(#([^)]*)\)", contents) == anchors
+    assert re.findall(r"\]\(#([^)]*)\)", contents) == [
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles(TEXTS[page])
+    ]
 
 
 def test_concepts_have_a_snippet_each_and_every_way_of_migrating_has_both_sides() -> None:
     assert {snippet.section for snippet in SNIPPETS["concepts"]} == set(titles(TEXTS["concepts"]))
     ways = [title for title in titles(MIGRATION) if title.startswith("From ")]
-    sides = [(snippet.section, snippet.mark) for snippet in SNIPPETS["migration"]]
-    assert sides == [(way, mark) for way in ways for mark in (BEFORE, "two ranks")]
+    assert [(snippet.section, snippet.mark) for snippet in SNIPPETS["migration"]] == [
+        (way, mark) for way in ways for mark in (BEFORE, "two ranks")
+    ]
 
 
 def named_in(text: str, title: str) -> set[str]:
@@ -141,11 +151,11 @@ def test_everything_of_torchs_constructor_and_of_fully_shard_has_a_row() -> None
         MIGRATION.split(f"\n## {title}\n")[1].split("\n## ")[0]
         for title in ("From torch's DistributedDataParallel", "From FSDP2")
     )
-    assert (named_in(of_torch, "argument"), named_in(of_fsdp, "argument of `fully_shard`")) == (
-        arguments_of(nn.parallel.DistributedDataParallel),
-        arguments_of(fully_shard),
-    )
-    assert [name for name in sorted(arguments_of(MixedPrecisionPolicy)) if f"`{name}`" not in of_fsdp] == []
+    assert (
+        named_in(of_torch, "argument"),
+        named_in(of_fsdp, "argument of `fully_shard`"),
+        [name for name in sorted(arguments_of(MixedPrecisionPolicy)) if f"`{name}`" not in of_fsdp],
+    ) == (arguments_of(nn.parallel.DistributedDataParallel), arguments_of(fully_shard), [])
     assert named_in(of_fsdp, "method of `FSDPModule`") == {name for name in vars(FSDPModule) if not name.startswith("_")}
 
 
@@ -182,23 +192,27 @@ def test_the_example_of_a_profile_is_written_as_we_write_it(tmp_path: Path) -> N
 @pytest.mark.parametrize(("section", "fields"), [("The fields", FIELDS), ("A parameter", PARAM_FIELDS)])
 def test_every_field_of_a_profile_has_a_row(section: str, fields: tuple[str, ...]) -> None:
     assert section in titles(TEXTS["profiles"])
-    part = TEXTS["profiles"].split(f"## {section}\n")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"^\| `([^`]*)`", part, re.MULTILINE)) == sorted(fields)
+    assert sorted(
+        re.findall(r"^\| `([^`]*)`", TEXTS["profiles"].split(f"## {section}\n")[1].split("\n## ")[0], re.MULTILINE)
+    ) == sorted(fields)
 
 
 # The reference of docs/reference has every public name, and every one has something to say.
 
 
 MODULES = ["undertow", "undertow.plan", "undertow.cost", "undertow.profile", "undertow.simulate", "undertow.trace"]
-REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
-SHOWN = [name for page in REFERENCE for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
+SHOWN = [
+    name
+    for page in sorted((ROOT / "docs" / "reference").glob("*.md"))
+    for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+]
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_public_name_is_shown_once(module: str) -> None:
-    public = {f"{module}.{name}" for name in importlib.import_module(module).__all__}
-    shown = [name for name in SHOWN if name.rpartition(".")[0] == module and name not in [*MODULES, "undertow.errors"]]
-    assert sorted(shown) == sorted(public)
+    assert sorted(
+        [name for name in SHOWN if name.rpartition(".")[0] == module and name not in [*MODULES, "undertow.errors"]]
+    ) == sorted({f"{module}.{name}" for name in importlib.import_module(module).__all__})
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -215,9 +229,9 @@ def test_every_public_class_and_function_has_a_docstring(module: str) -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
-    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == pages
+    assert set(
+        re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1], re.MULTILINE)
+    ) == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
 
 
 # The settings of docs/reliability.md work, and its table is of tests that there are; tests/unit has its quotes of errors.

@@ -96,14 +96,10 @@ def test_a_plan_may_be_given_as_text_as_a_path_or_itself(tmp_path: Path) -> None
         assert (Plan.from_json(str(config.plan)), SyncConfig.from_json(config.to_json())) == (PLAN, dataclasses.replace(config))
 
 
-SECONDS = "SyncConfig\n  Give a number above zero, or math.inf to switch it off."
-SIZE = "SyncConfig\n  Give a size above zero, or leave it out for a planned one."
 FILE = "SyncConfig(plan=...)\n  Give the path of a file that save_plan() has written, its text, or a Plan."
 EXPERTS = 'SyncConfig\n  Write experts=(ExpertGroup(match="*.experts.*", process_group=group),).'
-REPLICAS = "SyncConfig\n  Give a number, such as 100, or leave it out for no comparison."
 HERE = "SyncConfig, ExpertGroup(match='a.*')"
 DIVISOR = "Give the number of ranks whose tokens reach the experts, or leave it out for the size of the group."
-FSDP = "SyncConfig\n  Use torch.distributed.fsdp.fully_shard to shard parameters."
 CHOICES = {
     "strategy": (["ddp2"], "None, 'ddp', 'zero1', 'zero2', 'hybrid'"),
     "reduce_dtype": (["float64"], "None, 'float32'"),
@@ -125,7 +121,12 @@ CHOICES = {
     ("name", "value", "text"),
     [
         *(
-            (name, value, f"{name} must be a positive number of seconds, got {value!r}.\n  {SECONDS}")
+            (
+                name,
+                value,
+                f"{name} must be a positive number of seconds, got {value!r}.\n"
+                "  SyncConfig\n  Give a number above zero, or math.inf to switch it off.",
+            )
             for name in ("stall_warning_s", "stall_timeout_s")
             for value in (0, -1.0, math.nan, True, None, "30")
         ),
@@ -133,7 +134,8 @@ CHOICES = {
             (
                 "check_replicas_every",
                 value,
-                f"check_replicas_every must be a whole number of synchronizations from 1 on, got {value!r}.\n  {REPLICAS}",
+                f"check_replicas_every must be a whole number of synchronizations from 1 on, got {value!r}.\n"
+                "  SyncConfig\n  Give a number, such as 100, or leave it out for no comparison.",
             )
             for value in (0, -1, 1.5, True, "100")
         ),
@@ -143,7 +145,12 @@ CHOICES = {
             for value in values
         ),
         *(
-            ("bucket_cap_mb", sizes, f"bucket_cap_mb must be a positive number of MiB, got {bad!r}.\n  {SIZE}")
+            (
+                "bucket_cap_mb",
+                sizes,
+                f"bucket_cap_mb must be a positive number of MiB, got {bad!r}.\n"
+                "  SyncConfig\n  Give a size above zero, or leave it out for a planned one.",
+            )
             for sizes, bad in (
                 *((value, value) for value in (0, -1, -0.5, math.nan, "25", True)),
                 *(
@@ -174,7 +181,14 @@ CHOICES = {
             ("plan", path, f"the plan cannot be read from '{path}': No such file or directory.\n  {FILE}")
             for path in (Path("no", "plan.json"), "no/plan.json")
         ),
-        *(("strategy", name, f"strategy cannot be '{name}'.\n  {FSDP}") for name in ("zero3", "fsdp")),
+        *(
+            (
+                "strategy",
+                name,
+                f"strategy cannot be '{name}'.\n  SyncConfig\n  Use torch.distributed.fsdp.fully_shard to shard parameters.",
+            )
+            for name in ("zero3", "fsdp")
+        ),
     ],
 )
 def test_a_value_of_a_setting_is_refused(name: str, value: Any, text: str) -> None:
@@ -192,7 +206,6 @@ def read(text: Any) -> Call:
     return lambda: SyncConfig.from_json(text)
 
 
-WITH_EXPERTS = SyncConfig(experts=(ExpertGroup(match="a.*", process_group=object(), divisor=4),)).to_json()
 READ = "\n  SyncConfig.from_json\n  "
 
 
@@ -233,7 +246,7 @@ READ = "\n  SyncConfig.from_json\n  "
             id="skipping with experts",
         ),
         pytest.param(
-            read(WITH_EXPERTS),
+            read(SyncConfig(experts=(ExpertGroup(match="a.*", process_group=object(), divisor=4),)).to_json()),
             f"these settings have 1 groups of experts, whose process groups are not in a text.{READ}"
             "Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
             id="a text with experts",

@@ -295,5 +295,8 @@ def test_an_error_has_its_bases_is_drawn_and_can_be_pickled(name: str) -> None:
 
 
 def test_exports_are_the_tree() -> None:
-    classes = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
-    assert classes == set(errors.__all__) == set(TREE)
+    assert (
+        {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
+        == set(errors.__all__)
+        == set(TREE)
+    )

@@ -45,8 +45,9 @@ def simulated(
     num_ranks: int = 2,
     **conditions: Any,
 ) -> StepRecord:
-    plan = plan_from_groups(profile.params, groups, num_ranks=num_ranks)
-    return simulate(profile, plan, strategy, costs, Conditions(**conditions))
+    return simulate(
+        profile, plan_from_groups(profile.params, groups, num_ranks=num_ranks), strategy, costs, Conditions(**conditions)
+    )
 
 
 def text_of_trace(trace: Trace) -> str:
@@ -120,9 +121,6 @@ def test_across_go_the_bytes_of_a_shard() -> None:
     record = simulated(HYBRID, NodeCosts(inside=FREE, across=lines((0, 1)), per_node=4, is_mesh=True), num_ranks=8)
     assert [stop - start for start, stop in record.wire_intervals()] == [sent.num_bytes / 4 for sent in record.buckets]
     assert record.buckets[0].num_bytes >= 400
-
-
-Look = Callable[[StepRecord], tuple[float, ...]]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +234,9 @@ Look = Callable[[StepRecord], tuple[float, ...]]
         ),
     ],
 )
-def test_a_step_by_hand(simulate_it: Callable[[], StepRecord], look: Look, expected: tuple[float, ...]) -> None:
+def test_a_step_by_hand(
+    simulate_it: Callable[[], StepRecord], look: Callable[[StepRecord], tuple[float, ...]], expected: tuple[float, ...]
+) -> None:
     assert look(simulate_it()) == pytest.approx(expected, rel=0, abs=ROUNDING_US)
 
 
@@ -258,12 +258,18 @@ some_strategy = st.sampled_from([DDP, ZERO1])
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[Profile, Plan]:
     ready_us = draw(st.lists(TIMES, min_size=1, max_size=8))
-    numels = draw(st.lists(st.integers(0, 400), min_size=len(ready_us), max_size=len(ready_us)))
-    profile = profile_of(ready_us, backward_us=max(ready_us) + draw(TIMES) + 1, numels=numels)
+    profile = profile_of(
+        ready_us,
+        backward_us=max(ready_us) + draw(TIMES) + 1,
+        numels=draw(st.lists(st.integers(0, 400), min_size=len(ready_us), max_size=len(ready_us))),
+    )
     cuts = sorted(draw(st.sets(st.integers(1, len(ready_us)))))
     order = profile.order if draw(st.booleans()) else range(len(ready_us))
-    groups = [order[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(ready_us)], strict=True)]
-    return profile, plan_from_groups(profile.params, groups, num_ranks=draw(st.integers(2, 5)))
+    return profile, plan_from_groups(
+        profile.params,
+        [order[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(ready_us)], strict=True)],
+        num_ranks=draw(st.integers(2, 5)),
+    )
 
 
 @given(steps(), COSTS)
@@ -290,8 +296,9 @@ def test_a_step_takes_what_the_planner_has_minimized(
     costs = lines((reduction_us, 0), (gather_us, 0))
     timing = StepTiming(ready_us=profile.ready_us, backward_end_us=profile.backward_us, used_us=profile.used_us)
     planned_us = finish_us(profile.params, plan.groups, timing, costs, has_shards=strategy.gather is not None)
-    step_us = simulate(profile, plan, strategy, costs).step_us
-    assert step_us == pytest.approx(profile.update_us + profile.forward_us + planned_us, abs=ROUNDING_US)
+    assert simulate(profile, plan, strategy, costs).step_us == pytest.approx(
+        profile.update_us + profile.forward_us + planned_us, abs=ROUNDING_US
+    )
 
 
 @given(st.integers(0, 10_000), st.integers(1, 6), st.booleans())

@@ -316,8 +316,9 @@ def test_what_is_too_deep_to_be_loaded_is_not_saved(tmp_path: Path) -> None:
     model, deep = nn.Linear(1, 1), nested(99)  # and the object that has it
     save_checkpoint(tmp_path / "saved", model, extra=deep)
     assert load_checkpoint(tmp_path / "saved", model) == deep
-    text = text_of(CheckpointError, lambda: save_checkpoint(tmp_path / "saved", model, extra=[deep]))
-    assert text.startswith("extra does not survive being written as JSON: ")
+    assert text_of(CheckpointError, lambda: save_checkpoint(tmp_path / "saved", model, extra=[deep])).startswith(
+        "extra does not survive being written as JSON: "
+    )
 
 
 class Counting(nn.Linear):
@@ -432,9 +433,10 @@ def save(state: dict[str, Any], folder: Path) -> None:
 
 @pytest.fixture
 def saved_by_torch(tmp_path: Path) -> Path:
-    """What torch saves of such a tensor, of a number and of a plain tensor."""
-    state = {"rows": InRows(torch.arange(6.0).view(3, 2)), "number": 7, "whole": torch.ones(2, dtype=torch.bfloat16)}
-    save({"model": state}, tmp_path / "saved")
+    save(
+        {"model": {"rows": InRows(torch.arange(6.0).view(3, 2)), "number": 7, "whole": torch.ones(2, dtype=torch.bfloat16)}},
+        tmp_path / "saved",
+    )
     return tmp_path / "saved"
 
 
@@ -444,9 +446,14 @@ def read(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_tensor_in_boxes_that_torch_saves_is_read_by_us(saved_by_torch: Path) -> None:
     rows, plain, middle = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(2, 1)
-    boxes = [(box.offsets, part) for box, part in zip(InRows.BOXES, (rows[:1], rows[1:]), strict=True)]
     assert (
-        read(saved_by_torch, {"model.rows": boxes, "model.number": []}),
+        read(
+            saved_by_torch,
+            {
+                "model.rows": [(box.offsets, part) for box, part in zip(InRows.BOXES, (rows[:1], rows[1:]), strict=True)],
+                "model.number": [],
+            },
+        ),
         read(saved_by_torch, {"model.rows": [((0, 0), plain), ((1, 1), middle)]}),
     ) == ({"model.number": 7}, {})
     assert (rows.tolist(), plain.tolist(), middle.tolist()) == (*[[[0, 1], [2, 3], [4, 5]]] * 2, [[3], [5]])

@@ -26,7 +26,6 @@ from undertow.schedule import STRATEGIES, Strategy
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The present one; pictures go there too."""
     monkeypatch.chdir(tmp_path)
     Path("table.json").write_text(TABLE)
     curve = MEASURED.curves["all_reduce"]
@@ -84,8 +83,10 @@ def test_an_unknown_option_is_exit_code_2(undertow: Undertow) -> None:
 def test_options_become_settings(undertow: Undertow, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DemoSettings] = []
     monkeypatch.setattr(demo, "run_demo", lambda settings: seen.append(settings) or 1)
-    assert undertow("demo --nproc 3 --link 5gbit --text a --steps 4 --out b --seed 5 --strategy zero1").code == 1
-    assert seen == [DemoSettings(num_ranks=3, link="5gbit", text=Path("a"), num_steps=4, out=Path("b"), seed=5, strategy="zero1")]
+    assert (undertow("demo --nproc 3 --link 5gbit --text a --steps 4 --out b --seed 5 --strategy zero1").code, seen) == (
+        1,
+        [DemoSettings(num_ranks=3, link="5gbit", text=Path("a"), num_steps=4, out=Path("b"), seed=5, strategy="zero1")],
+    )
 
 
 def test_a_missing_typer_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,8 +214,10 @@ def test_the_schedule_shown_is_the_one_that_is_simulated(strategy: Strategy, und
     _, printed, _ = undertow(f"plan small.json --link 10gbit,20us --strategy {strategy.name} {nodes}")
     schedule = schedule_from_text(printed.split("\n\n")[1])
     small = what_if(strategy=strategy.name)
-    simulated = [(event.kind, event.bucket) for event in small.outcome("", small.optimal_plan).trace.communication]
-    gathers_last = sorted(simulated, key=lambda sent: sent[0] == "all_gather")
+    gathers_last = sorted(
+        [(event.kind, event.bucket) for event in small.outcome("", small.optimal_plan).trace.communication],
+        key=lambda sent: sent[0] == "all_gather",
+    )
     assert [(op.kind, op.bucket) for op in schedule.collectives if op.kind is not strategy.crossing] == gathers_last
 
 
@@ -373,15 +376,16 @@ def test_the_example_is_what_its_arithmetic_says() -> None:
     ready_us = [sum(times_us), *list(accumulate(times_us[:0:-1], initial=times_us[0]))[:0:-1]]
     assert profile.ready_us == tuple(round(time_us, 1) for time_us in ready_us)
     # AdamW reads and writes 28 bytes of a parameter, at 1 TB/s.
-    update_us = 28 * sum(numels.values()) / 1e6
-    expected_us = [round(time_us, 1) for time_us in (sum(times_us) / 2, sum(times_us), update_us)]
-    assert [profile.forward_us, profile.backward_us, profile.update_us] == expected_us
+    assert [profile.forward_us, profile.backward_us, profile.update_us] == [
+        round(time_us, 1) for time_us in (sum(times_us) / 2, sum(times_us), 28 * sum(numels.values()) / 1e6)
+    ]
 
 
 def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
     costs = what_if(link="1gbit", per_node=8, node_link="80gbit,1us").network.costs
-    on_one_node = what_if(link="80gbit,1us").network.costs
-    assert costs.collective_us("all_reduce", 1e6) == pytest.approx(on_one_node.collective_us("all_reduce", 1e6))
+    assert costs.collective_us("all_reduce", 1e6) == pytest.approx(
+        what_if(link="80gbit,1us").network.costs.collective_us("all_reduce", 1e6)
+    )
 
 
 @pytest.mark.parametrize(
@@ -409,10 +413,10 @@ def test_rates_are_swept_around_that_of_the_link() -> None:
 def test_sizes_are_swept_until_one_holds_all_gradients() -> None:
     points = SWEEPS["bucket"](what_if()).points
     assert [*points][-3:] == ["16", "25", "50"]  # of 36 MiB
-    assert {tuple(outcome.method for outcome in point) for point in points.values()} == {
-        ("per parameter", "fixed size", "optimal buckets")
-    }
-    assert [point[1].num_buckets for point in points.values()][-2:] == [3, 2]
+    assert (
+        {tuple(outcome.method for outcome in point) for point in points.values()},
+        [point[1].num_buckets for point in points.values()][-2:],
+    ) == ({("per parameter", "fixed size", "optimal buckets")}, [3, 2])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -61,8 +61,9 @@ def test_cost_of_1200_bytes(costs: Costs, expected: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("kind", sorted(COLLECTIVES))
 def test_a_ring_costs_what_the_emulated_link_charges(kind: str) -> None:
-    seconds = collective_seconds(LINK, kind, num_bytes=1200, num_ranks=5)
-    assert us(RingCosts(LINK, num_ranks=5), kind) == pytest.approx(1e6 * seconds, rel=1e-12)
+    assert us(RingCosts(LINK, num_ranks=5), kind) == pytest.approx(
+        1e6 * collective_seconds(LINK, kind, num_bytes=1200, num_ranks=5), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("costs", [RingCosts(LINK, num_ranks=4), NODES, MeasuredCosts(CURVES)])
@@ -225,8 +226,7 @@ def test_points_and_sizes_of_any_shape_are_kept_to_the_bit() -> None:
 
 def test_the_latency_is_never_above_the_first_time() -> None:
     # A line through the larger sizes alone would begin at 100.
-    measured = CostCurve(points=((100, 20), (1000, 200), (2000, 300), (4000, 500), (8000, 900), (16000, 1700)))
-    assert float(measured.us(0)) <= 20
+    assert float(CostCurve(points=((100, 20), (1000, 200), (2000, 300), (4000, 500), (8000, 900), (16000, 1700))).us(0)) <= 20
 
 
 @pytest.mark.parametrize(
@@ -288,8 +288,9 @@ def test_samples_become_points(samples: list[tuple[float, float]], points: Point
 @given(st.floats(0, 1e4), st.floats(1e-6, 1), st.integers(0, 9))
 def test_the_line_of_points_on_a_line_is_found_past_an_outlier(latency_us: float, us_per_byte: float, slow: int) -> None:
     expected = [latency_us + us_per_byte * size for size in SIZES]
-    points = [(size, us * (10 if i == slow else 1)) for i, (size, us) in enumerate(zip(SIZES, expected, strict=True))]
-    latency_us, us_per_byte = line_through(points)
+    latency_us, us_per_byte = line_through(
+        [(size, us * (10 if i == slow else 1)) for i, (size, us) in enumerate(zip(SIZES, expected, strict=True))]
+    )
     # The line of the other nine, or one that goes through most of them: costs are compared, which hide a small latency.
     assert [latency_us + us_per_byte * size for size in SIZES] == pytest.approx(expected, rel=1e-6)
 
@@ -299,8 +300,7 @@ def test_a_line_has_neither_a_negative_latency_nor_a_negative_slope() -> None:
 
 
 def test_a_line_through_many_points_is_that_of_some() -> None:
-    line = line_through([(1000 * 1.01**k, affine(1000 * 1.01**k)) for k in range(1000)])
-    assert line == pytest.approx((50, 1e-3), rel=1e-9)
+    assert line_through([(1000 * 1.01**k, affine(1000 * 1.01**k)) for k in range(1000)]) == pytest.approx((50, 1e-3), rel=1e-9)
 
 
 NETWORK_SIZES, MIB, FAST = [0.0, 1.0, 1e4, 1e8], 1024 * 1024, link_from_text("100gbit,5us")
@@ -478,5 +478,7 @@ def test_a_rate_names_an_ethernet_link_and_may_have_a_latency(text: str, hop_s: 
 
 def test_no_link_costs_nothing() -> None:
     link = link_from_text("none")
-    assert collective_seconds(link, "all_reduce", num_bytes=10**9, num_ranks=8) == 0
-    assert [it for it in (link, PLAIN, replace(PLAIN, hop_s=0.0), replace(PLAIN, bytes_per_s=math.inf)) if it.is_free] == [link]
+    assert (
+        collective_seconds(link, "all_reduce", num_bytes=10**9, num_ranks=8),
+        [it for it in (link, PLAIN, replace(PLAIN, hop_s=0.0), replace(PLAIN, bytes_per_s=math.inf)) if it.is_free],
+    ) == (0, [link])

@@ -76,8 +76,7 @@ def test_a_way_that_is_wrong_is_named(changes: dict[Way, dict[str, Any]], num_ra
 
 
 def test_the_table_fits_a_narrow_terminal() -> None:
-    found = results({Way.BUCKETED: {"gradients_agree": False}})
-    table = comparison_table(found, num_steps=3)
+    table = comparison_table(results({Way.BUCKETED: {"gradients_agree": False}}), num_steps=3)
     lines = [line.strip() for line in printed(table, width=80).splitlines()]
     assert [line for line in lines if line.startswith(("bucketed, after", "Undertow, d"))] == [
         "bucketed, after backward   1234.6  1.00x     25.0    80%     1  2.5000     NO",
@@ -194,8 +193,13 @@ def test_a_step_becomes_phases_and_the_collectives_of_its_gradients() -> None:
 
 def test_a_step_in_shards_begins_with_the_optimizer_and_waits_for_parameters_in_its_forward() -> None:
     # The wait for gradients is measured alike for every way.
-    own = recorded(("compute", "wait", 1, 1_000, 9_000), ("compute", "wait", 0, 330_000, 340_000), GATHER)
-    trace = trace_of(SHARDED, [], rank=0, step=3, recorded=own)
+    trace = trace_of(
+        SHARDED,
+        [],
+        rank=0,
+        step=3,
+        recorded=recorded(("compute", "wait", 1, 1_000, 9_000), ("compute", "wait", 0, 330_000, 340_000), GATHER),
+    )
     assert [*rounded(trace, "compute"), *rounded(trace, "comm.dp")] == [
         ("forward", 0, 100_000),
         ("backward", 100_000, 300_000),
@@ -239,14 +243,25 @@ def step_of(length_us: float, exposed_us: float) -> Trace:
 
 
 def test_a_way_is_summed_up_by_medians_and_the_step_closest_to_them() -> None:
-    steps = [step_of(*times_us) for times_us in [(900, 90), (500, 40), (510, 95), (490, 45), (100, 50)]]
-    done = way_done(Way.OVERLAPPED, steps, loss=1.0, gradients_agree=True)
+    done = way_done(
+        Way.OVERLAPPED,
+        [step_of(*times_us) for times_us in [(900, 90), (500, 40), (510, 95), (490, 45), (100, 50)]],
+        loss=1.0,
+        gradients_agree=True,
+    )
     assert (done.rank, done.step_ms, done.exposed_ms, done.overlap, done.typical.step) == (1, 0.5, 0.05, 0.5, 500)
 
 
 def test_a_way_without_communication_has_no_overlap() -> None:
-    silent = Trace(rank=0, step=0, events=(Event(lane="compute", kind="forward", start_us=0, stop_us=5),))
-    assert way_done(Way.UNDERTOW, [silent], loss=1.0, gradients_agree=True).overlap is None
+    assert (
+        way_done(
+            Way.UNDERTOW,
+            [Trace(rank=0, step=0, events=(Event(lane="compute", kind="forward", start_us=0, stop_us=5),))],
+            loss=1.0,
+            gradients_agree=True,
+        ).overlap
+        is None
+    )
 
 
 # Ranks as processes: started, listened to, and always ended.

@@ -127,7 +127,6 @@ def test_closing_before_a_message_has_come_is_said(link: EmulatedLink, caplog: p
 LINK = Link(name="slow", hop_s=1.0, bytes_per_s=10.0)
 
 
-NO_LINK = Link(name="none", hop_s=0.0, bytes_per_s=math.inf)
 # The link and its bucket, and what is sent: when it is ready, how long its bytes take, its latency, and its stretch on the link.
 
 
@@ -168,10 +167,16 @@ NO_LINK = Link(name="none", hop_s=0.0, bytes_per_s=math.inf)
             [(100.0, 2.0, 1.0, stretch) for stretch in ((100.0, 101.0), (101.0, 102.0), (102.0, 104.0), (104.0, 106.0))],
             id="latencies in which the bucket fills",
         ),
-        pytest.param(NO_LINK, 30, [(100.0, 0.0, 0.0, (100.0, 100.0))], id="a link that costs nothing has no bucket"),
+        pytest.param(
+            Link(name="none", hop_s=0.0, bytes_per_s=math.inf),
+            30,
+            [(100.0, 0.0, 0.0, (100.0, 100.0))],
+            id="a link that costs nothing has no bucket",
+        ),
     ],
 )
 def test_stretches_on_a_link(link: Link, burst_bytes: int, sent: list[tuple[float, float, float, tuple[float, float]]]) -> None:
     emulated = EmulatedLink(link, burst_bytes=burst_bytes)
-    found = [emulated.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s) for ready_s, bytes_s, latency_s, _ in sent]
-    assert found == [stretch for *_, stretch in sent]
+    assert [
+        emulated.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s) for ready_s, bytes_s, latency_s, _ in sent
+    ] == [stretch for *_, stretch in sent]

@@ -103,8 +103,7 @@ def test_groups_are_consecutive_and_as_full_as_the_caps_allow(sizes: list[int], 
 def test_a_parameter_above_the_cap_is_cut_into_even_pieces(
     sizes: list[int], num_ranks: int, caps: dict[str, Any], groups: list[str]
 ) -> None:
-    found = group_in_pieces(specs_of_sizes(*sizes), range(len(sizes)), SizeCaps(**caps), num_ranks=num_ranks)
-    assert written(found) == groups
+    assert written(group_in_pieces(specs_of_sizes(*sizes), range(len(sizes)), SizeCaps(**caps), num_ranks=num_ranks)) == groups
 
 
 ALTERNATING = [("float32", "cpu"), ("bfloat16", "cpu"), ("float32", "cuda:0"), ("float32", "cpu"), ("bfloat16", "cpu")]
@@ -129,8 +128,9 @@ def all_caps(caps: SizeCaps) -> tuple[float, ...]:
 def fits(params: list[ParamSpec], group: Sequence[GroupEntry], cap_bytes: float, smallest: float = math.inf) -> bool:
     """Whether a group keeps to a cap, as far as it can: one parameter, or the smallest piece of one, may be above it."""
     pieces = pieces_of(group, params)
-    num_bytes = sum(piece.numel * params[piece.param].itemsize for piece in pieces)
-    return num_bytes <= cap_bytes or (len(pieces) == 1 and pieces[0].numel <= smallest)
+    return sum(piece.numel * params[piece.param].itemsize for piece in pieces) <= cap_bytes or (
+        len(pieces) == 1 and pieces[0].numel <= smallest
+    )
 
 
 @given(groupings(), st.integers(1, 9))

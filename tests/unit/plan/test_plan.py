@@ -33,9 +33,7 @@ from undertow.plan.layout import padded_numel, trailer_at
 from undertow.profile.profile import source_from_file
 
 PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
-SPARSE = (spec("rows", 40, is_sparse=True), spec("none", 0, is_sparse=True))
 NARROW = (spec("wide", 6), dataclasses.replace(spec("narrow", 6), own_dtype="bfloat16"))
-any_plans = plans() | plans(splits=True)
 
 
 def planned(groups: Any = ((1, 0), (2,)), params: tuple[ParamSpec, ...] = PARAMS, num_ranks: int = 2) -> Plan:
@@ -50,7 +48,6 @@ PLAN, SPLIT = planned(), planned([(1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)])
 
 
 def saved(**changes: Any) -> str:
-    """PLAN as JSON, with other values for some of its keys."""
     return json.dumps({**json.loads(PLAN.to_json()), **changes})
 
 
@@ -61,11 +58,16 @@ def with_bucket(at: int, **changes: Any) -> Plan:
 
 
 def test_a_plan_lays_groups_out_in_their_order() -> None:
-    assert [(bucket.index, bucket.dtype, bucket.device, bucket.params) for bucket in PLAN.buckets] == [
-        (0, "float32", "cpu", (1, 0)),
-        (1, "bfloat16", "cpu", (2,)),
-    ]
-    assert planned([(), (1, 0), (), (2,), ()]) == PLAN  # an empty group makes no bucket
+    assert (
+        [(bucket.index, bucket.dtype, bucket.device, bucket.params) for bucket in PLAN.buckets],
+        planned([(), (1, 0), (), (2,), ()]),  # an empty group makes no bucket
+    ) == (
+        [
+            (0, "float32", "cpu", (1, 0)),
+            (1, "bfloat16", "cpu", (2,)),
+        ],
+        PLAN,
+    )
     (only,) = planned([], ()).buckets
     assert (only.slots, only.dtype, only.itemsize, only.device) == ((), "float32", 4, "cpu")
     # 8 elements, 2 used flags and 48 signature bits are 58 elements, padded to 60 for 16 bytes.
@@ -79,7 +81,7 @@ def test_a_plan_lays_groups_out_in_their_order() -> None:
         (planned([(0,)], (dataclasses.replace(spec("scalar", 1), shape=()),)), [[(0, 0, 1, 0)]]),
         (PLAN, [[(1, 0, 2, 0), (0, 2, 8, 0)], [(2, 0, 3, 0)]]),
         (SPLIT, [[(1, 0, 2, 0), (0, 2, 6, 0)], [(2, 0, 3, 0)], [(0, 0, 2, 4)]]),
-        (planned([(0, 1)], SPARSE), [[(0, 0, 0, 0), (1, 0, 0, 0)]]),
+        (planned([(0, 1)], (spec("rows", 40, is_sparse=True), spec("none", 0, is_sparse=True))), [[(0, 0, 0, 0), (1, 0, 0, 0)]]),
         (planned([(0, 1, 2)], (spec("a", 2), spec("none", 0), spec("b", 1))), [[(0, 0, 2, 0), (1, 2, 2, 0), (2, 2, 3, 0)]]),
         (planned([], ()), [[]]),
         (planned([()], ()), [[]]),
@@ -96,8 +98,11 @@ def test_a_plan_lays_groups_out_in_their_order() -> None:
 )
 def test_the_slots_of_a_plan(plan: Plan, slots: list[list[tuple[int, ...]]]) -> None:
     found = [[(slot.param, slot.start, slot.stop, slot.first) for slot in bucket.slots] for bucket in plan.buckets]
-    assert (found, [len(bucket.trailer.used) for bucket in plan.buckets]) == (slots, [len(of_bucket) for of_bucket in slots])
-    assert [bucket.numel for bucket in plan.buckets] == [of_bucket[-1][2] if of_bucket else 0 for of_bucket in slots]
+    assert (found, [len(bucket.trailer.used) for bucket in plan.buckets], [bucket.numel for bucket in plan.buckets]) == (
+        slots,
+        [len(of_bucket) for of_bucket in slots],
+        [of_bucket[-1][2] if of_bucket else 0 for of_bucket in slots],
+    )
     assert plan.buckets[-1].trailer.has_verdict
 
 
@@ -126,21 +131,27 @@ def test_parameters_of_two_dtypes_do_not_share_a_bucket_where_their_gradients_ha
 
 
 def test_a_plan_that_was_saved_without_a_word_on_sparse_parameters_is_of_dense_ones() -> None:
-    params = [{key: value for key, value in param.to_dict().items() if key != "is_sparse"} for param in PARAMS]
-    assert Plan.from_json(saved(params=params)) == PLAN
+    assert (
+        Plan.from_json(
+            saved(params=[{key: value for key, value in param.to_dict().items() if key != "is_sparse"} for param in PARAMS])
+        )
+        == PLAN
+    )
 
 
 def test_a_plan_knows_its_groups_and_what_is_in_pieces() -> None:
-    assert [(plan.groups, plan.split_params) for plan in (PLAN, SPLIT)] == [
-        (((1, 0), (2,)), frozenset()),
-        (((1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)), {0}),
-    ]
-    assert json.loads(SPLIT.to_json())["buckets"] == [[1, [0, 0, 4]], [2], [[0, 4, 6]]]
+    assert ([(plan.groups, plan.split_params) for plan in (PLAN, SPLIT)], json.loads(SPLIT.to_json())["buckets"]) == (
+        [
+            (((1, 0), (2,)), frozenset()),
+            (((1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)), {0}),
+        ],
+        [[1, [0, 0, 4]], [2], [[0, 4, 6]]],
+    )
     # A piece that is all of its parameter is the parameter.
     assert planned([(1, piece(0, 0, 6)), (2,)]) == Plan.from_json(saved(buckets=[[1, [0, 0, 6]], [2]])) == PLAN
 
 
-@given(any_plans)
+@given(plans() | plans(splits=True))
 def test_any_plan(plan: Plan) -> None:
     read = Plan.from_json(plan.to_json())
     assert read == plan == planned(plan.groups, plan.params, plan.num_ranks)
@@ -312,19 +323,19 @@ def ranges_of(trailer: Trailer) -> list[range]:
     return [*parts, trailer.late, trailer.busy]
 
 
-def test_trailer_of_the_last_bucket() -> None:
-    trailer = trailer_at(100, num_slots=3, num_late=2, num_ranks=4)
-    ends = (100, 103, 151, 155, 159, 163, 167, 169, 173)
-    assert (trailer.has_verdict, ranges_of(trailer), trailer.stop) == (True, [range(*ends) for ends in pairwise(ends)], 173)
-
-
-def test_trailer_of_another_bucket_has_no_verdict() -> None:
-    trailer = trailer_at(100, num_slots=3)
-    assert (trailer.has_verdict, trailer.stop, trailer.signature.stop, [len(part) for part in ranges_of(trailer)]) == (
-        False,
-        151,
-        151,
-        [3, 48, 0, 0, 0, 0, 0, 0],
+@pytest.mark.parametrize(
+    ("trailer", "has_verdict", "ends"),
+    [
+        (trailer_at(100, num_slots=3, num_late=2, num_ranks=4), True, (100, 103, 151, 155, 159, 163, 167, 169, 173)),
+        (trailer_at(100, num_slots=3), False, (100, 103, *[151] * 7)),
+    ],
+    ids=["the last bucket's", "another one's, without a verdict"],
+)
+def test_a_trailer(trailer: Trailer, has_verdict: bool, ends: tuple[int, ...]) -> None:
+    assert (trailer.has_verdict, trailer.stop, ranges_of(trailer)) == (
+        has_verdict,
+        ends[-1],
+        [range(*of) for of in pairwise(ends)],
     )
 
 
@@ -358,8 +369,11 @@ def test_a_bucket_is_slots_a_trailer_and_equal_aligned_shards(plan: Plan) -> Non
 
 def test_signature_is_the_bits_and_their_complements() -> None:
     bits = signature_bits(step=5, generation=2, mode=1)
-    assert (bits[:24], bits[24:]) == ((1, 0, 1, *[0] * 9, 0, 1, *[0] * 6, 1, 0, 0, 0), tuple(1 - bit for bit in bits[:24]))
-    assert bits == signature_bits(step=4096 + 5, generation=256 + 2, mode=1)  # steps wrap around
+    assert (bits[:24], bits[24:], bits) == (
+        (1, 0, 1, *[0] * 9, 0, 1, *[0] * 6, 1, 0, 0, 0),
+        tuple(1 - bit for bit in bits[:24]),
+        signature_bits(step=4096 + 5, generation=256 + 2, mode=1),  # steps wrap around
+    )
 
 
 def summed(signatures: Iterable[tuple[int, ...]]) -> list[bool]:
@@ -370,8 +384,9 @@ def summed(signatures: Iterable[tuple[int, ...]]) -> list[bool]:
 def test_any_difference_of_any_rank_is_seen(ranks: list[tuple[int, int, int]], are_alike: bool) -> None:
     if are_alike:
         ranks = ranks[:1] * len(ranks)
-    bits = [signature_bits(step=step, generation=generation, mode=mode) for step, generation, mode in ranks]
-    assert ranks_differ(summed(bits)) == (len(set(ranks)) > 1)
+    assert ranks_differ(
+        summed([signature_bits(step=step, generation=generation, mode=mode) for step, generation, mode in ranks])
+    ) == (len(set(ranks)) > 1)
 
 
 MIB = 1024 * 1024
@@ -383,8 +398,11 @@ def source_plan(source: Plan | Sequence[ParamSpec], *, num_ranks: int | None = N
 
 
 def test_a_table_is_parameters_whose_size_comes_from_their_dtype(tmp_path: Path) -> None:
-    rows = [{"name": "a", "shape": [2, 3], "dtype": "bfloat16"}, {"name": "b", "shape": [], "dtype": "complex128"}]
-    (tmp_path / "table.json").write_text(json.dumps({"params": rows}))
+    (tmp_path / "table.json").write_text(
+        json.dumps(
+            {"params": [{"name": "a", "shape": [2, 3], "dtype": "bfloat16"}, {"name": "b", "shape": [], "dtype": "complex128"}]}
+        )
+    )
     assert source_from_file(tmp_path / "table.json") == (
         ParamSpec(name="a", shape=(2, 3), dtype="bfloat16", itemsize=2),
         ParamSpec(name="b", shape=(), dtype="complex128", itemsize=16),

@@ -22,10 +22,8 @@ MAKE = "\n  Make the plan from the parameters of this model."
 
 
 def profile(**changes: Any) -> Profile:
-    """Three parameters, of which the last is ready first."""
     params = tuple(spec(name, 10) for name in ("a", "b", "c"))
-    given = {"params": params, "ready_us": (40.0, 30.0, 10.0), "forward_us": 20.0, "backward_us": 40.0}
-    return Profile(**{**given, **changes})
+    return Profile(**{"params": params, "ready_us": (40.0, 30.0, 10.0), "forward_us": 20.0, "backward_us": 40.0, **changes})
 
 
 @pytest.mark.parametrize(
@@ -212,15 +210,21 @@ WHOLE_TEXT = """\
 
 
 def small(**changes: Any) -> dict[str, Any]:
-    params = [{"name": "a", "shape": 5, "ready_us": 2}, {"name": "b", "shape": [2, 3], "ready_us": 1}]
-    return {"undertow_profile": 1, "forward_us": 1, "backward_us": 2, "params": params, **changes}
+    return {
+        "undertow_profile": 1,
+        "forward_us": 1,
+        "backward_us": 2,
+        "params": [{"name": "a", "shape": 5, "ready_us": 2}, {"name": "b", "shape": [2, 3], "ready_us": 1}],
+        **changes,
+    }
 
 
 def param(**changes: Any) -> dict[str, Any]:
     """A profile whose second parameter has these fields, without those that are None."""
     row = {"name": "b", "shape": [2, 3], "ready_us": 1, **changes}
-    rows = [{"name": "a", "shape": 5, "ready_us": 2}, {name: value for name, value in row.items() if value is not None}]
-    return small(params=rows)
+    return small(
+        params=[{"name": "a", "shape": 5, "ready_us": 2}, {name: value for name, value in row.items() if value is not None}]
+    )
 
 
 def read(data: Any) -> Profile:
@@ -235,10 +239,10 @@ def test_a_file_has_a_line_for_each_parameter_curve_and_bucket(tmp_path: Path) -
 
 def test_what_is_not_known_is_not_written() -> None:
     empty = Profile(params=(), ready_us=(), forward_us=1, backward_us=2)
-    assert profile_from_json(empty.to_json(), "run.json") == empty
-    assert empty.to_json() == (
+    assert (profile_from_json(empty.to_json(), "run.json"), empty.to_json()) == (
+        empty,
         '{\n  "undertow_profile": 1,\n  "name": "",\n  "num_ranks": 1,\n  "forward_us": 1,\n  "backward_us": 2,\n'
-        '  "update_us": 0,\n  "strategy": "ddp",\n  "params": [\n\n  ]\n}\n'
+        '  "update_us": 0,\n  "strategy": "ddp",\n  "params": [\n\n  ]\n}\n',
     )
 
 

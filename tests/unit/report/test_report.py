@@ -14,9 +14,7 @@ from undertow.trace import Event, StepReport, Trace
 
 
 def sent(*num_bytes: int) -> StepReport:
-    """What a hook has really sent of each bucket."""
-    rows = (replace(it, num_bytes=num) for it, num in zip(record().buckets, num_bytes, strict=True))
-    return report(record(buckets=tuple(rows)))
+    return report(record(buckets=tuple(replace(it, num_bytes=num) for it, num in zip(record().buckets, num_bytes, strict=True))))
 
 
 SKIPPED = "Optimizer steps skipped so far, for gradients were not finite: 3\n"
@@ -113,8 +111,10 @@ def test_traces_make_a_picture_that_is_higher_the_more_there_are(tmp_path: Path)
 
 
 def test_steps_without_communication_or_without_anything_can_be_drawn(tmp_path: Path) -> None:
-    silent = Trace(rank=0, step=0, events=tuple(OVERLAPPED.on_lane("compute")))
-    save_timeline({"silent": silent, "empty": Trace(rank=0, step=0, events=())}, tmp_path / "silent.png")
+    save_timeline(
+        {"silent": Trace(rank=0, step=0, events=tuple(OVERLAPPED.on_lane("compute"))), "empty": Trace(rank=0, step=0, events=())},
+        tmp_path / "silent.png",
+    )
     assert (tmp_path / "silent.png").read_bytes().startswith(PNG)
 
 
@@ -128,8 +128,11 @@ def drawn(traces: dict[str, Trace], monkeypatch: pytest.MonkeyPatch) -> Figure:
 def test_what_began_before_the_forward_is_inside_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     (axes,) = drawn({"plain": OVERLAPPED, "sharded": SHARDED}, monkeypatch).axes
     left, right = axes.get_xlim()
-    texts = [text.get_text() for text in axes.texts]
-    assert (left, right > 133, texts) == (-6, True, ["133 ms", "86% hidden", "136 ms", "82% hidden"])
+    assert (left, right > 133, [text.get_text() for text in axes.texts]) == (
+        -6,
+        True,
+        ["133 ms", "86% hidden", "136 ms", "82% hidden"],
+    )
 
 
 def test_gathers_have_a_color_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +145,7 @@ def test_gathers_have_a_color_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_waits_too_short_to_be_seen_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    blink = Event(lane="compute", kind="wait", start_us=20_000, stop_us=20_010)
-    more = Trace(rank=0, step=0, events=(*SHARDED.events, blink))
+    more = Trace(rank=0, step=0, events=(*SHARDED.events, Event(lane="compute", kind="wait", start_us=20_000, stop_us=20_010)))
     assert [len(drawn({"way": trace}, monkeypatch).axes[0].collections) for trace in (SHARDED, more)] == [8, 8]
 
 

@@ -189,14 +189,20 @@ class Case(NamedTuple):
 def cases(draw: st.DrawFn) -> Case:
     plan = draw(plans() | plans(splits=True))
     indices = range(len(plan.params))
-    arrivals = draw(st.permutations(indices) | st.lists(st.sampled_from(indices)) if indices else st.just([]))
-    return Case(plan, draw(lowerings)(len(plan.buckets)), arrivals)
+    return Case(
+        plan,
+        draw(lowerings)(len(plan.buckets)),
+        draw(st.permutations(indices) | st.lists(st.sampled_from(indices)) if indices else st.just([])),
+    )
 
 
 def play(tracker: Tracker, arrivals: Sequence[int]) -> tuple[list[tuple[int, Op]], list[Op], list[Op]]:
     """What is released at arrivals, with the number of arrivals so far, at the end of backward, and at the join."""
-    during = [(count, op) for count, param in enumerate(arrivals, start=1) for op in tracker.arrive(param)]
-    return during, list(tracker.end_backward()), list(tracker.join())
+    return (
+        [(count, op) for count, param in enumerate(arrivals, start=1) for op in tracker.arrive(param)],
+        list(tracker.end_backward()),
+        list(tracker.join()),
+    )
 
 
 @given(cases(), st.booleans())

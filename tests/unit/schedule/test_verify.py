@@ -350,11 +350,11 @@ def test_three_thousand_buckets_are_no_problem(lower: Any) -> None:
 
 
 def test_a_step_in_backward_is_lowered_so() -> None:
-    assert lower_in_backward(2, ZERO1).to_text() == IN_BACKWARD_SMALL
-    assert refusal(lambda: lower_in_backward(2, ZERO1, ((1,), (0,)))) == (
+    assert (lower_in_backward(2, ZERO1).to_text(), refusal(lambda: lower_in_backward(2, ZERO1, ((1,), (0,))))) == (
+        IN_BACKWARD_SMALL,
         "bucket 1 cannot be gathered before it is reduced.\n"
         "  the lane after the reduction of bucket 0\n"
-        "  Put its gather after its own reduction, or a later one."
+        "  Put its gather after its own reduction, or a later one.",
     )
 
 

@@ -79,8 +79,10 @@ def test_a_report(found: StepReport, fields: dict[str, Any]) -> None:
 
 
 def test_gathers_have_rows() -> None:
-    assert [(it.bucket, it.launched_ms, it.done_ms) for it in SHARDED.gathers] == [(1, -10, 5), (0, -9, 10)]
-    assert [(it.num_bytes, it.wire_ms, it.waited_ms) for it in SHARDED.gathers] == [(4000, 15, 5), (8000, 5, 0)]
+    assert (
+        [(it.bucket, it.launched_ms, it.done_ms) for it in SHARDED.gathers],
+        [(it.num_bytes, it.wire_ms, it.waited_ms) for it in SHARDED.gathers],
+    ) == ([(1, -10, 5), (0, -9, 10)], [(4000, 15, 5), (8000, 5, 0)])
     # A step without gathers, whose optimizer's step the scaler has skipped, does not count to their medians.
     assert [it.waited_ms for it in report(record(), record(step=1, gathers=GATHERS)).gathers] == [5, 0]
 
@@ -98,8 +100,10 @@ def test_the_worst_bucket_is_the_one_waited_for_longest(found: StepReport, index
 
 
 def test_a_bucket_that_queued_is_charged_only_for_its_own_time_on_the_link() -> None:
-    queued = record(buckets=(record().buckets[0], row(1, 35_000, 80_000, (60_000, 80_000))))
-    assert queued.wire_intervals() == ((30_000, 50_000), (50_000, 80_000))
+    assert record(buckets=(record().buckets[0], row(1, 35_000, 80_000, (60_000, 80_000)))).wire_intervals() == (
+        (30_000, 50_000),
+        (50_000, 80_000),
+    )
 
 
 def test_to_dict_is_plain_enough_for_json() -> None:
@@ -126,18 +130,22 @@ def test_gathers_begin_before_the_step_in_its_trace() -> None:
         ("all_reduce", 0, 30_000, 50_000),
         ("all_reduce", 1, 60_000, 80_000),
     ]
-    waits = [(event.bucket, event.start_us, event.stop_us) for event in trace.on_lane("compute") if event.kind == "wait"]
-    assert waits[:2] == [(1, 0, 5_000), (0, 12_000, 12_000)]
+    assert [(event.bucket, event.start_us, event.stop_us) for event in trace.on_lane("compute") if event.kind == "wait"][:2] == [
+        (1, 0, 5_000),
+        (0, 12_000, 12_000),
+    ]
 
 
 # Whole microseconds, so that sums are exact.
 TIMES = st.integers(0, 60)
-intervals = st.lists(st.tuples(TIMES, TIMES).map(sorted).map(tuple), max_size=8)
 
 
 def trace(*events: tuple[str, str, float, float]) -> Trace:
-    made = (Event(lane=lane, kind=kind, start_us=start, stop_us=stop) for lane, kind, start, stop in events)
-    return Trace(rank=0, step=3, events=tuple(made))
+    return Trace(
+        rank=0,
+        step=3,
+        events=tuple(Event(lane=lane, kind=kind, start_us=start, stop_us=stop) for lane, kind, start, stop in events),
+    )
 
 
 STEP = trace(
@@ -158,7 +166,7 @@ OVERLAP_SHARDED = trace(
 )
 
 
-@given(intervals)
+@given(st.lists(st.tuples(TIMES, TIMES).map(sorted).map(tuple), max_size=8))
 def test_union_is_the_number_of_microseconds_under_any_interval(spans: list[tuple[int, int]]) -> None:
     assert union_us(spans) == len({us for start, stop in spans for us in range(start, stop)})
 
@@ -191,11 +199,11 @@ def test_a_step_lasts_as_long_as_its_compute_lane(step: Trace, duration_us: floa
 
 
 def test_events_of_a_lane_and_of_all_communication() -> None:
-    assert ([event.start_us for event in STEP.on_lane("compute")], STEP.communication) == (
-        [0, 100, 125, 130],
-        STEP.on_lane("comm.dp"),
-    )
-    assert [event.duration_us for event in STEP.communication] == [40, 40, 30]
+    assert (
+        [event.start_us for event in STEP.on_lane("compute")],
+        STEP.communication,
+        [event.duration_us for event in STEP.communication],
+    ) == ([0, 100, 125, 130], STEP.on_lane("comm.dp"), [40, 40, 30])
 
 
 @given(st.lists(st.tuples(TIMES, TIMES), max_size=12))
@@ -232,8 +240,9 @@ def alone(sizes: Sequence[int]) -> list[Transfer]:
 
 def queued(sizes: Sequence[int]) -> list[Transfer]:
     """All launched at once, and carried one after another."""
-    ends = np.cumsum([cost_us(size) for size in sizes])
-    return [transfer(size, 0.0, float(end)) for size, end in zip(sizes, ends, strict=True)]
+    return [
+        transfer(size, 0.0, float(end)) for size, end in zip(sizes, np.cumsum([cost_us(size) for size in sizes]), strict=True)
+    ]
 
 
 # Each has half of the link until the first one is through.
@@ -315,8 +324,10 @@ def test_costs_without_a_latency_leave_something_to_one_without_bytes() -> None:
 
 
 def test_a_link_too_fast_for_the_clock_still_gives_a_curve() -> None:
-    samples = cost_samples([[transfer(1000, 5.0, 5.0), transfer(0, 6.0, 6.0), transfer(2000, 9.0, 8.9)]])
-    assert curve_from_samples(samples).us(2000) < 1.0
+    assert (
+        curve_from_samples(cost_samples([[transfer(1000, 5.0, 5.0), transfer(0, 6.0, 6.0), transfer(2000, 9.0, 8.9)]])).us(2000)
+        < 1.0
+    )
 
 
 times = st.floats(0, 1e6, allow_nan=False)

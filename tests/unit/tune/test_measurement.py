@@ -70,7 +70,6 @@ def with_gathers(*, waited_us: float = 30.0) -> StepRecord:
 
 
 def measured(*ranks: Sequence[StepRecord], num_steps: int = 1) -> list[Measurement | None]:
-    """What each of these ranks learns."""
     latest = np.maximum.reduce([array_of_records(records, PLAN, num_steps=num_steps) for records in ranks])
     return [measurement_from_array(latest, records, PLAN) for records in ranks]
 
@@ -144,8 +143,11 @@ def test_what_is_learned(ranks: tuple[list[StepRecord], ...], expected: dict[str
 def test_gathers_and_reductions_are_samples_of_two_kinds() -> None:
     found = [measured([GATHERED], [other])[0] for other in (GATHERED, replace(GATHERED, gathers=GATHERED.gathers[1:]))]
     samples = found[0].samples
-    assert (samples.keys(), {size for size, _ in samples["all_gather"]}) == ({"reduce_scatter", "all_gather"}, {8000.0, 4000.0})
-    assert sum(time for _, time in samples["all_gather"]) == pytest.approx(150.0)  # from -50 to 100 without a pause
+    assert (samples.keys(), {size for size, _ in samples["all_gather"]}, sum(time for _, time in samples["all_gather"])) == (
+        {"reduce_scatter", "all_gather"},
+        {8000.0, 4000.0},
+        pytest.approx(150.0),  # from -50 to 100 without a pause
+    )
     # A gather that one rank did not wait for is as long as on the others.
     assert found[1].samples == samples
 
@@ -211,8 +213,11 @@ microseconds = st.floats(0, 1e12)
 def test_a_decision_arrives_as_it_left(plan: Plan, decision: Decision) -> None:
     with_plan = replace(decision, groups=plan.groups if plan.params else None)
     arrays = [each.to_array(plan.params) for each in (decision, with_plan)]
-    assert [decision_from_array(array, plan.params) for array in arrays] == [decision, with_plan]
-    assert len(arrays[0]) == len(arrays[1])  # all ranks make room for what the first one has decided before they know of it
+    # All ranks make room for what the first one has decided before they know of it.
+    assert ([decision_from_array(array, plan.params) for array in arrays], len(arrays[0])) == (
+        [decision, with_plan],
+        len(arrays[1]),
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 64])
@@ -225,8 +230,9 @@ def test_the_first_plan_of_a_model_of_any_size_can_be_gone_back_to(num_ranks: in
 
 
 def test_a_plan_of_more_pieces_than_any_planner_makes_is_refused() -> None:
-    groups = tuple((Piece(param=0, first=at, stop=at + 1),) for at in range(1026))
-    decision = Decision(outcome=Outcome.MOVE, next_look=1, groups=groups)
+    decision = Decision(
+        outcome=Outcome.MOVE, next_look=1, groups=tuple((Piece(param=0, first=at, stop=at + 1),) for at in range(1026))
+    )
     assert refusal(lambda: decision.to_array((spec("whole", 1026, dtype="uint8"),))) == (
         "a plan of 1026 slots is too long to tell the other ranks of.\n"
         "  1 parameters, at most 1025 slots\n  Cut parameters into fewer pieces."
@@ -349,8 +355,11 @@ def test_every_decision_is_told_with_its_reason() -> None:
 
 
 def test_every_outcome_has_a_text() -> None:
-    decided = [Decided(round=6, decision=Decision(outcome=outcome, next_look=1)) for outcome in Outcome]
-    told = explained(plan_of((3, 2, 1, 0)), None, history=decided).decisions
+    told = explained(
+        plan_of((3, 2, 1, 0)),
+        None,
+        history=[Decided(round=6, decision=Decision(outcome=outcome, next_look=1)) for outcome in Outcome],
+    ).decisions
     assert [line.startswith("round 6: ") for line in told] == [True] * len(Outcome)
 
 
@@ -385,5 +394,4 @@ def test_what_is_known_is_printed(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")  # narrower than the lines
     it = explained(plan_of((3, 2), (1, 0)), measured, **more)
-    assert f"{it}\n" == text
-    assert json.loads(json.dumps(it.to_dict()))["why"] == it.why
+    assert (f"{it}\n", json.loads(json.dumps(it.to_dict()))["why"]) == (text, it.why)

@@ -39,8 +39,7 @@ def in_layers(world: World, *pairs: range) -> Plan:
     layers = [(param, param - 1) for param in range(len(world.params) - 1, 0, -2)]
     firsts = {first for pair in pairs for first in pair}
     seconds = {first + 1 for first in firsts}
-    groups = [layer + layers[at + 1] if at in firsts else layer for at, layer in enumerate(layers) if at not in seconds]
-    return world.plan(groups)
+    return world.plan([layer + layers[at + 1] if at in firsts else layer for at, layer in enumerate(layers) if at not in seconds])
 
 
 # The world, its first plan, the outcomes of looks, how much slower than the best buckets of one size the last plan may be, and
@@ -218,8 +217,9 @@ def test_a_decision_says_what_the_plans_take_and_when_to_look_again() -> None:
     path = walk(Tuner(), SLOW, first, num_looks=2)
     assert [(it.outcome, it.next_look) for it in path.decisions] == [(Outcome.MOVE, 1), (Outcome.KEEP, NUM_STEPS_BETWEEN_LOOKS)]
     # A profile has times to a tenth of a microsecond; costs are those of sizes that were measured, or on a line between them.
-    expected = pytest.approx([SLOW.finish_us(first), SLOW.finish_us(path.last)], rel=1e-3)
-    assert [decision.present_us for decision in path.decisions] == expected
+    assert [decision.present_us for decision in path.decisions] == pytest.approx(
+        [SLOW.finish_us(first), SLOW.finish_us(path.last)], rel=1e-3
+    )
     move, keep = path.decisions
     assert move.limit_us <= move.predicted_us < move.present_us
     assert (move.groups, keep.groups) == (path.last.groups, None)
@@ -281,8 +281,7 @@ def test_it_goes_back_where_steps_differ_less_from_one_another_than_from_those_b
 
 def test_what_was_measured_under_earlier_plans_counts() -> None:
     path = walk(tuner := Tuner(), MIDDLING, MIDDLING.plan_of_size(FEW), num_looks=2)
-    sizes = {size for size, _ in tuner.curves["all_reduce"].points}
-    assert {bucket.num_bytes for bucket in path.plans[0].buckets} < sizes
+    assert {bucket.num_bytes for bucket in path.plans[0].buckets} < {size for size, _ in tuner.curves["all_reduce"].points}
 
 
 def test_an_order_that_the_user_has_chosen_is_kept() -> None:
@@ -296,8 +295,13 @@ def test_a_profile_has_what_was_learned() -> None:
     walk(tuner, SLOW, plan, num_looks=1)
     profile = tuner.profile(plan, strategy="ddp")
     assert (profile.forward_us, profile.backward_us, profile.update_us) == (10_000.0, 40_000.0, 1_000.0)
-    assert (profile.groups, profile.num_ranks, profile.params) == (plan.groups, plan.num_ranks, plan.params)
-    assert (profile.step_us, profile.curves) == (pytest.approx(SLOW.finish_us(plan) + 1_000.0, abs=0.1), tuner.curves)
+    assert (profile.groups, profile.num_ranks, profile.params, profile.step_us, profile.curves) == (
+        plan.groups,
+        plan.num_ranks,
+        plan.params,
+        pytest.approx(SLOW.finish_us(plan) + 1_000.0, abs=0.1),
+        tuner.curves,
+    )
 
 
 def test_gathers_leave_between_reductions() -> None:
@@ -318,8 +322,9 @@ def test_the_same_measurements_make_the_same_decisions(
     latency_us: float, us_per_byte: float, noise: float, cap_bytes: float, has_shards: bool
 ) -> None:
     how = {"cost": line(latency_us, us_per_byte), "params": model(num_layers=6), "noise": noise, "has_shards": has_shards}
-    worlds = World(**how), World(**how)
-    decisions, again = (walk(Tuner(), world, world.plan_of_size(cap_bytes), num_looks=4).decisions for world in worlds)
+    decisions, again = (
+        walk(Tuner(), world, world.plan_of_size(cap_bytes), num_looks=4).decisions for world in (World(**how), World(**how))
+    )
     assert decisions == again
     assert all(0 <= it.limit_us <= it.predicted_us for it in decisions if it.outcome is not Outcome.UNKNOWN)
     moves = (Outcome.MOVE, Outcome.FEWER, Outcome.BACK, Outcome.LEARN)

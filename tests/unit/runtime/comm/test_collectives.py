@@ -43,7 +43,6 @@ def of_ranks(numel: int, step: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def chain_of_adds(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Those with 16 bits in fp32."""
     return chain([part.to(torch.float32 if dtype.itemsize == 2 else dtype) for part in parts])
 
 
@@ -52,7 +51,6 @@ def chain_of_adds(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     ("kind", "dtype"), [*(("posted", it) for it in (torch.float64, torch.bfloat16)), *((kind, torch.float32) for kind in KINDS)]
 )
 def test_a_shard_is_the_mean_added_up_in_rank_order_and_every_rank_gets_every_part(kind: str, dtype: torch.dtype) -> None:
-    """Several exchanges in flight; each rank's shard has the bits of the chain, and the trailer is the sum."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     started, done = [], list[object]()
     with exchanging(kind) as exchanges:
@@ -99,7 +97,6 @@ def test_a_mean_is_added_up_in_rank_order(kind: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("make", [P2PCollectives, BackendCollectives])
 def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in_order: bool, dtype: torch.dtype) -> None:
-    """Shards of a row, reduced inside, become the mean over all rows."""
     across, rank = opened_group(), dist.get_rank()
     inside = OwnGroup(GroupRef((rank,), "gloo", None), device=across.device)
     inside.open()
@@ -109,16 +106,30 @@ def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in
         given = of_ranks(numel, index, dtype)
         wanted = chain_of_adds([storage[:numel] for storage in given], dtype) / 5
         storage, shard = given[rank], torch.empty(numel)
-        before = first.reduce_scatter(storage, shard, trailer=range(numel, numel + 2), pack=int)
-        started.append((second.all_reduce_behind(before, shard, trailer=storage[numel:]), shard, storage, wanted))
+        started.append(
+            (
+                second.all_reduce_behind(
+                    first.reduce_scatter(storage, shard, trailer=range(numel, numel + 2), pack=int),
+                    shard,
+                    trailer=storage[numel:],
+                ),
+                shard,
+                storage,
+                wanted,
+            )
+        )
     for handle, shard, storage, wanted in started:
         handle.wait()
         assert storage[-2:].tolist() == [1.0, dist.get_world_size()]
         # Without an order what travels is rounded to what it came in, the sum once more than its summands; where the backend
         # adds up in the dtype itself, once for each summand.
         rounded = wanted if in_order else wanted.to(dtype).float()
-        tolerance = 0.0 if in_order or make is P2PCollectives else dist.get_world_size() * torch.finfo(dtype).eps * 8
-        torch.testing.assert_close(shard, rounded, rtol=0.0, atol=tolerance)
+        torch.testing.assert_close(
+            shard,
+            rounded,
+            rtol=0.0,
+            atol=0.0 if in_order or make is P2PCollectives else dist.get_world_size() * torch.finfo(dtype).eps * 8,
+        )
     for exchanges, of in ((first, inside), (second, across)):
         exchanges.close()
         of.close()
@@ -126,14 +137,16 @@ def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in
 
 @in_ranks(2)
 def test_what_is_behind_a_failure_fails_with_it() -> None:
-    """Whoever waits for the second of two reductions learns what the first has failed with."""
     with exchanging("posted") as exchanges:
 
         def fail() -> None:
             raise ZeroDivisionError("while packing")
 
-        before = exchanges.reduce_scatter(torch.zeros(8), torch.zeros(2), trailer=range(6, 8), pack=fail)
-        handle = exchanges.all_reduce_behind(before, torch.zeros(2), trailer=torch.zeros(2))
+        handle = exchanges.all_reduce_behind(
+            exchanges.reduce_scatter(torch.zeros(8), torch.zeros(2), trailer=range(6, 8), pack=fail),
+            torch.zeros(2),
+            trailer=torch.zeros(2),
+        )
         with pytest.raises(ZeroDivisionError, match="while packing"):
             handle.wait()
         late = ThreadHandle(exchanges.group.result)

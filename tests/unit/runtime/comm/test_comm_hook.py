@@ -22,7 +22,6 @@ ALONE = Mock(is_broken=False, member="of one", result=lambda future: future.resu
 
 
 def bucket() -> HookedBucket:
-    """Two gradients in a buffer of six elements, the fifth bucket."""
     return HookedBucket(4, BUFFER.clone(), [torch.zeros(2, 2), torch.zeros(2)], is_last=True)
 
 
@@ -117,9 +116,13 @@ def test_a_hook_that_torch_refuses_is_refused(hook: Any, error: type[Exception],
 def test_a_bucket_has_the_methods_of_torchs() -> None:
     given, other = bucket(), torch.ones(6).half()
     names = [name for name in dir(dist.GradBucket) if not name.startswith("_")]
-    assert [name for name in names if not callable(getattr(given, name, None))] == []
-    assert (given.index(), given.is_last(), [param.shape for param in given.parameters()]) == (4, True, [(2, 2), (2,)])
-    assert [gradient.tolist() for gradient in given.gradients()] == [[[0, 1], [2, 3]], [4, 5]]
+    assert (
+        [name for name in names if not callable(getattr(given, name, None))],
+        given.index(),
+        given.is_last(),
+        [param.shape for param in given.parameters()],
+        [gradient.tolist() for gradient in given.gradients()],
+    ) == ([], 4, True, [(2, 2), (2,)], [[[0, 1], [2, 3]], [4, 5]])
     given.set_buffer(other)
     assert given.buffer() is other
     given.gradients()[1].zero_()  # torch's are views of whatever is the buffer; its wrappers and PowerSGD rely on that
@@ -202,7 +205,6 @@ def wrong(_state, bucket):
 
 
 def started(hook: Callable[..., Any]) -> tuple[Tensor, Any]:
-    """The buffer of a bucket, and the handle of the hook on it."""
     given = bucket()
     return given.buffer(), CommHook(None, hook).start(given, ALONE)
 
@@ -230,8 +232,9 @@ def test_the_bucket_keeps_its_dtype_behind_a_hook_that_replaces_the_buffer() -> 
 
 def test_hooks_behind_one_that_is_on_its_way_wait_for_it() -> None:
     seen, on_its_way = list[Tensor](), torch.futures.Future[Tensor]()
-    send = (None, lambda state, bucket: on_its_way)
-    buffer, handle = started(undertow.chain_comm_hooks((1.0, add), send, (seen, look), (None, double_in_place)))
+    buffer, handle = started(
+        undertow.chain_comm_hooks((1.0, add), (None, lambda state, bucket: on_its_way), (seen, look), (None, double_in_place))
+    )
     assert seen == []
     on_its_way.set_result(torch.full((6,), 7.0))
     handle.wait()
@@ -239,8 +242,10 @@ def test_hooks_behind_one_that_is_on_its_way_wait_for_it() -> None:
 
 
 def test_a_chain_is_named_after_its_hooks() -> None:
-    hook = undertow.chain_comm_hooks((None, default_hooks.fp16_compress_hook), (1.0, add))
-    assert CommHook(None, hook).name == "chain_comm_hooks(fp16_compress_hook, add)"
+    assert (
+        CommHook(None, undertow.chain_comm_hooks((None, default_hooks.fp16_compress_hook), (1.0, add))).name
+        == "chain_comm_hooks(fp16_compress_hook, add)"
+    )
 
 
 FUTURE = (

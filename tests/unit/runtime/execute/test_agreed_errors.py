@@ -16,8 +16,7 @@ from undertow.runtime.gradients.weights import RoundWeights
 
 
 def round_with(*readings: dict[str, Any], has_failed: bool = False) -> RoundResult:
-    this_round = Round(kind=RoundKind.REDUCE, number=5, generation=1, not_arrived=lambda _: ())
-    result = RoundResult(this_round, has_failed=has_failed)
+    result = RoundResult(Round(kind=RoundKind.REDUCE, number=5, generation=1, not_arrived=lambda _: ()), has_failed=has_failed)
     result.readings += [Reading(**{"used": frozenset(), "ranks_differ": False, **said}) for said in readings]
     return result
 
@@ -75,8 +74,7 @@ def test_a_rank_that_has_failed_itself_is_not_told_so() -> None:
     ("change", "where"), [("", ""), ("parameter 'w' is trained now", ": parameter 'w' is trained now")], ids=["no word", "word"]
 )
 def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, where: str) -> None:
-    this_round = round_with({"changed_ranks": (3,)}, {"changed_ranks": (1,)})
-    error = changed_unlike(this_round, rank=1, num_ranks=4, change=change)
+    error = changed_unlike(round_with({"changed_ranks": (3,)}, {"changed_ranks": (1,)}), rank=1, num_ranks=4, change=change)
     assert (type(error), str(error)) == (
         PlanMismatch,
         "the parameters, or the communication hook, have changed on rank 1, 3 and not on rank 0, 2.\n"

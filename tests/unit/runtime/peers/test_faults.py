@@ -23,12 +23,10 @@ from undertow.runtime.step.checks import Finding
 ASKING = State(rank=0, step=7, doing="", waits_for="bucket 2 ('a', 'b')", waited_s=31.4, stack=[])
 LATE = State(rank=1, step=7, doing="loading data", waits_for="", waited_s=0.0, stack=["train.py, line 4, in rows"])
 WAITING: State = {**ASKING, "rank": 2, "waited_s": 30.0}
-OTHER: State = {**WAITING, "rank": 1, "waits_for": "the norm of all gradients"}
 
 
 def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
-    states = {0: ASKING, 1: LATE, 2: WAITING}
-    assert faults.stall_text(ASKING, states, {4: "rank 4 has left: so it is."}, ranks=range(5)) == (
+    assert faults.stall_text(ASKING, {0: ASKING, 1: LATE, 2: WAITING}, {4: "rank 4 has left: so it is."}, ranks=range(5)) == (
         "rank 0 has waited 31 s for bucket 2 ('a', 'b'): rank 1, 3 has not come.\n"
         "  rank 0: synchronization 7, waits for bucket 2 ('a', 'b')\n"
         "  rank 1: synchronization 7, loading data\n"
@@ -41,7 +39,9 @@ def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
 
 def test_a_report_says_where_all_wait_for_different_things() -> None:
     told = "rank 0 has waited 31 s for bucket 2 ('a', 'b'): all ranks wait, for different things.\n"
-    assert faults.stall_text(ASKING, {0: ASKING, 1: OTHER}, {}, ranks=range(2)).startswith(told)
+    assert faults.stall_text(
+        ASKING, {0: ASKING, 1: {**WAITING, "rank": 1, "waits_for": "the norm of all gradients"}}, {}, ranks=range(2)
+    ).startswith(told)
 
 
 PAGE = ROOT / "docs" / "reliability.md"
@@ -100,8 +100,6 @@ def test_a_long_message_of_an_exception_is_cut() -> None:
 
 
 class Asked(nn.Module, IterableDataset):
-    """Says what this thread is doing, in many a place."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.inner = nn.Linear(2, 2), nn.Identity()
@@ -112,8 +110,9 @@ class Asked(nn.Module, IterableDataset):
         self.optimizer.register_step_pre_hook(lambda *_: self.note("step"))
 
     def note(self, when: str) -> None:
-        names = {id(module): name for name, module in self.named_modules()}
-        self.said[when] = faults.activity(faults.frames_of(threading.get_ident()), names)
+        self.said[when] = faults.activity(
+            faults.frames_of(threading.get_ident()), {id(module): name for name, module in self.named_modules()}
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(self.layer(x))
@@ -158,8 +157,10 @@ def test_what_is_no_state_is_refused(broken: dict[str, object]) -> None:
 
 def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
     idle = [faults.Activity(num_steps=lambda number=number: number, is_idle=lambda: True) for number in (118, 0)]  # type: ignore[misc]
-    told = [here.state(1)["doing"].rpartition(", ")[2] for here in idle]
-    assert told == ["no training forward since synchronization 118", "no training forward yet"]
+    assert [here.state(1)["doing"].rpartition(", ")[2] for here in idle] == [
+        "no training forward since synchronization 118",
+        "no training forward yet",
+    ]
 
 
 def test_what_ranks_say_does_not_steer_a_terminal(caplog: pytest.LogCaptureFixture) -> None:

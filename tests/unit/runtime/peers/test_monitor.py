@@ -86,7 +86,6 @@ def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplo
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> ModelMonitor:
-    """Rank 1 of two."""
     monkeypatch.setattr(patience, "ANSWERS_S", 0.0)
     monkeypatch.setattr(patience, "VERDICT_S", 0.0)
     return Ring([], rank=1, num_ranks=2, wake=int).join(SyncConfig())
@@ -148,8 +147,7 @@ def test_the_last_report_is_told_with_the_wait_that_it_is_about(
 ) -> None:
     alone.told = 0, 100.0, "rank 1 has waited 30 s."
     alone.here = faults.Activity(num_steps=lambda: step, waits_for=waits_for, since_s=since_s)
-    fault: Any = alone.reason(RuntimeError("Operation timed out!"))
-    assert fault.told == told
+    assert alone.reason(RuntimeError("Operation timed out!")).told == told
 
 
 def test_a_rank_whose_process_has_ended_is_the_reason(alone: ModelMonitor) -> None:
@@ -161,7 +159,6 @@ def test_a_rank_whose_process_has_ended_is_the_reason(alone: ModelMonitor) -> No
 
 @pytest.fixture
 def member() -> Any:
-    """As much of one as is asked for."""
     return SimpleNamespace(here=faults.Activity(), known_fault=None, reason=lambda _error: None)
 
 

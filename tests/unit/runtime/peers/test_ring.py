@@ -21,8 +21,6 @@ from undertow.runtime.peers import patience
 from undertow.runtime.peers.neighbor import Neighbor, close_all, make_ring
 from undertow.runtime.torch_private import private
 
-WITHIN = timedelta(seconds=30)
-
 
 @pytest.fixture(autouse=True)
 def over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +31,9 @@ def over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 def pair(over_loopback: None) -> Iterator[tuple[Neighbor, Neighbor]]:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
-        groups = list(threads.map(lambda place: private.pair(store, "pair", place, private.gloo_device(), WITHIN), range(2)))
+        groups = list(
+            threads.map(lambda place: private.pair(store, "pair", place, private.gloo_device(), timedelta(seconds=30)), range(2))
+        )
     neighbors = Neighbor(groups[0], 0, 1), Neighbor(groups[1], 1, 0, os.getpid())
     yield neighbors
     close_all(neighbors)

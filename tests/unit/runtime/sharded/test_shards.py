@@ -26,8 +26,9 @@ from undertow.runtime.torch_private import private
 
 def in_pieces() -> FlatParams:
     """What the first of two ranks has of a parameter that lies in two buckets."""
-    groups = ((Piece(param=0, first=0, stop=5),), (Piece(param=0, first=5, stop=8),))
-    bucket = plan_from_groups([spec("weight", 8)], groups, num_ranks=2).buckets[0]
+    bucket = plan_from_groups(
+        [spec("weight", 8)], ((Piece(param=0, first=0, stop=5),), (Piece(param=0, first=5, stop=8),)), num_ranks=2
+    ).buckets[0]
     return FlatParams(bucket, [nn.Parameter(torch.ones(8))], shard_parts(bucket, rank=0), num_ranks=2)
 
 
@@ -54,8 +55,12 @@ def test_copying_out_does_not_count_as_a_reference() -> None:
 
 def sixteen_bits() -> tuple[InnerOptimizer, Owned]:
     values = torch.linspace(-1, 1, 64, dtype=torch.bfloat16)
-    part = ShardPart(param=0, bucket=0, start=0, stop=64, in_bucket=0, in_shard=0)
-    owned = Owned(part=part, param=values, values=values, target=values.float())
+    owned = Owned(
+        part=ShardPart(param=0, bucket=0, start=0, stop=64, in_bucket=0, in_shard=0),
+        param=values,
+        values=values,
+        target=values.float(),
+    )
     return InnerOptimizer([owned], torch.optim.SGD([owned.target], lr=1e-3, momentum=0.9)), owned
 
 
@@ -77,13 +82,10 @@ def test_an_interrupted_update_of_sixteen_bits_loses_nothing() -> None:
         assert (torch.equal(mine.target, whole.target), torch.equal(mine.values, whole.target.bfloat16())) == (True, True)
 
 
-UNWATCHED: Any = SimpleNamespace(order=None)
-
-
 @pytest.mark.parametrize(("num_ranks", "split"), [(1, set()), (2, {"large"})])
 def test_one_rank_alone_has_nobody_to_share_a_parameter_with(num_ranks: int, split: set[str]) -> None:
     config, params = SyncConfig(bucket_cap_mb=1e-3), [spec("large", 4096), spec("small", 8)]
-    plan = sharded_plan(first_plan(params, config, num_ranks=num_ranks), UNWATCHED, None, config)
+    plan = sharded_plan(first_plan(params, config, num_ranks=num_ranks), SimpleNamespace(order=None), None, config)
     assert {plan.params[index].name for index in plan.split_params} == split
 
 
@@ -171,5 +173,10 @@ def test_every_bucket_of_a_split_parameter_takes_the_same_gradient() -> None:
     taken = [split.take(), split.take()]
     param.grad = late
     taken += [split.take_late(), split.take_late()]
-    assert list(map(id, taken)) == list(map(id, (added, added, late, late)))
-    assert (param.grad, held.added, split.is_held, split.is_live) == (None, None, True, True)
+    assert (list(map(id, taken)), param.grad, held.added, split.is_held, split.is_live) == (
+        list(map(id, (added, added, late, late))),
+        None,
+        None,
+        True,
+        True,
+    )

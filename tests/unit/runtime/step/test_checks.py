@@ -33,8 +33,6 @@ OPTIMIZERS = sorted(
 
 
 class Counting(torch.optim.Optimizer):
-    """Counts its steps in a group, in a tensor of a group, in an attribute, and in the state of a parameter."""
-
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "steps": 0, "total": torch.zeros(())})
         self.calls = 0
@@ -56,8 +54,9 @@ def numbers(policy: str = "skip", *, is_found: bool) -> NonFinite:
 
 
 def a_round(is_found: bool, *, number: int = 4, ranks: tuple[int, ...] = (1,), keeps_earlier: bool = False) -> RoundResult:
-    this_round = Round(kind=RoundKind.REDUCE, number=number, generation=0, not_arrived=lambda _: [])
-    this = RoundResult(this_round, keeps_earlier=keeps_earlier)
+    this = RoundResult(
+        Round(kind=RoundKind.REDUCE, number=number, generation=0, not_arrived=lambda _: []), keeps_earlier=keeps_earlier
+    )
     if is_found:
         this.nonfinite[0] = frozenset({0})
         this.readings.append(Reading(used=frozenset({0}), ranks_differ=False, nonfinite_ranks=ranks))
@@ -156,8 +155,13 @@ def test_every_single_bit_counts(dtype: torch.dtype, numel: int) -> None:
 
 
 def test_minus_zero_and_every_nan_are_values_of_their_own() -> None:
-    another_nan = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
-    values = [torch.tensor([0.0]), torch.tensor([-0.0]), torch.tensor([math.nan]), torch.tensor([-math.nan]), another_nan]
+    values = [
+        torch.tensor([0.0]),
+        torch.tensor([-0.0]),
+        torch.tensor([math.nan]),
+        torch.tensor([-math.nan]),
+        torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32),
+    ]
     assert num_different(values) == num_different([*values, *(value.clone() for value in values)]) == 5
 
 

@@ -28,7 +28,6 @@ def with_gradient() -> nn.Parameter:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A process group of gloo's."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
     yield dist.group.WORLD
@@ -41,8 +40,7 @@ def test_graph_task_id_is_the_same_for_all_hooks_of_one_backward_and_new_for_the
         param.register_post_accumulate_grad_hook(lambda _: seen.append(private.graph_task_id()))
     for _ in range(2):
         sum(param.sum() for param in params).backward()
-    assert seen == [seen[0]] * 3 + [seen[3]] * 3
-    assert len({-1, private.graph_task_id(), *seen}) == 3  # it is -1 outside of backward
+    assert (seen, len({-1, private.graph_task_id(), *seen})) == ([seen[0]] * 3 + [seen[3]] * 3, 3)  # it is -1 outside of backward
 
 
 def test_a_callback_queued_from_a_callback_runs_after_those_already_queued() -> None:
@@ -66,8 +64,9 @@ def test_a_callback_queued_from_a_callback_runs_after_those_already_queued() -> 
 def test_the_largest_of_each_keeps_what_is_not_finite() -> None:
     huge = torch.finfo(torch.float32).max
     tensors = [torch.tensor(values) for values in ([1.0, -3.0], [huge, huge], [[1.0], [torch.inf]], [torch.nan, 1.0])]
-    found = [float(it) for each in (tensors, [torch.tensor([3 + 4j])]) for it in private.largest_of_each(each)]
-    assert found == pytest.approx([3.0, huge, torch.inf, torch.nan, 5.0], rel=0, nan_ok=True)
+    assert [float(it) for each in (tensors, [torch.tensor([3 + 4j])]) for it in private.largest_of_each(each)] == pytest.approx(
+        [3.0, huge, torch.inf, torch.nan, 5.0], rel=0, nan_ok=True
+    )
 
 
 def test_an_untraced_function_is_called_as_it_is() -> None:
@@ -118,8 +117,13 @@ def test_a_hook_on_the_accumulating_node_runs_after_the_gradient_is_there() -> N
 def test_arguments_of_a_forward_keep_their_structure_when_they_are_moved() -> None:
     x = torch.ones(2)
     inputs, kwargs = private.moved_to_device((x, [x, 3], "text"), {"a": {"b": x}}, torch.device("meta"))
-    assert (inputs[0].device.type, inputs[1][0].device.type, kwargs["a"]["b"].device.type) == ("meta",) * 3
-    assert (inputs[1][1], inputs[2], len(inputs), list(kwargs)) == (3, "text", 3, ["a"])
+    assert (
+        (inputs[0].device.type, inputs[1][0].device.type, kwargs["a"]["b"].device.type),
+        inputs[1][1],
+        inputs[2],
+        len(inputs),
+        list(kwargs),
+    ) == (("meta",) * 3, 3, "text", 3, ["a"])
 
 
 @pytest.mark.parametrize(("inputs", "kwargs"), [((), {}), ((torch.ones(1),), {}), ((), {"x": torch.ones(1)})])
@@ -244,8 +248,12 @@ def test_what_is_around_unscaling_is_called_wherever_a_scaler_looks(how: str) ->
         assert param.grad.tolist() == [1.0, 1.0]
     scaler.step(optimizer)
     scaler.update()
-    assert seen == ["first begins with it", "second begins with it", "second ends", "first ends"]
-    assert (param.tolist(), scaler.get_scale()) == ([1.0, 1.0], 2.0)  # skipped, for they have said so
+    # Skipped, for they have said so.
+    assert (seen, param.tolist(), scaler.get_scale()) == (
+        ["first begins with it", "second begins with it", "second ends", "first ends"],
+        [1.0, 1.0],
+        2.0,
+    )
     for each in undo:
         assert torch.amp.GradScaler._unscale_grads_ is not original
         each()
