@@ -161,8 +161,7 @@ def test_power_sgd_makes_of_our_buckets_what_it_makes_of_the_same_values_by_hand
             own = [params[index] for index in bucket.params]
             # In memory order, as they lie in a bucket.
             flat = torch.cat([param.grad.as_strided((param.numel(),), (1,)) for param in own])
-            is_last = bucket.index == len(ddp.plan.buckets) - 1
-            result = hook(state, HookedBucket(bucket.index, flat, own, is_last=is_last)).wait()
+            result = hook(state, HookedBucket(bucket.index, flat, own, is_last=bucket.index == len(ddp.plan.buckets) - 1)).wait()
             for param, piece in zip(own, result.split([param.numel() for param in own]), strict=True):
                 param.grad.as_strided((param.numel(),), (1,)).copy_(piece)
 

@@ -382,8 +382,7 @@ def test_sharded_steps_of_a_compiled_model_have_the_same_bits(is_before: bool, i
         model = Layers()
         inner = torch.compile(model, backend="aot_eager") if is_compiled and is_before else model
         with training(inner, "zero1", "SGD", bucket_cap_mb=MIB, reduction="ordered", in_backward=in_backward) as (ddp, opt):
-            run = torch.compile(ddp, backend="aot_eager") if is_compiled and not is_before else ddp
-            train(run, opt, loss, steps=range(5))
+            train(torch.compile(ddp, backend="aot_eager") if is_compiled and not is_before else ddp, opt, loss, steps=range(5))
             ddp.wait()
             found.append({str(at): param.detach().clone() for at, param in enumerate(model.parameters())})
     require_equal(*found)

@@ -93,8 +93,7 @@ class Fuzz:
             found = "success"
         except self.error as error:
             text = str(error)
-            is_printable = text.replace("\n", "").isprintable()
-            found = f"{self.error.__name__}: {text}" if is_printable else f"a text that steers: {text!r}"
+            found = f"{self.error.__name__}: {text}" if text.replace("\n", "").isprintable() else f"a text that steers: {text!r}"
         except Exception:
             found = traceback.format_exc()
         return found + "".join(f" {watch().seen.pop(0)}" for _ in range(len(watch().seen)))

@@ -140,8 +140,7 @@ def state_of(optimizer: Any) -> Any:
 def require_same_state(first: Any, second: Any) -> None:
     (ours, places), (theirs, other_places) = map(tree_flatten, (first, second))
     assert places == other_places
-    pairs = zip(ours, theirs, strict=True)
-    assert all(torch.equal(mine, it) if isinstance(mine, Tensor) else mine == it for mine, it in pairs)
+    assert all(torch.equal(mine, it) if isinstance(mine, Tensor) else mine == it for mine, it in zip(ours, theirs, strict=True))
 
 
 @in_ranks(2, 3)
@@ -192,8 +191,7 @@ def test_what_a_scaler_deals_with_stays_its_own(policy: str, strategy: str, opti
             scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
-        assert all(param.isfinite().all() for param in parameters(ddp).values())
-        assert ddp.report().num_skipped == 0
+        assert (all(param.isfinite().all() for param in parameters(ddp).values()), ddp.report().num_skipped) == (True, 0)
     assert of_all_ranks(scales) == [scales] * 2
     assert scales[0] == 2.0**106  # the first step has overflowed
     assert scales[-1] == scales[-2]  # and the last one has not

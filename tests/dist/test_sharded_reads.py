@@ -173,8 +173,7 @@ def test_a_moving_average_is_that_of_plain_training(in_hook: bool, follow: str) 
                     slow_gathers(ddp)
                 if not in_hook:
                     follow_all()
-            found = [*ema.module.parameters(), *shadow]
-            return {str(number): value.detach().clone() for number, value in enumerate(found)}
+            return {str(number): value.detach().clone() for number, value in enumerate([*ema.module.parameters(), *shadow])}
 
     require_equal(averaged("ddp"), averaged("zero1"))
 
@@ -403,8 +402,7 @@ def test_the_whole_model_waits_for_nothing_that_its_first_layer_does_not_need() 
 @in_ranks(2, 3)
 def test_gathers_leave_in_the_order_of_the_forward() -> None:
     with stepped(3, case=TIED, **SMALL) as (ddp, _):
-        order = list(gathers_of(ddp).in_flight)
-        names = [ddp.plan.params[ddp.plan.buckets[bucket].params[0]].name for bucket in order]
+        names = [ddp.plan.params[ddp.plan.buckets[bucket].params[0]].name for bucket in list(gathers_of(ddp).in_flight)]
     assert names[0] == "embedding.weight"
     last_of_attention = max(at for at, name in enumerate(names) if "attn" in name)
     assert last_of_attention < min(at for at, name in enumerate(names) if "linear2" in name)

@@ -190,8 +190,7 @@ def test_hooks_of_state_dicts_see_the_state_and_may_change_it() -> None:
         assert state["state"].pop("mine") == "kept"
 
         def doubled(_optimizer: object, given: dict[str, Any]) -> dict[str, Any]:
-            states = {n: {key: 2 * value for key, value in of.items()} for n, of in given["state"].items()}
-            return {**given, "state": states}
+            return {**given, "state": {n: {key: 2 * value for key, value in of.items()} for n, of in given["state"].items()}}
 
         optimizer.register_load_state_dict_pre_hook(doubled)
         optimizer.register_load_state_dict_post_hook(lambda it: seen.update(step=next(iter(it.state.values()))["step"].item()))

@@ -156,8 +156,7 @@ def loss_of_timed(model: nn.Module, _step: int) -> torch.Tensor:
 @in_ranks(2)
 def test_a_profile_has_the_times_of_the_slowest_rank(tmp_path: Path) -> None:
     slower_s = 0.02
-    pause_s = slower_s if dist.get_rank() == 1 else slower_s / 2
-    with training(Timed(numel=2000, pause_s=pause_s), "ddp", "SGD") as (ddp, opt):
+    with training(Timed(numel=2000, pause_s=slower_s if dist.get_rank() == 1 else slower_s / 2), "ddp", "SGD") as (ddp, opt):
         assert text_of(PhaseError, ddp.profile) == (
             "nothing has been measured of this model yet.\n  profile()\n  Run some ten steps first, then ask again."
         )

@@ -424,9 +424,8 @@ def test_every_attribute_of_torchs_class_is_overridden_or_inherited_on_purpose()
 def test_the_constructor_has_torchs_arguments_in_torchs_order() -> None:
     torchs = list(inspect.signature(TorchDistributedDataParallel.__init__).parameters)
     ours = inspect.signature(DistributedDataParallel.__init__).parameters
-    positional = [name for name, it in ours.items() if it.kind is it.POSITIONAL_OR_KEYWORD]
     # An older torch has fewer; newer ones would show here.
-    assert positional[: len(torchs)] == torchs
+    assert [name for name, it in ours.items() if it.kind is it.POSITIONAL_OR_KEYWORD][: len(torchs)] == torchs
 
 
 def test_the_reducer_answers_frameworks_and_for_any_other_method_says_what_to_use() -> None:

@@ -83,8 +83,7 @@ def test_a_late_rank_is_reported_on_every_rank_and_training_goes_on(name: str, n
 
 def test_the_report_comes_again_while_the_rank_is_late() -> None:
     for rank in outcomes(PLACES["in data"].fault("late until reported", 2, settings=WARNS, num_reports=2)):
-        heads = [plain(text).split("\n")[0] for text in rank.words["logged"]]
-        assert heads.count(HEAD.format(bucket=FIRST, faulty=1)) >= 2
+        assert [plain(text).split("\n")[0] for text in rank.words["logged"]].count(HEAD.format(bucket=FIRST, faulty=1)) >= 2
 
 
 @pytest.mark.smoke
@@ -218,8 +217,7 @@ def waits_for_another_wrapper(rank: Rank) -> str:
 def test_another_wrapper_ends_with_the_rank_that_has_made_none() -> None:
     for number, rank in enumerate(run_ranks(waits_for_another_wrapper, 2)):
         head, *rest = NO_SUCH_WRAPPER
-        expected = [head, f"  synchronization 0, rank {number}", *rest, REMEDY]
-        assert rank.words.get("value", "").split("\n") == expected, rank.log
+        assert rank.words.get("value", "").split("\n") == [head, f"  synchronization 0, rank {number}", *rest, REMEDY], rank.log
 
 
 # By what the rank waits for that makes the call.

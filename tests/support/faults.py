@@ -60,8 +60,7 @@ class Fault:
 def outcomes(fault: Fault, *, is_script: bool = False) -> list[Ended]:
     """How every rank ends, in order; `seconds` among its words are those from the fault to its error."""
     target = partial(run_rank, fault, free_port() if fault.is_env else None)
-    stays = (fault.rank,) if fault.kind == "stopped" else ()
-    ended = run_ranks(target, fault.num_ranks, stays=stays, is_script=is_script)
+    ended = run_ranks(target, fault.num_ranks, stays=(fault.rank,) if fault.kind == "stopped" else (), is_script=is_script)
     began_s = ended[fault.rank].words.get("fault", 0.0)
     for rank in ended:
         rank.words["seconds"] = rank.words.get("at", began_s) - began_s

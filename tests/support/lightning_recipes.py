@@ -137,8 +137,7 @@ class Adversarial(pl.LightningModule):
         self.untoggle_optimizer(generator)
 
         self.toggle_optimizer(discriminator)
-        fake = self.generator(noise).detach()
-        self.manual_backward((self.verdict(real, is_real=True) + self.verdict(fake, is_real=False)) / 2)
+        self.manual_backward((self.verdict(real, is_real=True) + self.verdict(self.generator(noise).detach(), is_real=False)) / 2)
         discriminator.step()
         discriminator.zero_grad()
         self.untoggle_optimizer(discriminator)

@@ -41,10 +41,8 @@ class Oddities(nn.Module):
         self.twice = nn.Linear(5, 5, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.twice(self.twice(self.first(x)).tanh()) * self.scale + self.empty.sum()
-        wide = self.fine(hidden.double())
-        waves = (self.phase * wide.float()).abs()
-        return self.brain(waves.bfloat16()).float() + wide.float().sum()
+        wide = self.fine((self.twice(self.twice(self.first(x)).tanh()) * self.scale + self.empty.sum()).double())
+        return self.brain((self.phase * wide.float()).abs().bfloat16()).float() + wide.float().sum()
 
 
 class Branches(nn.Module):

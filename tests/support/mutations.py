@@ -74,8 +74,7 @@ def _like(chance: random.Random, value: Any) -> Any:
         case bool():
             return not value
         case int() | float():
-            like = [value + 1, value - 1, 2 * value, 1000 * value, 10**9 * value, 2**40 + value, 0, 0.5, 1e300]
-            return chance.choice(like)
+            return chance.choice([value + 1, value - 1, 2 * value, 1000 * value, 10**9 * value, 2**40 + value, 0, 0.5, 1e300])
         case str():
             return chance.choice(
                 [*(it for it in VALUES if isinstance(it, str)), value + "x", value[1:], "float32", "zero1", "cuda"]

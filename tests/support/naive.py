@@ -78,8 +78,7 @@ def _is_same(ours: Tensor | None, wanted: Tensor | None) -> bool:
         return torch.equal(ours, wanted)
     # Three summands in another order: two roundings of partial sums, each of which is at most about the largest
     # gradient; a few units in the last place of that.
-    ulp = torch.finfo(wanted.dtype).eps * float(wanted.detach().abs().max())
-    return torch.allclose(ours, wanted, rtol=0.0, atol=4 * ulp)
+    return torch.allclose(ours, wanted, rtol=0.0, atol=4 * (torch.finfo(wanted.dtype).eps * float(wanted.detach().abs().max())))
 
 
 def _text(tensor: Tensor | None) -> str:

@@ -444,8 +444,7 @@ class Run:
         """Gradients of the user's own."""
         for model in (self.module, self.bare):
             for param in model.units[int(index)].parameters():
-                values = noise(param.numel(), step=self.num_forwards).view(param.shape)
-                param.grad = torch.empty_like(param).copy_(values)
+                param.grad = torch.empty_like(param).copy_(noise(param.numel(), step=self.num_forwards).view(param.shape))
 
     def scale(self, how: str = "in-place") -> None:
         """Gradients are scaled, in place or by new data, as for clipping."""

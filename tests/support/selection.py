@@ -77,8 +77,7 @@ def summarize(terminalreporter: pytest.TerminalReporter) -> None:
 def require_known(config: pytest.Config) -> None:
     """UsageError, which is exit code 4, where -m names a marker that is not registered."""
     known = {re.split(r"[:(]", line)[0] for line in config.getini("markers")}
-    named = re.findall(r"[A-Za-z_]\w*(?!\w*\s*=)", re.sub(r"\([^()]*=[^()]*\)", "", config.getoption("markexpr")))
-    for name in named:
+    for name in re.findall(r"[A-Za-z_]\w*(?!\w*\s*=)", re.sub(r"\([^()]*=[^()]*\)", "", config.getoption("markexpr"))):
         if name not in known | {"and", "or", "not", "True", "False"}:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else "pytest --markers lists them."

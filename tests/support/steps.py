@@ -43,8 +43,7 @@ def profile_of(ready_us: Sequence[float], *, backward_us: float, numels: Sequenc
 def random_profile(seed: int, num: int) -> Profile:
     numbers = random.Random(seed)
     ready_us = [float(numbers.randint(1, 60)) for _ in range(num)]
-    numels = [numbers.randint(1, 50) for _ in range(num)]
-    return profile_of(ready_us, backward_us=max(ready_us), numels=numels, update_us=3)
+    return profile_of(ready_us, backward_us=max(ready_us), numels=[numbers.randint(1, 50) for _ in range(num)], update_us=3)
 
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")
