@@ -66,8 +66,11 @@ def test_a_forward_finds_buffers_as_the_setting_says(setting: str, mode: str, fo
     of_ranks = of_all_ranks(mine)
     assert not torch.equal(of_ranks[0]["0.1.running_mean"], of_ranks[1]["0.1.running_mean"])
     wanted = {name: FOLLOWED[followed]([it[name] for it in of_ranks], buffer) for name, buffer in mine.items()}
-    assert (found[0].keys(), [name for name in wanted if found[0][name].dtype != wanted[name].dtype]) == (wanted.keys(), [])
-    assert [name for name in wanted if not torch.equal(found[0][name], wanted[name])] == []
+    assert (
+        found[0].keys(),
+        [name for name in wanted if found[0][name].dtype != wanted[name].dtype],
+        [name for name in wanted if not torch.equal(found[0][name], wanted[name])],
+    ) == (wanted.keys(), [], [])
 
 
 @in_ranks(2, 3)
@@ -184,8 +187,13 @@ def test_any_rank_can_be_followed(setting: str) -> None:
         ddp._sync_module_buffers(last)
         ddp.sync.share(("parameters",), source=last)
     followed = last / 2 if setting == "mean" else last
-    assert (int(model.count), model.value.unique().tolist(), model.value.stride()) == (last, [followed], (1, 3))
-    assert (model.value is value, model.linear.bias.tolist()) == (followed == rank, [last] * 2)
+    assert (
+        int(model.count),
+        model.value.unique().tolist(),
+        model.value.stride(),
+        model.value is value,
+        model.linear.bias.tolist(),
+    ) == (last, [followed], (1, 3), followed == rank, [last] * 2)
 
 
 @in_ranks(2, 3)

@@ -261,8 +261,10 @@ def test_a_save_that_fails_on_a_rank_fails_on_all_and_leaves_the_one_before(path
         with full_disk if dist.get_rank() == on_rank else contextlib.nullcontext():
             text = same_text(lambda: save_checkpoint(path, model, optimizer))
         assert "No space left on device" in text
-        assert text.splitlines()[-1] == "  A checkpoint that was there before is still there."
-        assert load_checkpoint(path, model, optimizer) == "whole"
+        assert (text.splitlines()[-1], load_checkpoint(path, model, optimizer)) == (
+            "  A checkpoint that was there before is still there.",
+            "whole",
+        )
         save_checkpoint(path, model, optimizer, extra="again")
         assert load_checkpoint(path, model, optimizer) == "again"
 
@@ -438,8 +440,10 @@ def test_one_process_saves_and_loads_without_ranks(path: Path) -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     save_checkpoint(path, model, optimizer, extra={"a": [1, 2.5, None]})
-    assert load_checkpoint(path, model, optimizer) == {"a": [1, 2.5, None]}
-    assert load_checkpoint(path, nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))) == {"a": [1, 2.5, None]}
+    assert (load_checkpoint(path, model, optimizer), load_checkpoint(path, nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))) == (
+        {"a": [1, 2.5, None]},
+        {"a": [1, 2.5, None]},
+    )
 
     def by_sgd(*params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": list(each)} for each in params], lr=0.1)
@@ -508,8 +512,11 @@ def test_a_snippet_holds(tmp_path: Path, snippet: Snippet) -> None:
 def test_every_section_has_a_snippet_that_can_fail_and_is_in_the_contents() -> None:
     text = PAGE.read_text(encoding="utf-8")
     # None has slipped through.
-    assert text.count("```") == 2 * sum(snippet.mark in ("two ranks", "with transformers") for snippet in snippets(PAGE))
-    assert [snippet.section for snippet in SNIPPETS] == titles(text)
+    assert (text.count("```"), [snippet.section for snippet in SNIPPETS]) == (
+        2 * sum(snippet.mark in ("two ranks", "with transformers") for snippet in snippets(PAGE)),
+        titles(text),
+    )
     assert all(any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(snippet.code))) for snippet in SNIPPETS)
-    anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles(text)]
-    assert re.findall(r"\]\(#([^)]*)\)", text) == anchors
+    assert re.findall(r"\]\(#([^)]*)\)", text) == [
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles(text)
+    ]

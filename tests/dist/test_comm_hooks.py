@@ -116,11 +116,17 @@ def test_post_local_sgd_trains_as_under_torchs_class(post_local_gradient_allredu
     with both_classes(MLP.model) as models:
         for model in models:
             model.register_comm_hook(PostLocalSGDState(None, subgroup, 2, post_local_gradient_allreduce), post_localSGD_hook)
-        optimizers = [
-            PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), PeriodicModelAverager(period=2, warmup_steps=2))
-            for model in models
-        ]
-        train_both(models, optimizers, MLP.loss, num_steps=8)
+        train_both(
+            models,
+            [
+                PostLocalSGDOptimizer(
+                    torch.optim.SGD(model.parameters(), lr=0.01), PeriodicModelAverager(period=2, warmup_steps=2)
+                )
+                for model in models
+            ],
+            MLP.loss,
+            num_steps=8,
+        )
     dist.destroy_process_group(subgroup)
 
 
@@ -220,8 +226,10 @@ def test_a_hook_is_given_a_bucket_with_torchs_methods(bucket_cap_mb: float | Non
         return MLP.loss(model, 2 * step + 1)
 
     def require_seen(_bare: nn.Module) -> None:
-        assert [(index, is_last) for index, is_last, _ in seen] == [(at, at == num_buckets - 1) for at in range(num_buckets)]
-        assert set().union(*(params for *_, params in seen)) == set(map(id, ddp.parameters()))
+        assert ([(index, is_last) for index, is_last, _ in seen], set().union(*(params for *_, params in seen))) == (
+            [(at, at == num_buckets - 1) for at in range(num_buckets)],
+            set(map(id, ddp.parameters())),
+        )
         seen.clear()
 
     seen: list[tuple[int, bool, set[int]]] = []
@@ -398,8 +406,11 @@ def test_the_bytes_that_a_hook_sends_are_not_told(name: str) -> None:
             MLP.loss(ddp, step).backward()
         expected = [bucket.wire_bytes if name == "none" else 0 for bucket in ddp.plan.buckets]
         report, trace = ddp.report(), ddp.traces()[-1]
-    assert ([bucket.sent_bytes for bucket in report.buckets], report.sent_bytes) == (expected, sum(expected))
-    assert [event.num_bytes for event in trace.communication] == expected
+    assert (
+        [bucket.sent_bytes for bucket in report.buckets],
+        report.sent_bytes,
+        [event.num_bytes for event in trace.communication],
+    ) == (expected, sum(expected), expected)
 
 
 SHAPE = GptShape(num_layers=2, num_heads=4, width=128, context=32, batch=8)

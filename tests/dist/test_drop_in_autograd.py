@@ -325,8 +325,10 @@ def test_graphs_are_cut_where_buckets_end_and_a_small_model_is_one(
 def test_mixed_precision_cuts_no_graph() -> None:
     """fullgraph=True is an error where anything cuts the graph."""
     torch._dynamo.reset()
-    narrow = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ddp = DistributedDataParallel(torch.compile(Layers(SMALL), backend="aot_eager", fullgraph=True), mixed_precision=narrow)
+    ddp = DistributedDataParallel(
+        torch.compile(Layers(SMALL), backend="aot_eager", fullgraph=True),
+        mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
 
     def narrow_loss(model: nn.Module, step: int) -> Tensor:
         if model is ddp:
@@ -380,8 +382,14 @@ def test_sharded_steps_of_a_compiled_model_have_the_same_bits(is_before: bool, i
     found = []
     for is_compiled in (False, True):
         model = Layers()
-        inner = torch.compile(model, backend="aot_eager") if is_compiled and is_before else model
-        with training(inner, "zero1", "SGD", bucket_cap_mb=MIB, reduction="ordered", in_backward=in_backward) as (ddp, opt):
+        with training(
+            torch.compile(model, backend="aot_eager") if is_compiled and is_before else model,
+            "zero1",
+            "SGD",
+            bucket_cap_mb=MIB,
+            reduction="ordered",
+            in_backward=in_backward,
+        ) as (ddp, opt):
             train(torch.compile(ddp, backend="aot_eager") if is_compiled and not is_before else ddp, opt, loss, steps=range(5))
             ddp.wait()
             found.append({str(at): param.detach().clone() for at, param in enumerate(model.parameters())})

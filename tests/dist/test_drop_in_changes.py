@@ -373,8 +373,9 @@ def test_a_gradient_that_was_frozen_out_of_its_synchronization_is_not_stepped_in
         with ddp.no_sync():
             MLP.loss(ddp, 2).backward()
         ddp.module[2].requires_grad_(False)
-        texts = ("the optimizer steps on a gradient that is not synchronized", "the parameters have changed while")
-        assert text_of(PhaseError, train_on).startswith(texts)
+        assert text_of(PhaseError, train_on).startswith(
+            ("the optimizer steps on a gradient that is not synchronized", "the parameters have changed while")
+        )
 
 
 # Optimizers that update parameters which are not the model's any more, or which another optimizer updates.

@@ -181,8 +181,12 @@ def exchange_parts(link: EmulatedLink) -> Exchanged:
     for work in works:
         work.wait()
     ended_s = time.perf_counter()
-    is_right = all(bool((tensor == 10.0 * peer + tag).all()) for (peer, tag), tensor in received.items())
-    return Exchanged(is_right, began_s, ended_s, link.take_log())
+    return Exchanged(
+        all(bool((tensor == 10.0 * peer + tag).all()) for (peer, tag), tensor in received.items()),
+        began_s,
+        ended_s,
+        link.take_log(),
+    )
 
 
 def scatter_and_gather(link: EmulatedLink) -> Exchanged:
@@ -290,15 +294,17 @@ def test_a_free_link_records_what_it_does_not_delay(link: EmulatedLink) -> None:
     dist.reduce_scatter(torch.zeros(2), [torch.zeros(2), torch.zeros(2)])
     dist.barrier()
     dist.barrier()  # the log is written when gloo says that it is done: that of the first barrier is surely in
-    found = [(t.kind, t.num_bytes, t.launched_s == t.started_s <= t.done_s) for t in link.take_log()[:3]]
-    assert sorted(found) == [("all_reduce", 12, True), ("barrier", 0, True), ("reduce_scatter", 16, True)]
+    assert sorted([(t.kind, t.num_bytes, t.launched_s == t.started_s <= t.done_s) for t in link.take_log()[:3]]) == [
+        ("all_reduce", 12, True),
+        ("barrier", 0, True),
+        ("reduce_scatter", 16, True),
+    ]
 
 
 def test_a_closed_link_makes_no_groups() -> None:
     with emulated_backend(link_from_text("1gbit")):
         pass
-    meet = partial(dist.init_process_group, BACKEND, store=dist.HashStore(), rank=0, world_size=1)
-    assert text_of(PhaseError, meet) == (
+    assert text_of(PhaseError, partial(dist.init_process_group, BACKEND, store=dist.HashStore(), rank=0, world_size=1)) == (
         "the emulated link '1gbit' is closed.\n"
         '  init_process_group or new_group with backend="emulated"\n'
         "  Make process groups inside `with emulated_backend(link):`."

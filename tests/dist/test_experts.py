@@ -134,8 +134,10 @@ def test_an_expert_that_one_rank_uses_has_its_gradient_on_all_that_hold_it_when_
         rank, rows, experts = dist.get_rank(), torch.ones(2, WIDTH), ddp.module.experts
         route = (0,) if rank == 0 else ()
         steps_alike(ddp, bare, group, steps=[0], loss=lambda model, _: model(rows, route).sum())
-        assert sorted(ddp.unused_parameters) == (ALL_EXPERTS[2:] if rank == 0 else ALL_EXPERTS)
-        assert [param.grad is not None for param in experts["0"].parameters()] == [rank in (0, 2)] * 2
+        assert (sorted(ddp.unused_parameters), [param.grad is not None for param in experts["0"].parameters()]) == (
+            ALL_EXPERTS[2:] if rank == 0 else ALL_EXPERTS,
+            [rank in (0, 2)] * 2,
+        )
         # What no rank uses keeps what it has, to the bit.
         experts["1"].weight.grad = torch.full((WIDTH, WIDTH), 1 / 3)
         ddp(rows, route).sum().backward()
@@ -222,10 +224,17 @@ def test_experts_take_over_values_and_buffers_of_the_first_rank_of_their_group()
 def test_experts_have_buckets_a_process_group_and_a_report_of_their_own() -> None:
     with wrapped_mixture(mixture()) as (ddp, _, _):
         (experts,) = ddp.sync.experts
-        assert sorted(spec.name for spec in ddp.plan.params) == ["after.bias", "after.weight", "before.bias", "before.weight"]
-        assert sorted(spec.name for spec in experts.plan.params) == ALL_EXPERTS
-        assert dist.get_process_group_ranks(ddp.process_group) == [0, 1, 2, 3]
-        assert dist.get_process_group_ranks(experts.process_group) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
+        assert (
+            sorted(spec.name for spec in ddp.plan.params),
+            sorted(spec.name for spec in experts.plan.params),
+            dist.get_process_group_ranks(ddp.process_group),
+            dist.get_process_group_ranks(experts.process_group),
+        ) == (
+            ["after.bias", "after.weight", "before.bias", "before.weight"],
+            ALL_EXPERTS,
+            [0, 1, 2, 3],
+            [dist.get_rank() % 2, dist.get_rank() % 2 + 2],
+        )
         assert experts.own_group.process_group is not experts.process_group
         for step in range(3):
             loss(ddp, step).backward()
@@ -477,8 +486,12 @@ def test_a_dropped_wrapper_leaves_parameters_that_have_come() -> None:
     bare = copy.deepcopy(model)
 
     def train_and_drop(group: dist.ProcessGroup) -> None:
-        experts = (ExpertGroup(match=MATCH, process_group=group, divisor=4),)
-        ddp = DistributedDataParallel(model, config=SyncConfig(strategy="zero1", reduction="ordered", experts=experts))
+        ddp = DistributedDataParallel(
+            model,
+            config=SyncConfig(
+                strategy="zero1", reduction="ordered", experts=(ExpertGroup(match=MATCH, process_group=group, divisor=4),)
+            ),
+        )
         bare.load_state_dict(model.state_dict())
         optimizers = optimizers_of(ddp)
         train(ddp, optimizers, range(7))
@@ -496,8 +509,9 @@ def test_a_dropped_wrapper_leaves_parameters_that_have_come() -> None:
 def test_experts_on_one_rank_each_go_with_a_plain_optimizer() -> None:
     model = mixture()
     alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
-    experts = (ExpertGroup(match=MATCH, process_group=alone, divisor=4),)
-    with contextlib.closing(attach(model, config=SyncConfig(experts=experts, reduction="ordered"))) as sync:
+    with contextlib.closing(
+        attach(model, config=SyncConfig(experts=(ExpertGroup(match=MATCH, process_group=alone, divisor=4),), reduction="ordered"))
+    ) as sync:
         bare = copy.deepcopy(model)
         dense = ShardedOptimizer(torch.optim.AdamW, sync, [param for _, param in sync.named_parameters()], **ADAMW)
         train(model, [dense, torch.optim.AdamW([param for _, param in sync.experts[0].named_parameters()], **ADAMW)])
@@ -519,8 +533,13 @@ def test_clipping_is_exact_over_shards_of_both(strategy: str) -> None:
         for step in (0, 4, 8):
             bare.load_state_dict(ddp.module.state_dict())
             backward_alike(ddp, bare, loss, steps=[step], mean=partial(reduce_naively, group=group), require=lambda *_: None)
-            before = {name: param.grad for name, param in bare.named_parameters()}
-            require_clipped(ddp, clip_grad_norm_(ddp, 0.01), before, distinct_norm(bare), 0.01)
+            require_clipped(
+                ddp,
+                clip_grad_norm_(ddp, 0.01),
+                {name: param.grad for name, param in bare.named_parameters()},
+                distinct_norm(bare),
+                0.01,
+            )
             all_step(optimizers)
             ddp.wait()
 

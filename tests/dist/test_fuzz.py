@@ -217,8 +217,9 @@ def messages(folder: Path, num_cases: int) -> Fuzz:
     logging.getLogger("undertow").propagate = False
     for number in range(num_cases):
         chance = random.Random(f"0/{number}")
-        message = {"from": 0, "id": "0/1", **chance.choice(MESSAGES)}
-        line = mutated_json(chance, json.dumps(message)).encode("utf-8", "surrogateescape")
+        line = mutated_json(chance, json.dumps({"from": 0, "id": "0/1", **chance.choice(MESSAGES)})).encode(
+            "utf-8", "surrogateescape"
+        )
         line = mutated_bytes(chance, line) if chance.random() < 0.2 else line
         hear = hearing_rank()
         with watch().only_reading(folder):

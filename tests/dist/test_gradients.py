@@ -84,8 +84,9 @@ def test_settings_of_torchs_class_that_we_do_not_need_are_accepted() -> None:
 def test_experts_of_one_rank_that_got_nothing_are_named() -> None:
     """Layers 1 and 2 are experts that this rank alone has."""
     group = groups_of([0], [1])[0]
-    experts = tuple(ExpertGroup(match=f"layers.{index}.*", process_group=group) for index in (1, 2))
-    with wrapped(Branches(), experts=experts) as ddp:
+    with wrapped(
+        Branches(), experts=tuple(ExpertGroup(match=f"layers.{index}.*", process_group=group) for index in (1, 2))
+    ) as ddp:
         for used, unused in (((0, 1), {"2"}), ((0,), {"1", "2"}), ((1,), {"0", "2"})):
             ddp(noise(2, 4), used).sum().backward()
             ddp.finish()  # where nothing dense was reached
@@ -108,8 +109,10 @@ def test_a_rank_alone_notes_gradients_without_a_frame() -> None:
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
 def test_a_gradient_that_is_written_too_late_for_a_step_in_backward_is_an_error() -> None:
     """As from autograd."""
-    units = Units("linear written-and-used linear")
-    with training(units, "zero1", "SGD", in_backward=True, bucket_cap_mb=1e-6) as (ddp, optimizer):
+    with training(Units("linear written-and-used linear"), "zero1", "SGD", in_backward=True, bucket_cap_mb=1e-6) as (
+        ddp,
+        optimizer,
+    ):
         ddp(noise(3, 4), "012").square().mean().backward()
         optimizer.step()
         assert text_of(PhaseError, lambda: ddp(noise(3, 4), "012").square().mean().backward()).startswith(
@@ -261,8 +264,11 @@ def test_one_rank_may_ask_for_the_report(num_steps: int, settings: dict[str, Any
         assert text == "Undertow: no step recorded yet; run a training step, and leave record on."
         return
     assert re.search(rf"│   exposed +│ +{report['exposed_ms']:.1f} │", text)
-    assert (report["rank"], len(report["busy_ms"])) == (0, dist.get_world_size())
-    assert [bucket["params"] for bucket in report["buckets"]] == [["2.bias"], ["2.weight"], ["0.bias"], ["0.weight"]]
+    assert (report["rank"], len(report["busy_ms"]), [bucket["params"] for bucket in report["buckets"]]) == (
+        0,
+        dist.get_world_size(),
+        [["2.bias"], ["2.weight"], ["0.bias"], ["0.weight"]],
+    )
     assert report["communication_ms"] > 0
     assert report["exposed_ms"] == pytest.approx(report["wire_ms"] + report["late_rank_ms"])
 
@@ -329,7 +335,13 @@ class Talkative(torch.nn.Linear):
 @in_ranks(2)
 def test_what_the_wrapper_does_not_have_the_module_may() -> None:
     with wrapped(Talkative(2, 2)) as ddp:
-        assert (ddp.greet("you"), ddp.greeting, ddp.in_features) == ("hello you", "hello", 2)
-        assert (isinstance(ddp, torch.nn.parallel.DistributedDataParallel), hasattr(ddp, "nonsense")) == (True, False)
-        assert [name for name, _ in ddp.named_parameters()] == ["module.weight", "module.bias"]
-        assert (ddp.eval().module.training, ddp.train().module.training) == (False, True)
+        assert (
+            ddp.greet("you"),
+            ddp.greeting,
+            ddp.in_features,
+            isinstance(ddp, torch.nn.parallel.DistributedDataParallel),
+            hasattr(ddp, "nonsense"),
+            [name for name, _ in ddp.named_parameters()],
+            ddp.eval().module.training,
+            ddp.train().module.training,
+        ) == ("hello you", "hello", 2, True, False, ["module.weight", "module.bias"], False, True)

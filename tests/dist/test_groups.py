@@ -59,8 +59,9 @@ def test_several_models_in_one_backward_are_right(is_reversed: bool, what: str) 
     for step in range(3):
         for model in (*models, *bare) if what == "changed" and step > 0 else ():
             model.weight = nn.Parameter(torch.full((4, 4), 0.25 * step))
-        require = require_nearly_same if what == "late parts" else require_same_by_position
-        backward_alike(wrappers, bare, loss, steps=[step], require=require)
+        backward_alike(
+            wrappers, bare, loss, steps=[step], require=require_nearly_same if what == "late parts" else require_same_by_position
+        )
     for wrapper in wrappers:
         wrapper.close()
 
@@ -124,8 +125,12 @@ def test_the_process_group_is_the_users_and_ours_is_another_one(way: str, member
     own = sync.own_group.process_group
     assert sync.process_group is holder.process_group is group
     assert own is not group
-    assert (timeout_of(own), timeout_of(own) == timedelta(seconds=77)) == (timeout_of(group), not is_world)
-    assert (dist.get_process_group_ranks(own), own.group_desc) == (members, "undertow")
+    assert (timeout_of(own), timeout_of(own) == timedelta(seconds=77), dist.get_process_group_ranks(own), own.group_desc) == (
+        timeout_of(group),
+        not is_world,
+        members,
+        "undertow",
+    )
     if not is_world:
         dist.destroy_process_group(group)
     del group
@@ -324,7 +329,9 @@ def test_a_group_of_one_rank_in_a_job_of_several_is_warned_of() -> None:
         mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("other", "dp"))
         attach(nn.Linear(2, 2), device_mesh=mesh["dp"]).close()
         attach(nn.Linear(2, 2), process_group=dist.group.WORLD).close()
-        experts = (ExpertGroup(match="1.*", process_group=mine),)
-        attach(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), config=SyncConfig(experts=experts)).close()
+        attach(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            config=SyncConfig(experts=(ExpertGroup(match="1.*", process_group=mine),)),
+        ).close()
     destroy(mesh)
     dist.destroy_process_group(mine)

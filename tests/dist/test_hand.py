@@ -48,8 +48,10 @@ def gradients_of_sizes(sizes: list[int]) -> list[Tensor]:
 def test_the_largest_come_first_and_sums_come_back() -> None:
     grads = gradients_of_sizes([60, 80, 120, 200, 400])
     with GradientBucketManager(None, grads, bucket_size_in_bytes=400) as manager:
-        assert [[grad.numel() for grad in bucket.gradients] for bucket in manager.buckets] == [[100], [50, 30, 20], [15]]
-        assert [manager.get_bucket_index(grad) for grad in grads] == [2, 1, 1, 1, 0]
+        assert (
+            [[grad.numel() for grad in bucket.gradients] for bucket in manager.buckets],
+            [manager.get_bucket_index(grad) for grad in grads],
+        ) == ([[100], [50, 30, 20], [15]], [2, 1, 1, 1, 0])
         assert not any(manager.is_reduced(grad) for grad in grads)
         manager.reduce_all_async()
         manager.wait_for_all()
@@ -361,8 +363,11 @@ def test_an_expanded_gradient_becomes_one_that_can_be_written() -> None:
     averaged, other = average_gradients(gradients)
     averaged[0, 0] = 7.0
     mean = (dist.get_world_size() - 1) / 2
-    assert (averaged.tolist(), other.unique().tolist()) == ([[7.0, mean, mean], [mean] * 3], [mean])
-    assert gradients[0].unique().tolist() == [dist.get_rank()]
+    assert (averaged.tolist(), other.unique().tolist(), gradients[0].unique().tolist()) == (
+        [[7.0, mean, mean], [mean] * 3],
+        [mean],
+        [dist.get_rank()],
+    )
 
 
 @in_ranks(2, 3)
@@ -421,8 +426,11 @@ def test_shapes_that_differ_between_ranks_are_an_error_on_every_rank(
     assert average_gradients([torch.ones(2)])[0].tolist() == [1.0, 1.0]  # nothing is left over from before
     assert what == "ranks gave gradients of other shapes or dtypes."
     before, _, fingerprint = where.rpartition(" ")
-    assert (before, len(set(of_all_ranks(fingerprint)))) == (f"  rank {dist.get_rank()}: fingerprint", 2)
-    assert remedy == "  Give the gradients of the same parameters in the same order on every rank."
+    assert (before, len(set(of_all_ranks(fingerprint))), remedy) == (
+        f"  rank {dist.get_rank()}: fingerprint",
+        2,
+        "  Give the gradients of the same parameters in the same order on every rank.",
+    )
 
 
 PARAM = torch.zeros(2, requires_grad=True)

@@ -32,8 +32,11 @@ needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), r
 
 @contextlib.contextmanager
 def wrapped(model: nn.Module, *, mixed: dict[str, Any] | None = None, **settings: Any) -> Iterator[DistributedDataParallel]:
-    precision = None if mixed is None else _MixedPrecision(**mixed)
-    with contextlib.closing(DistributedDataParallel(model, mixed_precision=precision, config=SyncConfig(**settings))) as ddp:
+    with contextlib.closing(
+        DistributedDataParallel(
+            model, mixed_precision=None if mixed is None else _MixedPrecision(**mixed), config=SyncConfig(**settings)
+        )
+    ) as ddp:
         yield ddp
 
 
@@ -247,8 +250,11 @@ def test_gradients_travel_in_sixteen_bits(wire: str, strategy: str, reduction: s
                 MLP.loss(model, step).backward()
             is_sharded = strategy != "ddp" and step > 0  # from the optimizer's first step on
             how = {"wire": getattr(torch, wire), "is_native": reduction == "native", "is_sharded": is_sharded}
-            expected = {name: mean_on_the_wire(param.grad, **how) for name, param in reference.named_parameters()}
-            require_equal(expected, full_gradients(ddp), what=f"step {step}")
+            require_equal(
+                {name: mean_on_the_wire(param.grad, **how) for name, param in reference.named_parameters()},
+                full_gradients(ddp),
+                what=f"step {step}",
+            )
             opt.step()
             ddp.wait()
 

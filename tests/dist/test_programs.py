@@ -290,8 +290,13 @@ SITUATIONS = {
 def changed(situation: str, change: str, **how: Any) -> Program:
     before, after = SITUATIONS[situation].split("*")
     order = {"appended": "0123", "removed": "01"}.get(change, "012")
-    units = "channels channels channels" if change == "channels last" else "linear linear shift"
-    return Program(units=units, before="freeze 0", events=before + CHANGES[change] + after.replace("012", order), times=1, **how)
+    return Program(
+        units="channels channels channels" if change == "channels last" else "linear linear shift",
+        before="freeze 0",
+        events=before + CHANGES[change] + after.replace("012", order),
+        times=1,
+        **how,
+    )
 
 
 CHANGED = {

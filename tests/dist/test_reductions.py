@@ -136,8 +136,9 @@ def test_weights_that_are_not_sound_are_an_error_on_every_rank_and_update_nothin
             backward(ALL)
             optimizer.step()
         before, found = parameters(ddp), text_of(PhaseError, lambda: backward(unsound))
-        others = ", ".join(map(str, range(1, dist.get_world_size())))
-        assert found == text.format(where=f"synchronization {num_sound}, rank {rank}", others=others)
+        assert found == text.format(
+            where=f"synchronization {num_sound}, rank {rank}", others=", ".join(map(str, range(1, dist.get_world_size())))
+        )
         require_equal(before, parameters(ddp))
         backward(ALL)
         if not steps_in_backward:  # the mean over ranks of rank + 1

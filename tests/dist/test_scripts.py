@@ -131,8 +131,9 @@ def test_a_script_ends_with_its_own_exit_code(ending: str, code: int) -> None:
 
 def output_of(name: str, folder: Path, *, num_ranks: int) -> str:
     """What rank 0 of an example prints that runs in `folder`, where it may write; no rank may cause a warning."""
-    target = partial(example, ROOT / "examples" / name, port=free_port(), folder=folder)
-    found = run_ranks(target, num_ranks, is_script=True, patience_s=240)
+    found = run_ranks(
+        partial(example, ROOT / "examples" / name, port=free_port(), folder=folder), num_ranks, is_script=True, patience_s=240
+    )
     for rank in found:
         assert (rank.exit_code, "Warning" in rank.log) == (0, False), rank.log
     return found[0].out
@@ -186,8 +187,9 @@ def test_branches_are_used_as_each_rank_likes(num_ranks: int, tmp_path: Path) ->
     assert len(unused) == 12
     assert all(len(each) in (2, 4, 6) and each <= names for each in unused)  # a branch is used as a whole
     # In every tenth step one rank has nothing to do, each in its turn.
-    idle = range(10 * num_ranks, 70, 10 * num_ranks)
-    assert [step for step in range(10, 70, 10) if unused[step // 5 - 1] == names] == list(idle)
+    assert [step for step in range(10, 70, 10) if unused[step // 5 - 1] == names] == list(
+        range(10 * num_ranks, 70, 10 * num_ranks)
+    )
     assert "Where a step goes" in text
 
 
@@ -264,8 +266,13 @@ def test_a_failed_rank_is_exit_code_1(tmp_path: Path) -> None:
 @pytest.fixture
 def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """The command, in a session of its own as on a terminal."""
-    command = [sys.executable, "-c", "from undertow.cli import main; main()", "demo", "--out", str(tmp_path)]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    started = subprocess.Popen(
+        [sys.executable, "-c", "from undertow.cli import main; main()", "demo", "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     with started:
         yield started
         started.kill()

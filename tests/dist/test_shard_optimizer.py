@@ -65,8 +65,10 @@ def trained(name: str, num_plain: int, then: Callable[[Any, Any], Any]) -> dict[
 @pytest.mark.parametrize("num_plain", [0, 3])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "foreach AdamW"])
 def test_it_continues_with_the_bits_of_the_plain_one(name: str, num_plain: int, in_backward: bool) -> None:
-    plain = trained(name, num_plain, lambda opt, _: opt)
-    require_equal(plain, trained(name, num_plain, lambda opt, ddp: shard_optimizer(opt, ddp, in_backward=in_backward)))
+    require_equal(
+        trained(name, num_plain, lambda opt, _: opt),
+        trained(name, num_plain, lambda opt, ddp: shard_optimizer(opt, ddp, in_backward=in_backward)),
+    )
 
 
 @in_ranks(2)

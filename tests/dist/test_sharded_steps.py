@@ -110,12 +110,15 @@ def test_clipping_is_that_of_the_whole_gradient(norm_type: float) -> None:
 def test_one_rank_steps_all_of_what_a_plan_of_two_has_in_pieces() -> None:
     with training(MLP.model()) as (ddp, _):
         specs = ddp.plan.params
-    groups = group_in_pieces(specs, range(len(specs))[::-1], SizeCaps(cap_bytes=100), num_ranks=2)
-    plan = plan_from_groups(specs, groups, num_ranks=2)
+    plan = plan_from_groups(
+        specs, group_in_pieces(specs, range(len(specs))[::-1], SizeCaps(cap_bytes=100), num_ranks=2), num_ranks=2
+    )
     assert any(isinstance(member, Piece) for group in plan.groups for member in group)
     for each in (None, partial(clipped_step, norms=[], max_norm=1e-3)):
-        expected = trained(MLP, "ddp" if each is None else "zero1", "SGD", each=each)
-        require_equal(expected, trained(MLP, "zero1", "SGD", each=each, plan=plan.to_json()))
+        require_equal(
+            trained(MLP, "ddp" if each is None else "zero1", "SGD", each=each),
+            trained(MLP, "zero1", "SGD", each=each, plan=plan.to_json()),
+        )
 
 
 @in_ranks(2, 3)

@@ -323,8 +323,10 @@ def test_torchs_functions_load_what_was_saved(tmp_path: Path, saves: Callable[..
 def test_wide_values_of_16_bit_parameters_are_asked_for_by_name(tmp_path: Path) -> None:
     with trained_by(in_shards("brain", "ddp")) as (model, optimizer):
         save(tmp_path, model, optimizer)
-    missing = r"Missing key in checkpoint state_dict: optimizer.state.0.weight.master"
-    with trained_by(in_shards("brain")) as (model, optimizer), pytest.raises(CheckpointException, match=missing):
+    with (
+        trained_by(in_shards("brain")) as (model, optimizer),
+        pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: optimizer.state.0.weight.master"),
+    ):
         load(tmp_path, model, optimizer)
 
 

@@ -57,8 +57,14 @@ def test_a_plan_that_changes_leaves_every_bit_of_training_as_it_was(name: str, s
 def test_wide_values_move_where_the_optimizer_has_no_state() -> None:
     case, results = NARROW[torch.bfloat16], []  # shards have sums that are wider than gradients
     for auto_tune in (False, True):
-        config = SyncConfig(strategy="zero1", reduction="ordered", auto_tune=auto_tune)
-        with scripted(one_each, in_pieces), contextlib.closing(DistributedDataParallel(case.model(), config=config)) as ddp:
+        with (
+            scripted(one_each, in_pieces),
+            contextlib.closing(
+                DistributedDataParallel(
+                    case.model(), config=SyncConfig(strategy="zero1", reduction="ordered", auto_tune=auto_tune)
+                )
+            ) as ddp,
+        ):
             optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=1e-3)
             train(ddp, optimizer, case.loss, steps=range(3 * ONE_LOOK))
             results.append(parameters(ddp))
@@ -180,8 +186,11 @@ def test_a_rank_alone_has_a_profile_too() -> None:
         for step in range(8):
             loss_of_timed(net, step).backward()
         profile = sync.profile()
-    assert [ready_us > 2000 * pauses for pauses, ready_us in zip((4, 3, 2, 1), profile.ready_us, strict=True)] == [True] * 4
-    assert (profile.num_ranks, dict(profile.curves)) == (1, {})
+    assert (
+        [ready_us > 2000 * pauses for pauses, ready_us in zip((4, 3, 2, 1), profile.ready_us, strict=True)],
+        profile.num_ranks,
+        dict(profile.curves),
+    ) == ([True] * 4, 1, {})
 
 
 # With nothing but what is measured: it is looked, decided and explained.

@@ -36,8 +36,11 @@ class Place:
         found = outcomes(fault)
         where = "the making of a process group" if self.step is None else f"synchronization {self.step}"
         for rank in fault.others:
-            expected = (kind, text.format(faulty=fault.rank, where=f"{where}, rank {rank}"), True)
-            assert (found[rank].kind, found[rank].text, found[rank].seconds < WITHIN_S) == expected, found[rank].log
+            assert (found[rank].kind, found[rank].text, found[rank].seconds < WITHIN_S) == (
+                kind,
+                text.format(faulty=fault.rank, where=f"{where}, rank {rank}"),
+                True,
+            ), found[rank].log
         if fault.kind == "killed":
             assert found[fault.rank].exit_code == -9
         return [found[rank] for rank in fault.others]

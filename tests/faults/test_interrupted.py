@@ -21,8 +21,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 @contextlib.contextmanager
 def lasting(name: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     path = Path(__file__).with_name("lasting.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, f"{path}::{name}"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as tests:
+    with subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, f"{path}::{name}"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+    ) as tests:
         try:
             yield tests
         finally:

@@ -33,8 +33,10 @@ def test_a_killed_rank_is_named_on_all_others(place: str, num_ranks: int, record
 
 @pytest.mark.parametrize("place", ["in forward", "in gathers"])
 def test_a_rank_that_served_the_store_is_named_too(place: str, record: Record) -> None:
-    fault = PLACES[place].fault("killed", 3, rank=0, is_env=True)
-    record("killed, and it served the store", PLACES[place].told(fault, "RankLost", GONE))
+    record(
+        "killed, and it served the store",
+        PLACES[place].told(PLACES[place].fault("killed", 3, rank=0, is_env=True), "RankLost", GONE),
+    )
 
 
 # Of four, rank 3 has no connection of the ring to rank 1.
@@ -208,8 +210,7 @@ def test_an_exception_is_told_to_all_others(place: str, num_ranks: int, record: 
 @pytest.mark.parametrize(("kind", "name"), [("closes", "closes"), ("leaves", "exits")])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_that_has_finished_early_is_named_with_its_steps(num_ranks: int, kind: str, name: str, record: Record) -> None:
-    fault = PLACES["in data"].fault(kind, num_ranks)
-    record(f"{name} early, without join", PLACES["in data"].told(fault, "RankLost", FINISHED))
+    record(f"{name} early, without join", PLACES["in data"].told(PLACES["in data"].fault(kind, num_ranks), "RankLost", FINISHED))
 
 
 NONFINITE = """the gradient of 'norm.bias' is not finite (NaN or Inf) on rank {faulty}.

@@ -55,8 +55,10 @@ def require_as_undisturbed(folder: Path, out: str, undisturbed: dict[str, torch.
     assert f"2 ranks go on behind sample {(goes_on_in - 1) * BATCH}, from elastic_checkpoint" in out
     found = steps_of(folder / "2")
     made = [(step.attempt, step.number) for step in found]
-    assert made == [*((0, step) for step in range(1, killed_in + 1)), *((1, step) for step in range(goes_on_in, NUM_STEPS + 1))]
-    assert [step.samples for step in found if step.attempt == 1 or step.number < goes_on_in] == batches(BATCH)
+    assert (made, [step.samples for step in found if step.attempt == 1 or step.number < goes_on_in]) == (
+        [*((0, step) for step in range(1, killed_in + 1)), *((1, step) for step in range(goes_on_in, NUM_STEPS + 1))],
+        batches(BATCH),
+    )
     after = model_in(folder)
     assert all(torch.equal(after[name], value) for name, value in undisturbed.items())
 

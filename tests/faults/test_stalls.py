@@ -189,8 +189,9 @@ def waits_for_the_first_wrapper(rank: Rank) -> str:
 
 def test_the_first_wrapper_of_all_ends_with_the_rank_that_has_made_none() -> None:
     for number, rank in enumerate(run_ranks(waits_for_the_first_wrapper, 2)):
-        where = "the making of a process group"
-        assert rank.words.get("value") == NEVER_CAME.format(faulty=1, where=where, rank=number), rank.log
+        assert rank.words.get("value") == NEVER_CAME.format(faulty=1, where="the making of a process group", rank=number), (
+            rank.log
+        )
 
 
 NO_SUCH_WRAPPER = (

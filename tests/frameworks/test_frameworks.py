@@ -219,8 +219,9 @@ def lightning(wrapper: Wrapper, folder: Path, make: MakesOptimizer, is_cut: bool
 
     def trained(checkpoint: Path | None = None) -> dict[str, Tensor]:
         trainer, module = trainer_of(wrapper, max_epochs=2, use_distributed_sampler=False), Module()
-        loader = torch.utils.data.DataLoader(batches()[:NUM_STEPS], batch_size=None)
-        trainer.fit(module, loader, ckpt_path=checkpoint, weights_only=True)
+        trainer.fit(
+            module, torch.utils.data.DataLoader(batches()[:NUM_STEPS], batch_size=None), ckpt_path=checkpoint, weights_only=True
+        )
         return dict(module.state_dict())
 
     whole = trained()

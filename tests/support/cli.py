@@ -42,8 +42,13 @@ Undertow = Callable[..., Ended]  # the fixture of that name
 
 def what_if(profile: Profile = SMALL, strategy: str = "ddp", *, num_ranks: int = 4, **options: Any) -> WhatIf:
     nodes = {"per_node": 2, "node_link": "100gbit,1us"} if strategy == "hybrid" else {}
-    network = NetworkOptions(**{"link": "10gbit,20us", **nodes, **options})
-    return WhatIf(profile=profile, strategy=STRATEGIES[strategy], num_ranks=num_ranks, options=network, conditions=Conditions())
+    return WhatIf(
+        profile=profile,
+        strategy=STRATEGIES[strategy],
+        num_ranks=num_ranks,
+        options=NetworkOptions(**{"link": "10gbit,20us", **nodes, **options}),
+        conditions=Conditions(),
+    )
 
 
 def rows_of(printed: str) -> list[list[str]]:

@@ -45,8 +45,9 @@ def run(
     found: list[Ended] = []
     for attempt in range(max_restarts + 1):
         how = {"folder": folder, "arguments": [*options, "--sample-log", str(num_ranks)], "attempt": attempt}
-        target = partial(_attempt, None if attempt else spoils, {**how, "port": free_port()})
-        found += run_ranks(target, num_ranks, is_script=True)
+        found += run_ranks(
+            partial(_attempt, None if attempt else spoils, {**how, "port": free_port()}), num_ranks, is_script=True
+        )
         if all(rank.exit_code == 0 for rank in found[-num_ranks:]):
             break
     return found
@@ -106,8 +107,9 @@ def steps_of(folder: Path) -> list[Step]:
         num_ranks = lines[0]["num_ranks"]
         if shares.keys() == set(range(num_ranks)):  # the last step of an attempt may have begun on some ranks only
             turns = itertools.zip_longest(*(shares[rank] for rank in range(num_ranks)))
-            samples = tuple(sample for turn in turns for sample in turn if sample is not None)
-            found.append(Step(number, attempt, num_ranks, samples))
+            found.append(
+                Step(number, attempt, num_ranks, tuple(sample for turn in turns for sample in turn if sample is not None))
+            )
     return found
 
 

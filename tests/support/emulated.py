@@ -32,8 +32,9 @@ def over_link(*links: str, num_ranks: int = 2, burst_bytes: int = 0) -> Callable
     def decorate(program: Program) -> Callable[[str], None]:
         @pytest.mark.parametrize("link", links)
         def test(link: str) -> None:
-            named = partial(_call, program.__module__, program.__name__)
-            run_over_link(named, link, num_ranks=num_ranks, burst_bytes=burst_bytes)
+            run_over_link(
+                partial(_call, program.__module__, program.__name__), link, num_ranks=num_ranks, burst_bytes=burst_bytes
+            )
 
         test.program = program  # type: ignore[attr-defined]  # by its name the module has the test
         test.__doc__ = program.__doc__

@@ -59,8 +59,12 @@ class Fault:
 
 def outcomes(fault: Fault, *, is_script: bool = False) -> list[Ended]:
     """How every rank ends, in order; `seconds` among its words are those from the fault to its error."""
-    target = partial(run_rank, fault, free_port() if fault.is_env else None)
-    ended = run_ranks(target, fault.num_ranks, stays=(fault.rank,) if fault.kind == "stopped" else (), is_script=is_script)
+    ended = run_ranks(
+        partial(run_rank, fault, free_port() if fault.is_env else None),
+        fault.num_ranks,
+        stays=(fault.rank,) if fault.kind == "stopped" else (),
+        is_script=is_script,
+    )
     began_s = ended[fault.rank].words.get("fault", 0.0)
     for rank in ended:
         rank.words["seconds"] = rank.words.get("at", began_s) - began_s
@@ -164,8 +168,10 @@ def is_paused(points: Points) -> None:
 
 
 def is_late_until_reported(points: Points) -> None:
-    ranks = points.fault.others if points.fault.point == "start" else range(points.fault.num_ranks)
-    points.rank.waits_for(f"logged {points.fault.num_reports}", ranks)
+    points.rank.waits_for(
+        f"logged {points.fault.num_reports}",
+        points.fault.others if points.fault.point == "start" else range(points.fault.num_ranks),
+    )
 
 
 def writes(points: Points) -> None:

@@ -181,5 +181,6 @@ def gpt2_trainer(folder: Path, *, num_rows: int, trainer: Any = None, callbacks:
     arguments = TrainingArguments(str(folder), **{**quiet, **usual, **settings})
     tokens = torch.randint(19, (num_rows, 8), generator=torch.Generator().manual_seed(3))
     examples = [{"input_ids": row, "labels": row} for row in tokens]
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **without_dropout))
-    return (trainer or Trainer)(model, arguments, train_dataset=examples, callbacks=list(callbacks))
+    return (trainer or Trainer)(
+        GPT2LMHeadModel(GPT2Config(**sizes, **without_dropout)), arguments, train_dataset=examples, callbacks=list(callbacks)
+    )

@@ -409,8 +409,13 @@ def num_state_elements(optimizer: Any) -> int:
 
 def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None:
     world = GroupRef.of(dist.group.WORLD)
-    group = GroupRef(world.ranks, world.backend, world.timeout, rows=rows)
-    with contextlib.closing(GradientSync(module, process_group=group, config=SyncConfig(strategy="hybrid"))) as sync:
+    with contextlib.closing(
+        GradientSync(
+            module,
+            process_group=GroupRef(world.ranks, world.backend, world.timeout, rows=rows),
+            config=SyncConfig(strategy="hybrid"),
+        )
+    ) as sync:
         sync._engine.current_plan.open()
 
 

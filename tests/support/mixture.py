@@ -44,8 +44,14 @@ def mixture(names: Sequence[str] = ("0", "1")) -> Mixture:
 
 def loss(model: nn.Module, step: int, *, part: int = 0) -> Tensor:
     rank = dist.get_rank()
-    rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1000 * step + 10 * part + rank))
-    return model(rows, ROUTES[(step + part) % len(ROUTES)][rank]).square().mean()
+    return (
+        model(
+            torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1000 * step + 10 * part + rank)),
+            ROUTES[(step + part) % len(ROUTES)][rank],
+        )
+        .square()
+        .mean()
+    )
 
 
 @contextlib.contextmanager
@@ -64,8 +70,9 @@ def wrapped_mixture(
 ) -> Iterator[tuple[DistributedDataParallel, nn.Module, dist.ProcessGroup]]:
     """`model` under our wrapper, a bare copy of what it is then, and the group of its experts."""
     with experts_group() as group:
-        experts = (ExpertGroup(match=MATCH, process_group=group, divisor=divisor),)
-        config = SyncConfig(**{"reduction": "ordered", **settings}, experts=experts)
+        config = SyncConfig(
+            **{"reduction": "ordered", **settings}, experts=(ExpertGroup(match=MATCH, process_group=group, divisor=divisor),)
+        )
         with contextlib.closing(DistributedDataParallel(model, config=config)) as ddp:
             yield ddp, copy.deepcopy(model), group
 
@@ -92,8 +99,9 @@ def steps_alike(
     loss: Callable[[nn.Module, int], Tensor] = loss,
     **divisors: float,
 ) -> None:
-    mean = partial(reduce_naively, group=group, **divisors)
-    backward_alike(ddp, bare, loss, steps=steps, mean=mean, require=require_equal_gradients)
+    backward_alike(
+        ddp, bare, loss, steps=steps, mean=partial(reduce_naively, group=group, **divisors), require=require_equal_gradients
+    )
 
 
 def trained_naively(model: nn.Module, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, *, num_steps: int) -> None:

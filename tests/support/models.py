@@ -64,8 +64,11 @@ def mlp() -> nn.Module:
 
 def convolutions() -> nn.Module:
     """Two batch norms, so that buffers of two dtypes alternate; channels-last weights."""
-    layers = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2))
-    return nn.Sequential(layers, nn.Flatten(), nn.Linear(8, 2)).to(memory_format=torch.channels_last)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2)),
+        nn.Flatten(),
+        nn.Linear(8, 2),
+    ).to(memory_format=torch.channels_last)
 
 
 class Fails(torch.autograd.Function):

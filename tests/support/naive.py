@@ -67,8 +67,9 @@ def require_same(ours: dict[str, Any], reference: dict[str, Any]) -> None:
 def require_nearly_same(ours: nn.Module, bare: nn.Module) -> None:
     """A part that came late is averaged alone: (a + b) / 2 + (c + d) / 2 in place of ((a + c) + (b + d)) / 2."""
     for param, wanted in zip(ours.parameters(), bare.parameters(), strict=True):
-        tolerance = 4 * torch.finfo(wanted.dtype).eps * float(wanted.grad.abs().max())
-        torch.testing.assert_close(param.grad, wanted.grad, rtol=0.0, atol=tolerance)
+        torch.testing.assert_close(
+            param.grad, wanted.grad, rtol=0.0, atol=4 * torch.finfo(wanted.dtype).eps * float(wanted.grad.abs().max())
+        )
 
 
 def _is_same(ours: Tensor | None, wanted: Tensor | None) -> bool:

@@ -421,8 +421,9 @@ class Run:
     def update(self, indices: str) -> None:
         """An optimizer of these units alone steps."""
         for model in (self.module, self.bare):
-            params = [param for index in indices for param in model.units[int(index)].parameters()]
-            torch.optim.SGD(params, lr=LEARNING_RATE).step()
+            torch.optim.SGD(
+                [param for index in indices for param in model.units[int(index)].parameters()], lr=LEARNING_RATE
+            ).step()
 
     # Changes of the model
 

@@ -108,8 +108,12 @@ class _Pool:
         self._processes = []
         for rank in range(num_ranks):
             ours, theirs = _FORKSERVER.Pipe()
-            arguments = (rank, num_ranks, self._store.port, Path(self._directory.name), theirs)
-            process = _FORKSERVER.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+            process = _FORKSERVER.Process(
+                target=_serve,
+                args=(rank, num_ranks, self._store.port, Path(self._directory.name), theirs),
+                name=f"rank {rank}",
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -132,8 +136,10 @@ class _Pool:
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + timeout_s
         while len(answers) < len(self._connections):
-            open_connections = [it for rank, it in enumerate(self._connections) if rank not in answers]
-            ready = wait(open_connections, timeout=max(0.0, deadline - time.monotonic()))
+            ready = wait(
+                [it for rank, it in enumerate(self._connections) if rank not in answers],
+                timeout=max(0.0, deadline - time.monotonic()),
+            )
             if not ready:
                 break
             for connection in ready:

@@ -17,9 +17,13 @@ def two_buckets() -> Plan:
 
 def row(bucket: int, launched_us: float, done_us: float, waited: tuple[float, float], **changes: Any) -> BucketRecord:
     """A bucket that left when it was ready."""
-    num_bytes = two_buckets().buckets[bucket].num_bytes
     made = BucketRecord(
-        bucket=bucket, num_bytes=num_bytes, ready_us=launched_us, launched_us=launched_us, done_us=done_us, waited=waited
+        bucket=bucket,
+        num_bytes=two_buckets().buckets[bucket].num_bytes,
+        ready_us=launched_us,
+        launched_us=launched_us,
+        done_us=done_us,
+        waited=waited,
     )
     return replace(made, **changes)
 

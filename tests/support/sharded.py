@@ -72,8 +72,11 @@ def training(
     **settings: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Any]]:
     with contextlib.ExitStack() as stack:
-        mesh = stack.enter_context(mesh_of(*shape)) if strategy == "hybrid" else None
-        ddp = DistributedDataParallel(model, device_mesh=mesh, config=SyncConfig(strategy=strategy, **settings))
+        ddp = DistributedDataParallel(
+            model,
+            device_mesh=stack.enter_context(mesh_of(*shape)) if strategy == "hybrid" else None,
+            config=SyncConfig(strategy=strategy, **settings),
+        )
         stack.callback(ddp.close)
         yield ddp, optimizer_for(ddp, strategy, optimizer, in_backward=in_backward, state_dict=state_dict)
 

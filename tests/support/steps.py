@@ -36,8 +36,13 @@ FREE = lines((0, 0))
 
 
 def profile_of(ready_us: Sequence[float], *, backward_us: float, numels: Sequence[int] = (), update_us: float = 5) -> Profile:
-    params = tuple(spec(f"p{i}", numel) for i, numel in enumerate(numels or [100] * len(ready_us)))
-    return Profile(params=params, ready_us=tuple(ready_us), forward_us=10, backward_us=backward_us, update_us=update_us)
+    return Profile(
+        params=tuple(spec(f"p{i}", numel) for i, numel in enumerate(numels or [100] * len(ready_us))),
+        ready_us=tuple(ready_us),
+        forward_us=10,
+        backward_us=backward_us,
+        update_us=update_us,
+    )
 
 
 def random_profile(seed: int, num: int) -> Profile:

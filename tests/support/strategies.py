@@ -22,8 +22,13 @@ def specs_of_sizes(*sizes: int) -> list[ParamSpec]:
 @st.composite
 def param_lists(draw: st.DrawFn, *, min_size: int = 0) -> list[ParamSpec]:
     """Parameters of mixed dtypes and devices, some without elements, some sparse."""
-    kinds = st.tuples(st.integers(0, 40), st.sampled_from(sorted(ITEMSIZE)), st.sampled_from(["cpu", "cuda:0"]), st.booleans())
-    drawn = draw(st.lists(kinds, min_size=min_size, max_size=12))
+    drawn = draw(
+        st.lists(
+            st.tuples(st.integers(0, 40), st.sampled_from(sorted(ITEMSIZE)), st.sampled_from(["cpu", "cuda:0"]), st.booleans()),
+            min_size=min_size,
+            max_size=12,
+        )
+    )
     return [
         spec(f"p{i}", numel, dtype=dtype, device=device, is_sparse=is_sparse)
         for i, (numel, dtype, device, is_sparse) in enumerate(drawn)

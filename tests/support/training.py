@@ -105,8 +105,13 @@ class Training:
         last = self.fault.num_micro_batches - 1
         for number in range(last + 1):
             with self.model.no_sync() if number < last else contextlib.nullcontext():
-                leaves_out = self.points.takes("other graph")
-                loss_of(self.model, self.points.step, self.rank.number, micro_batch=number, leaves_out=leaves_out).backward()
+                loss_of(
+                    self.model,
+                    self.points.step,
+                    self.rank.number,
+                    micro_batch=number,
+                    leaves_out=self.points.takes("other graph"),
+                ).backward()
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -127,15 +132,19 @@ class Training:
 
 class OnMesh(Training):
     def wrapped(self) -> DistributedDataParallel:
-        mesh = init_device_mesh("cpu", (2, self.fault.num_ranks // 2), mesh_dim_names=("replicate", "shard"))
-        return DistributedDataParallel(net(), device_mesh=mesh, config=self.config)
+        return DistributedDataParallel(
+            net(),
+            device_mesh=init_device_mesh("cpu", (2, self.fault.num_ranks // 2), mesh_dim_names=("replicate", "shard")),
+            config=self.config,
+        )
 
 
 class WithExperts(Training):
     def wrapped(self) -> DistributedDataParallel:
         groups = [dist.new_group(list(range(first, self.fault.num_ranks, 2))) for first in (0, 1)]
-        experts = (ExpertGroup(match="last.*", process_group=groups[self.rank.number % 2]),)
-        return DistributedDataParallel(net(), config=replace(self.config, experts=experts))
+        return DistributedDataParallel(
+            net(), config=replace(self.config, experts=(ExpertGroup(match="last.*", process_group=groups[self.rank.number % 2]),))
+        )
 
     def made_optimizers(self) -> list[torch.optim.Optimizer]:
         sync = self.model.sync
@@ -145,8 +154,9 @@ class WithExperts(Training):
 
 class WithGroup(Training):
     def wrapped(self) -> DistributedDataParallel:
-        group = dist.new_group(range(self.fault.num_ranks), timeout=TIMEOUT)
-        return DistributedDataParallel(net(), process_group=group, config=self.config)
+        return DistributedDataParallel(
+            net(), process_group=dist.new_group(range(self.fault.num_ranks), timeout=TIMEOUT), config=self.config
+        )
 
 
 class WithGroupThatCloses(Training):
@@ -181,8 +191,9 @@ class WithWeights(Training):
 class WithCheckpoints(Training):
     def end_step(self) -> None:
         self.points.passes("save")
-        model = self.net if self.strategy == "ddp" else self.model
-        save_checkpoint(self.rank.directory / "checkpoint", model, self.optimizers[0])
+        save_checkpoint(
+            self.rank.directory / "checkpoint", self.net if self.strategy == "ddp" else self.model, self.optimizers[0]
+        )
 
 
 class WithJoin(Training):
