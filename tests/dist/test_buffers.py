@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from support.alike import of_all_ranks
+from support.alike import backwards, of_all_ranks
 from support.models import CASES, noise
 from support.naive import collectives, wrapped
 from support.ranks import in_ranks
@@ -56,8 +56,7 @@ def test_a_forward_finds_buffers_as_the_setting_says(setting: str, mode: str, fo
     found: list[dict[str, Tensor]] = []
     model = CASE.model()
     with wrapped(model, buffers=setting) as ddp:
-        for step in range(2):
-            CASE.loss(ddp, step).backward()
+        backwards(ddp, CASE.loss, range(2))
         mine = copies(model)
         ddp.train(mode != "evaluation")
         ddp.require_forward_param_sync = mode != "switched off"

@@ -17,11 +17,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import undertow
-from support.alike import backward_alike, require_equal_values
+from support.alike import backward_alike, backwards, require_equal_values
 from support.errors import text_of
 from support.inside import HookedBucket
 from support.models import CASES, mlp, noise
-from support.naive import TIMEOUT_S, groups_of, naive_mean, wrapped
+from support.naive import TIMEOUT_S, alone, naive_mean, wrapped
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel
 from undertow.demo.model import Gpt, GptShape
@@ -112,8 +112,7 @@ def test_a_hook_does_what_it_does_under_torchs_class(name: str, case: str, bucke
 @pytest.mark.parametrize("post_local_gradient_allreduce", [True, False])
 def test_post_local_sgd_trains_as_under_torchs_class(post_local_gradient_allreduce: bool) -> None:
     """Global steps first, then steps of pairs or of each rank, with an average of models in every second one."""
-    subgroup = groups_of(*[[rank] for rank in range(dist.get_world_size())])[0]
-    with both_classes(MLP.model) as models:
+    with alone() as subgroup, both_classes(MLP.model) as models:
         for model in models:
             model.register_comm_hook(PostLocalSGDState(None, subgroup, 2, post_local_gradient_allreduce), post_localSGD_hook)
         train_both(
@@ -127,7 +126,6 @@ def test_post_local_sgd_trains_as_under_torchs_class(post_local_gradient_allredu
             MLP.loss,
             num_steps=8,
         )
-    dist.destroy_process_group(subgroup)
 
 
 def mean_in_bfloat16(bare: nn.Module) -> None:
@@ -364,8 +362,7 @@ def test_hooks_that_differ_are_told_on_every_rank(hooks: tuple[Hook | None, Hook
     """Their messages of two sizes would end a process."""
     mine, (first, second) = hooks[dist.get_rank()], (getattr(hook, "__name__", None) for hook in hooks)
     with wrapped(mlp()) as ddp:
-        for step in range(num_steps_before):
-            MLP.loss(ddp, step).backward()
+        backwards(ddp, MLP.loss, range(num_steps_before))
         if mine is not None:
             ddp.register_comm_hook(None, mine)
         text = text_of(PlanMismatch, lambda: MLP.loss(ddp, 0).backward())
@@ -402,8 +399,7 @@ def test_the_bytes_that_a_hook_sends_are_not_told(name: str) -> None:
     with wrapped(mlp(), bucket_cap_mb=1e-6, record="full") as ddp:
         if name != "none":
             ddp.register_comm_hook(*HOOKS.get(name, lambda: (power_state(), powerSGD_hook))())
-        for step in range(3):
-            MLP.loss(ddp, step).backward()
+        backwards(ddp, MLP.loss, range(3))
         expected = [bucket.wire_bytes if name == "none" else 0 for bucket in ddp.plan.buckets]
         report, trace = ddp.report(), ddp.traces()[-1]
     assert (

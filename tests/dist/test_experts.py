@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.alike import backward_alike, of_all_ranks, require_equal_gradients, require_equal_values
+from support.alike import backward_alike, backwards, of_all_ranks, require_equal_gradients, require_equal_values
 from support.errors import text_of
 from support.inside import post
 from support.mixture import (
@@ -29,7 +29,7 @@ from support.mixture import (
     wrapped_mixture,
 )
 from support.models import Branches, Fails, noise
-from support.naive import TIMEOUT_S, wrapped
+from support.naive import TIMEOUT_S, alone, wrapped
 from support.ranks import in_ranks
 from support.sharded import MLP, require_same_everywhere, training
 from undertow import (
@@ -236,8 +236,7 @@ def test_experts_have_buckets_a_process_group_and_a_report_of_their_own() -> Non
             [dist.get_rank() % 2, dist.get_rank() % 2 + 2],
         )
         assert experts.own_group.process_group is not experts.process_group
-        for step in range(3):
-            loss(ddp, step).backward()
+        backwards(ddp, loss, range(3))
         name = f"{MATCH!r}, ranks {dist.get_rank() % 2}, {dist.get_rank() % 2 + 2}"
         report, explanation = ddp.report(), ddp.explain()
         assert (report.experts, explanation.experts) == ({name: experts.report()}, {name: experts.explain()})
@@ -251,10 +250,9 @@ def test_several_groups_go_side_by_side_and_a_rank_alone_divides_too() -> None:
     """Two kinds of experts, one of which every rank has alone."""
     torch.manual_seed(dist.get_rank())
     model = nn.ModuleDict({"dense": nn.Linear(2, 2), "mine": nn.Linear(2, 2), "ours": nn.Linear(2, 2)})
-    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
-    with experts_group() as group:
+    with alone() as mine, experts_group() as group:
         groups = (
-            ExpertGroup(match="mine.*", process_group=alone, divisor=4),
+            ExpertGroup(match="mine.*", process_group=mine, divisor=4),
             ExpertGroup(match="ours.*", process_group=group, divisor=2.5),
         )
         with contextlib.closing(attach(model, config=SyncConfig(experts=groups, reduction="ordered"))):
@@ -263,11 +261,10 @@ def test_several_groups_go_side_by_side_and_a_rank_alone_divides_too() -> None:
             for it in (model, bare, model, bare):
                 it.zero_grad()
                 it["ours"](it["mine"](it["dense"](rows))).square().sum().backward()
-            for name, over, divisor in (("dense", None, 4), ("mine", alone, 4), ("ours", group, 2.5)):
+            for name, over, divisor in (("dense", None, 4), ("mine", mine, 4), ("ours", group, 2.5)):
                 for param in bare[name].parameters():
                     param.grad = reduced(param, over, divisor=divisor)
             require_equal_gradients(model, bare)
-    dist.destroy_process_group(alone)
 
 
 @in_ranks(4)
@@ -508,21 +505,24 @@ def test_a_dropped_wrapper_leaves_parameters_that_have_come() -> None:
 @in_ranks(4)
 def test_experts_on_one_rank_each_go_with_a_plain_optimizer() -> None:
     model = mixture()
-    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
-    with contextlib.closing(
-        attach(model, config=SyncConfig(experts=(ExpertGroup(match=MATCH, process_group=alone, divisor=4),), reduction="ordered"))
-    ) as sync:
+    with (
+        alone() as mine,
+        contextlib.closing(
+            attach(
+                model, config=SyncConfig(experts=(ExpertGroup(match=MATCH, process_group=mine, divisor=4),), reduction="ordered")
+            )
+        ) as sync,
+    ):
         bare = copy.deepcopy(model)
         dense = ShardedOptimizer(torch.optim.AdamW, sync, [param for _, param in sync.named_parameters()], **ADAMW)
         train(model, [dense, torch.optim.AdamW([param for _, param in sync.experts[0].named_parameters()], **ADAMW)])
         sync.wait()
-        require_same_model(model, bare, alone)
+        require_same_model(model, bare, mine)
         assert text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.AdamW, sync.experts[0], **ADAMW)) == (
             "these experts are on one rank only, which has nobody to share an optimizer with.\n"
             "  ShardedOptimizer, ExpertGroup(match='*experts.*')\n"
             "  Give them to a plain optimizer."
         )
-    dist.destroy_process_group(alone)
 
 
 @in_ranks(4)

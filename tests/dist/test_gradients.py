@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.alike import train
+from support.alike import backwards, train
 from support.errors import text_of
 from support.inside import issued_ops
 from support.models import CASES, Branches, mlp, noise
-from support.naive import TIMEOUT_S, collectives, groups_of, naive_mean, require_same_gradients, wrapped, wrapped_and_bare
+from support.naive import TIMEOUT_S, alone, collectives, naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from support.sharded import training
 from support.units import Units
@@ -83,32 +83,31 @@ def test_settings_of_torchs_class_that_we_do_not_need_are_accepted() -> None:
 @in_ranks(2)
 def test_experts_of_one_rank_that_got_nothing_are_named() -> None:
     """Layers 1 and 2 are experts that this rank alone has."""
-    group = groups_of([0], [1])[0]
-    with wrapped(
-        Branches(), experts=tuple(ExpertGroup(match=f"layers.{index}.*", process_group=group) for index in (1, 2))
-    ) as ddp:
+    with (
+        alone() as group,
+        wrapped(
+            Branches(), experts=tuple(ExpertGroup(match=f"layers.{index}.*", process_group=group) for index in (1, 2))
+        ) as ddp,
+    ):
         for used, unused in (((0, 1), {"2"}), ((0,), {"1", "2"}), ((1,), {"0", "2"})):
             ddp(noise(2, 4), used).sum().backward()
             ddp.finish()  # where nothing dense was reached
             assert {name.split(".")[1] for name in ddp.unused_parameters} == unused
-    dist.destroy_process_group(group)
 
 
 @in_ranks(2)
 def test_a_rank_alone_notes_gradients_without_a_frame() -> None:
     """A rank alone waits for no gradient: what notes them is C, and gone with the wrapper."""
-    group, model = groups_of([0], [1])[0], Branches()
-    with wrapped(model, process_group=group, record="off"):
+    model = Branches()
+    with alone() as group, wrapped(model, process_group=group, record="off"):
         hooks = [hook for param in model.parameters() for hook in (param._post_accumulate_grad_hooks or {}).values()]
         assert len(hooks) == len(list(model.parameters()))
         assert not any(hasattr(hook, "__code__") or hasattr(hook, "func") for hook in hooks)
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
-    dist.destroy_process_group(group)
 
 
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
 def test_a_gradient_that_is_written_too_late_for_a_step_in_backward_is_an_error() -> None:
-    """As from autograd."""
     with training(Units("linear written-and-used linear"), "zero1", "SGD", in_backward=True, bucket_cap_mb=1e-6) as (
         ddp,
         optimizer,
@@ -198,7 +197,6 @@ def require_orders(*wanted: list[tuple[int, ...]], uses: list[tuple[int, ...]], 
 
 @in_ranks(2, 3)
 def test_the_second_step_has_the_order_that_rank_0_observed() -> None:
-    """Whose gradients come from layer 0 first."""
     require_orders(REGISTERED, REGISTERED[::-1], REGISTERED[::-1], uses=[REVERSED, IN_ORDER, ROTATED])
 
 
@@ -253,8 +251,7 @@ def test_the_report_names_the_late_rank(average_in_collective: bool) -> None:
 )
 def test_one_rank_may_ask_for_the_report(num_steps: int, settings: dict[str, Any], num_traces: int) -> None:
     with wrapped(MLP.model(), bucket_cap_mb=1e-6, order="reverse", **settings) as ddp:
-        for step in range(num_steps):
-            MLP.loss(ddp, step).backward()
+        backwards(ddp, MLP.loss, range(num_steps))
         if dist.get_rank() != 0:
             return
         made = ddp.report()
@@ -324,8 +321,6 @@ def test_keys_are_the_modules_own_or_those_of_torchs_wrapper() -> None:
 
 
 class Talkative(torch.nn.Linear):
-    """A model with an attribute and a method of its own."""
-
     greeting = "hello"
 
     def greet(self, name: str) -> str:

@@ -18,16 +18,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
-from support.alike import backward_alike, heard, require_equal_values, require_same_by_position
+from support.alike import backward_alike, backwards, heard, require_equal_values, require_same_by_position
 from support.inside import engine_of, storage_of, timeout_of, without_a_ring
 from support.models import CASES, Branches, mlp, noise
 from support.naive import (
     TIMEOUT_S,
+    alone,
     collectives,
-    groups_of,
     naive_mean,
     require_nearly_same,
     require_same_gradients,
+    within,
     wrapped,
     wrapped_and_bare,
 )
@@ -105,11 +106,9 @@ def test_gradients_are_averaged_inside_subgroups_one_after_another(way: str) -> 
 
 @in_ranks(3)
 def test_gradients_by_hand_are_averaged_within_a_group_and_one_rank_alone_has_no_collective() -> None:
-    (group,) = groups_of([0, 1], [2])
-    with collectives() as called:
+    with within([0, 1], [2]) as group, collectives() as called:
         (averaged,) = average_gradients([torch.full((2,), dist.get_rank() + 1.0)], process_group=group)
     assert (averaged.tolist(), called == []) == ([1.5 if dist.get_rank() < 2 else 3.0] * 2, dist.get_rank() == 2)
-    dist.destroy_process_group(group)
 
 
 @in_ranks(3, is_fresh=True)
@@ -203,9 +202,8 @@ def test_collectives_of_layers_do_not_meet_ours(settings: dict[str, Any], strate
 
 @in_ranks(2)
 def test_one_rank_alone_has_no_collective() -> None:
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     bare = CONVOLUTIONS.model()
-    with wrapped(CONVOLUTIONS.model(), process_group=groups[dist.get_rank()]) as ddp, collectives() as called:
+    with alone() as group, wrapped(CONVOLUTIONS.model(), process_group=group) as ddp, collectives() as called:
 
         def accumulated(model: nn.Module, step: int) -> Tensor:
             CONVOLUTIONS.loss(model, step).backward()
@@ -222,7 +220,6 @@ def test_one_rank_alone_has_no_collective() -> None:
         backward_alike(ddp, bare, accumulated, steps=range(2), mean=lambda _: None)
         assert ddp.report().overlap is None
     assert called == []
-    dist.destroy_process_group(groups[dist.get_rank()])
 
 
 @in_ranks(2)
@@ -232,8 +229,7 @@ def test_a_model_that_was_dropped_is_freed(way: str, close: bool) -> None:
     model = MLP.model()
     model[0].register_forward_hook(lambda *_, parent=model: None)  # a child that refers to its parent
     holder = WRAP[way](model)
-    for step in range(2):
-        MLP.loss(model if way == "attach" else holder, step).backward()
+    backwards(model if way == "attach" else holder, MLP.loss, range(2))
     sync = getattr(holder, "sync", holder)
     watched = {"model": model, "sync": sync, "engine": engine_of(sync), "parameter": model[0].weight}
     bucket = storage_of(sync)
@@ -252,7 +248,6 @@ def test_a_model_that_was_dropped_is_freed(way: str, close: bool) -> None:
 
 
 def hooks_of(model: nn.Module) -> list[str]:
-    """Of all kinds, on modules and parameters."""
     parts = [*model.named_modules(), *model.named_parameters()]
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of tensors, which have them as attributes of their class
     return [

@@ -36,7 +36,6 @@ def rank_sum() -> float:
 
 
 def require_sums(grads: list[Tensor]) -> None:
-    """Of tensors that were full of rank + 1."""
     assert {value for grad in grads for value in grad.flatten().tolist()} == {rank_sum()}
 
 

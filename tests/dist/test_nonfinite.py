@@ -19,7 +19,7 @@ from support.inside import late_ops
 from support.mixture import loss as mixture_loss
 from support.mixture import mixture, wrapped_mixture
 from support.models import Branches, noise, step_in_backward
-from support.naive import collectives, wrapped
+from support.naive import alone, collectives, wrapped
 from support.ranks import in_ranks
 from support.sharded import MLP, Parameters, hybrid, optimizer_for, parameters, require_equal, training
 from support.units import Applied
@@ -57,7 +57,6 @@ class Layers(nn.Module):
 
 
 def backward(ddp: nn.Module, step: int, *, factor: float | None = None) -> None:
-    """Of this rank's loss; the last rank's gradient is multiplied by `factor`."""
     ddp.module.factor = factor if dist.get_rank() == dist.get_world_size() - 1 else None
     ddp(noise(5, 4, step=step)).square().mean().backward()
 
@@ -91,7 +90,6 @@ def found(rank: int, *, step: int = BAD_STEP) -> str:
 def test_every_rank_names_parameter_rank_and_step(
     factor: float, strategy: str, in_backward: bool, settings: dict[str, Any]
 ) -> None:
-    """The next step may be tried."""
     settings = {"nonfinite": "raise", "bucket_cap_mb": ALL_IN_ONE, **settings}
     with training(Layers(), strategy, "SGD", in_backward=in_backward, **settings) as (ddp, optimizer):
         for step in range(BAD_STEP):
@@ -161,7 +159,6 @@ def test_a_skipped_step_leaves_everything_as_it_was(strategy: str, optimizer_nam
 
 
 def require_one_skipped(ddp: nn.Module, step: Callable[[int, float | None], object], optimizer: Any = None) -> None:
-    """Of steps that get a number and a factor, the third one's bad."""
     for number in range(4):
         before = parameters(ddp), optimizer and state_of(optimizer)
         step(number, torch.nan if number == 2 else None)
@@ -387,9 +384,8 @@ def test_looking_costs_no_collective(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 def test_a_rank_alone_looks_when_it_steps(policy: str, strategy: str) -> None:
-    mine = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     model, config = Layers(), SyncConfig(strategy=strategy, nonfinite=policy)
-    with contextlib.closing(DistributedDataParallel(model, process_group=mine, config=config)) as ddp:
+    with alone() as mine, contextlib.closing(DistributedDataParallel(model, process_group=mine, config=config)) as ddp:
         optimizer = optimizer_for(ddp, strategy)
 
         def step(number: int, factor: float | None) -> None:
@@ -406,7 +402,6 @@ def test_a_rank_alone_looks_when_it_steps(policy: str, strategy: str) -> None:
             text = found(0).replace("synchronization 2, bucket 0", "one rank, when its optimizer steps")
             assert text_of(NonFiniteGradient, lambda: step(1, torch.nan)) == f"{text}\n{REMEDY}"
             require_equal(parameters(ddp), before)
-    dist.destroy_process_group(mine)
 
 
 @in_ranks(2)
@@ -576,7 +571,6 @@ def test_in_a_join_ranks_with_data_are_compared_and_the_others_are_told(num_batc
 
 @in_ranks(2)
 def test_two_models_in_one_backward_are_both_compared() -> None:
-    """The one that differs says so."""
     with wrapped(MLP.model(), **EVERY) as first, wrapped(MLP.model(), **EVERY) as second:
         models = (first, second) if dist.get_rank() == 0 else (second, first)
         optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)

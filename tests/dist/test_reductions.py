@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 
-from support.alike import backward_alike, require_equal_values
+from support.alike import backward_alike, backwards, require_equal_values, train
 from support.errors import text_of
 from support.models import Branches, mlp, noise
-from support.naive import TIMEOUT_S, groups_of, require_same, wrapped, wrapped_and_bare
+from support.naive import TIMEOUT_S, alone, require_same, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from support.sharded import (
     MLP,
     chain,
-    one_step,
     optimizer_for,
     parameters,
     require_equal,
@@ -67,7 +66,6 @@ def test_ranks_that_have_left_their_loop_add_nothing_and_have_no_weight(op: str)
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("op", ["sum", "weighted"])
 def test_two_models_in_one_backward(op: str) -> None:
-    """One backward reaches both: each of them sends its own weights."""
     models, rank, num_ranks = [nn.Linear(1, 1, bias=False) for _ in range(2)], dist.get_rank(), dist.get_world_size()
     for model in models:
         nn.init.constant_(model.weight, 2.0)
@@ -248,11 +246,10 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [  # the op, what is refu
 
 @in_ranks(2)
 def test_what_does_not_go_with_weights_is_refused() -> None:
-    alone = groups_of([0], [1])[0]
-    for op, refused, error, text in REFUSED:
-        with wrapped(nn.Linear(3, 2), process_group=alone if "alone" in op else None, op=op.partition(",")[0]) as ddp:
-            assert text_of(error, partial(refused, ddp)) == text
-    dist.destroy_process_group(alone)
+    with alone() as mine:
+        for op, refused, error, text in REFUSED:
+            with wrapped(nn.Linear(3, 2), process_group=mine if "alone" in op else None, op=op.partition(",")[0]) as ddp:
+                assert text_of(error, partial(refused, ddp)) == text
 
 
 @in_ranks(2, 3)
@@ -333,14 +330,12 @@ def test_a_backward_during_a_reduction_is_an_error() -> None:
 
 @in_ranks(2)
 def test_a_rank_alone_is_told_the_same() -> None:
-    group = groups_of([0], [1])[0]
-    with wrapped(MLP.model(), process_group=group) as ddp:
+    with alone() as group, wrapped(MLP.model(), process_group=group) as ddp:
         for then in (int, lambda: MLP.loss(ddp, 1).backward(), int):
             assert text_of(PhaseError, ddp.reduce_gradients_async).startswith("there is nothing to reduce on rank 0: ")
             accumulate(ddp)
             ddp.reduce_gradients_async("sum").wait()
             then()
-    dist.destroy_process_group(group)
 
 
 @in_ranks(2, 3)
@@ -360,14 +355,12 @@ def test_where_one_rank_reduces_at_the_wrong_time_all_are_told(strategy: str, is
             accumulate(ddp)
         expected = reduced_twice(2, "1") if is_twice else nothing_to_reduce(1, "1")
         assert text_of(PhaseError, lambda: ddp.reduce_gradients_async().wait()) == expected
-        for step in range(2):
-            one_step(ddp, opt, step)
+        train(ddp, opt, MLP.loss, steps=range(2))
         require_same_everywhere(parameters(ddp))
 
 
 @in_ranks(2)
 def test_an_op_that_cannot_be_right_is_refused_on_every_rank() -> None:
-    """Unknown ones, hooks, weights, shards of an earlier mean, and ranks that differ."""
     rank = dist.get_rank()
     with wrapped(MLP.model()) as ddp:
         accumulate(ddp)
@@ -518,7 +511,6 @@ def test_training_is_that_of_a_loop_over_who_has_data(name: str) -> None:
 
 @in_ranks(2, 3, timeout_s=60.0)
 def test_every_rank_ends_an_epoch_with_the_model_of_the_rank_that_trained_longest() -> None:
-    """Parameters and buffers."""
     with wrapped(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)), reduction="ordered") as ddp:
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
         for _ in range(2):
@@ -551,12 +543,10 @@ def test_a_rank_without_data_does_not_wait_for_buffers_while_others_accumulate()
 
 @in_ranks(2, 3, timeout_s=20.0)
 def test_join_can_throw_on_all_ranks_when_one_has_run_out() -> None:
-    """In torch's words."""
     others = r"^Detected at least one rank that exhausted inputs\. Throwing across all ranks\.$"
     told = pytest.raises(RuntimeError, match=r"^Rank 0 exhausted all inputs\.$" if dist.get_rank() == 0 else others)
     with wrapped(mlp()) as ddp, told, ddp.join(throw_on_early_termination=True):
-        for step in range(1 + dist.get_rank()):
-            MLP.loss(ddp, step).backward()
+        backwards(ddp, MLP.loss, range(1 + dist.get_rank()))
 
 
 @in_ranks(2, 3, timeout_s=20.0)
@@ -574,7 +564,6 @@ NOT_WITH_SHARDS = (
 
 @in_ranks(2, timeout_s=60.0)
 def test_join_does_not_go_with_shards() -> None:
-    """Nor among other participants, nor where the optimizer is made inside."""
     with wrapped(mlp()) as ddp:
         ShardedOptimizer(torch.optim.AdamW, ddp, lr=0.01)
         with ddp.join(enable=False):  # nobody runs out of data

@@ -89,16 +89,12 @@ def test_its_groups_are_those_of_the_plain_one_and_its_state_is_moved() -> None:
 
 
 class Named(torch.optim.AdamW):
-    """Passes its settings on, and keeps one to itself."""
-
     def __init__(self, params: Any, *, name: str = "", **settings: Any) -> None:
         super().__init__(params, **settings)
         self.name = name
 
 
 class Settings(torch.optim.Optimizer):
-    """All of its settings are defaults."""
-
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, settings)
 

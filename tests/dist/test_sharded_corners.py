@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from support import inside
-from support.alike import of_all_ranks
+from support.alike import of_all_ranks, train
 from support.errors import text_of
 from support.inside import call_before, post
 from support.models import noise
@@ -117,8 +117,7 @@ def test_hooks_of_others_read_parameters_that_have_come() -> None:
         with contextlib.closing(attach(model, config=SyncConfig(reduction="ordered"))) as sync:
             cls = torch.optim.SGD
             opt = ShardedOptimizer(cls, sync, lr=0.1) if is_sharded else cls(model.parameters(), lr=0.1)
-            for step in range(5):
-                one_step(model, opt, step)
+            train(model, opt, MLP.loss, steps=range(5))
             sync.wait()
             return {name: param.detach().clone() for name, param in sync.named_parameters()}
 
@@ -172,8 +171,7 @@ def stepped_twice() -> tuple[DistributedDataParallel, Any]:
     """Nothing is in flight, and nothing else holds either."""
     ddp = DistributedDataParallel(MLP.model(), config=SyncConfig(strategy="zero1", **ORDERED))
     opt = optimizer_for(ddp, "zero1", "SGD")
-    for step in range(2):
-        one_step(ddp, opt, step)
+    train(ddp, opt, MLP.loss, steps=range(2))
     ddp.wait()
     return ddp, opt
 
@@ -360,8 +358,7 @@ def two_models(cls: type[Any], *, in_backward: bool) -> Iterator[tuple[Distribut
 def test_parameters_are_looked_through_as_often_whatever_the_number_of_buckets(cls: type[Any], in_backward: bool) -> None:
     """In the thread that trains: at a forward, at the step of another model. Hooks of the optimizer's own are called."""
     with two_models(cls, in_backward=in_backward) as (ddp, opt):
-        for step in range(2):
-            one_step(ddp, opt, step)
+        train(ddp, opt, MLP.loss, steps=range(2))
         assert len(ddp.plan.buckets) > 2
         with inside.looks_at_parameters() as threads:
             one_step(ddp, opt, 2)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from support.alike import of_all_ranks
+from support.alike import of_all_ranks, train
 from support.errors import text_of
 from support.inside import is_placeholder, num_state_elements, open_with_rows, records_of, rows_of, sharding_of, skip_a_round
 from support.models import CASES, Branches, Case, noise
@@ -349,8 +349,7 @@ def test_a_part_of_a_larger_mesh_averages_over_its_ranks_alone() -> None:
         config = SyncConfig(strategy=strategy, **ORDERED)
         with contextlib.closing(DistributedDataParallel(MLP.model(), device_mesh=mesh, config=config)) as ddp:
             opt = optimizer_for(ddp, strategy or "ddp", "SGD")
-            for step in range(4):
-                one_step(ddp, opt, step)
+            train(ddp, opt, MLP.loss, steps=range(4))
             found.append(parameters(ddp))
     require_equal(*found)
     first, second, other, _ = of_all_ranks(found[0])
@@ -390,8 +389,7 @@ def test_parameters_and_buffers_of_all_rows_follow_rank_0() -> None:
     case = CASES["convolutions"]
     with training(case.make(), "hybrid", "SGD") as (ddp, opt):
         require_same_everywhere(parameters(ddp))
-        for step in range(3):
-            step_of(ddp, opt, case, step)
+        train(ddp, opt, case.loss)
         ddp.sync.synchronize_buffers()
         require_same_everywhere({name: value.clone() for name, value in ddp.named_buffers()})
         require_same_everywhere(parameters(ddp))

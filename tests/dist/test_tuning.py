@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import undertow
-from support.alike import of_all_ranks, train
+from support.alike import backwards, of_all_ranks, train
 from support.errors import text_of
 from support.inside import NUM_STEPS_OF_A_LOOK as ONE_LOOK
 from support.models import CASES, noise
@@ -73,7 +73,6 @@ def test_wide_values_move_where_the_optimizer_has_no_state() -> None:
 
 @in_ranks(2, 3)
 def test_rank_0_decides_for_all() -> None:
-    """Every rank would decide on another plan."""
     with scripted((all_in_one, one_each)[dist.get_rank() % 2]), training(MLP.model(), "ddp") as (ddp, opt):
         train(ddp, opt, MLP.loss, steps=range(2 * ONE_LOOK))
         assert (len(set(of_all_ranks(ddp.plan.fingerprint))), len(ddp.plan.buckets)) == (1, 1)
@@ -145,7 +144,6 @@ def test_a_rank_without_data_follows_the_plans_of_the_others() -> None:
 
 @in_ranks(2)
 def test_two_models_in_one_backward_do_not_wait_for_each_other() -> None:
-    """Their gradients come in another order on every rank."""
     models = [MLP.model() for _ in range(2)]
     with scripted(all_in_one, one_each), training(models[0], "ddp") as (first, _), training(models[1], "ddp") as (second, _):
         for step in range(2 * ONE_LOOK):
@@ -183,8 +181,7 @@ def test_a_profile_has_the_times_of_the_slowest_rank(tmp_path: Path) -> None:
 def test_a_rank_alone_has_a_profile_too() -> None:
     net = Timed(numel=2000, pause_s=0.002)
     with contextlib.closing(undertow.attach(net)) as sync:
-        for step in range(8):
-            loss_of_timed(net, step).backward()
+        backwards(net, loss_of_timed, range(8))
         profile = sync.profile()
     assert (
         [ready_us > 2000 * pauses for pauses, ready_us in zip((4, 3, 2, 1), profile.ready_us, strict=True)],
@@ -213,8 +210,7 @@ def test_a_wrong_decision_is_refused_on_every_rank() -> None:
     bad = Decision(outcome=Outcome.MOVE, next_look=1, groups=((0,), (0,)))
     with pytest.MonkeyPatch.context() as patch, training(MLP.model(), "ddp") as (ddp, _):
         patch.setattr(Tuner, "decide", lambda *_arguments, **_settings: bad)
-        for step in range(ONE_LOOK - 1):
-            MLP.loss(ddp, step).backward()
+        backwards(ddp, MLP.loss, range(ONE_LOOK - 1))
         assert "exactly once" in text_of(undertow.ConfigError, MLP.loss(ddp, ONE_LOOK).backward)
 
 
@@ -222,8 +218,7 @@ def test_a_wrong_decision_is_refused_on_every_rank() -> None:
 @in_ranks(2, 3)
 def test_a_sweep_over_sizes_is_in_the_profile_where_somebody_asks_for_it() -> None:
     with training(MLP.model(), "ddp") as (ddp, _):
-        for step in range(ONE_LOOK):
-            MLP.loss(ddp, step).backward()
+        backwards(ddp, MLP.loss, range(ONE_LOOK))
         ddp.measure_network()
         MLP.loss(ddp, ONE_LOOK).backward()
         sizes = {size for size, _ in ddp.profile().curves["all_reduce"].points}
@@ -235,8 +230,7 @@ def test_a_sweep_over_sizes_is_in_the_profile_where_somebody_asks_for_it() -> No
 @pytest.mark.parametrize("step_of_the_change", [1, 5, 6, 7, 8, 9])
 def test_a_change_on_one_rank_is_an_error_on_all_while_ranks_compare_their_times(step_of_the_change: int) -> None:
     with scripted(one_each), training(MLP.model(), "ddp") as (ddp, _):
-        for step in range(step_of_the_change):
-            MLP.loss(ddp, step).backward()
+        backwards(ddp, MLP.loss, range(step_of_the_change))
         if dist.get_rank() == 1:
             ddp.module[0].requires_grad_(False)
         told = text_of(PlanMismatch, lambda: MLP.loss(ddp, step_of_the_change).backward())

@@ -26,7 +26,6 @@ class Place:
     passage: int = 0
 
     def fault(self, kind: str, num_ranks: int, **more: Any) -> Fault:
-        """The last rank's, in this place, if nothing else is said."""
         settings = {**SMALL, **more.pop("settings", {})}
         how = {"rank": num_ranks - 1, "way": self.way, "passage": self.passage, **more}
         return Fault(kind=kind, point=self.point, num_ranks=num_ranks, settings=settings, **how)

@@ -33,7 +33,6 @@ def lasting(name: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def awaited(tests: subprocess.Popen[bytes], look: Callable[[], Sequence[object]]) -> None:
-    """Returns when `look` finds something."""
     until_s = time.monotonic() + PATIENCE_S
     while not look():
         assert tests.poll() is None, "the tests have ended"

@@ -46,8 +46,6 @@ def trains(network: Network, here: Path, rank: Rank) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """Ranks that train, each in its namespace."""
-
     network: Network
     ended: Future[list[Ended]]
 

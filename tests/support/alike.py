@@ -26,6 +26,11 @@ def train(model: nn.Module, optimizer: Any, loss: Callable[[nn.Module, int], Ten
         optimizer.step()
 
 
+def backwards(model: nn.Module, loss: Callable[[nn.Module, int], Tensor], steps: Iterable[int]) -> None:
+    for step in steps:
+        loss(model, step).backward()
+
+
 def require_same_by_position(ours: nn.Module, bare: nn.Module) -> None:
     pairs = zip(bare.named_parameters(), ours.parameters(), strict=True)
     grads = [((name, mine.grad), (name, theirs.grad)) for (name, theirs), mine in pairs]

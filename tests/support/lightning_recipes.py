@@ -50,8 +50,6 @@ class Regression(pl.LightningModule):
 
 
 class ManualRegression(Regression):
-    """Manual optimization: a step for each batch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -94,8 +92,6 @@ class SometimesUnused(ManualRegression):
 
 
 class TwoOptimizers(ManualRegression):
-    """Manual optimization: two losses and two optimizers in one step, nothing frozen."""
-
     def __init__(self) -> None:
         super().__init__()
         self.other = nn.Linear(6, 1)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.alike import backward_alike, require_equal_gradients, require_equal_values  # noqa: F401  # one place for mixtures
+from support.naive import within
 from support.sharded import chain, of_ranks
 from undertow import DistributedDataParallel, ExpertGroup, SyncConfig
 
@@ -44,24 +45,13 @@ def mixture(names: Sequence[str] = ("0", "1")) -> Mixture:
 
 def loss(model: nn.Module, step: int, *, part: int = 0) -> Tensor:
     rank = dist.get_rank()
-    return (
-        model(
-            torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1000 * step + 10 * part + rank)),
-            ROUTES[(step + part) % len(ROUTES)][rank],
-        )
-        .square()
-        .mean()
-    )
+    rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1000 * step + 10 * part + rank))
+    return model(rows, ROUTES[(step + part) % len(ROUTES)][rank]).square().mean()
 
 
-@contextlib.contextmanager
-def experts_group() -> Iterator[dist.ProcessGroup]:
+def experts_group() -> contextlib.AbstractContextManager[dist.ProcessGroup]:
     """The group of the ranks with the same experts as this one: 0 and 2, or 1 and 3."""
-    mine = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
-    try:
-        yield mine
-    finally:
-        dist.destroy_process_group(mine)
+    return within([0, 2], [1, 3])
 
 
 @contextlib.contextmanager

@@ -93,6 +93,20 @@ def groups_of(*members: Sequence[int]) -> list[dist.ProcessGroup]:
 
 
 @contextlib.contextmanager
+def within(*members: Sequence[int]) -> Iterator[dist.ProcessGroup]:
+    """The one of the new groups of `members` that this rank is in, which is destroyed behind it."""
+    (group,) = groups_of(*members)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+def alone() -> contextlib.AbstractContextManager[dist.ProcessGroup]:
+    return within(*[[rank] for rank in range(dist.get_world_size())])
+
+
+@contextlib.contextmanager
 def collectives() -> Iterator[list[str]]:
     """The names of torch.distributed's collectives as they are called."""
     called: list[str] = []

@@ -62,7 +62,6 @@ class Rank(logging.Handler):
         self._connection.send(words)
 
     def tell(self, word: str) -> None:
-        """Tells the other ranks, beside the library."""
         self._words.set(f"{word}/{self.number}", "")
 
     def waits_for(self, word: str, ranks: Iterable[int]) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from support.inside import late_ops, sharding_of
 from support.models import noise
-from support.naive import groups_of
+from support.naive import alone
 from support.sharded import chain, mesh_of
 from support.units import IN_PARTS, WIDTH, Units, made
 from undertow import DistributedDataParallel, PeerFailed, ShardedOptimizer, SyncConfig, attach, clip_grad_norm_
@@ -249,7 +249,6 @@ class Run:
         self.reference.zero_grad(set_to_none=how != "in-place")
 
     def weight(self, weight: str = "") -> None:
-        """Of the backward that comes."""
         if weight:
             self.handle.loss_weight(float(weight))
             self.reference.next = float(weight)
@@ -315,7 +314,6 @@ class Run:
         self._synchronize()
 
     def reduce(self, op: str | None = None) -> None:
-        """By hand, of what was accumulated."""
         self.handle.reduce_gradients_async(op).wait()
         self._synchronize(op=op)
 
@@ -419,7 +417,6 @@ class Run:
             assert self.rank > 0 or torch.equal(ours, wanted)  # statistics follow rank 0
 
     def update(self, indices: str) -> None:
-        """An optimizer of these units alone steps."""
         for model in (self.module, self.bare):
             torch.optim.SGD(
                 [param for index in indices for param in model.units[int(index)].parameters()], lr=LEARNING_RATE
@@ -490,7 +487,6 @@ class Run:
         self.model.load_state_dict(state)
 
     def overflow(self, now: str = "") -> None:
-        """The oldest loss is infinite."""
         if now:
             ours, wanted = self.losses[0]
             self.losses[0] = ours * float("inf"), wanted * float("inf")
@@ -531,9 +527,8 @@ def place_of(program: Program) -> Iterator[dict[str, Any]]:
         with mesh_of(2, dist.get_world_size() // 2) as mesh:
             yield {"device_mesh": mesh}
     elif program.is_alone:
-        group = groups_of(*[[rank] for rank in range(dist.get_world_size())])[0]
-        yield {"process_group": group}
-        dist.destroy_process_group(group)
+        with alone() as group:
+            yield {"process_group": group}
     else:
         yield {}
 

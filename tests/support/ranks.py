@@ -82,8 +82,6 @@ class Ranks:
 
 
 class RankPools:
-    """Ranks of every size that a session needs."""
-
     def __init__(self) -> None:
         self._of_size: dict[int, Ranks] = {}
 

@@ -15,7 +15,6 @@ def spec(name: str, numel: int, *, dtype: str = "float32", device: str = "cpu", 
 
 
 def specs_of_sizes(*sizes: int) -> list[ParamSpec]:
-    """Parameters 'p0', 'p1', ... of so many bytes."""
     return [spec(f"p{i}", size, dtype="uint8") for i, size in enumerate(sizes)]
 
 

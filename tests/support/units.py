@@ -12,8 +12,6 @@ WIDTH = 4
 
 
 class Odd(nn.Module):
-    """A parameter without dimensions, and one without elements."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.empty = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 3))
@@ -48,8 +46,6 @@ class Strided(nn.Module):
 
 
 class Channels(nn.Module):
-    """A convolution of images in the format of channels last."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Conv2d(WIDTH, WIDTH, 2).to(memory_format=torch.channels_last)
@@ -84,8 +80,6 @@ class Shift(nn.Module):
 
 
 class Applied(nn.Module):
-    """A linear layer in a way of its own."""
-
     def __init__(self, way: Callable[[nn.Linear, Tensor], Tensor]) -> None:
         super().__init__()
         self.layer, self.way = nn.Linear(WIDTH, WIDTH), way
