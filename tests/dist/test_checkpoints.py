@@ -79,9 +79,7 @@ CHAINS: dict[str, list[Stage]] = {
     "2 to 3 to 2 to 1 to 3": [(2, "zero1", ()), (3, "zero2", ()), (2, "zero1", ()), (1, "zero1", ()), (3, "zero1", ())],
     "ddp to zero1 to ddp to zero2": [(2, "ddp", ()), (3, "zero1", ()), (2, "ddp", ()), (2, "zero2", ())],
 }
-FROM_FOUR: list[Stage] = [(4, "zero1", ()), (2, "zero1", ()), (3, "zero1", ())]
 SQUARE: Stage = (4, "hybrid", (2, 2))
-BY_MESHES: list[Stage] = [SQUARE, (2, "zero1", ()), SQUARE, (4, "hybrid", (4, 1)), (2, "hybrid", (1, 2)), SQUARE]
 
 
 def run_chain(pools: dict[int, Ranks], folder: Path, setup: Setup, stages: list[Stage]) -> None:
@@ -107,8 +105,11 @@ def test_training_goes_on_with_the_same_bits(
 @pytest.mark.parametrize(
     ("setup", "stages"),
     [
-        (Setup("oddities", optimizer="NAdam"), FROM_FOUR),
-        *((setup, BY_MESHES) for setup in (Setup(), Setup("brain"), Setup("tied transformer", optimizer="SGD"))),
+        (Setup("oddities", optimizer="NAdam"), [(4, "zero1", ()), (2, "zero1", ()), (3, "zero1", ())]),
+        *(
+            (setup, [SQUARE, (2, "zero1", ()), SQUARE, (4, "hybrid", (4, 1)), (2, "hybrid", (1, 2)), SQUARE])
+            for setup in (Setup(), Setup("brain"), Setup("tied transformer", optimizer="SGD"))
+        ),
     ],
     ids=["oddities of four ranks", "mlp by meshes", "brain by meshes", "tied transformer by meshes"],
 )

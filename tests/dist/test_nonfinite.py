@@ -189,9 +189,8 @@ def test_what_a_scaler_deals_with_stays_its_own(policy: str, strategy: str, opti
             scaler.update()
             scales.append(scaler.get_scale())
         assert (all(param.isfinite().all() for param in parameters(ddp).values()), ddp.report().num_skipped) == (True, 0)
-    assert of_all_ranks(scales) == [scales] * 2
-    assert scales[0] == 2.0**106  # the first step has overflowed
-    assert scales[-1] == scales[-2]  # and the last one has not
+    # The first step has overflowed, and the last one has not.
+    assert (of_all_ranks(scales), scales[0], scales[-1]) == ([scales] * 2, 2.0**106, scales[-2])
 
 
 @in_ranks(2)
@@ -306,8 +305,6 @@ def rows() -> nn.Module:
 
 
 ONE, BRANCH = WHAT.format("first.weight", "rank 1"), WHAT.format("layers.1.bias", "rank 1")
-ALL = "the gradients of 'first.weight', 'first.bias', 'last.weight' and 1 more are not finite (NaN or Inf) on rank 1."
-MIDDLE = "the gradients of '1.layer.weight', '1.layer.bias' are not finite (NaN or Inf) on some rank."
 # A model, the most MiB of a bucket, what is done before, its loss, what is found, and in which buckets.
 FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object] | None, Callable[[Any], Tensor], str, str]] = {
     "all": (
@@ -315,7 +312,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object] |
         EACH_ALONE,
         None,
         lambda ddp: ddp(noise(5, 4)).square().mean() * (torch.inf if dist.get_rank() == 1 else 1.0),
-        ALL,
+        "the gradients of 'first.weight', 'first.bias', 'last.weight' and 1 more are not finite (NaN or Inf) on rank 1.",
         "0, 1, 2 and 1 more",
     ),
     "before a hook": (
@@ -336,7 +333,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object] |
         EACH_ALONE,
         None,
         lambda ddp: ddp(noise(3, 4)).sum(),
-        MIDDLE,
+        "the gradients of '1.layer.weight', '1.layer.bias' are not finite (NaN or Inf) on some rank.",
         "2, 3",
     ),
 }

@@ -211,16 +211,6 @@ def test_weights_are_not_handed_on_to_another_group_or_wrapper(is_accumulated: b
 
 
 ASK = "  loss_weight(n)\n  Give how many tokens, or samples, the loss of the next backward is a sum over."
-NO_HOOK = (
-    'a communication hook divides gradients as it sees fit: it goes neither with op="sum" nor with op="weighted".\n'
-    "  register_comm_hook(state, hook)\n"
-    "  Leave the hook out, or have it divide by what you want."
-)
-NO_SHARDS_ALONE = (
-    "weights with a ShardedOptimizer are not built for a rank alone.\n"
-    '  ShardedOptimizer, SyncConfig(op="weighted")\n'
-    "  Divide the loss by the weight, or use a plain optimizer there."
-)
 
 
 NOT_WEIGHTED = (
@@ -236,11 +226,32 @@ def weigh(weight: Any) -> Callable[[DistributedDataParallel], None]:
 REFUSED: list[tuple[str, Any, type[Exception], str]] = [  # the op, what is refused, and how
     ("mean", weigh(3), ConfigError, NOT_WEIGHTED.format("mean")),
     ("sum", weigh(3), ConfigError, NOT_WEIGHTED.format("sum")),
-    *((op, lambda ddp: ddp.register_comm_hook(None, allreduce_hook), ConfigError, NO_HOOK) for op in ("sum", "weighted")),
+    *(
+        (
+            op,
+            lambda ddp: ddp.register_comm_hook(None, allreduce_hook),
+            ConfigError,
+            (
+                'a communication hook divides gradients as it sees fit: it goes neither with op="sum" nor with op="weighted".\n'
+                "  register_comm_hook(state, hook)\n"
+                "  Leave the hook out, or have it divide by what you want."
+            ),
+        )
+        for op in ("sum", "weighted")
+    ),
     ("weighted", weigh("3"), WrongType, f"a weight must be a number, got str.\n{ASK}"),
     ("weighted", weigh(-1), ConfigError, f"a weight must be a number from 0 on, got -1.\n{ASK}"),
     ("weighted", weigh(float("nan")), ConfigError, f"a weight must be a number from 0 on, got nan.\n{ASK}"),
-    ("weighted, alone", lambda ddp: ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1), ConfigError, NO_SHARDS_ALONE),
+    (
+        "weighted, alone",
+        lambda ddp: ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1),
+        ConfigError,
+        (
+            "weights with a ShardedOptimizer are not built for a rank alone.\n"
+            '  ShardedOptimizer, SyncConfig(op="weighted")\n'
+            "  Divide the loss by the weight, or use a plain optimizer there."
+        ),
+    ),
 ]
 
 

@@ -254,7 +254,6 @@ BARRIER_STEPS = {
     "a backward that fails on one": Program(events=f"{STEP}, zero, fail |backward, {STEP}"),
     "a backward that fails on another one": Program(events=f"{STEP}, zero, fail backward|, {STEP}"),
 }
-LATE = ["pack", "reduce_scatter", "bind", "all_gather"]
 CAPS_IN_TURN = cycle(["each", "pieces", "several", "default"])
 
 
@@ -278,7 +277,11 @@ def examples(ways: dict[str, tuple[str, bool]]) -> dict[str, Program]:
             plan="several",
         )
         for way, (strategy, steps_in_backward) in ways.items()
-        for kind in [*LATE, *(["step"] * steps_in_backward), *(["all_reduce"] * (strategy == "hybrid"))]
+        for kind in [
+            *["pack", "reduce_scatter", "bind", "all_gather"],
+            *(["step"] * steps_in_backward),
+            *(["all_reduce"] * (strategy == "hybrid")),
+        ]
         for rank in ([0, 1] if strategy != "hybrid" else [0, 3])
     }
     return {**found, **late}

@@ -51,8 +51,6 @@ from support.sharded import (
 from undertow import ConfigError, DistributedDataParallel, PhaseError, RankLost
 from undertow.schedule import OpKind
 
-Read = Callable[[DistributedDataParallel, "Kept"], Iterable[Tensor]]
-
 
 class Kept:
     """What a user holds since before training: the module, its parameters in a list, and tensors over their memory."""
@@ -65,7 +63,7 @@ class Kept:
         self.state = module.state_dict()
 
 
-READS: dict[str, Read] = {
+READS: dict[str, Callable[[DistributedDataParallel, "Kept"], Iterable[Tensor]]] = {
     "parameters of the wrapper": lambda ddp, _: ddp.parameters(),
     "parameters of the inner module": lambda ddp, _: ddp.module.parameters(),
     "the inner module the user kept": lambda _, kept: kept.module.parameters(),

@@ -40,7 +40,6 @@ def test_everything_is_drawn_sooner_or_later() -> None:
     assert {(one.way, one.num_ranks) for one in drawn} == {(name, of) for name, ranks in WAYS.items() for of in ranks}
 
 
-FAULT = Ended({"fault": 10.0, "step": 2}, -9)
 GONE = "rank 1 is gone: its process has ended without a word, or was killed.\n  synchronization 2, rank 0\n  Look."
 TOLD = Ended({"kind": "RankLost", "text": GONE, "at": 10.5}, 1)
 
@@ -67,7 +66,7 @@ def test_how_ranks_end_is_judged(other: Ended, problem: str) -> None:
     one = next(
         drawn for number in count() if ((drawn := injection(0, number)).kind, drawn.rank, drawn.num_ranks) == ("killed", 1, 2)
     )
-    assert [found.partition("\n")[0] for found in judged(one, [other, FAULT]).problems] == (
+    assert [found.partition("\n")[0] for found in judged(one, [other, Ended({"fault": 10.0, "step": 2}, -9)]).problems] == (
         [f"rank 0: {problem}"] if problem else []
     )
 

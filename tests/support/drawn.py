@@ -10,7 +10,6 @@ from support.units import IN_PARTS, UNITS
 
 NUM_STEPS = 3
 # Sharded optimizers step on shards of 32 bits at least, without rows; a step in backward has no second part of a gradient.
-NOT_SHARDED = ("table", "bag", "bfloat16", "half")
 NOT_APART = ("written", "written-and-used")  # what something else than autograd adds cannot be told from an earlier result
 LATE = ("pack", "all_reduce", "reduce_scatter", "step", "bind", "all_gather")
 
@@ -31,7 +30,7 @@ class Drawing:
         barred = [
             kind
             for kinds, is_barred in (
-                (NOT_SHARDED, not self.is_plain),
+                (("table", "bag", "bfloat16", "half"), not self.is_plain),
                 (IN_PARTS, self.steps_in_backward),
                 (NOT_APART, self.divides != "by ranks"),
             )

@@ -27,7 +27,6 @@ FAULTY_STEP, NUM_STEPS = 3, 6
 SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-4}  # a bucket for every weight
 NAN, NAN_SKIPPED = "not a number", "not a number, skipped"
 FACTORS = {NAN: torch.nan, f"{NAN}, raised": torch.nan, NAN_SKIPPED: torch.nan, "infinite": torch.inf}  # of a gradient
-_BEFORE_TRAINING = ("start", "construction", "connection", "second model")
 
 
 class BadBatch(ValueError):
@@ -114,7 +113,7 @@ class Points:
         fault = self.fault
         if self.step >= 0 and fault.jitter_ms:
             time.sleep(1e-3 * fault.jitter_ms * self._jitter.random())
-        if point == fault.point and (self.step >= fault.step or point in _BEFORE_TRAINING):
+        if point == fault.point and (self.step >= fault.step or point in ("start", "construction", "connection", "second model")):
             with self._counting:
                 self._num_passages += 1
                 is_here = self._num_passages == fault.passage + 1

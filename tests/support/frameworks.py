@@ -180,7 +180,9 @@ def gpt2_trainer(folder: Path, *, num_rows: int, trainer: Any = None, callbacks:
     usual = {"use_cpu": True, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "no"}
     arguments = TrainingArguments(str(folder), **{**quiet, **usual, **settings})
     tokens = torch.randint(19, (num_rows, 8), generator=torch.Generator().manual_seed(3))
-    examples = [{"input_ids": row, "labels": row} for row in tokens]
     return (trainer or Trainer)(
-        GPT2LMHeadModel(GPT2Config(**sizes, **without_dropout)), arguments, train_dataset=examples, callbacks=list(callbacks)
+        GPT2LMHeadModel(GPT2Config(**sizes, **without_dropout)),
+        arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        callbacks=list(callbacks),
     )

@@ -59,12 +59,19 @@ def wrapped_mixture(
     model: nn.Module, *, divisor: float | None = 4, **settings: Any
 ) -> Iterator[tuple[DistributedDataParallel, nn.Module, dist.ProcessGroup]]:
     """`model` under our wrapper, a bare copy of what it is then, and the group of its experts."""
-    with experts_group() as group:
-        config = SyncConfig(
-            **{"reduction": "ordered", **settings}, experts=(ExpertGroup(match=MATCH, process_group=group, divisor=divisor),)
-        )
-        with contextlib.closing(DistributedDataParallel(model, config=config)) as ddp:
-            yield ddp, copy.deepcopy(model), group
+    with (
+        experts_group() as group,
+        contextlib.closing(
+            DistributedDataParallel(
+                model,
+                config=SyncConfig(
+                    **{"reduction": "ordered", **settings},
+                    experts=(ExpertGroup(match=MATCH, process_group=group, divisor=divisor),),
+                ),
+            )
+        ) as ddp,
+    ):
+        yield ddp, copy.deepcopy(model), group
 
 
 def reduce_naively(model: nn.Module, group: dist.ProcessGroup, *, divisor: float = 4, dense_divisor: float = 4) -> None:

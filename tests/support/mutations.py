@@ -141,7 +141,7 @@ def _change_fields(chance: random.Random, path: Path, other: Path) -> None:
     metadata = pickle.loads((path / ".metadata").read_bytes())
     for _ in range(chance.choice([1, 1, 2, 3])):
         with contextlib.suppress(AttributeError, IndexError, TypeError):  # after an earlier change there may be nothing to change
-            chance.choice(_FIELDS)(chance, metadata, other)
+            chance.choice((_change_place, _change_tensor, _change_table))(chance, metadata, other)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
@@ -191,7 +191,6 @@ def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
-_FIELDS = (_change_place, _change_tensor, _change_table)
 _CHECKPOINTS: dict[str, Callable[[random.Random, Path, Path], None]] = {
     "bytes of the metadata": _change_metadata,
     "fields of the metadata": _change_fields,

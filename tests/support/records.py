@@ -17,15 +17,17 @@ def two_buckets() -> Plan:
 
 def row(bucket: int, launched_us: float, done_us: float, waited: tuple[float, float], **changes: Any) -> BucketRecord:
     """A bucket that left when it was ready."""
-    made = BucketRecord(
-        bucket=bucket,
-        num_bytes=two_buckets().buckets[bucket].num_bytes,
-        ready_us=launched_us,
-        launched_us=launched_us,
-        done_us=done_us,
-        waited=waited,
+    return replace(
+        BucketRecord(
+            bucket=bucket,
+            num_bytes=two_buckets().buckets[bucket].num_bytes,
+            ready_us=launched_us,
+            launched_us=launched_us,
+            done_us=done_us,
+            waited=waited,
+        ),
+        **changes,
     )
-    return replace(made, **changes)
 
 
 def record(**changes: Any) -> StepRecord:

@@ -51,9 +51,6 @@ def random_profile(seed: int, num: int) -> Profile:
     return profile_of(ready_us, backward_us=max(ready_us), numels=[numbers.randint(1, 50) for _ in range(num)], update_us=3)
 
 
-_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
-
-
 @dataclass(frozen=True)
 class TableCosts:
     """A cost in microseconds for every number of bytes, a part of a byte as a whole one, by kind of collective."""
@@ -120,7 +117,9 @@ class Case:
 
 def table_costs(rng: random.Random, total_bytes: int, shape: str) -> TableCosts:
     """Random costs of all collectives, of one shape: "affine", "concave", "steps", "monotone" or "wild"."""
-    return TableCosts({kind: _table(rng, range(total_bytes + 2), shape) for kind in _KINDS})
+    return TableCosts(
+        {kind: _table(rng, range(total_bytes + 2), shape) for kind in ("all_reduce", "reduce_scatter", "all_gather")}
+    )
 
 
 def times_us(rng: random.Random, num: int) -> list[float]:
