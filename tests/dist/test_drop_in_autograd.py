@@ -118,9 +118,13 @@ def test_what_autograd_grad_returns_is_this_ranks_own(averages: bool) -> None:
         assert len({*of_all_ranks(float(by_hand[0][0].sum()))}) == dist.get_world_size()
 
 
+def double_in_place(param: Tensor) -> None:
+    param.grad.mul_(2)
+
+
 HOOKS: dict[str, Callable[[Tensor], object]] = {
     "on tensors": lambda param: param.register_hook(lambda grad: 2 * grad),
-    "after accumulation": lambda param: param.register_post_accumulate_grad_hook(lambda it: it.grad.mul_(2)),
+    "after accumulation": lambda param: param.register_post_accumulate_grad_hook(double_in_place),
 }
 BEFORE, BETWEEN, AFTER = "before wrapping", "between two steps", "after a forward"
 

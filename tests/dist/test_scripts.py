@@ -155,7 +155,7 @@ def test_the_sharded_example_learns_and_saves_what_a_plain_optimizer_can_load(tm
     model.load_state_dict(saved["model"])
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.load_state_dict(saved["optimizer"])
-    assert all(optimizer.state[param]["exp_avg"].shape == param.shape for param in model.parameters())
+    assert [optimizer.state[param]["exp_avg"].shape for param in model.parameters()] == [it.shape for it in model.parameters()]
     assert {state["step"].item() for state in optimizer.state.values()} == {30}
 
 
