@@ -164,7 +164,7 @@ class Recorder:
             setattr((self._gathers if is_gather else self._now.buckets)[bucket], event, self._clock.mark())
 
     def launched(self, bucket: int, handle: Handle, *, is_gather: bool = False) -> None:
-        """Has the completion of a bucket's reduction or gather marked."""
+        """Marks the completion of a bucket's reduction or gather, now or later."""
         if self.is_on:
             row = (self._gathers if is_gather else self._now.buckets)[bucket]
             self._clock.mark_done(handle, partial(setattr, row, "done"))

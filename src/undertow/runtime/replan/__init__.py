@@ -1,1 +1,1 @@
-"""Which plan is in force, and how all ranks move to another one."""
+"""The plan in force, and the moves of all ranks to another one."""

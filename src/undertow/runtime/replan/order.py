@@ -35,7 +35,7 @@ class ObservedOrder:
         self.sent = self._group.broadcast(order.to(self._group.device), "the order of rank 0's gradients")
 
     def take(self) -> list[int] | None:
-        """The order that was sent, once; waits for it."""
+        """Waits for the order that was sent and returns it, once."""
         pending, self.sent = self.sent, None
         return None if pending is None else pending.take().tolist()
 

@@ -1,1 +1,1 @@
-"""The step: rounds, their phases, and what is checked when they end."""
+"""The step: rounds, their phases, and the checks at their end."""

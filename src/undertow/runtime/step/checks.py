@@ -59,11 +59,11 @@ class Finding:
 
 
 class NonFinite:
-    """Remembers what the last synchronization found and acts on it by `policy`: "raise", "skip", "warn" or "ignore".
+    """Keeps the finding of the last synchronization, and acts on it by `policy`: "raise", "skip", "warn" or "ignore".
 
-    It follows at the optimizer's step: a GradScaler makes gradients overflow on purpose, and does not step on those. `look`
-    is asked there for what no synchronization could find. Of experts, which some ranks do not have, `fails_others` has these
-    raise as well, when they next wait.
+    It acts at the optimizer's step, because a GradScaler makes gradients overflow on purpose and does not step on them. `look`
+    checks there the gradients that no synchronization has seen. `fails_others` makes the ranks that do not hold these experts
+    raise too, at their next wait.
     """
 
     fails_others: Callable[[faults.Fault], object] | None = None
@@ -77,7 +77,7 @@ class NonFinite:
         self._look = look
         self._num_told = 0
         self._finding: Finding | None = None
-        self._is_judged = False  # an optimizer has come to it
+        self._is_judged = False  # an optimizer has stepped, or skipped, on it
 
     def round_ends(self, result: RoundResult, plan: Plan) -> None:
         """Takes over a synchronization's findings. Earlier findings count as long as they are part of the sum."""
@@ -90,9 +90,9 @@ class NonFinite:
             self._finding = None
 
     def skips(self, optimizer: Optimizer, *, has_begun: bool = False) -> bool:
-        """Whether `optimizer`, which is about to step, is to leave everything as it is; NonFiniteGradient on every rank.
+        """Returns True if the coming step of `optimizer` is to change nothing; may raise NonFiniteGradient on every rank.
 
-        `has_begun`: buckets that were reduced before the first such gradient have been updated.
+        `has_begun` is True if buckets reduced before the first such gradient have been updated.
         """
         # Torch's own kernels skip the step by this.
         if not self.is_on or getattr(optimizer, "found_inf", None) is not None:
@@ -139,7 +139,7 @@ class NonFinite:
         return args, {**kwargs, "closure": judged}
 
     def _tell(self, finding: Finding, follows: str) -> None:
-        """On rank 0, for the first time, the second, the fourth, and so on: a run that diverges would say nothing else."""
+        """Warns on rank 0, the first, second, fourth time and so on: a run that diverges would print nothing else."""
         self._num_told += 1
         if self._rank == 0 and self._num_told & (self._num_told - 1) == 0:
             times = "" if self._num_told == 1 else f" Steps like this so far: {self._num_told}."
