@@ -58,8 +58,6 @@ class ModelSync:
         elsewhere: Container[str] = frozenset(),
         within: OwnGroup | None = None,
     ) -> None:
-        # `elsewhere` has the names that another GradientSync handles; ranks may differ in it. Faults of `within` are faults here
-        # too.
         config = SyncConfig() if config is None else config
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))
@@ -339,7 +337,7 @@ class ModelSync:
 
         A backward whose forward has already run will warn. Raises PhaseError inside a backward.
         """
-        if self._is_closed:
+        if all(part._is_closed for part in self.parts):
             return
         if private.graph_task_id() != -1:
             raise PhaseError(
@@ -350,6 +348,8 @@ class ModelSync:
         all_of(self._close, *(expert.close for expert in self.experts))
 
     def _close(self) -> None:
+        if self._is_closed:  # by a call that was interrupted before it closed the experts
+            return
         self._is_closed = True
         is_backward_due = self._engine.is_backward_due
         try:

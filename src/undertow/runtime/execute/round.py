@@ -18,7 +18,7 @@ class RoundKind(Enum):
     ACCUMULATE = auto()  # packs them, or leaves them in place, and sends nothing
     REDUCE = auto()
     SHADOW = auto()  # contributes none: this rank has run out of data
-    RETIRE = auto()  # the last one under a plan whose parameters have changed
+    RETIRE = auto()  # the last one under a plan before its parameters, or its communication hook, change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,4 +85,6 @@ class OpenRound:
     result: RoundResult
     releases: Releases
     holds_back: bool  # nothing is launched before the end of backward, as under a plan that not all ranks have agreed on
-    ending: Iterator[None] | None = None  # the rest after backward, in parts: see Engine._end_round; None while backward runs
+    ending: Iterator[None] | None = (
+        None  # the rest after backward, in parts: see RoundRunner._end_round; None while backward runs
+    )

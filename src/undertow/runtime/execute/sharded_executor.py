@@ -28,15 +28,13 @@ class ShardedExecutor(Executor):
         self._group = sharding.groups.shard.group
 
     def begin(self, result: RoundResult) -> None:
-        sharding, this_round = self._sharding, result.round
+        super().begin(result)
+        sharding, this_round, in_backward = self._sharding, result.round, self._sharding.in_backward
+        result.steps_in_backward = in_backward is not None
         sharding.begin_round()
         sharding.gathers.round_begins()
-        in_backward = sharding.in_backward
-        if in_backward is not None:
-            result.steps_in_backward = True
-            if this_round.is_synchronized and this_round.kind is not RoundKind.RETIRE:
-                result.steps = in_backward.begin_round(sharding, is_last=this_round.is_last)
-        super().begin(result)
+        if in_backward is not None and this_round.is_synchronized and this_round.kind is not RoundKind.RETIRE:
+            result.steps = in_backward.begin_round(sharding, is_last=this_round.is_last)
 
     def _binding(self, bucket: Bucket) -> Any:
         return self._sharding.binding(bucket)

@@ -106,7 +106,7 @@ class ParamHooks:
 
     def accumulated_ids(self) -> set[int]:
         """Returns the parameters, by id, that have accumulated a gradient since the last synchronization."""
-        return {id(self.params[index]) for index in self.arrived_before}
+        return {id(self.named_params[index][1]) for index in self.arrived_before}
 
     def indices(self, tensors: set[int]) -> set[int]:
         """Returns the indices of parameters given by id."""

@@ -59,8 +59,9 @@ class Engine(RoundRunner):
         hooks = self.current_plan.now.hooks
         if hooks.alone is None:
             return self.progress.unused
+        unused = set(hooks.alone.unused)
         order = [param for bucket in self.current_plan.plan.buckets for param in bucket.params]
-        return tuple(hooks.named_params[param][0] for param in dict.fromkeys(order) if param in hooks.alone.unused)
+        return tuple(hooks.named_params[param][0] for param in dict.fromkeys(order) if param in unused)
 
     def accumulates(self, value: bool) -> None:
         """Sets whether the following backwards only accumulate."""

@@ -42,7 +42,7 @@ _NEXT: dict[Phase, set[Phase]] = {
     Phase.BACKWARD: {Phase.LAUNCHED, Phase.CLOSED},
     Phase.LAUNCHED: {Phase.IDLE, Phase.CLOSED},
     Phase.CLOSED: {Phase.HANDED_OVER},
-    Phase.HANDED_OVER: set(),
+    Phase.HANDED_OVER: {Phase.HANDED_OVER},  # again, after a move to another group has failed
 }
 
 
@@ -114,8 +114,8 @@ class RoundRunner:
         self._open = OpenRound(this_round, result, compiled.releases(this_round), holds_back=holds_back)
         if self.phase is Phase.IDLE:
             self._enter_phase(Phase.BACKWARD)
-        compiled.executor.begin(result)
         self.recorder.backward_begins(generation=compiled.generation)
+        compiled.executor.begin(result)
 
     def _is_between_rounds(self) -> bool:
         this = self._open
