@@ -345,7 +345,7 @@ class ModelSync:
                 where=f"rank {self._group.rank}",
                 remedy="Call it after backward: gradients of this one may be on their way.",
             )
-        all_of(self._close, *(expert.close for expert in self.experts))
+        all_of(*(expert.close for expert in self.experts), self._close)  # whose group watches the ranks for all
 
     def _close(self) -> None:
         if self._is_closed:  # by a call that was interrupted before it closed the experts

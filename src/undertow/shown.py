@@ -1,6 +1,7 @@
 """Values that print themselves, and texts from elsewhere prepared for rich: no markup, no emoji."""
 
 import io
+import shutil
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
@@ -9,6 +10,8 @@ from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 from undertow.foreign import printable
+
+_LEAST_WIDTH = 120  # of texts; a narrower table would cut names of parameters
 
 
 class Shown(JupyterMixin):
@@ -20,7 +23,8 @@ class Shown(JupyterMixin):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), color_system=None, force_terminal=False, force_jupyter=False)
+        width = max(shutil.get_terminal_size().columns, _LEAST_WIDTH)
+        console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, force_jupyter=False)
         with console.capture() as captured:
             console.print(self, soft_wrap=True)  # lines stay whole, however wide the terminal is
         return captured.get().removesuffix("\n")

@@ -401,6 +401,14 @@ class Counting(nn.Linear):
 
 
 @in_ranks(2)
+def test_ranks_exchange_no_pickles_while_they_load(path: Path) -> None:
+    with contextlib.closing(DistributedDataParallel(nn.Linear(2, 2))) as model:
+        save_checkpoint(path, model)
+        with mock.patch.object(dist.distributed_c10d, "_tensor_to_object", side_effect=AssertionError("unpickled")):
+            load_checkpoint(path, model)
+
+
+@in_ranks(2)
 def test_names_are_the_modules_however_it_is_wrapped_and_extra_states_are_the_first_ranks(path: Path) -> None:
     model = nn.Sequential(Counting(2, 2))
     model[0].num_calls = 5 + dist.get_rank()

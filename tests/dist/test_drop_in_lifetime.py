@@ -451,3 +451,10 @@ def test_after_a_change_of_plan_the_gradients_are_still_there_once() -> None:
     # Trailers and padding: some 60 elements for each of the eight buckets or fewer.
     gradient_bytes = sum(param.nbytes for param in module.parameters())
     assert gradient_bytes <= held <= gradient_bytes + 8 * 100 * 4
+
+
+@in_ranks(2)
+def test_a_wrapper_whose_module_was_wrapped_again_may_take_it_back() -> None:
+    with wrapped_and_bare(mlp()) as (ddp, bare), contextlib.closing(DistributedDataParallel(ddp.module)):
+        ddp._update_process_group(dist.group.WORLD)
+        backward_alike(ddp, bare, MLP.loss)

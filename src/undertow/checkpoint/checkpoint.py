@@ -22,7 +22,7 @@ from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.errors import CheckpointError, UndertowError
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.optim.state import MASTER, OF_THE_WHOLE, ShardedState
-from undertow.runtime.comm.group import OwnGroup
+from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.execute.hooks import earlier_watchers
 from undertow.runtime.peers.waiting import over_users
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
@@ -101,12 +101,15 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torc
     return stored.extra
 
 
+_HOST = torch.device("cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class _Ranks:
     """The ranks that save and load together; `group` is None for a single process."""
 
     group: dist.ProcessGroup | None = None
-    cuda: torch.device | int = -1  # the device that sends if the backend is NCCL; -1 on a host
+    device: torch.device = _HOST  # of messages: the model's if the backend is NCCL
     engines: Sequence[Any] = ()  # the engines that synchronize the model
 
     @classmethod
@@ -117,8 +120,9 @@ class _Ranks:
         group = _group_of(model, optimizer) or dist.group.WORLD
         assert group is not None  # torch.distributed is initialized
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        is_sent_from_device = GroupRef.of(group).backend_for(device) == "nccl"
         engines = tuple(earlier_watchers(model.named_parameters()).values())
-        return cls(group, device if device.type == "cuda" else -1, engines)
+        return cls(group, device if is_sent_from_device else _HOST, engines)
 
     @property
     def is_first(self) -> bool:
@@ -146,10 +150,10 @@ class _Ranks:
             raise CheckpointError(failed[0]) from cause
         return result  # type: ignore[return-value]  # it has not failed
 
-    def agree_on_first(self, work: Callable[[], Any]) -> Any:
-        """Runs `work` on the first rank only, and returns its result on every rank."""
+    def agree_on_first(self, work: Callable[[], Path | None]) -> Path:
+        """Runs `work` on the first rank only, and returns its path on every rank."""
         mine = self.agree(work if self.is_first else lambda: None)
-        return self._from_all(mine)[0]
+        return Path(self._from_all(str(mine))[0])
 
     def call(self, work: Callable[[], None], *, doing: str) -> None:
         """Runs `work`, a function of torch's that agrees across ranks itself, and converts its error to Undertow's."""
@@ -163,13 +167,19 @@ class _Ranks:
         except BaseException as error:  # torch's CheckpointException is not a subclass of Exception
             raise private.first_failure(error, CheckpointError) or _failed(doing, error) from error
 
-    def _from_all(self, mine: _Result, *, waits_for: str = "") -> list[_Result]:
+    def _from_all(self, text: str, *, waits_for: str = "") -> list[str]:
+        """Returns the texts of all ranks. As bytes: an object would be unpickled, and run code of whoever has sent it."""
         if self.group is None:
-            return [mine]
-        found: list[Any] = [None] * dist.get_world_size(self.group)
-        with over_users(self.group, waits_for), torch.cuda.device(self.cuda):  # torch would send from the current device
-            dist.all_gather_object(found, mine, group=self.group)
-        return found
+            return [text]
+        mine = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(self.device)
+        num_ranks = dist.get_world_size(self.group)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(num_ranks)]
+        with over_users(self.group, waits_for):
+            dist.all_gather(sizes, torch.tensor([mine.numel()], device=self.device), group=self.group)
+            longest = max(int(size) for size in sizes)
+            rows = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(num_ranks)]
+            dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - mine.numel())]), group=self.group)
+        return [bytes(row[: int(size)].tolist()).decode().strip("\0") for row, size in zip(rows, sizes, strict=True)]
 
 
 def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dist.ProcessGroup | None:

@@ -140,14 +140,14 @@ class _EmulatedGroup(dist.ProcessGroup):
         try:
             ready_s = launched_s if link.is_free else self._last_launch_s(launched_s)
             start().wait()
+            cost_s, latency_s = (collective_seconds(link, kind, num_bytes=it, num_ranks=self.size()) for it in (num_bytes, 0))
+            started_s, due_s = self._link.reserve(ready_s=ready_s, bytes_s=cost_s - latency_s, latency_s=latency_s)
+            done_s = sleep_until(due_s)
+            self._link.record(kind, num_bytes, launched_s=launched_s, started_s=started_s, done_s=done_s)
         except Exception as error:
             work.finish(error)
-            return
-        cost_s, latency_s = (collective_seconds(link, kind, num_bytes=it, num_ranks=self.size()) for it in (num_bytes, 0))
-        started_s, due_s = self._link.reserve(ready_s=ready_s, bytes_s=cost_s - latency_s, latency_s=latency_s)
-        done_s = sleep_until(due_s)
-        self._link.record(kind, num_bytes, launched_s=launched_s, started_s=started_s, done_s=done_s)
-        work.finish()
+        else:
+            work.finish()
 
     def _last_launch_s(self, launched_s: float) -> float:
         """Returns the time of the last rank's launch; ranks run on one machine and share its monotonic clock."""

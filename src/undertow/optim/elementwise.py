@@ -45,7 +45,7 @@ def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: d
 
 def state_of_one_element(make: MakeOptimizer, hyper_parameters: dict[str, Any], *, like: Tensor) -> dict[str, Any]:
     """Returns the optimizer's state of a parameter with one element, after one step."""
-    optimizer = _stepped(make, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]])
+    optimizer, _ = _stepped(make, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]])
     (param,) = optimizer.param_groups[0]["params"]
     return dict(optimizer.state.get(param, {}))
 
@@ -54,12 +54,11 @@ def _found_out(make: MakeOptimizer, hyper_parameters: dict[str, Any], device: to
     """Runs a few steps of an unknown optimizer; returns why it cannot be sharded, or None if it can."""
     generator = torch.Generator().manual_seed(0)  # does not touch the user's generator
     start, *grads = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_NUM_STEPS + 1))
-    new = _stepped(make, hyper_parameters, [start], [])
-    whole = _stepped(make, hyper_parameters, [start], [[grad] for grad in grads])
-    parts = _stepped(make, hyper_parameters, _cut(start), map(_cut, grads))
+    whole, before = _stepped(make, hyper_parameters, [start], [[grad] for grad in grads])
+    parts, _ = _stepped(make, hyper_parameters, _cut(start), map(_cut, grads))
     if not torch.equal(_values(whole), _values(parts)):
         return "it updates parts of a parameter differently from the whole"
-    before, after = _settings(new), _settings(whole)
+    after = _settings(whole)
     changed = [repr(name) for name in {**before, **after} if before.get(name) != after.get(name)]
     if changed:
         return f"its steps change {', '.join(changed)} in its parameter groups, and only its state is kept, moved and saved"
@@ -68,15 +67,16 @@ def _found_out(make: MakeOptimizer, hyper_parameters: dict[str, Any], device: to
 
 def _stepped(
     make: MakeOptimizer, hyper_parameters: dict[str, Any], start: Sequence[Tensor], grads: Iterable[Sequence[Tensor]]
-) -> torch.optim.Optimizer:
-    """Returns an optimizer of parameters with the values of `start` after one step for each of `grads`."""
+) -> tuple[torch.optim.Optimizer, dict[str, str]]:
+    """Returns an optimizer of parameters like `start`, after one step for each of `grads`, and its settings before them."""
     params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
     optimizer = make([{"params": params, **copy.deepcopy(hyper_parameters)}])
+    before = _settings(optimizer)
     for of_step in grads:
         for param, grad in zip(params, of_step, strict=True):
             param.grad = grad.clone()
         private.step_unwatched(optimizer)
-    return optimizer
+    return optimizer, before
 
 
 def _cut(tensor: Tensor) -> list[Tensor]:

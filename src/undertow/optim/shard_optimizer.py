@@ -104,7 +104,8 @@ def _found_different(optimizer: torch.optim.Optimizer, settings: dict[str, Any])
     """Returns how a new optimizer with these settings and the same groups differs, or None if it does not."""
     make: Any = type(optimizer)
     try:
-        new = make(_groups(optimizer), **settings)
+        # With the same values, not copies, whose texts may differ.
+        new = make([dict(group) for group in optimizer.param_groups], **settings)
     except Exception as error:  # a constructor may raise anything
         return f"a new one cannot be made with its defaults ({type(error).__name__}: {error})"
     mine, theirs = _described(optimizer, new.defaults), _described(new, new.defaults)

@@ -48,10 +48,10 @@ class WorkHandle:
                 self._complete(work)
             else:
                 work.wait(timedelta(seconds=timeout_s))
-        if self._finish is not None:
+        finish, self._finish = self._finish, None  # another thread may wait too
+        if finish is not None:
             with torch.no_grad():
-                self._finish()
-            self._finish = None
+                finish()
         self._is_waited = self.is_found_complete = True
 
     def block_stream(self) -> None:

@@ -86,8 +86,8 @@ class Executor:
         if not ops:
             return
         observer, is_profiling = self._recorder.observer, self._is_profiling
-        # A bucket names its own wait.
-        with nullcontext() if ops[0].kind is OpKind.BIND else Launching(self._group.member):
+        # A bucket names its own wait; on a device the host may wait for a trailer after it.
+        with self._group.waiting() if ops[0].kind is OpKind.BIND else Launching(self._group.member):
             for op in ops:
                 with (
                     torch.profiler.record_function(f"undertow.{op.label}") if is_profiling else nullcontext(),
