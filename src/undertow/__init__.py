@@ -1,7 +1,5 @@
 """Undertow: data-parallel training for PyTorch whose gradient communication runs beneath the computation."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from typing import TYPE_CHECKING, Any

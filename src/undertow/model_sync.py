@@ -1,7 +1,5 @@
 """The synchronization of one module, as its wrapper, optimizers and checkpoints use it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import weakref

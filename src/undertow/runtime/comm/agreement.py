@@ -1,7 +1,5 @@
 """Full messages between ranks: bytes from each, and the check that settings, parameters and buffers are the same on all."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

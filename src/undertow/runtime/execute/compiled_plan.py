@@ -1,7 +1,5 @@
 """A plan ready to run: the ops of both kinds of round, and buckets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """One synchronization, or one backward that only accumulates: how it begins, and what its ranks report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto

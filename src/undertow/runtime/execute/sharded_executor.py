@@ -1,7 +1,5 @@
 """Issues the ops of a plan under a sharded optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Looks for infinities and NaN in a bucket before its launch, and marks them in its trailer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ The sum takes one small all-reduce, sent when a synchronization begins. The divi
 network's speed would decide which ranks have divided already.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Hooks report every gradient that autograd adds. But a function of the user's may
 a loop may assign the result of `torch.autograd.grad`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The parameters and the plan in force: how they are made, and how all ranks change them together."""
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The order in which gradients really arrive."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Decides who makes the plan: measurements, the user, or only the size of the model."""
 
-from __future__ import annotations
-
 import torch
 
 from undertow.config import SyncConfig

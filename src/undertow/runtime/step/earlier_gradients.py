@@ -6,8 +6,6 @@ rank. So before the first gradient of a backward is added to `.grad`, its conten
 .grad   sum ── first gradient of a backward ──> None ── autograd ──> new ── reduced ──> sum of new  (+ sum)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The events of a step, and the rounds that they begin and end."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from undertow.config import SyncConfig

@@ -1,7 +1,5 @@
 """Optimizers that step as part of backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Counts rounds, and tells if another one is owed."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Reductions that user code starts and waits for."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from functools import partial

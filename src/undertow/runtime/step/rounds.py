@@ -4,8 +4,6 @@ IDLE ──first gradient──> BACKWARD ──end of the outermost backward─
                          hooks release ops                           the last bucket is sent             waits, binds
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from enum import IntEnum, auto

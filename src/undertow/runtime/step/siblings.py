@@ -1,7 +1,5 @@
 """Engines of one module, whose rounds belong to the same backwards."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence

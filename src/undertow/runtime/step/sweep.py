@@ -1,7 +1,5 @@
 """Measures the cost of collectives by sending messages of many sizes."""
 
-from __future__ import annotations
-
 import time
 from statistics import median
 
