@@ -115,9 +115,10 @@ def _measure(rank: int, group: dist.ProcessGroup, emulated: EmulatedLink, num_st
         if step == 0:
             first_overlap = wrapped.report().overlap
             _require_equal(naive, ours, is_exact=group.size() == 2)
-    wrapped.sync.forward_begins()  # completes the last step's record
-    recorder, plan = wrapped.sync._recorder, wrapped.plan
-    records = {record.step: record for record in recorder.records(generation=wrapped.sync._engine.generation)}
+    wrapped.sync._forward_begins()  # completes the last step's record
+    engine, plan = wrapped.sync._engine, wrapped.plan
+    generation = engine.current_plan.now.compiled.generation
+    records = {record.step: record for record in engine.recorder.records(generation=generation)}
     wrapped.close()
     return _Measured(times=times, arrivals=arrivals.steps, records=records, plan=plan, first_overlap=first_overlap)
 

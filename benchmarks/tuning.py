@@ -92,7 +92,7 @@ def _step_s(wrapped: DistributedDataParallel, x: torch.Tensor) -> float:
 
 @contextmanager
 def _timed(times: list[float]) -> Iterator[None]:
-    """What formations do at the begin and at the end of rounds, while inside."""
+    """Times the work of plans at the beginning and the end of rounds."""
 
     def timed(act: Callable[..., None]) -> Callable[..., None]:
         def act_and_note(current_plan: CurrentPlan, *given: object) -> None:

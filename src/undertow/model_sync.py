@@ -63,13 +63,13 @@ class ModelSync:
         self._members = ModuleParams(module, AnyOf((ignored, elsewhere)), reduce_dtype=config.reduce_dtype)
         self._forward_hooks: list[RemovableHandle] = []
         self._is_closed = self._is_compiled = False
-        self.steps: ShardedSteps | None = None
+        self._steps: ShardedSteps | None = None
         self._set_up(chosen_group(process_group, device_mesh, config.strategy), within)
         if isinstance(process_group, GroupRef):
             return  # a copied or unpickled model: its ranks open the group when they first use it
         try:
             self._engine.current_plan.open()
-            self.share(shared)
+            self._share(shared)
         except BaseException:
             self.close()
             raise
@@ -97,12 +97,12 @@ class ModelSync:
         return self._group.process_group if group is None else group
 
     @property
-    def own_group(self) -> OwnGroup:
+    def _own_group(self) -> OwnGroup:
         """The clone of the user's group that carries all of Undertow's messages."""
         return self._group
 
     @property
-    def group_reference(self) -> GroupRef:
+    def _group_reference(self) -> GroupRef:
         """A reference to the user's group that can be copied with the model."""
         return self._group.user
 
@@ -115,41 +115,41 @@ class ModelSync:
         return self._group.num_ranks
 
     @property
-    def device(self) -> torch.device:
+    def _device(self) -> torch.device:
         """The device of the small tensors that ranks exchange."""
         return self._group.device
 
     @property
-    def parts(self) -> tuple[Any, ...]:
+    def _parts(self) -> tuple[Any, ...]:
         """The synchronization of the dense parameters, and one of each group of experts."""
         return (self, *self.experts)
 
     @property
-    def has_comm_hook(self) -> bool:
+    def _has_comm_hook(self) -> bool:
         return self._engine.current_plan.now.compiled.reducer.hook is not None
 
     @property
-    def is_synchronizing(self) -> bool:
+    def _is_synchronizing(self) -> bool:
         """True if a synchronization is in progress: a backward is running, or one has failed."""
-        return any(part._engine.is_busy for part in self.parts)
+        return any(part._engine.is_busy for part in self._parts)
 
     @property
-    def is_training_forward(self) -> bool:
+    def _is_training_forward(self) -> bool:
         """True if a forward that starts now is a training forward: the module is in training mode and gradients are enabled."""
         return self._module.training and is_outermost_forward()
 
     @property
-    def rescale(self) -> float:
+    def _rescale(self) -> float:
         """Factor for the mean, and only the mean, if some ranks have run out of data; used from the next synchronization on."""
         return self._engine.progress.rescale
 
-    @rescale.setter
-    def rescale(self, value: float) -> None:
+    @_rescale.setter
+    def _rescale(self, value: float) -> None:
         self._engine.progress.rescale = value if self._config.op == "mean" else 1.0
 
     @property
     def config(self) -> SyncConfig:
-        groups = tuple(group for part in self.parts for group in part._config.experts)
+        groups = tuple(group for part in self._parts for group in part._config.experts)
         return dataclasses.replace(self._config, experts=groups) if self.experts else self._config
 
     @property
@@ -161,9 +161,9 @@ class ModelSync:
         """Returns all parameters of the module except ignored ones, frozen parameters included."""
         return self._members.named_params()
 
-    def take_part_with_experts(self) -> None:
+    def _take_part_with_experts(self) -> None:
         """Makes a backward that reaches a parameter of any part a synchronization of all parts."""
-        engines = [part._engine for part in self.parts]
+        engines = [part._engine for part in self._parts]
         for engine in engines:
             engine.siblings = SiblingEngines(engines)
 
@@ -174,44 +174,44 @@ class ModelSync:
 
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part._engine.accumulates(value)
 
     def _wait(self) -> None:
         self._engine.complete()
-        if self.steps is not None:
-            self.steps.wait()
+        if self._steps is not None:
+            self._steps.wait()
 
-    def wait_for_parameters(self) -> None:
+    def _wait_for_parameters(self) -> None:
         """Waits for all parameters that a sharded optimizer updates; PhaseError in a backward that updates them."""
-        all_of(*(part.steps.wait for part in self.parts if part.steps is not None))
+        all_of(*(part._steps.wait for part in self._parts if part._steps is not None))
 
-    def shard(self, stepper: Optimizer, settings: dict[str, Any], *, steps_in_backward: bool = False) -> ShardedSteps:
+    def _shard(self, stepper: Optimizer, settings: dict[str, Any], *, steps_in_backward: bool = False) -> ShardedSteps:
         """Hands the parameters to `stepper`: from its first step on, only it updates them, and each rank updates one shard.
 
         A collective call. Raises ConfigError if the settings do not support shards or an earlier stepper is still in use, and
         PlanMismatch on every rank if ranks give different `settings`.
         """
-        self.require_open("ShardedOptimizer")
-        if self.steps is None:
+        self._require_open("ShardedOptimizer")
+        if self._steps is None:
             self._engine.current_plan.open()
-            self.steps = ShardedSteps(
+            self._steps = ShardedSteps(
                 self._module, self._engine, self._config, is_compiled=self._is_compiled, steps_in_backward=steps_in_backward
             )
-            self._attached.callback(self.steps.close)
-        self.steps.hand_to(stepper, settings, steps_in_backward=steps_in_backward)
-        return self.steps
+            self._attached.callback(self._steps.close)
+        self._steps.hand_to(stepper, settings, steps_in_backward=steps_in_backward)
+        return self._steps
 
-    def change_process_group(self, process_group: dist.ProcessGroup) -> None:
+    def _change_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Averages over the ranks of `process_group` from the next forward on; each of its ranks must call it."""
-        self.require_open("_update_process_group")
+        self._require_open("_update_process_group")
         if self.experts:
             raise PhaseError(
                 "the ranks of a model with experts cannot change.",
                 where="_update_process_group",
                 remedy="Close the wrapper, and wrap the model anew.",
             )
-        if self.steps is not None:
+        if self._steps is not None:
             raise PhaseError(
                 "the ranks of a model whose optimizer is sharded over them cannot change.",
                 where="_update_process_group",
@@ -229,20 +229,20 @@ class ModelSync:
         self._engine.accumulates(before.is_accumulating)
         self._engine.take_from(accumulated)
 
-    def share(self, kinds: Collection[str], *, source: int = 0) -> None:
+    def _share(self, kinds: Collection[str], *, source: int = 0) -> None:
         """Copies the "parameters" or "buffers" of rank `source`, and of the first rank of experts' groups; a collective call."""
         if self._group.num_ranks == 1:
             return
         self._engine.current_plan.open()
-        self.wait_for_parameters()
+        self._wait_for_parameters()
         if "parameters" in kinds:
             broadcast_in_place([param for _, param in self.named_parameters()], self._group, source=source)
         if "buffers" in kinds:
             broadcast_in_place(self._members.common_buffers.tensors, self._group, source=source)
         for expert in self.experts:
-            expert.share(kinds)
+            expert._share(kinds)
 
-    def synchronize_buffers(self, *, source: int = 0) -> None:
+    def _synchronize_buffers(self, *, source: int = 0) -> None:
         """Copies buffers from rank `source` or averages them, depending on the settings; a collective call."""
         if self._group.num_ranks == 1:
             return
@@ -250,78 +250,78 @@ class ModelSync:
         averages = self._config.buffers == "mean"
         synchronize_buffers(self._members.common_buffers, self._group, source=source, averages=averages)
 
-    def shadow(self) -> None:
+    def _shadow(self) -> None:
         """Takes part in one synchronization of the other ranks without contributing gradients."""
         self._engine.shadow()
         self._engine.checks.require_alike()  # no later call on this rank checks
 
     @property
-    def synchronizes(self) -> bool:
+    def _synchronizes(self) -> bool:
         """True if a backward that runs now communicates."""
         return self._engine.synchronizes
 
-    def join_ends(self) -> None:
+    def _join_ends(self) -> None:
         """Ends `join`: all ranks are at the same point again and contribute gradients."""
         self._engine.progress.join_ends()
 
-    def wait_after_backward(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
+    def _wait_after_backward(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
         """Makes the end of the next synchronizing backward, or the next forward, wait for these futures too."""
         self._engine.also_awaited += futures
 
-    def watch_forwards(self) -> None:
+    def _watch_forwards(self) -> None:
         """Registers hooks at the start and the end of every forward of the module, until `close`."""
-        begins, ends = (ModuleHook(self._module, then) for then in (self._attached_forward_begins, self.forward_ends))
+        begins, ends = (ModuleHook(self._module, then) for then in (self._attached_forward_begins, self._forward_ends))
         self._forward_hooks = [
             self._module.register_forward_pre_hook(begins, prepend=True),
             self._module.register_forward_hook(ends, always_call=True),
-            *cut_graphs(self._module, self.cut_bytes),
+            *cut_graphs(self._module, self._cut_bytes),
         ]
 
     @private.untraced
-    def cut_bytes(self) -> int:
+    def _cut_bytes(self) -> int:
         """Returns the bucket size at which torch.compile cuts graphs of the module, or 0 if they stay whole."""
         return self._engine.current_plan.now.compiled.cut_bytes
 
     def _attached_forward_begins(self) -> None:
         follows = None if self._config.buffers == "off" else 0
-        self.forward_begins(buffers_follow=follows, is_compiled=torch.compiler.is_compiling())
+        self._forward_begins(buffers_follow=follows, is_compiled=torch.compiler.is_compiling())
 
     @private.untraced
-    def forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
+    def _forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
         """Called before each forward of the module: starts a step and, unless `buffers_follow` is None, synchronizes buffers."""
         if self.experts:
-            all_of(*(partial(part._forward_begins, buffers_follow, is_compiled) for part in self.parts))
+            all_of(*(partial(part._one_forward_begins, buffers_follow, is_compiled) for part in self._parts))
         else:
-            self._forward_begins(buffers_follow, is_compiled)
+            self._one_forward_begins(buffers_follow, is_compiled)
 
-    def _forward_begins(self, buffers_follow: int | None, is_compiled: bool) -> None:
+    def _one_forward_begins(self, buffers_follow: int | None, is_compiled: bool) -> None:
         self._is_compiled |= is_compiled
         is_outermost = is_outermost_forward()
         is_training = is_outermost and self._module.training
         if self._engine.phase >= Phase.CLOSED:
             if is_training and any(not is_watched(param) for _, param in self._members.trained_now()):
-                self.require_open("a training forward")
+                self._require_open("a training forward")
                 if self._engine.phase is Phase.HANDED_OVER:
                     self._engine.current_plan.require_watched()
             return
         if is_outermost:
             self._engine.forward_begins(is_training=is_training)
-        if self.steps is not None:  # after the mark of the forward, which this wait belongs to
-            self.steps.forward_begins(is_training=is_training, is_compiled=is_compiled)
+        if self._steps is not None:  # after the mark of the forward, which this wait belongs to
+            self._steps.forward_begins(is_training=is_training, is_compiled=is_compiled)
         if is_training and buffers_follow is not None and not self._engine.is_accumulating:
-            self.synchronize_buffers(source=buffers_follow)
+            self._synchronize_buffers(source=buffers_follow)
 
     @private.untraced
-    def forward_ends(self) -> None:
+    def _forward_ends(self) -> None:
         """Called after each forward of the module."""
-        if self.steps is not None:
-            self.steps.forward_ends()
+        if self._steps is not None:
+            self._steps.forward_ends()
         if self._engine.phase < Phase.CLOSED and is_outermost_forward():
             self._engine.recorder.forward_ends()
         for expert in self.experts:
-            expert.forward_ends()
+            expert._forward_ends()
 
-    def require_open(self, call: str) -> None:
+    def _require_open(self, call: str) -> None:
         """Raises PhaseError after `close()`, when `call` would average nothing."""
         if self._is_closed:
             raise PhaseError(
@@ -335,7 +335,7 @@ class ModelSync:
 
         A backward whose forward has already run will warn. Raises PhaseError inside a backward.
         """
-        if all(part._is_closed for part in self.parts):
+        if all(part._is_closed for part in self._parts):
             return
         if private.graph_task_id() != -1:
             raise PhaseError(

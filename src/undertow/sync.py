@@ -43,13 +43,13 @@ class GradientSync(ModelSync):
     @property
     def unused_parameters(self) -> tuple[str, ...]:
         """Names of the parameters that received no gradient on this rank in any micro-batch of the last step, experts last."""
-        return tuple(name for part in self.parts for name in part._engine.unused_parameters)
+        return tuple(name for part in self._parts for name in part._engine.unused_parameters)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Context in which backward only accumulates gradients; the next backward outside of it synchronizes their sum."""
         if self._is_closed:  # checked before the call, which every micro-batch would pay for
-            self.require_open("accumulate()")
+            self._require_open("accumulate()")
         before, self.is_accumulating = self.is_accumulating, True
         try:
             yield
@@ -70,7 +70,7 @@ class GradientSync(ModelSync):
         some rank gave no weight or whose weights add up to 0, and at an optimizer step before the backward.
         """
         if self._is_closed:
-            self.require_open("loss_weight(n)")
+            self._require_open("loss_weight(n)")
         require_weighted(self._config.op)
         self._engine.earlier.weights.give(n)  # type: ignore[union-attr]  # it has weights
 
@@ -82,10 +82,10 @@ class GradientSync(ModelSync):
         also synchronizes buffers, because the other ranks' forwards did. After a training forward, an optimizer that holds one of
         the parameters calls it automatically before it steps.
         """
-        self.require_open("finish()")
+        self._require_open("finish()")
         is_empty = self._engine.is_step_empty and not self._engine.is_accumulating
         if is_empty and buffers_follow is not None and self._config.buffers != "off" and self._module.training:
-            self.synchronize_buffers(source=buffers_follow)
+            self._synchronize_buffers(source=buffers_follow)
         all_of(self._engine.finish, *(partial(expert.finish, buffers_follow=buffers_follow) for expert in self.experts))
 
     @private.untraced
@@ -99,16 +99,16 @@ class GradientSync(ModelSync):
         synchronization or has not waited for an earlier reduction; the error comes from this call, from `wait`, or from the next
         synchronization of a rank that does not reduce. Raises Desync if ranks give different ops.
         """
-        self.require_open("reduce_gradients_async()")
-        engines = [part._engine for part in self.parts]
-        has_hook, usual = self.has_comm_hook, self._config.op
+        self._require_open("reduce_gradients_async()")
+        engines = [part._engine for part in self._parts]
+        has_hook, usual = self._has_comm_hook, self._config.op
         op = None if op == usual and not has_hook else op
         return start_reduction(engines, op=op, has_hook=has_hook, is_weighted=usual == "weighted")
 
     @private.untraced
     def wait(self) -> None:
         """Waits until every gradient and every parameter has its final value."""
-        all_of(*(part._wait for part in self.parts))
+        all_of(*(part._wait for part in self._parts))
 
     @private.untraced
     def full_gradient(self, param: Tensor) -> Tensor | None:
@@ -118,8 +118,8 @@ class GradientSync(ModelSync):
 
     def broadcast_parameters(self) -> None:
         """Copies rank 0's parameters and buffers to every rank; a collective call."""
-        self.require_open("broadcast_parameters()")
-        self.share(("parameters", "buffers"))
+        self._require_open("broadcast_parameters()")
+        self._share(("parameters", "buffers"))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduces every bucket with `hook(state, bucket)` instead of an all-reduce. Call it once, and not inside a backward.
@@ -131,8 +131,8 @@ class GradientSync(ModelSync):
         Raises PhaseError inside a backward or on a second call. The next synchronization compares the names of the ranks' hooks,
         and raises PlanMismatch on every rank if they differ.
         """
-        self.require_open("register_comm_hook()")
-        if self.steps is not None:
+        self._require_open("register_comm_hook()")
+        if self._steps is not None:
             raise no_hooks_with_shards()
         if self._engine.earlier is not None:
             raise no_hook_with_sums()
@@ -145,7 +145,7 @@ class GradientSync(ModelSync):
         """
         records = self._engine.recorder.records(generation=self._engine.current_plan.now.compiled.generation)
         num_skipped, one_graph = self._engine.checks.numbers.num_skipped, self._is_compiled or private.is_compiled(self._module)
-        one_graph = one_graph and self.num_ranks > 1 and not self.cut_bytes()
+        one_graph = one_graph and self.num_ranks > 1 and not self._cut_bytes()
         report = summarize(records, self.plan, rank=self.rank, num_skipped=num_skipped, is_one_graph=one_graph)
         return dataclasses.replace(report, experts={name: expert.report() for name, expert in self._named_experts()})
 
@@ -166,7 +166,7 @@ class GradientSync(ModelSync):
     def _named_experts(self) -> Iterator[tuple[str, GradientSync]]:
         """Yields the groups of experts, each with its name for users."""
         for expert in self.experts:
-            ranks = ", ".join(map(str, expert.group_reference.ranks))
+            ranks = ", ".join(map(str, expert._group_reference.ranks))
             yield f"{expert._config.experts[0].match!r}, ranks {ranks}", expert
 
     def profile(self) -> Profile:
@@ -182,8 +182,8 @@ class GradientSync(ModelSync):
 
         Training does not need it: it measures its own messages. Raises PhaseError if nothing is measured.
         """
-        self.require_open("measure_network()")
-        for part in self.parts:
+        self._require_open("measure_network()")
+        for part in self._parts:
             sweep(part._engine, part._config)
 
     def save_profile(self, path: str | Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from support.alike import backwards, of_all_ranks
+from support.inside import share_parameters
 from support.models import CASES, noise
 from support.naive import collectives, wrapped
 from support.ranks import in_ranks
@@ -184,7 +185,7 @@ def test_any_rank_can_be_followed(setting: str) -> None:
         model.count, model.value = torch.tensor(rank), torch.full((2, 3), float(rank)).t()
         value = model.value
         ddp._sync_module_buffers(last)
-        ddp.sync.share(("parameters",), source=last)
+        share_parameters(ddp, source=last)
     followed = last / 2 if setting == "mean" else last
     assert (
         int(model.count),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from support.alike import backward_alike, backwards, of_all_ranks, require_equal_gradients, require_equal_values
 from support.errors import text_of
-from support.inside import post
+from support.inside import change_process_group, own_group_of, post
 from support.mixture import (
     MATCH,
     SGD,
@@ -235,7 +235,7 @@ def test_experts_have_buckets_a_process_group_and_a_report_of_their_own() -> Non
             [0, 1, 2, 3],
             [dist.get_rank() % 2, dist.get_rank() % 2 + 2],
         )
-        assert experts.own_group.process_group is not experts.process_group
+        assert own_group_of(experts).process_group is not experts.process_group
         backwards(ddp, loss, range(3))
         name = f"{MATCH!r}, ranks {dist.get_rank() % 2}, {dist.get_rank() % 2 + 2}"
         report, explanation = ddp.report(), ddp.explain()
@@ -359,7 +359,7 @@ def test_what_cannot_be_is_refused() -> None:
         refuse("weighted", ConfigError, lambda: SyncConfig(experts=(mine,), op="weighted"))
         with contextlib.closing(attaching(mine)()) as sync:
             refuse("optimizer", ConfigError, lambda: ShardedOptimizer(torch.optim.SGD, sync, lr=0.1))
-            refuse("other group", PhaseError, lambda: sync.change_process_group(group))
+            refuse("other group", PhaseError, lambda: change_process_group(sync, group))
         with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(experts=(mine,)))) as ddp:
             refuse("join", PhaseError, ddp.join_hook)
             refuse("checkpoint", CheckpointError, lambda: save_checkpoint("nowhere", ddp))

@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from support.alike import backward_alike, backwards, heard, require_equal_values, require_same_by_position
-from support.inside import engine_of, storage_of, timeout_of, without_a_ring
+from support.inside import engine_of, own_group_of, storage_of, timeout_of, without_a_ring
 from support.models import CASES, Branches, mlp, noise
 from support.naive import (
     TIMEOUT_S,
@@ -121,7 +121,7 @@ def test_the_process_group_is_the_users_and_ours_is_another_one(way: str, member
         return
     holder = WRAP[way](mlp(), process_group=None if is_world else group)
     sync = getattr(holder, "sync", holder)
-    own = sync.own_group.process_group
+    own = own_group_of(sync).process_group
     assert sync.process_group is holder.process_group is group is not own
     assert (timeout_of(own), timeout_of(own) == timedelta(seconds=77), dist.get_process_group_ranks(own), own.group_desc) == (
         timeout_of(group),
@@ -233,7 +233,7 @@ def test_a_model_that_was_dropped_is_freed(way: str, close: bool) -> None:
     watched = {"model": model, "sync": sync, "engine": engine_of(sync), "parameter": model[0].weight}
     bucket = storage_of(sync)
     watches = {name: weakref.ref(it) for name, it in {**watched, "bucket": bucket}.items()}
-    group = sync.own_group.process_group
+    group = own_group_of(sync).process_group
     if close:
         sync.close()
     del model, holder, sync, watched, bucket
@@ -288,7 +288,7 @@ def test_ranks_that_no_ring_connects_train_and_say_so() -> None:
         for strategy in ("ddp", "zero1"):
             bare = MLP.model()
             with training(MLP.model(), strategy) as (ddp, optimizer):
-                assert ddp.sync.own_group.member is None
+                assert own_group_of(ddp).member is None
                 for model in (ddp, bare):
                     MLP.loss(model, 0).backward()
                 naive_mean(bare)

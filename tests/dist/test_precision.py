@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.alike import backward_alike, require_equal_values, train
 from support.errors import text_of
-from support.inside import readings_of_trailers
+from support.inside import change_process_group, readings_of_trailers
 from support.models import CASES, noise
 from support.ranks import in_ranks
 from support.sharded import Parameters, hybrid, parameters, require_equal, training
@@ -132,7 +132,7 @@ def test_gradients_keep_their_dtype_until_closing_gives_it_back(way: str) -> Non
     narrow_loss(model, 0).backward()
     if way == "another group":
         group = dist.new_group()
-        first.change_process_group(group)
+        change_process_group(first, group)
     elif way != "closed":
         later = [attach(model, config=settings if way == "a second wrapper" else None)]
         first.close()

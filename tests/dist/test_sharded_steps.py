@@ -401,7 +401,7 @@ def test_parameters_and_buffers_of_all_rows_follow_rank_0() -> None:
     with training(case.make(), "hybrid", "SGD") as (ddp, opt):
         require_same_everywhere(parameters(ddp))
         train(ddp, opt, case.loss)
-        ddp.sync.synchronize_buffers()
+        ddp._sync_module_buffers(0)
         require_same_everywhere({name: value.clone() for name, value in ddp.named_buffers()})
         require_same_everywhere(parameters(ddp))
 

@@ -89,7 +89,15 @@ def _sharding_after_a_step(model: Model) -> Sharding:
 
 
 def own_group_of(model: Model) -> OwnGroup:
-    return sync_of(model).own_group
+    return sync_of(model)._own_group
+
+
+def share_parameters(model: Model, *, source: int) -> None:
+    sync_of(model)._share(("parameters",), source=source)
+
+
+def change_process_group(model: Model, group: dist.ProcessGroup) -> None:
+    sync_of(model)._change_process_group(group)
 
 
 def member_of(model: Model) -> ModelMonitor:
@@ -424,4 +432,4 @@ def stored_entries_of(path: Path) -> dict[str, Entry]:
 
 
 def rows_of(model: Model) -> Any:
-    return sync_of(model).group_reference.rows
+    return sync_of(model)._group_reference.rows

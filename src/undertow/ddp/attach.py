@@ -39,7 +39,7 @@ def attach(
     ignored = checked(module, ignore, config, caller="attach")
     warn_of_nothing_to_train(module, ignored, caller="attach")
     sync = synchronized(module, device_mesh=device_mesh, process_group=process_group, config=config, ignore=ignored)
-    sync.watch_forwards()
+    sync._watch_forwards()
     return sync
 
 

@@ -42,7 +42,7 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequen
     groups = [_with_reference(group, everybody) for group in config.experts]
     dense, matched = dataclasses.replace(config, experts=()), AnyOf([_Names(group.match) for group in groups])
     sync = GradientSync(module, config=dense, ignore=ignore, elsewhere=matched, **how)
-    own_group = weakref.ref(sync.own_group)
+    own_group = weakref.ref(sync._own_group)
     try:
         for group, given in zip(groups, config.experts, strict=True):
             expert = GradientSync(
@@ -52,14 +52,14 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequen
                 ignore=ignore,
                 shared=how.get("shared", ("parameters", "buffers")),
                 elsewhere=_Names(group.match, is_inverted=True),
-                within=sync.own_group,
+                within=sync._own_group,
             )
             expert._engine.checks.numbers.fails_others = partial(_fail, own_group)
             sync.experts = (*sync.experts, expert)
     except BaseException:
         sync.close()
         raise
-    sync.take_part_with_experts()
+    sync._take_part_with_experts()
     sync._attached.callback(private_scaling.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(sync))))
     return sync
 
@@ -93,16 +93,16 @@ def _alike_on_all_ranks(
     found, sync = look(), weak_sync()
     if sync is None or sync.num_ranks == 1:
         return found
-    synchronized_ids = {id(param) for part in sync.parts for _, param in part._members.named_params()}  # waits for no gather
+    synchronized_ids = {id(param) for part in sync._parts for _, param in part._members.named_params()}  # waits for no gather
     if not any(id(param) in synchronized_ids for group in optimizer.param_groups for param in group["params"]):
         return found
-    on_any = torch.zeros((), device=sync.device)
+    on_any = torch.zeros((), device=sync._device)
     for on_device in found.values():
-        on_any = torch.maximum(on_any, on_device.to(sync.device))
-    with sync.own_group.waiting("whether all ranks' gradients are finite"):
-        sync.own_group.all_reduce(on_any, dist.ReduceOp.MAX)
+        on_any = torch.maximum(on_any, on_device.to(sync._device))
+    with sync._own_group.waiting("whether all ranks' gradients are finite"):
+        sync._own_group.all_reduce(on_any, dist.ReduceOp.MAX)
     # If none of a rank's experts was used it has checked nothing, which scalers reject.
-    return {device: on_any.to(device, copy=True) for device in found or (sync.device,)}
+    return {device: on_any.to(device, copy=True) for device in found or (sync._device,)}
 
 
 def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup:

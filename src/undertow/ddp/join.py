@@ -59,33 +59,33 @@ class ShadowHook(JoinHook):
                 where="join",
                 remedy="Give every rank as many batches.",
             )
-        if is_enabled and sync.steps is not None:
+        if is_enabled and sync._steps is not None:
             raise no_join_with_shards()
         if is_enabled:
-            sync.own_group.borrowers.add("join")
+            sync._own_group.borrowers.add("join")
 
     def main_hook(self) -> None:
         """Takes part in one step of the others."""
         source, synchronizes = _exchange(self.sync)
         if source is not None:
-            self.sync.synchronize_buffers(source=source)
+            self.sync._synchronize_buffers(source=source)
         if synchronizes:
-            self.sync.shadow()
+            self.sync._shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives every rank the model of a rank that trained to the end; from then on all ranks count again."""
         self.ends()
-        self.sync.join_ends()
+        self.sync._join_ends()
         source, _ = _exchange(self.sync, source=self.sync.rank if is_last_joiner else None)
-        self.sync.share(("parameters", "buffers"), source=source or 0)
+        self.sync._share(("parameters", "buffers"), source=source or 0)
 
     def ends(self) -> None:
         """Ends the use of the user's process group."""
-        self.sync.own_group.borrowers.discard("join")
+        self.sync._own_group.borrowers.discard("join")
 
     def rescale(self, num_active: int) -> None:
         """Makes means run over `num_active` ranks, unless they are to be over all ranks."""
-        self.sync.rescale = 1.0 if self._divides_by_initial_world_size else self.sync.num_ranks / max(1, num_active)
+        self.sync._rescale = 1.0 if self._divides_by_initial_world_size else self.sync.num_ranks / max(1, num_active)
 
     def announce_forward(self, joinable: Joinable, *, with_buffers: bool) -> int | None:
         """Tells the ranks that have joined that this rank has data, and its next action.
@@ -99,13 +99,13 @@ class ShadowHook(JoinHook):
                 work.wait()
                 num_active = int(_flat(work.get_future().value()).item())
         self.rescale(num_active)
-        return _exchange(sync, source=sync.rank if with_buffers else None, synchronizes=sync.synchronizes)[0]
+        return _exchange(sync, source=sync.rank if with_buffers else None, synchronizes=sync._synchronizes)[0]
 
 
 @contextlib.contextmanager
 def _over_users(sync: GradientSync, what: str) -> Iterator[None]:
     """Marks a wait of torch's Join, which communicates over the user's group."""
-    with sync.own_group.waiting(what), over_users(sync.process_group):
+    with sync._own_group.waiting(what), over_users(sync.process_group):
         yield
 
 
@@ -114,9 +114,9 @@ def _exchange(sync: GradientSync, *, source: int | None = None, synchronizes: bo
 
     Returns the highest rank that offers its tensors, and True if any rank's backward will synchronize.
     """
-    said = torch.tensor([-1 if source is None else source, int(synchronizes)], device=sync.device)
-    with sync.own_group.waiting("all ranks, to tell what they do"):
-        sync.own_group.all_reduce(said, dist.ReduceOp.MAX)
+    said = torch.tensor([-1 if source is None else source, int(synchronizes)], device=sync._device)
+    with sync._own_group.waiting("all ranks, to tell what they do"):
+        sync._own_group.all_reduce(said, dist.ReduceOp.MAX)
     highest, any_synchronizes = said.tolist()
     return None if highest < 0 else highest, bool(any_synchronizes)
 

@@ -209,13 +209,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             inputs, kwargs = private.moved_to_device(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]))
         call = _call if self._precision is None else self._precision.call
         # torch.compile cuts graphs at the ends of buckets, so that a bucket is sent before the next graph's backward.
-        is_cut = self.sync.cut_bytes()
+        is_cut = self.sync._cut_bytes()
         try:
             with self._inside_ddp_forward() if is_cut else nullcontext():
                 outputs = call(self.module, inputs, kwargs)
         finally:
             if not torch.compiler.is_compiling():  # nothing is timed between compiled parts
-                self.sync.forward_ends()
+                self.sync._forward_ends()
         if self._buffer_hook is not None:
             self._run_buffer_hook("POST_FORWARD")
         return outputs
@@ -280,7 +280,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         At the end every rank has the model of a rank that trained longest. Run one backward for each forward. Raises PhaseError
         with a ShardedOptimizer, and for a model with experts.
         """
-        self.sync.require_open("join()")
+        self.sync._require_open("join()")
         return UnevenInputs(self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, is_enabled: bool = True, **_of_others: Any) -> ShadowHook:
@@ -290,7 +290,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @property
     def join_device(self) -> torch.device:
-        return self.sync.device
+        return self.sync._device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -322,7 +322,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _update_process_group(self, new_process_group: dist.ProcessGroup | int) -> None:
         """Averages over the ranks of another group from the next forward on; does nothing on a rank outside of it."""
         if isinstance(new_process_group, dist.ProcessGroup):
-            self.sync.change_process_group(new_process_group)
+            self.sync._change_process_group(new_process_group)
 
     def _set_static_graph(self) -> None:
         """Accepts the call; nothing in Undertow depends on it."""
@@ -335,14 +335,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._sync_module_buffers(0)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        self.sync.synchronize_buffers(source=authoritative_rank)
+        self.sync._synchronize_buffers(source=authoritative_rank)
 
     def _remove_autograd_hooks(self) -> None:
         self.sync.close()
 
     def _check_reducer_finalized(self) -> None:
         """Raises PhaseError if gradients of a started backward are not synchronized yet."""
-        if self.sync.is_synchronizing:
+        if self.sync._is_synchronizing:
             raise PhaseError(
                 "Expect to have finished reduction in the prior iteration before starting a new one.",
                 where=f"rank {self.sync.rank}",
@@ -386,25 +386,25 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _forward_begins(self, *, is_compiled: bool) -> None:
         sync, follows = self.sync, self._buffers_follow_a_rank and not self.sync.is_accumulating
         source = 0 if follows else None
-        if self._shadow is not None and self._join_config.enable and sync.is_training_forward:
+        if self._shadow is not None and self._join_config.enable and sync._is_training_forward:
             source = self._shadow.announce_forward(self, with_buffers=follows)
-        sync.forward_begins(buffers_follow=source, is_compiled=is_compiled)
+        sync._forward_begins(buffers_follow=source, is_compiled=is_compiled)
         if self._buffer_hook is not None:
             self._run_buffer_hook("PRE_FORWARD")
 
     def _run_buffer_hook(self, location: str) -> None:
         sync, hook = self.sync, self._buffer_hook
-        is_due = location == self._buffer_hook_location and sync.is_training_forward and not sync.is_accumulating
+        is_due = location == self._buffer_hook_location and sync._is_training_forward and not sync.is_accumulating
         if hook is not None and is_due and self.will_sync_module_buffers():
             with torch.no_grad():
-                sync.wait_after_backward(hook(self.named_module_buffers) or ())
+                sync._wait_after_backward(hook(self.named_module_buffers) or ())
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns everything except this process's state: a copy makes new buckets and groups when it first trains."""
-        if self.sync.has_comm_hook:
+        if self.sync._has_comm_hook:
             warnings.warn("the communication hook is not copied; register it on the copy again.", stacklevel=2)
         own = {name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow", "_precision")}
-        return {**own, "sync_config": self.sync.config, "sync_group": self.sync.group_reference}
+        return {**own, "sync_config": self.sync.config, "sync_group": self.sync._group_reference}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)

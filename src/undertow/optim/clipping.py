@@ -58,7 +58,7 @@ def clip_grad_norm_(
         else:
             clipping.add_whole((param.grad for _, param in each.named_parameters()), counts=each.rank == 0)
     # Without experts, sum over the ranks that hold shards of the same parameters: on a mesh, each row has all of them.
-    group = sync.own_group if shardings[0] is None or sync.experts else shardings[0].group
+    group = sync._own_group if shardings[0] is None or sync.experts else shardings[0].group
     return clipping.clip(max_norm, group, error_if_nonfinite=error_if_nonfinite)
 
 

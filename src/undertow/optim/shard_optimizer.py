@@ -68,7 +68,7 @@ def shard_optimizer(
     sharded = ShardedOptimizer(
         type(optimizer), model, _groups(optimizer), in_backward=in_backward, state_dict=state_dict, **settings
     )
-    group: Any = getattr(model, "sync", model).own_group
+    group: Any = getattr(model, "sync", model)._own_group
     if group.num_ranks > 1:
         states = [optimizer.state.get(param, {}) for param in _params(optimizer)]
         described = [{key: description(value) for key, value in state.items()} for state in states]

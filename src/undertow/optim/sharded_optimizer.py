@@ -89,14 +89,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._consolidated: Callable[[], FullStates] | None = None  # valid until the state changes
         super().__init__(whole.param_groups, whole.defaults)
         for group in self.param_groups:
-            require_elementwise(cls, self._make, hyper_parameters(group), device=sync.device)
+            require_elementwise(cls, self._make, hyper_parameters(group), device=sync._device)
         # All ranks must have the same.
         groups = [
             {"parameters": len(group["params"]), **{name: repr(value) for name, value in hyper_parameters(group).items()}}
             for group in self.param_groups
         ]
         described = {"optimizer": f"{cls.__module__}.{cls.__qualname__}", "parameter groups": groups}
-        self._steps = sync.shard(self, described, steps_in_backward=in_backward)
+        self._steps = sync._shard(self, described, steps_in_backward=in_backward)
 
     @private.untraced
     @torch.no_grad()

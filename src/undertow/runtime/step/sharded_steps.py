@@ -303,7 +303,7 @@ def require_synchronized(sync: Any) -> None:
 def full_gradient(sync: Any, param: Tensor) -> Tensor | None:
     """Returns the mean gradient of a parameter; a collective call if ranks have shards of it or owe a synchronization."""
     finish_before_look(sync, [param])
-    sharding = None if sync.steps is None else sync.steps.sharding
+    sharding = None if sync._steps is None else sync._steps.sharding
     return param.grad if sharding is None else sharding.full_gradient(param)
 
 
@@ -324,19 +324,19 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
         stepped = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
         params = set(compress(map(id, stepped), map(isinstance, stepped, repeat(nn.Parameter))))
         if steps and sync._members.replaced.former:  # hence never in a run without such changes
-            is_sharded = sync.steps is not None and sync.steps.is_stepper(optimizer)
+            is_sharded = sync._steps is not None and sync._steps.is_stepper(optimizer)
             sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
         if engine.phase >= Phase.CLOSED or not engine.current_plan.owns_any(params):
             return None
-        if sync.steps is not None:
-            sync.steps.require_stepper(optimizer)
+        if sync._steps is not None:
+            sync._steps.require_stepper(optimizer)
         elif needs_shards:
             raise no_plain_optimizer(sync.config, optimizer)
         engine.finish_before_step(params, steps=steps)
         if engine.earlier is not None and steps and not has_closure:  # a closure's backward is still to come
             engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")
         numbers: NonFinite = engine.checks.numbers
-        return numbers if sync.steps is None and numbers.is_on else None
+        return numbers if sync._steps is None and numbers.is_on else None
 
     @private.untraced  # if the step is compiled, so would be everything before it
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
