@@ -86,7 +86,8 @@ def _train_all_ways(settings: DemoSettings, link: EmulatedLink) -> Iterator[Mess
         # Later, with more ranks, rounding makes the weights drift apart, and only losses can be compared.
         if step == 1 or (step == len(batches) and settings.is_exact):
             for run in runs:
-                run.gradients_agree &= _agree(run.gradients, right.gradients, tolerances)
+                rows = zip(run.gradients, right.gradients, tolerances, strict=True)
+                run.gradients_agree &= all(bool(((mine - exact).abs() <= far).all()) for mine, exact, far in rows)
     dist.barrier()  # by now every collective of the steps is in the log
     transfers = link.take_log()
     for run in runs:
@@ -126,11 +127,6 @@ def _tolerances(model: nn.Module, batch: Tensor, *, is_exact: bool) -> list[Tens
         dist.all_reduce(magnitude)  # n times the mean
         magnitude *= 0.0 if is_exact else 2 * torch.finfo(torch.float32).eps
     return magnitudes
-
-
-def _agree(mine: Iterable[Tensor], right: Iterable[Tensor], tolerances: Iterable[Tensor]) -> bool:
-    rows = zip(mine, right, tolerances, strict=True)
-    return all(bool(((mine - right).abs() <= tolerance).all()) for mine, right, tolerance in rows)
 
 
 class WayRun:
