@@ -10,8 +10,6 @@ from rich.text import Text
 
 from undertow.foreign import printable
 
-_LEAST_WIDTH = 120  # of texts; a narrower table would cut names of parameters
-
 
 class Shown(JupyterMixin):
     """A value that `print`, `rich.print` and a notebook show as tables or lines."""
@@ -22,7 +20,7 @@ class Shown(JupyterMixin):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        file, width = io.StringIO(), max(shutil.get_terminal_size().columns, _LEAST_WIDTH)
+        file, width = io.StringIO(), max(shutil.get_terminal_size().columns, 120)  # a narrower table would cut names
         console = Console(file=file, width=width, color_system=None, force_terminal=False, force_jupyter=False)
         console.print(self, soft_wrap=True)  # lines stay whole, however wide the terminal is
         return file.getvalue().removesuffix("\n")

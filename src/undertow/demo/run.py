@@ -19,10 +19,8 @@ from undertow.report.timeline import make_directory, require_matplotlib, save_ti
 from undertow.shown import print_line
 from undertow.trace import overlap_of
 
-_INTERRUPTED = 130  # exit code that shells expect of a process ended by Ctrl-C
 _SILENCE_S = 180.0  # seconds for computation and start; time on the network is added
 _ASSUMED_BYTES = 100_000_000  # traffic of one step, a generous estimate
-_BARELY_BUSY = 0.5  # cores that a desktop needs for itself
 
 
 def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
@@ -42,7 +40,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         console.print("Interrupted; all ranks have ended.")
-        return _INTERRUPTED
+        return 130  # as shells expect of a process ended by Ctrl-C
     console.print("", comparison_table(results, num_steps=settings.num_steps), "")
     _save(settings, results, console)
     complaints = complaints_of(results)
@@ -63,7 +61,7 @@ def _print_introduction(console: Console, settings: DemoSettings, *, num_cores: 
         console.print("[yellow]One rank has nobody to talk to: there will be no communication to hide.[/]")
     if settings.num_ranks > num_cores:
         console.print(f"[yellow]{ranks} share {num_cores} cores: computation will take longer than on separate machines.[/]")
-    elif settings.num_ranks + load > num_cores + _BARELY_BUSY:
+    elif settings.num_ranks + load > num_cores + 0.5:  # a desktop is never quite idle
         console.print("[yellow]Other programs are computing on this machine: times will vary.[/]")
 
 
@@ -76,17 +74,21 @@ def _train(settings: DemoSettings, console: Console) -> list[WayDone]:
     link, num_ranks = link_from_text(settings.link), settings.num_ranks
     silence_s = _SILENCE_S + collective_seconds(link, "all_reduce", num_bytes=_ASSUMED_BYTES, num_ranks=num_ranks)
     results = []
-    with tempfile.TemporaryDirectory(prefix="undertow-demo-") as directory, progress:
-        ranks = messages_of_ranks(_run_rank, (settings, f"{directory}/meeting-point"), num_ranks=num_ranks, silence_s=silence_s)
-        with contextlib.closing(ranks) as messages:
-            for message in messages:
-                match message:
-                    case str():
-                        console.print(message)
-                    case WayDone():
-                        results.append(message)
-                    case way, figures:
-                        progress.update(tasks[way], advance=1, figures=figures)
+    with (
+        tempfile.TemporaryDirectory(prefix="undertow-demo-") as folder,
+        progress,
+        contextlib.closing(
+            messages_of_ranks(_run_rank, (settings, f"{folder}/meeting-point"), num_ranks=num_ranks, silence_s=silence_s)
+        ) as messages,
+    ):
+        for message in messages:
+            match message:
+                case str():
+                    console.print(message)
+                case WayDone():
+                    results.append(message)
+                case way, figures:
+                    progress.update(tasks[way], advance=1, figures=figures)
     return results
 
 

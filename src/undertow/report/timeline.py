@@ -27,7 +27,6 @@ _KINDS = {
     "all_gather": ("#f2b134", "parameters gathered"),
 }
 INK, FAINT_INK = "#333333", "#777777"
-_VISIBLE = 5e-4  # share of the axis; a narrower bar would only show its white edges
 
 
 def require_matplotlib() -> None:
@@ -127,7 +126,7 @@ def save_timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
 def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
     for event in trace.events:
         is_compute = event.lane == "compute"
-        if is_compute and event.duration_us < axis_ms * 1e3 * _VISIBLE:
+        if is_compute and event.duration_us < axis_ms * 0.5:  # less than 0.05 % of the axis would only show its white edges
             continue
         axes.broken_barh(
             [(event.start_us / 1e3, event.duration_us / 1e3)],
