@@ -78,7 +78,6 @@ def _train_all_ways(settings: DemoSettings, link: EmulatedLink) -> Iterator[Mess
     runs = [WayRun(way, copy.deepcopy(model)) for way in settings.ways]
     right, *_ = runs
     tolerances = _tolerances(model, batches[0], is_exact=settings.is_exact)
-    link.take_log()
     for step, batch in enumerate(batches, 1):
         for run in runs:
             run.step(batch)

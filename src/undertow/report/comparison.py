@@ -80,8 +80,7 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
 def print_sweep(sweep: Sweep, console: Console) -> None:
     """Prints one block per value with one line per method; fits into 80 columns."""
     columns = (Column(name, justify="right") for name in ("step, ms", "exposed, ms", "hidden", "efficiency"))
-    title = f"By {sweep.axis}"
-    table = Table(Column(sweep.unit, justify="right"), "gradients sent", *columns, title=title, title_justify="left")
+    table = Table(Column(sweep.unit, justify="right"), "gradients sent", *columns, title=f"By {sweep.axis}", title_justify="left")
     for value, outcomes in sweep.points.items():
         table.add_section()
         for place, outcome in enumerate(outcomes):
