@@ -5,10 +5,9 @@ Everything that is shown passes through `printable`: in a terminal, an error, a 
 
 import json
 import unicodedata
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
-
-__all__ = ["MOST_LEVELS", "parsed_json", "printable", "printable_lines"]
 
 MOST_LEVELS = 100  # of nested lists and objects; readers of a value may recurse once per level
 _TOO_DEEP = f"it is nested too deeply, in more than {MOST_LEVELS} levels"
@@ -25,12 +24,10 @@ def printable_lines(text: str) -> str:
 
 
 def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
             raise ValueError(f"{name!r} is given twice")
-        found[name] = value
-    return found
+    return dict(pairs)
 
 
 def parsed_json(text: str | bytes, *, object_of: Callable[[list[tuple[str, Any]]], Any] = _as_object) -> Any:

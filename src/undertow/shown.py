@@ -3,15 +3,12 @@
 import io
 import shutil
 from collections.abc import Iterable, Mapping
-from itertools import chain
 
 from rich.console import Console, Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 from undertow.foreign import printable
-
-_LEAST_WIDTH = 120  # of texts; a narrower table would cut names of parameters
 
 
 class Shown(JupyterMixin):
@@ -23,11 +20,10 @@ class Shown(JupyterMixin):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        width = max(shutil.get_terminal_size().columns, _LEAST_WIDTH)
-        console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, force_jupyter=False)
-        with console.capture() as captured:
-            console.print(self, soft_wrap=True)  # lines stay whole, however wide the terminal is
-        return captured.get().removesuffix("\n")
+        file, width = io.StringIO(), max(shutil.get_terminal_size().columns, 120)  # a narrower table would cut names
+        console = Console(file=file, width=width, color_system=None, force_terminal=False, force_jupyter=False)
+        console.print(self, soft_wrap=True)  # lines stay whole, however wide the terminal is
+        return file.getvalue().removesuffix("\n")
 
 
 def cell(text: str) -> Text:
@@ -37,10 +33,7 @@ def cell(text: str) -> Text:
 
 def with_experts(parts: Iterable[RenderableType], experts: Mapping[str, Shown]) -> Group:
     """Returns the parts, and below them the values of the groups of experts under their names."""
-    groups: Iterable[tuple[RenderableType, ...]] = (
-        (cell(""), cell(f"Experts {name}:"), shown) for name, shown in experts.items()
-    )
-    return Group(*parts, *chain.from_iterable(groups))
+    return Group(*parts, *(part for name, it in experts.items() for part in (cell(""), cell(f"Experts {name}:"), it)))
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:

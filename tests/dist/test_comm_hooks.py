@@ -24,7 +24,7 @@ from support.models import CASES, mlp, noise
 from support.naive import TIMEOUT_S, alone, naive_mean, wrapped
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel
-from undertow.demo.model import Gpt, GptShape
+from undertow.demo.model import Gpt
 from undertow.demo.settings import load_corpus
 from undertow.errors import PlanMismatch, WrongType
 
@@ -409,7 +409,7 @@ def test_the_bytes_that_a_hook_sends_are_not_told(name: str) -> None:
     ) == (expected, sum(expected), expected)
 
 
-SHAPE = GptShape(num_layers=2, num_heads=4, width=128, context=32, batch=8)
+CONTEXT = 32
 
 
 def gpt_loss(state: PowerSGDState | None = None) -> float:
@@ -417,14 +417,14 @@ def gpt_loss(state: PowerSGDState | None = None) -> float:
     torch.manual_seed(1)
     text = torch.frombuffer(bytearray(load_corpus()), dtype=torch.uint8)
     shuffle = torch.Generator().manual_seed(dist.get_rank())
-    with wrapped(Gpt(SHAPE)) as ddp:
+    with wrapped(Gpt(num_layers=2, width=128, context=CONTEXT)) as ddp:
         if state is not None:
             ddp.register_comm_hook(state, powerSGD_hook)
         optimizer, losses = torch.optim.AdamW(ddp.parameters(), lr=1e-3), []
         for _ in range(80):
-            starts = torch.randint(len(text) - SHAPE.context, (SHAPE.batch, 1), generator=shuffle)
+            starts = torch.randint(len(text) - CONTEXT, (8, 1), generator=shuffle)
             optimizer.zero_grad()
-            loss = ddp(text[starts + torch.arange(SHAPE.context + 1)].long())
+            loss = ddp(text[starts + torch.arange(CONTEXT + 1)].long())
             loss.backward()
             optimizer.step()
             losses.append(loss.item())

@@ -10,8 +10,6 @@ from undertow.errors import UndertowError
 
 __all__ = ["main"]
 
-_CANNOT_WORK, _INTERRUPTED = 2, 130  # exit codes; shells expect the second of a process ended by Ctrl-C
-
 
 def main() -> None:
     """Runs the command; an UndertowError prints its text and exits with code 2, without a traceback."""
@@ -23,6 +21,6 @@ def main() -> None:
         app()
     except UndertowError as error:
         Console(stderr=True).print(Text.assemble(("Error:", "bold red"), " ", (str(error), "red")), soft_wrap=True)
-        sys.exit(_CANNOT_WORK)
+        sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
+        sys.exit(130)  # as shells expect of a process ended by Ctrl-C

@@ -115,7 +115,6 @@ def plan(  # noqa: PLR0913  # one argument per option
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
 ) -> None:
-    """Hands the options over; the decorator has the help text."""
     show_plan(
         file,
         strategy=strategy,
@@ -162,7 +161,6 @@ def simulate(  # noqa: PLR0913  # one argument per option
     sweep: Annotated[str | None, typer.Option(help='Vary "ranks", "bandwidth" or "bucket".', show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
 ) -> None:
-    """Hands the options over; the decorator has the help text."""
     show_simulation(
         profile,
         strategy=strategy,

@@ -1,6 +1,7 @@
 """Implements `undertow plan`; imports torch only for the demo's model."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -16,8 +17,6 @@ from undertow.report.comparison import print_outcomes
 from undertow.schedule import OpKind, Strategy, lower_accumulation, lower_data_parallel, strategy_named, verify
 from undertow.shown import cell, print_line
 from undertow.simulate import Conditions
-
-_NUM_RANKS = 2  # of a plan if the number of ranks is not given
 
 
 def show_plan(  # noqa: PLR0913  # one argument per option
@@ -45,7 +44,11 @@ def show_plan(  # noqa: PLR0913  # one argument per option
     if isinstance(source, Profile):
         what_if = WhatIf.of(source, strategy, num_ranks, network, Conditions(overlap=has_overlap))
         chosen, measured = what_if.strategy, what_if.network  # refused before anything is printed
-        plan = _plan_of_profile(what_if, bucket_cap_mb)
+        if bucket_cap_mb is None:
+            plan = what_if.optimal_plan
+        else:
+            config, splits = SyncConfig(bucket_cap_mb=bucket_cap_mb), chosen.gather is not None
+            plan = plan_in_order(source.params, source.order, config, num_ranks=what_if.num_ranks, splits=splits)
     elif network.link is not None:
         raise ConfigError(
             "--link says what a step takes, which needs a profile.",
@@ -56,16 +59,13 @@ def show_plan(  # noqa: PLR0913  # one argument per option
         chosen = strategy_named(strategy)
         plan = plan_from_source(source, num_ranks=num_ranks, bucket_cap_mb=bucket_cap_mb, splits=chosen.gather is not None)
     num_nodes = None if network.per_node is None else plan.num_ranks // min(network.per_node, plan.num_ranks)
-    if is_accumulation:
-        schedule = lower_accumulation(len(plan.buckets), chosen)
-    else:
-        schedule = lower_data_parallel(len(plan.buckets), chosen, overlap=has_overlap)
+    lower = lower_accumulation if is_accumulation else partial(lower_data_parallel, overlap=has_overlap)
+    schedule = lower(len(plan.buckets), chosen)
     verify(schedule, chosen, num_buckets=len(plan.buckets))
     console, megabytes = Console(), sum(bucket.num_bytes for bucket in plan.buckets) / 1e6
     sizes = f"parameters: {len(plan.params)}, MB: {megabytes:.2f}, buckets: {len(plan.buckets)}"
     console.print(f"{chosen.name}, ranks: {plan.num_ranks}, {sizes}", highlight=False)
-    console.print(_bucket_table(plan, chosen, num_nodes=num_nodes))
-    console.print()
+    console.print(_bucket_table(plan, chosen, num_nodes=num_nodes), "")
     # Unformatted, so that a copy of this text parses.
     console.print(schedule.to_text(), end="", markup=False, highlight=False, soft_wrap=True)
     if what_if is not None and not is_accumulation:
@@ -85,20 +85,12 @@ def plan_from_source(
     """
     config = SyncConfig(order="reverse", bucket_cap_mb=bucket_cap_mb)
     if not isinstance(source, Plan):
-        return first_plan(source, config, num_ranks=_NUM_RANKS if num_ranks is None else num_ranks, splits=splits)
+        return first_plan(source, config, num_ranks=2 if num_ranks is None else num_ranks, splits=splits)
     num_ranks = source.num_ranks if num_ranks is None else num_ranks
     if bucket_cap_mb is None and (splits or not source.split_params):
         return plan_from_groups(source.params, source.groups, num_ranks=num_ranks)
     order = tuple(dict.fromkeys(param for bucket in source.buckets for param in bucket.params))
     return plan_in_order(source.params, order, config, num_ranks=num_ranks, splits=splits)
-
-
-def _plan_of_profile(what_if: WhatIf, bucket_cap_mb: float | None) -> Plan:
-    profile = what_if.profile
-    if bucket_cap_mb is None:
-        return what_if.optimal_plan
-    config, splits = SyncConfig(bucket_cap_mb=bucket_cap_mb), what_if.strategy.gather is not None
-    return plan_in_order(profile.params, profile.order, config, num_ranks=what_if.num_ranks, splits=splits)
 
 
 def _bucket_table(plan: Plan, strategy: Strategy, *, num_nodes: int | None) -> Table:

@@ -38,8 +38,9 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
     """Prints the requested simulation as a table and draws it. Raises ConfigError for impossible values."""
     require_rank(num_ranks, of="a step has", where=_WHERE)
     if sweep is not None and sweep not in SWEEPS:
-        names = ", ".join(map(repr, SWEEPS))
-        raise ConfigError(f"there is no --sweep {sweep!r}.", where=_WHERE, remedy=f"Choose one of: {names}.")
+        raise ConfigError(
+            f"there is no --sweep {sweep!r}.", where=_WHERE, remedy=f"Choose one of: {', '.join(map(repr, SWEEPS))}."
+        )
     require_matplotlib()
     profile = profile_from_file(file)
     what_if = WhatIf.of(profile, strategy, num_ranks, network, conditions)
@@ -52,15 +53,14 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
     )
     print_line(console, f"Network: {source}")
     path = out / ("simulate.png" if sweep is None else f"simulate-{sweep}.png")
-    if sweep is None:
-        outcomes = what_if.outcomes()
-        print_outcomes(outcomes, console)
-        with checked_writing(path, where=_WHERE):
+    with checked_writing(path, where=_WHERE):
+        if sweep is None:
+            outcomes = what_if.outcomes()
+            print_outcomes(outcomes, console)
             save_timeline({outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, OPTIMAL)}, path)
-    else:
-        swept = SWEEPS[sweep](what_if)
-        print_sweep(swept, console)
-        with checked_writing(path, where=_WHERE):
+        else:
+            swept = SWEEPS[sweep](what_if)
+            print_sweep(swept, console)
             save_curves(swept, path)
     print_line(console, f"Picture: {path}")
 
@@ -85,13 +85,14 @@ def _sweep_bandwidth(what_if: WhatIf) -> Sweep:
     link = what_if.options.link
     match = None if link is None or link_from_text(link).is_free else _RATE.fullmatch(link)
     if match is None:
-        remedy = 'Give a rate, such as --link "100gbit,5us".'
-        raise ConfigError("--sweep bandwidth varies the rate of --link.", where=_WHERE, remedy=remedy)
-    points = {}
-    for factor in _RATE_FACTORS:
-        rate = f"{float(match['rate']) * factor:.6f}".rstrip("0").rstrip(".")
-        options = replace(what_if.options, link=f"{rate}{match['unit']}{match['latency']}")
-        points[rate] = replace(what_if, options=options).outcomes()
+        raise ConfigError(
+            "--sweep bandwidth varies the rate of --link.",
+            where=_WHERE,
+            remedy='Give a rate, such as --link "100gbit,5us".',
+        )
+    rates = [f"{float(match['rate']) * factor:.6f}".rstrip("0").rstrip(".") for factor in _RATE_FACTORS]
+    options = {rate: replace(what_if.options, link=f"{rate}{match['unit']}{match['latency']}") for rate in rates}
+    points = {rate: replace(what_if, options=changed).outcomes() for rate, changed in options.items()}
     return Sweep(axis="rate of every link", unit=f"{match['unit']}/s", points=points)
 
 
@@ -99,11 +100,9 @@ def _sweep_bucket(what_if: WhatIf) -> Sweep:
     """Varies sizes up to the first one that holds all gradients; other methods are listed too, the same at every size."""
     total_mib = sum(spec.num_bytes for spec in what_if.profile.params) / 2**20
     others = {outcome.method: outcome for outcome in what_if.outcomes()}
-    points = {}
-    for size, smaller in zip(_BUCKET_MIBS, (0, *_BUCKET_MIBS), strict=False):
-        if smaller < total_mib:
-            fixed = what_if.outcome("fixed size", what_if.plan_of_size(caps_of(size)))
-            points[f"{size:g}"] = (others[PER_PARAMETER], fixed, others[OPTIMAL])
+    sizes = [size for size, smaller in zip(_BUCKET_MIBS, (0, *_BUCKET_MIBS), strict=False) if smaller < total_mib]
+    fixed = {f"{size:g}": what_if.outcome("fixed size", what_if.plan_of_size(caps_of(size))) for size in sizes}
+    points = {size: (others[PER_PARAMETER], outcome, others[OPTIMAL]) for size, outcome in fixed.items()}
     return Sweep(axis="largest bucket", unit="MiB", points=points)
 
 

@@ -24,8 +24,9 @@ PER_PARAMETER, FIXED, OPTIMAL = "per parameter", "25 MiB buckets", "optimal buck
 def require_rank(num_ranks: int | None, *, of: str, where: str) -> None:
     """Raises ConfigError if the option --ranks is given and below 1; `of` begins the text."""
     if num_ranks is not None and num_ranks < 1:
-        message = f"{of} one rank or more, got --ranks {num_ranks}."
-        raise ConfigError(message, where=where, remedy="Give one or more, or leave it out.")
+        raise ConfigError(
+            f"{of} one rank or more, got --ranks {num_ranks}.", where=where, remedy="Give one or more, or leave it out."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +46,13 @@ class NetworkOptions:
     node_link: str | None = None
 
     def __post_init__(self) -> None:
-        given = {"--per-node": self.per_node, "--node-link": self.node_link}
-        unused = " and ".join(option for option, value in given.items() if value is not None)
-        needed = "--link"
-        if self.link is not None:
-            unused, needed = ("--node-link" if self.node_link and self.per_node is None else ""), "--per-node"
-        if unused:
-            raise ConfigError(f"{unused} says nothing without {needed}.", where="the network", remedy=f"Give {needed} too.")
+        for option, value, needed, given in (
+            ("--per-node", self.per_node, "--link", self.link),
+            ("--node-link", self.node_link, "--link", self.link),
+            ("--node-link", self.node_link, "--per-node", self.per_node),
+        ):
+            if value is not None and given is None:
+                raise ConfigError(f"{option} says nothing without {needed}.", where="the network", remedy=f"Give {needed} too.")
 
     def network(self, profile: Profile, strategy: Strategy, *, num_ranks: int) -> Network:
         """Returns the network of the options; without a link the profile's network, or one like it over other ranks.
@@ -61,7 +62,11 @@ class NetworkOptions:
         """
         is_mesh = strategy.crossing is not None
         if self.link is not None and (self.per_node is not None or not is_mesh):
-            return self._named(self.link, num_ranks=num_ranks, is_mesh=is_mesh)
+            # If there are fewer ranks than a node has, all of them are on one node.
+            per_node, inside = self.per_node and min(self.per_node, num_ranks), self.node_link or NODE_LINK
+            costs = costs_for(self.link, num_ranks=num_ranks, per_node=per_node, inside=inside, is_mesh=is_mesh)
+            nodes = "," if per_node is None else f" between nodes of {per_node} ranks, {inside} inside;"
+            return Network(costs=costs, source=f"{self.link}{nodes} {num_ranks} ranks")
         needs_nodes = is_mesh or strategy_named(profile.strategy).crossing is not None
         is_measured = num_ranks == profile.num_ranks and bool(profile.curves)
         if self.link is None and is_measured and (strategy.name == profile.strategy or not needs_nodes):
@@ -86,14 +91,6 @@ class NetworkOptions:
             costs=RingCosts(link, num_ranks=num_ranks),
             source=f"a ring over {num_ranks} ranks, each with the link that explains what {profile.num_ranks} measured: {found}",
         )
-
-    def _named(self, link: str, *, num_ranks: int, is_mesh: bool) -> Network:
-        if self.per_node is None:
-            return Network(costs=costs_for(link, num_ranks=num_ranks), source=f"{link}, {num_ranks} ranks")
-        # If there are fewer ranks than a node has, all of them are on one node.
-        per_node, inside = min(self.per_node, num_ranks), self.node_link or NODE_LINK
-        costs = costs_for(link, num_ranks=num_ranks, per_node=per_node, inside=inside, is_mesh=is_mesh)
-        return Network(costs=costs, source=f"{link} between nodes of {per_node} ranks, {inside} inside; {num_ranks} ranks")
 
 
 def caps_of(mebibytes: float) -> SizeCaps:
@@ -133,11 +130,11 @@ class WhatIf:
 
     @cached_property
     def optimum(self) -> Optimum:
-        profile, costs = self.profile, self.network.costs
+        profile, costs, num_ranks = self.profile, self.network.costs, self.num_ranks
         if self.conditions.in_backward:
-            return best_groups_in_backward(profile, profile.order, costs, num_ranks=self.num_ranks, max_bytes=float("inf"))
-        params, order, timing = profile.params, profile.order, profile.timing
-        return optimal_groups(params, order, timing, costs, num_ranks=self.num_ranks, has_shards=self._has_shards)
+            return best_groups_in_backward(profile, profile.order, costs, num_ranks=num_ranks, max_bytes=float("inf"))
+        has_shards = self.strategy.gather is not None
+        return optimal_groups(profile.params, profile.order, profile.timing, costs, num_ranks=num_ranks, has_shards=has_shards)
 
     @property
     def compute_us(self) -> float:
@@ -158,7 +155,7 @@ class WhatIf:
     def plan_of_size(self, caps: SizeCaps) -> Plan:
         """Returns buckets of fixed size, in ready order; with shards large parameters are cut."""
         params, order = self.profile.params, self.profile.order
-        if self._has_shards:
+        if self.strategy.gather is not None:
             return self._plan(group_in_pieces(params, order, caps, num_ranks=self.num_ranks))
         return self._plan(group_by_size(params, order, caps))
 
@@ -183,10 +180,6 @@ class WhatIf:
             limit_us=self.limit_us,
             late_rank_us=summarize([record], plan, rank=record.rank).late_rank_ms * 1e3,
         )
-
-    @property
-    def _has_shards(self) -> bool:
-        return self.strategy.gather is not None
 
     def _plan(self, groups: Sequence[Sequence[GroupEntry]]) -> Plan:
         return plan_from_groups(self.profile.params, groups, num_ranks=self.num_ranks)

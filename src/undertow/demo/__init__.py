@@ -1,6 +1,6 @@
 """`undertow demo`: trains one model in five or six variants on this machine, over an emulated link, and compares the results."""
 
 from undertow.demo.run import run_demo
-from undertow.demo.settings import DemoSettings, Way
+from undertow.demo.settings import DemoSettings
 
-__all__ = ["DemoSettings", "Way", "run_demo"]
+__all__ = ["DemoSettings", "run_demo"]

@@ -1,104 +1,271 @@
-"""Runs one rank of the demo: trains the same model in several variants, one step of each in turn."""
+"""Runs one rank of the demo: trains the same model in several variants, one step of each in turn, and measures all alike."""
 
-import multiprocessing
+import contextlib
+import copy
+import math
 import os
-import signal
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch import Tensor, nn
 
-from undertow.demo.model import Gpt, GptShape
-from undertow.demo.results import Message, ModelBuilt, RankFailed, StepDone
-from undertow.demo.settings import NUM_WARM_UP_STEPS, REFERENCE, DemoSettings
-from undertow.demo.way_run import Reference, WayRun, reference_of_first_step
-from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend
+from undertow.config import SyncConfig
+from undertow.cost import collective_seconds, link_from_text
+from undertow.ddp.wrapper import DistributedDataParallel
+from undertow.demo.model import CONTEXT, Gpt
+from undertow.demo.settings import COMPARED, NUM_WARM_UP_STEPS, OURS, DemoSettings, Message, WayDone, load_corpus
+from undertow.emulation.link import BACKEND, EmulatedLink, Transfer, emulated_backend
+from undertow.errors import PhaseError
+from undertow.optim.sharded_optimizer import ShardedOptimizer
+from undertow.profile import Profile
+from undertow.schedule import STRATEGIES
+from undertow.trace import Event, Trace
 
-_SHAPE = GptShape()
+_BATCH = 6  # sequences per rank and step
 
+# Torch's fused kernel rounds differently after the last whole vector of a piece. The sizes of this model's parameters are
+# multiples of 256, so that with two ranks all pieces consist of whole vectors and the result is bit-identical to training without
+# shards.
+_ADAMW: dict[str, Any] = {"lr": 1e-3, "fused": True}
 
-def run_rank(rank: int, settings: DemoSettings, corpus: Path, meeting_point: Path, connection: Connection) -> None:
-    """Entry point of a rank's process; sends messages and ends, with exit code 1 after a failure."""
-    # Ctrl-C reaches the whole group of processes; the parent ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        torch.set_num_threads(1)  # every rank represents a separate machine
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        text = torch.frombuffer(bytearray(corpus.read_bytes()), dtype=torch.uint8)
-        with emulated_backend(settings.emulated_link) as link:
-            store = FileStore(str(meeting_point), settings.num_ranks)
-            dist.init_process_group(BACKEND, store=store, rank=rank, world_size=settings.num_ranks)
-            _train_all_ways(rank, settings, text, link, connection.send)
-            dist.barrier()
-            dist.destroy_process_group()
-    except BaseException:
-        connection.send(RankFailed(rank=rank, failed_s=time.perf_counter(), traceback=traceback.format_exc()))
-        connection.close()
-        # Immediately: destructors of groups with a collective in flight would wait for ranks that may be gone.
-        os._exit(1)
+# The variants that Undertow synchronizes.
+_CONFIGS: Mapping[str, SyncConfig] = {
+    "bucketed": SyncConfig(overlap=False, bucket_cap_mb=4.0, order="reverse"),
+    "overlapped": SyncConfig(bucket_cap_mb=4.0, order="reverse"),
+    "undertow": SyncConfig(),
+    "zero1": SyncConfig(strategy="zero1"),
+    "zero2": SyncConfig(strategy="zero2"),
+}
 
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+# Tolerance of the loss with three or more ranks, when variants add in different orders: in AdamW's first steps a differing last
+# bit of a gradient that is nearly zero changes the update by a whole learning rate.
+_LOSS_TOLERANCE = 1e-2
 
 
-def _train_all_ways(rank: int, settings: DemoSettings, text: Tensor, link: EmulatedLink, send: Callable[[Message], None]) -> None:
+def run_rank(rank: int, settings: DemoSettings, meeting_point: str, send: Callable[[Message], None]) -> None:
+    """Trains, and sends the results if this is rank 0."""
+    torch.set_num_threads(1)  # every rank represents a separate machine
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    with emulated_backend(link_from_text(settings.link)) as link:
+        dist.init_process_group(BACKEND, init_method=f"file://{meeting_point}", rank=rank, world_size=settings.num_ranks)
+        for message in _train_all_ways(settings, link):
+            if rank == 0:
+                send(message)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _train_all_ways(settings: DemoSettings, link: EmulatedLink) -> Iterator[Message]:
     """Trains one copy of the model per variant, with the same initial weights and the same data.
 
     It alternates between variants step by step: if the speed of the machine changes (another program, heat), it changes equally
     for all.
     """
-    model, first_batch = _new_model(settings), next(_batches(rank, settings, text))
-    first_reference = reference_of_first_step(model, first_batch)
-    runs = [WayRun(way, _new_model(settings)) for way in settings.ways]
-    if rank == 0:
-        num_parameters = sum(param.numel() for param in model.parameters())
-        send(ModelBuilt(num_parameters=num_parameters, gradient_bytes=4 * num_parameters))
-    link.take_log()
-    for step, batch in zip(range(NUM_WARM_UP_STEPS + settings.num_steps), _batches(rank, settings, text), strict=False):
+    torch.manual_seed(settings.seed)
+    model, batches = Gpt(), _batches(settings)
+    num_bytes = 4 * sum(param.numel() for param in model.parameters())
+    wire_s = collective_seconds(link.link, "all_reduce", num_bytes=num_bytes, num_ranks=settings.num_ranks)
+    on_the_wire = f", {wire_s * 1e3:.0f} ms of wire time per step" if wire_s else ""
+    yield f"GPT with {num_bytes / 4e6:.1f} M parameters, {num_bytes / 1e6:.1f} MB of gradients{on_the_wire}.\n"
+    runs = [WayRun(way, copy.deepcopy(model)) for way in settings.ways]
+    right, *_ = runs
+    tolerances = _tolerances(model, batches[0], is_exact=settings.is_exact)
+    for step, batch in enumerate(batches, 1):
         for run in runs:
             run.step(batch)
-            if step == 0:
-                run.compare(first_reference)
-            if rank == 0:
-                send(StepDone(way=run.way, step=step, step_ms=run.steps[-1].step_ms, loss=run.loss))
+            yield run.way, f"{run.steps[-1].duration_us / 1e3:5.0f} ms/step  loss {run.loss:.4f}"
+        # Later, with more ranks, rounding makes the weights drift apart, and only losses can be compared.
+        if step == 1 or (step == len(batches) and settings.is_exact):
+            for run in runs:
+                rows = zip(run.gradients, right.gradients, tolerances, strict=True)
+                run.gradients_agree &= all(bool(((mine - exact).abs() <= far).all()) for mine, exact, far in rows)
     dist.barrier()  # by now every collective of the steps is in the log
     transfers = link.take_log()
-    right = next(run for run in runs if run.way is REFERENCE)
-    last_reference = Reference(gradients=right.gradients)
     for run in runs:
-        if settings.is_exact:  # with more ranks rounding makes the weights drift apart, and only losses can be compared
-            run.compare(last_reference)
-        run.finish(first_batch)
-        if settings.is_exact:
-            run.compare_parameters(right)
-        send(run.result(transfers, rank=rank))
+        run.finish(batches[0])
     for run in runs:
-        run.close()
+        agrees = torch.tensor(
+            [
+                run.gradients_agree,
+                math.isclose(run.loss, right.loss, rel_tol=0.0 if settings.is_exact else _LOSS_TOLERANCE),
+                not settings.is_exact or all(map(torch.equal, run.model.parameters(), right.model.parameters())),
+            ],
+            dtype=torch.int32,
+        )
+        dist.all_reduce(agrees, op=dist.ReduceOp.MIN)  # on every rank
+        wrong = [what for what, is_right in zip(COMPARED, agrees, strict=True) if not is_right]
+        yield WayDone(way=run.way, typical=run.typical(transfers), loss=run.loss, wrong=wrong, profile=run.profile())
 
 
-def _new_model(settings: DemoSettings) -> Gpt:
-    torch.manual_seed(settings.seed)
-    return Gpt(_SHAPE)
+def _batches(settings: DemoSettings) -> Tensor:
+    """Returns this rank's batches, [step, sequence, byte], the same for every variant: pieces from random places of the text."""
+    text = torch.frombuffer(bytearray(load_corpus(settings.text)), dtype=torch.uint8)
+    pieces = text.unfold(0, CONTEXT + 1, 1)  # [position, byte], a view
+    random, num_steps = np.random.default_rng([settings.seed, dist.get_rank()]), NUM_WARM_UP_STEPS + settings.num_steps
+    return pieces[torch.from_numpy(random.integers(len(pieces), size=(num_steps, _BATCH)))].long()
 
 
-def _batches(rank: int, settings: DemoSettings, text: Tensor) -> Iterator[Tensor]:
-    """Yields this rank's batches, the same for every variant: pieces of the text, [bytes] uint8, from random positions."""
-    random = np.random.default_rng([settings.seed, rank])
-    length = _SHAPE.context + 1
-    while True:
-        starts = random.integers(0, text.numel() - length, size=_SHAPE.batch)
-        yield torch.stack([text[start : start + length] for start in starts]).long()
+def _tolerances(model: nn.Module, batch: Tensor, *, is_exact: bool) -> list[Tensor]:
+    """Returns how far the mean gradients of variants may lie apart.
+
+    A bucket is split into chunks at other places than a parameter, and the chunk determines in which order ranks are added. Any
+    order of n - 1 additions and a division is off by at most n eps mean(|g|) (Higham, "Accuracy and Stability of Numerical
+    Algorithms", 2002, 4.2), two orders by twice that.
+    """
+    model(batch).backward()
+    magnitudes = [param.grad.abs() for param in model.parameters() if param.grad is not None]
+    for magnitude in magnitudes:
+        dist.all_reduce(magnitude)  # n times the mean
+        magnitude *= 0.0 if is_exact else 2 * torch.finfo(torch.float32).eps
+    return magnitudes
+
+
+class WayRun:
+    """Training in one variant; creating it is a collective call."""
+
+    def __init__(self, way: str, model: nn.Module) -> None:
+        self.way = way
+        self.model = model
+        self.steps: list[Trace] = []  # their phases, in microseconds of the clock
+        self.loss = 0.0  # of the last step
+        self.gradients_agree = True
+        self._last_gradient_us = 0.0
+        self._recorded: dict[int, Trace] = {}  # by step
+        for param in model.parameters():  # before other hooks on the parameters, so that this one runs first
+            param.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+        self._wrapped = DistributedDataParallel(model, config=_CONFIGS[way]) if way in _CONFIGS else None
+        self._called = nn.parallel.DistributedDataParallel(model) if way == "torch-ddp" else self._wrapped or model
+        self._sharded = self._wrapped if way in STRATEGIES else None
+        self._optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(model.parameters(), **_ADAMW)
+            if self._sharded is None
+            else ShardedOptimizer(torch.optim.AdamW, self._sharded, **_ADAMW)
+        )
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Mean gradients of the last step; a collective call."""
+        gradient_of: Callable[[Tensor], Any] = attrgetter("grad") if self._sharded is None else self._sharded.full_gradient
+        return [gradient_of(param) for param in self.model.parameters()]
+
+    def step(self, batch: Tensor) -> None:
+        """Runs one step of this variant; nothing is in flight before or after it.
+
+        With shards it begins with the update by the previous turn's gradients. The gathers after the update then run under this
+        variant's forward, and not in the turn of another variant.
+        """
+        update = None if self._sharded is None else self._update()
+        self._optimizer.zero_grad()
+        began_us = _now_us()
+        loss = self._called(batch)
+        forward_us = _now_us()
+        loss.backward()
+        if self.way == "per-parameter":  # in a blocking loop, the obvious first version
+            for gradient in self.gradients:
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+        synchronized_us = _now_us()
+        phases = (
+            _phase("forward", began_us, forward_us),
+            _phase("backward", forward_us, self._last_gradient_us),
+            _phase("wait", self._last_gradient_us, synchronized_us),  # only the network is waited for
+            self._update() if update is None else update,
+        )
+        self.steps.append(Trace(rank=dist.get_rank(), step=len(self.steps), events=phases))
+        self.loss = loss.item()
+        self._note_records()
+
+    def finish(self, batch: Tensor) -> None:
+        """Makes the update that the last turn has left out; the library's record of it is complete in the next forward."""
+        if self._sharded is not None:
+            self._update()
+            self._sharded(batch)
+            self._sharded.wait()
+            self._note_records()
+
+    def typical(self, transfers: Sequence[Transfer]) -> Trace:
+        """Returns the measured step of median duration; with shards its traffic comes from the library's record."""
+        traces = [trace_of(phases, transfers, self._recorded.get(phases.step)) for phases in self.steps[NUM_WARM_UP_STEPS:]]
+        return sorted(traces, key=attrgetter("duration_us"))[len(traces) // 2]
+
+    def profile(self) -> Profile | None:
+        """Returns the library's profile; None for other variants, and after too few steps."""
+        if self._wrapped is not None and self.way in OURS:
+            with contextlib.suppress(PhaseError):
+                # The turns of all other variants lie between two steps, so the times of one step are known only here.
+                update_us = median(step.events[-1].duration_us for step in self.steps)
+                step_us = median(step.duration_us for step in self.steps)
+                return replace(self._wrapped.profile(), name="demo", update_us=update_us, step_us=step_us)
+        return None
+
+    def _note_gradient(self, _param: Tensor) -> None:
+        self._last_gradient_us = _now_us()
+
+    def _note_records(self) -> None:
+        """Takes the library's record of the last turn but one, which a new plan would hide."""
+        if self._sharded is not None:
+            self._recorded |= {trace.step: trace for trace in self._sharded.traces()}
+
+    def _update(self) -> Event:
+        began_us = _now_us()
+        self._optimizer.step()
+        return _phase("optimizer", began_us, _now_us())
+
+
+def _now_us() -> float:
+    return time.perf_counter() * 1e6
+
+
+def _phase(kind: str, start_us: float, stop_us: float) -> Event:
+    return Event(lane="compute", kind=kind, start_us=start_us, stop_us=stop_us)
+
+
+def trace_of(phases: Trace, transfers: Sequence[Transfer], recorded: Trace | None = None) -> Trace:
+    """Returns one step as events, in time since its forward began: its phases, and the traffic of the network.
+
+    The traffic consists of the transfers launched between forward and optimizer. If collectives consist of messages it is the
+    library's `recorded` trace: only the library knows which messages belong together, and how long the forward waited for
+    parameters.
+    """
+    forward, _, wait, optimizer = phases.events
+    if recorded is None:
+        traffic = _launched(transfers, forward.stop_us, wait.stop_us)
+    else:
+        # The end of the forward is the moment that both clocks recorded.
+        clock_us = forward.stop_us - next(event.stop_us for event in recorded.events if event.kind == "forward")
+        messages = _launched((sent for sent in transfers if sent.kind == "send"), optimizer.start_us, math.inf)
+        traffic = [*_waits_and_ops(_moved(recorded.events, clock_us), messages, forward_stop_us=forward.stop_us)]
+    return replace(phases, events=tuple(_moved((*phases.events, *traffic), -forward.start_us)))
+
+
+def _moved(events: Iterable[Event], by_us: float) -> list[Event]:
+    return [replace(event, start_us=event.start_us + by_us, stop_us=event.stop_us + by_us) for event in events]
+
+
+def _launched(transfers: Iterable[Transfer], from_us: float, until_us: float) -> list[Event]:
+    return [
+        Event(lane="comm.dp", kind=sent.kind, start_us=sent.started_s * 1e6, stop_us=sent.done_s * 1e6, num_bytes=sent.num_bytes)
+        for sent in transfers
+        if from_us <= sent.launched_s * 1e6 < until_us
+    ]
+
+
+def _waits_and_ops(recorded: Sequence[Event], messages: Sequence[Event], *, forward_stop_us: float) -> Iterator[Event]:
+    """Yields the waits of the forward, then the ops without the time they waited for another rank to send.
+
+    A message belongs to the first op that did not end before the message arrived. Ops without a message stay unchanged.
+    """
+    yield from (event for event in recorded if event.kind == "wait" and event.stop_us <= forward_stop_us)
+    ended_us = -math.inf
+    for op in (event for event in recorded if event.lane != "compute"):  # in the order in which they end
+        own = [message for message in messages if ended_us < message.stop_us <= op.stop_us]
+        ended_us = op.stop_us
+        yield replace(op, start_us=min(it.start_us for it in own), stop_us=max(it.stop_us for it in own)) if own else op

@@ -1,47 +1,35 @@
-"""The settings of the demo: the variants of synchronization that it compares, and the text that it trains on."""
+"""The settings of the demo: the variants of synchronization that it compares, and the text that it trains on; its results."""
 
 import stat
 import sysconfig
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
-from undertow.cost import Link, link_from_text
+from undertow.cost import link_from_text
 from undertow.errors import ConfigError
-from undertow.schedule import strategy_named
+from undertow.profile import Profile
+from undertow.schedule import STRATEGIES, strategy_named
+from undertow.trace import Trace
 
 NUM_WARM_UP_STEPS = 2  # buckets are made in the first step and may be reordered after it
 _MAX_BYTES = 4 * 1024 * 1024  # of the text
 _MIN_BYTES = 4096
 
-
-class Way(StrEnum):
-    """Variants of averaging gradients over ranks, in the order in which the demo runs them."""
-
-    PER_PARAMETER = "per-parameter"
-    BUCKETED = "bucketed"
-    OVERLAPPED = "overlapped"
-    TORCH_DDP = "torch-ddp"
-    UNDERTOW = "undertow"
-    ZERO1 = "zero1"
-    ZERO2 = "zero2"
-
-    @property
-    def label(self) -> str:
-        return _LABELS[self]
-
-
-_LABELS = {
-    Way.PER_PARAMETER: "a reduction per parameter",
-    Way.BUCKETED: "bucketed, after backward",
-    Way.OVERLAPPED: "bucketed, overlapped",
-    Way.TORCH_DDP: "torch DDP, defaults",
-    Way.UNDERTOW: "Undertow, defaults",
-    Way.ZERO1: "Undertow, ZeRO-1",
-    Way.ZERO2: "Undertow, ZeRO-2",
+# Variants of averaging gradients over ranks and their labels, in the order in which the demo runs them. All are compared with the
+# first one. A variant with shards is named after its strategy.
+WAYS: Mapping[str, str] = {
+    "per-parameter": "a reduction per parameter",
+    "bucketed": "bucketed, after backward",
+    "overlapped": "bucketed, overlapped",
+    "torch-ddp": "torch DDP, defaults",
+    "undertow": "Undertow, defaults",
+    "zero1": "Undertow, ZeRO-1",
+    "zero2": "Undertow, ZeRO-2",
 }
-REFERENCE = Way.PER_PARAMETER
-OURS = frozenset({Way.UNDERTOW, Way.ZERO1, Way.ZERO2})
+OURS = frozenset({"undertow", "zero1", "zero2"})
+GRADIENTS = "gradients are"
+COMPARED = (GRADIENTS, "final loss is", "parameters are")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,18 +59,28 @@ class DemoSettings:
             raise ConfigError(message, where="undertow demo", remedy='Take "zero1" or "zero2".')
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def ways(self) -> tuple[str, ...]:
         """The compared variants, in this order."""
-        return tuple(way for way in Way if way not in (Way.ZERO1, Way.ZERO2) or way == self.strategy)
+        return tuple(way for way in WAYS if way not in STRATEGIES or way == self.strategy)
 
     @property
     def is_exact(self) -> bool:
         """True if all variants are bit-identical: a + b is b + a, but three ranks may be added in any order."""
         return self.num_ranks <= 2
 
-    @property
-    def emulated_link(self) -> Link:
-        return link_from_text(self.link)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayDone:
+    """One variant on rank 0."""
+
+    way: str
+    typical: Trace  # of the step of median duration
+    loss: float  # of the last step
+    wrong: Collection[str] = ()  # of COMPARED: differs from the first variant's on some rank
+    profile: Profile | None = None  # the library's profile; None for other variants, and after too few steps
+
+
+Message = str | tuple[str, str] | WayDone  # from rank 0: a text to print, the figures of a variant's step, or a result
 
 
 def load_corpus(path: Path | None = None) -> bytes:
@@ -90,7 +88,11 @@ def load_corpus(path: Path | None = None) -> bytes:
 
     Raises ConfigError if there is nothing to read, or too little.
     """
-    text = _standard_library() if path is None else _file(path)
+    if path is None:
+        modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        text = b"".join(module.read_bytes() for module in modules)[:_MAX_BYTES]
+    else:
+        text = _file(path)
     if len(text) < _MIN_BYTES:
         source = "the standard library's source" if path is None else f"'{path}'"
         raise ConfigError(
@@ -99,11 +101,6 @@ def load_corpus(path: Path | None = None) -> bytes:
             remedy=f"Give a file of {_MIN_BYTES} bytes or more: --text FILE.",
         )
     return text
-
-
-def _standard_library() -> bytes:
-    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return b"".join(module.read_bytes() for module in modules)[:_MAX_BYTES]
 
 
 def _file(path: Path) -> bytes:

@@ -25,7 +25,6 @@ _STYLES: Sequence[Mapping[str, Any]] = (
     {"color": "#7fb069", "marker": "^", "linewidth": 1.5},
 )
 _LAST_STYLE: Mapping[str, Any] = {"color": "#e4572e", "marker": "D", "linewidth": 2.2, "linestyle": "--"}
-_LOG_RATIO = 5  # ratio from which a scale of times is logarithmic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +80,7 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
 def print_sweep(sweep: Sweep, console: Console) -> None:
     """Prints one block per value with one line per method; fits into 80 columns."""
     columns = (Column(name, justify="right") for name in ("step, ms", "exposed, ms", "hidden", "efficiency"))
-    title = f"By {sweep.axis}"
-    table = Table(Column(sweep.unit, justify="right"), "gradients sent", *columns, title=title, title_justify="left")
+    table = Table(Column(sweep.unit, justify="right"), "gradients sent", *columns, title=f"By {sweep.axis}", title_justify="left")
     for value, outcomes in sweep.points.items():
         table.add_section()
         for place, outcome in enumerate(outcomes):
@@ -98,12 +96,22 @@ def _figures(outcome: Outcome) -> tuple[str, str, str, str]:
 
 
 def save_curves(sweep: Sweep, path: str | Path) -> None:
-    """Writes a PNG with two panels over the varied quantity: ms per step, and efficiency. Needs matplotlib (ConfigError)."""
+    """Writes a PNG with two panels over the varied quantity: ms per step, and efficiency."""
+    from matplotlib.ticker import LogLocator
+
     figure = new_figure(_takeaway(sweep), inches=4.6)
     steps, efficiencies = figure.subplots(1, 2)
     _draw(steps, sweep, lambda outcome: outcome.step_us / 1e3)
     _draw(efficiencies, sweep, lambda outcome: 100 * outcome.efficiency)
-    _dress_times(steps, sweep)
+    outcomes = [outcome for point in sweep.points.values() for outcome in point]
+    compute_ms = outcomes[0].compute_us / 1e3
+    steps.axhline(compute_ms, color=FAINT_INK, linewidth=1, linestyle=":", label="computing only")
+    if max(outcome.step_us for outcome in outcomes) / 1e3 > 5 * compute_ms:  # or the lower curves could not be told apart
+        steps.set_yscale("log")
+        steps.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        steps.yaxis.set_major_formatter("{x:g}")
+        steps.minorticks_off()
+    steps.set_ylabel("ms per step", fontsize=9.5, color=INK)
     efficiencies.set_ylabel("scaling efficiency, %", fontsize=9.5, color=INK)
     handles, labels = steps.get_legend_handles_labels()
     figure.legend(
@@ -129,21 +137,6 @@ def _draw(axes: Axes, sweep: Sweep, value_of: Callable[[Outcome], float]) -> Non
     axes.minorticks_off()
     axes.tick_params(labelsize=9, colors=INK)
     dress(axes, f"{sweep.axis}, {sweep.unit}", grid="both", without=("top", "right"))
-
-
-def _dress_times(axes: Axes, sweep: Sweep) -> None:
-    """Adds the step without communication, and a scale on which all curves are readable."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    outcomes = [outcome for point in sweep.points.values() for outcome in point]
-    compute_ms = outcomes[0].compute_us / 1e3
-    axes.axhline(compute_ms, color=FAINT_INK, linewidth=1, linestyle=":", label="computing only")
-    if max(outcome.step_us for outcome in outcomes) / 1e3 > _LOG_RATIO * compute_ms:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_ylabel("ms per step", fontsize=9.5, color=INK)
 
 
 def _takeaway(sweep: Sweep) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -24,14 +24,9 @@ _KINDS = {
     "wait": ("#e4572e", "waiting for the network"),
     "optimizer": ("#a5a5a5", "optimizer"),
     "reduce": ("#7fb069", "gradients sent"),
-    "gather": ("#f2b134", "parameters gathered"),
+    "all_gather": ("#f2b134", "parameters gathered"),
 }
 INK, FAINT_INK = "#333333", "#777777"
-_COMPUTE_HEIGHT = 0.40
-_NETWORK_HEIGHT = 0.26
-_INCHES_PER_WAY = 0.82
-_WORTH_A_DIGIT = 1.2  # a gain below this would be shown as 1.0 or 1.1
-_VISIBLE = 5e-4  # share of the axis; a narrower bar would only show its white edges
 
 
 def require_matplotlib() -> None:
@@ -71,8 +66,7 @@ def drawn(text: str) -> str:
 
 
 def new_figure(title: str, *, inches: float) -> Figure:
-    """Returns an empty figure of that height. Raises ConfigError without matplotlib."""
-    require_matplotlib()
+    """Returns an empty figure of that height."""
     # Not pyplot: it would keep the figure in its own list and look for a display.
     from matplotlib.figure import Figure
 
@@ -94,11 +88,11 @@ def save_timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
     """Writes a PNG with two rows per named trace, computation above network, on one axis in milliseconds.
 
     Events before the forward, such as gathers of parameters, are drawn to the left of 0. The trace of interest is the last, its
-    baseline the first. Raises ConfigError without traces or matplotlib.
+    baseline the first.
     """
-    if not traces:
-        raise ConfigError("a timeline needs at least one trace.", where="save_timeline")
-    figure = new_figure(_takeaway(traces), inches=1.75 + _INCHES_PER_WAY * len(traces))
+    from matplotlib.patches import Patch
+
+    figure = new_figure(_takeaway(traces), inches=1.75 + 0.82 * len(traces))
     axes = figure.add_subplot()
     visible = [event for trace in traces.values() for event in trace.events if event.duration_us > 0]
     start_ms = min((event.start_us for event in visible), default=0.0) / 1e3
@@ -111,31 +105,7 @@ def save_timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=9, colors=INK)
     dress(axes, "milliseconds since the forward began", grid="x", without=("top", "right", "left"))
-    _draw_legend(axes, {_kind(event) for event in visible})
-    figure.savefig(path)
-
-
-def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
-    for event in trace.events:
-        is_compute = event.lane == "compute"
-        if is_compute and event.duration_us < axis_ms * 1e3 * _VISIBLE:
-            continue
-        axes.broken_barh(
-            [(event.start_us / 1e3, event.duration_us / 1e3)],
-            (row - _COMPUTE_HEIGHT, _COMPUTE_HEIGHT) if is_compute else (row + 0.03, _NETWORK_HEIGHT),
-            facecolors=_KINDS[_kind(event)][0],
-            edgecolors="white",
-            linewidth=0.6,
-        )
-    left = _end_ms(trace) + axis_ms * 0.008
-    axes.text(left, row - 0.2, f"{_step_ms(trace):.0f} ms", va="center", fontsize=10.5, fontweight="bold", color=INK)
-    if (hidden := overlap_of(trace).fraction) is not None:
-        axes.text(left, row + 0.15, f"{hidden:.0%} hidden", va="center", fontsize=8.5, color=FAINT_INK)
-
-
-def _draw_legend(axes: Axes, shown: Collection[str]) -> None:
-    from matplotlib.patches import Patch
-
+    shown = {_kind(event) for event in visible}
     handles = [Patch(facecolor=color, label=label) for kind, (color, label) in _KINDS.items() if kind in shown]
     axes.legend(
         handles=handles,
@@ -150,31 +120,43 @@ def _draw_legend(axes: Axes, shown: Collection[str]) -> None:
         columnspacing=1.6,
         labelcolor=INK,
     )
+    figure.savefig(path)
+
+
+def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
+    for event in trace.events:
+        is_compute = event.lane == "compute"
+        if is_compute and event.duration_us < axis_ms * 0.5:  # less than 0.05 % of the axis would only show its white edges
+            continue
+        axes.broken_barh(
+            [(event.start_us / 1e3, event.duration_us / 1e3)],
+            (row - 0.4, 0.4) if is_compute else (row + 0.03, 0.26),
+            facecolors=_KINDS[_kind(event)][0],
+            edgecolors="white",
+            linewidth=0.6,
+        )
+    left = _end_ms(trace) + axis_ms * 0.008
+    axes.text(left, row - 0.2, f"{trace.duration_us / 1e3:.0f} ms", va="center", fontsize=10.5, fontweight="bold", color=INK)
+    if (hidden := overlap_of(trace).fraction) is not None:
+        axes.text(left, row + 0.15, f"{hidden:.0%} hidden", va="center", fontsize=8.5, color=FAINT_INK)
 
 
 def _takeaway(traces: Mapping[str, Trace]) -> str:
     (first_name, first), *_ = traces.items()
     *_, (name, trace) = traces.items()
-    overlap = overlap_of(trace)
+    overlap, step_ms = overlap_of(trace), trace.duration_us / 1e3
     if overlap.fraction is None:
-        return f"{name}: {_step_ms(trace):.0f} ms per step, no communication"
+        return f"{name}: {step_ms:.0f} ms per step, no communication"
     hidden = f"{overlap.fraction:.0%} of the network time is hidden"
     if len(traces) == 1:
-        return f"{name}: {hidden}, {overlap.exposed_us / 1e3:.0f} of {_step_ms(trace):.0f} ms are spent waiting"
-    gain = _step_ms(first) / _step_ms(trace)
-    digits = 1 if gain >= _WORTH_A_DIGIT else 2
+        return f"{name}: {hidden}, {overlap.exposed_us / 1e3:.0f} of {step_ms:.0f} ms are spent waiting"
+    gain = first.duration_us / trace.duration_us
+    digits = 1 if gain >= 1.2 else 2  # a smaller gain would be shown as 1.0 or 1.1
     return f"{name}: {hidden}, {gain:.{digits}f}x the speed of {first_name}"
 
 
 def _kind(event: Event) -> str:
-    """Returns its key in the table of colors and names."""
-    if event.lane == "compute":
-        return event.kind
-    return "gather" if event.kind == "all_gather" else "reduce"
-
-
-def _step_ms(trace: Trace) -> float:
-    return trace.duration_us / 1e3
+    return event.kind if event.kind in _KINDS else "reduce"
 
 
 def _end_ms(trace: Trace) -> float:
