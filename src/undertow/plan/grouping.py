@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from undertow.config import SyncConfig, bytes_from_mib
-from undertow.errors import ConfigError
-from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, member_of, piece_of, unit_numel
+from undertow.errors import ConfigError, require
+from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, member_of, num_bytes_of, padded_numel, piece_of, share_numel
 from undertow.plan.plan import Plan, plan_from_groups
 
 _MIB = 1024 * 1024
@@ -30,12 +31,12 @@ class SizeCaps:
     def __post_init__(self) -> None:
         sizes = {"cap_bytes": (self.cap_bytes,), "first_bytes": self.first_bytes, "last_bytes": self.last_bytes}
         for name, value in ((name, value) for name, values in sizes.items() for value in values):
-            if not value > 0:  # NaN is not above zero either
-                raise ConfigError(
-                    f"a bucket size must be positive, got {name}={value}.",
-                    where="the largest sizes of buckets",
-                    remedy="Give a size above zero; math.inf puts everything into one bucket.",
-                )
+            require(
+                value > 0,  # NaN is not above zero either
+                f"a bucket size must be positive, got {name}={value}.",
+                where="the largest sizes of buckets",
+                remedy="Give a size above zero; math.inf puts everything into one bucket.",
+            )
 
 
 def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
@@ -64,30 +65,22 @@ def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Members:
-    """Sizes and cutting of the members of groups."""
-
     params: Sequence[ParamSpec]
     num_ranks: int | None  # None if parameters stay whole
-
-    def num_bytes(self, piece: Piece) -> int:
-        return piece.numel * self.params[piece.param].itemsize
 
     def cut(self, piece: Piece, cap_bytes: float, *, taken_bytes: int, at_end: bool) -> list[Piece]:
         """Cuts an even share of `piece` off its end or its beginning, for a group that already holds `taken_bytes`.
 
         Returns both parts in order, or `piece` alone if it fits under the cap or if a cut does not help.
         """
-        if self.num_ranks is None or self.num_bytes(piece) <= cap_bytes or 2 * taken_bytes > cap_bytes:
+        numel, itemsize, num_ranks = piece.numel, self.params[piece.param].itemsize, self.num_ranks
+        if num_ranks is None or numel * itemsize <= cap_bytes or 2 * taken_bytes > cap_bytes:
             return [piece]
-        itemsize = self.params[piece.param].itemsize
-        unit = unit_numel(itemsize=itemsize, num_ranks=self.num_ranks)
-        num_units = -(-piece.numel // unit)
-        if num_units == 1:
+        share = share_numel(numel, itemsize=itemsize, num_ranks=num_ranks, most_bytes=cap_bytes - taken_bytes)
+        if share >= numel:
             return [piece]
-        num_shares = -(-num_units // max(1, int((cap_bytes - taken_bytes) // (unit * itemsize))))
-        share = -(-num_units // num_shares)
-        middle = piece.first + unit * (num_units - share if at_end else share)
-        return [replace(piece, stop=middle), replace(piece, first=middle)]
+        share = padded_numel(numel, itemsize=itemsize, num_ranks=num_ranks) - share if at_end else share
+        return [replace(piece, stop=piece.first + share), replace(piece, first=piece.first + share)]
 
 
 def _groups(members: _Members, order: Sequence[int], caps: SizeCaps) -> list[tuple[Piece, ...]]:
@@ -108,11 +101,11 @@ def _take_last_groups(members: _Members, pieces: list[Piece], caps_bytes: Sequen
         size = 0
         while pieces:
             *rest, last = members.cut(pieces[-1], cap, taken_bytes=size, at_end=True)
-            if group and size + members.num_bytes(last) > cap:
+            if group and size + num_bytes_of(last, members.params) > cap:
                 break
             pieces[-1:] = rest
             group.append(last)
-            size += members.num_bytes(last)
+            size += num_bytes_of(last, members.params)
             if rest:
                 break
         if group:
@@ -132,9 +125,9 @@ def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[f
         piece = waiting.popleft()
         kind = members.params[piece.param].kind
         first, *rest = members.cut(piece, cap, taken_bytes=sizes[kind], at_end=False)
-        if kind not in open_groups or sizes[kind] + members.num_bytes(first) <= cap:
+        if kind not in open_groups or sizes[kind] + num_bytes_of(first, members.params) <= cap:
             open_groups[kind].append(first)
-            sizes[kind] += members.num_bytes(first)
+            sizes[kind] += num_bytes_of(first, members.params)
         else:
             rest = [piece]
         if rest:  # the rest begins another group, which may have another cap
@@ -200,9 +193,8 @@ def plan_in_order(
 ) -> Plan:
     """Makes buckets of the configured size over `order`; with `splits`, larger parameters are cut."""
     caps = _caps(config.bucket_cap_mb, total_bytes=sum(spec.num_bytes for spec in params), has_shards=splits)
-    if splits:
-        return plan_from_groups(params, group_in_pieces(params, order, caps, num_ranks=num_ranks), num_ranks=num_ranks)
-    return plan_from_groups(params, group_by_size(params, order, caps), num_ranks=num_ranks)
+    cut = partial(group_in_pieces, num_ranks=num_ranks) if splits else group_by_size
+    return plan_from_groups(params, cut(params, order, caps), num_ranks=num_ranks)
 
 
 def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int, has_shards: bool) -> SizeCaps:
@@ -218,16 +210,13 @@ def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int, 
 
 def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int, splits: bool) -> Plan:
     pinned = Plan.from_json(text)
-    for mine, planned in zip(params, pinned.params, strict=False):
-        if mine.is_sparse != planned.is_sparse:
-            raise _another_model(f"gradients of {mine.name!r} are sparse in {'the model' if mine.is_sparse else 'the plan'} only")
-        if (mine.name, mine.shape, mine.dtype) != (planned.name, planned.shape, planned.dtype):
-            raise _another_model(
-                f"it has {planned.name!r} {planned.shape} {planned.dtype} where the model has "
-                f"{mine.name!r} {mine.shape} {mine.dtype}"
-            )
-    if len(params) != len(pinned.params):
-        raise _another_model(f"it has {len(pinned.params)} parameters, the model {len(params)}")
+    difference = next(_differences(params, pinned.params), "")
+    require(
+        not difference,
+        "the saved plan is for another model.",
+        where=difference,
+        remedy="Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
+    )
     if pinned.split_params and not splits:
         raise ConfigError(
             f"the saved plan cuts parameter {params[min(pinned.split_params)].name!r} into pieces.",
@@ -237,9 +226,11 @@ def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int, spli
     return plan_from_groups(params, pinned.groups, num_ranks=num_ranks)
 
 
-def _another_model(difference: str) -> ConfigError:
-    return ConfigError(
-        "the saved plan is for another model.",
-        where=difference,
-        remedy="Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
-    )
+def _differences(params: Sequence[ParamSpec], planned: Sequence[ParamSpec]) -> Iterator[str]:
+    for mine, other in zip(params, planned, strict=False):
+        if mine.is_sparse != other.is_sparse:
+            yield f"gradients of {mine.name!r} are sparse in {'the model' if mine.is_sparse else 'the plan'} only"
+        if (mine.name, mine.shape, mine.dtype) != (other.name, other.shape, other.dtype):
+            yield f"it has {other.name!r} {other.shape} {other.dtype} where the model has {mine.name!r} {mine.shape} {mine.dtype}"
+    if len(params) != len(planned):
+        yield f"it has {len(planned)} parameters, the model {len(params)}"
