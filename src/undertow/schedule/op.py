@@ -28,8 +28,6 @@ class OpKind(StrEnum):
 EXTERNAL = frozenset({OpKind.FILL, OpKind.END, OpKind.JOIN, OpKind.STEP, OpKind.USE})
 REDUCTIONS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER})
 COLLECTIVES = REDUCTIONS | {OpKind.ALL_GATHER}
-# The part of the parameters that a rank owns lies in the same memory.
-_PART_OF = {"own": "param"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,8 @@ class Buffer:
 
     @property
     def memory(self) -> str:
-        """Name of the memory that contains this buffer."""
-        return _PART_OF.get(self.name, self.name)
+        """Name of the memory that contains this buffer; the part of the parameters that a rank owns lies in theirs."""
+        return "param" if self.name == "own" else self.name
 
     def overlaps(self, other: "Buffer") -> bool:
         return self.memory == other.memory and (None in (self.bucket, other.bucket) or self.bucket == other.bucket)

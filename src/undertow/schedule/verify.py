@@ -7,7 +7,7 @@ from functools import reduce
 from itertools import combinations
 from operator import or_
 
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, require
 from undertow.schedule.op import COMPUTE, REDUCTIONS, Buffer, Op, OpKind, Schedule
 from undertow.schedule.strategies import DDP, Strategy
 
@@ -73,32 +73,31 @@ def _is_before(before: Sequence[int], earlier: Op, later: Op) -> bool:
 def _check_end(schedule: Schedule, before: Sequence[int]) -> None:
     kinds = [op.kind for op in schedule.ops]
     for kind in (OpKind.END, OpKind.JOIN):
-        if kinds.count(kind) != 1:
-            raise ConfigError(
-                f"the schedule has {kinds.count(kind)} ops of kind {kind}, expected 1.",
-                where=f"schedule of {len(kinds)} ops",
-                remedy="Backward ends once in a step, and its engines join once.",
-            )
+        require(
+            kinds.count(kind) == 1,
+            f"the schedule has {kinds.count(kind)} ops of kind {kind}, expected 1.",
+            where=f"schedule of {len(kinds)} ops",
+            remedy="Backward ends once in a step, and its engines join once.",
+        )
     end = schedule.ops[kinds.index(OpKind.END)]
-    reductions = [op for op in schedule.ops if op.kind in REDUCTIONS]
-    for last in {op.kind: op for op in reductions}.values():  # on each axis
-        if not _is_before(before, end, last):
-            raise ConfigError(
-                f"op {last.id:02d} ({last.label}) may leave before backward ends.",
-                where=f"it is the last reduction; backward ends with op {end.id:02d}",
-                remedy="The last bucket leaves after backward: its trailer carries what a rank knows only then.",
-            )
+    for last in {op.kind: op for op in schedule.ops if op.kind in REDUCTIONS}.values():  # on each axis
+        require(
+            _is_before(before, end, last),
+            f"op {last.id:02d} ({last.label}) may leave before backward ends.",
+            where=f"it is the last reduction; backward ends with op {end.id:02d}",
+            remedy="The last bucket leaves after backward: its trailer carries what a rank knows only then.",
+        )
 
 
 def _check_steps(schedule: Schedule, num_buckets: int) -> None:
     stepped = [op.bucket for op in schedule.ops if op.kind is OpKind.STEP]
-    if stepped not in ([], [None]) and sorted(bucket for bucket in stepped if bucket is not None) != list(range(num_buckets)):
-        raise ConfigError(
-            "the steps do not update each parameter once.",
-            where=f"buckets that are stepped: {', '.join('all' if it is None else f'b{it}' for it in stepped)}; "
-            f"the plan has {num_buckets} buckets",
-            remedy="One step updates all buckets, or each bucket has a separate one.",
-        )
+    require(
+        stepped in ([], [None]) or sorted(bucket for bucket in stepped if bucket is not None) == list(range(num_buckets)),
+        "the steps do not update each parameter once.",
+        where=f"buckets that are stepped: {', '.join('all' if it is None else f'b{it}' for it in stepped)}; "
+        f"the plan has {num_buckets} buckets",
+        remedy="One step updates all buckets, or each bucket has a separate one.",
+    )
 
 
 def _by_bucket(schedule: Schedule, kind: OpKind) -> dict[int | None, list[Op]]:
@@ -121,20 +120,20 @@ def _check_axis(
         is_sent = int(exists and (bool(steps) or strategy.reduces_micro_batches))
         wanted = (int(exists) if source_kind is OpKind.FILL else is_sent, is_sent)
         found = (len(sources[bucket]), len(crossings[bucket]))
-        if found != wanted:
-            raise ConfigError(
-                f"the ops on {Buffer('grad', bucket)} do not carry each gradient across once.",
-                where=f"{source_kind}s: expected {wanted[0]}, got {found[0]}; {kind}s: expected {wanted[1]}, "
-                f"got {found[1]}; the plan has {num_buckets} buckets",
-                remedy="A step fills every bucket once and sends it once; an accumulation sends nothing, or shards.",
-            )
+        require(
+            found == wanted,
+            f"the ops on {Buffer('grad', bucket)} do not carry each gradient across once.",
+            where=f"{source_kind}s: expected {wanted[0]}, got {found[0]}; {kind}s: expected {wanted[1]}, "
+            f"got {found[1]}; the plan has {num_buckets} buckets",
+            remedy="A step fills every bucket once and sends it once; an accumulation sends nothing, or shards.",
+        )
         for source, crossing in zip(sources[bucket], crossings[bucket], strict=False):
-            if not (_is_before(before, source, crossing) and all(_is_before(before, crossing, step) for step in steps)):
-                raise ConfigError(
-                    f"op {crossing.id:02d} ({crossing.label}) may run before its gradients are there or after the step.",
-                    where=", ".join(f"{op.kind} is op {op.id:02d}" for op in (source, *steps[:1])),
-                    remedy="Order the collective after the fill and before the step.",
-                )
+            require(
+                _is_before(before, source, crossing) and all(_is_before(before, crossing, step) for step in steps),
+                f"op {crossing.id:02d} ({crossing.label}) may run before its gradients are there or after the step.",
+                where=", ".join(f"{op.kind} is op {op.id:02d}" for op in (source, *steps[:1])),
+                remedy="Order the collective after the fill and before the step.",
+            )
 
 
 def _check_gathers(schedule: Schedule, strategy: Strategy, num_buckets: int, before: Sequence[int]) -> None:
@@ -142,19 +141,19 @@ def _check_gathers(schedule: Schedule, strategy: Strategy, num_buckets: int, bef
     for bucket in dict.fromkeys((*range(num_buckets), *gathers)):
         steps = [*steps_on[None], *steps_on[bucket]]
         wanted = int(bucket in range(num_buckets) and bool(steps) and strategy.gather is not None)
-        if len(gathers[bucket]) != wanted:
-            raise ConfigError(
-                f"the ops on {Buffer('param', bucket)} do not bring each parameter to every rank once.",
-                where=f"all_gathers: expected {wanted}, got {len(gathers[bucket])}; the plan has {num_buckets} buckets",
-                remedy="Where the optimizer is sharded, every bucket is gathered once after the step; elsewhere never.",
-            )
+        require(
+            len(gathers[bucket]) == wanted,
+            f"the ops on {Buffer('param', bucket)} do not bring each parameter to every rank once.",
+            where=f"all_gathers: expected {wanted}, got {len(gathers[bucket])}; the plan has {num_buckets} buckets",
+            remedy="Where the optimizer is sharded, every bucket is gathered once after the step; elsewhere never.",
+        )
         for gather in gathers[bucket]:
-            if not all(_is_before(before, step, gather) for step in steps):
-                raise ConfigError(
-                    f"op {gather.id:02d} ({gather.label}) may run before the step.",
-                    where=f"step is op {steps[0].id:02d}",
-                    remedy="Order the gather after the step.",
-                )
+            require(
+                all(_is_before(before, step, gather) for step in steps),
+                f"op {gather.id:02d} ({gather.label}) may run before the step.",
+                where=f"step is op {steps[0].id:02d}",
+                remedy="Order the gather after the step.",
+            )
 
 
 def _check_hazards(schedule: Schedule, before: Sequence[int]) -> None:
