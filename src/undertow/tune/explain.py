@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -85,15 +86,14 @@ def explanation(
     if not knows_enough(profile, has_shards=has_shards):
         return known
     best, present_us = tuner.best_and_present(profile, plan, has_shards=has_shards, steps_in_backward=steps_in_backward)
-    known = replace(known, predicted_ms=present_us * _MS, limit_ms=best.limit_us * _MS)
-    if steps_in_backward:
-        return replace(known, best_ms=min(present_us, best.best_us) * _MS)
-    timing, costs = profile.timing, profile.costs()
-
-    def predicted_us(groups: Groups) -> float:
-        return finish_us(plan.params, groups, timing, costs, has_shards=has_shards)
-
-    return replace(known, best_ms=best.finish_us * _MS, alternatives=tuple(_alternatives(plan, present_us, predicted_us)))
+    predicted_us = partial(finish_us, plan.params, timing=profile.timing, costs=profile.costs(), has_shards=has_shards)
+    return replace(
+        known,
+        predicted_ms=present_us * _MS,
+        limit_ms=best.limit_us * _MS,
+        best_ms=(min(present_us, best.best_us) if steps_in_backward else best.finish_us) * _MS,
+        alternatives=() if steps_in_backward else tuple(_alternatives(plan, present_us, predicted_us)),
+    )
 
 
 def _alternatives(plan: Plan, present_us: float, predicted_us: Callable[[Groups], float]) -> Iterator[str]:

@@ -251,8 +251,8 @@ def best_groups_in_backward(profile: Profile, order: Sequence[int], costs: Costs
     sizes = [max(1, int(min(total // num, max_bytes))) for num in _NUM_SHARES]
     firsts = [(), (max(1, int(total // _NUM_SHARES[-1])),)]  # a small one, so that communication starts sooner
     caps = [SizeCaps(cap_bytes=size, first_bytes=first) for size in sizes for first in firsts]
-    tried = [group_in_pieces(params, order, cap, num_ranks=num_ranks) for cap in caps]
-    plans = [plan_from_groups(params, groups, num_ranks=num_ranks) for groups in dict.fromkeys([barrier.groups, *tried])]
+    tried = dict.fromkeys([barrier.groups, *(group_in_pieces(params, order, cap, num_ranks=num_ranks) for cap in caps)])
+    plans = [plan_from_groups(params, groups, num_ranks=num_ranks) for groups in tried]
     periods = [(in_backward_period_us(profile, plan, costs), len(plan.buckets), at) for at, plan in enumerate(plans)]
     least_us = min(periods)[0]
     _, period_us, at = min((num, us, at) for us, num, at in periods if us <= least_us * (1 + _SLACK_IN_BACKWARD))
@@ -277,17 +277,14 @@ def max_bucket_bytes(plan: Plan) -> float:
 
 def _varied(plan: Plan) -> Groups | None:
     """Returns the plan with one bucket of another size: two joined, or one split."""
-    groups, buckets = plan.groups, plan.buckets
-    for at, (bucket, following) in enumerate(pairwise(buckets)):
+    groups, most_bytes = plan.groups, max_bucket_bytes(plan)
+    for at, (bucket, following) in enumerate(pairwise(plan.buckets)):
         # Pieces of one parameter would have to be joined.
         is_whole = plan.split_params.isdisjoint((*bucket.params, *following.params))
-        if bucket.kind == following.kind and is_whole and bucket.num_bytes + following.num_bytes <= max_bucket_bytes(plan):
+        if bucket.kind == following.kind and is_whole and bucket.num_bytes + following.num_bytes <= most_bytes:
             return (*groups[:at], groups[at] + groups[at + 1], *groups[at + 2 :])
-    for at, group in enumerate(groups):
-        if len(group) > 1:
-            third = max(1, len(group) // 3)
-            return (*groups[:at], group[:third], group[third:], *groups[at + 1 :])
-    return None
+    thirds = ((at, group, max(1, len(group) // 3)) for at, group in enumerate(groups) if len(group) > 1)
+    return next(((*groups[:at], group[:third], group[third:], *groups[at + 1 :]) for at, group, third in thirds), None)
 
 
 def _may_move(plan: Plan, *, has_shards: bool) -> bool:
