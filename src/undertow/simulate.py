@@ -264,7 +264,6 @@ class _Step:
         self._clocks.compute(self._profile.forward_us - computed_us)
 
     def _backward(self, tracker: Tracker) -> None:
-        """Runs backward: gradients become ready one after another, until the last bucket is launched."""
         profile, computed_us = self._profile, 0.0
         for param in profile.order:
             ops = tracker.arrive(param)
@@ -315,7 +314,6 @@ class _Step:
 
 
 def _since(begin_us: float, records: Iterable[BucketRecord]) -> tuple[BucketRecord, ...]:
-    """Returns the records with times relative to `begin_us`."""
     return tuple(
         replace(
             record,

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from undertow.errors import ConfigError, require
 
-_Floats = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 # Sizes that differ by less count as one size: buckets cut at slightly different places, paddings.
 _SAME_SIZE = 1.02
@@ -105,9 +105,7 @@ COLLECTIVES: Mapping[str, Callable[[int], tuple[int, float]]] = {
 
 def collective_seconds(link: Link, kind: str, *, num_bytes: int, num_ranks: int) -> float:
     """Returns the seconds that one collective occupies the link; `num_bytes` is the whole payload."""
-    if num_ranks == 1:
-        return 0.0
-    hops, share = COLLECTIVES[kind](num_ranks)
+    hops, share = COLLECTIVES[kind](num_ranks) if num_ranks > 1 else (0, 0.0)
     return hops * link.hop_s + share * num_bytes / link.bytes_per_s
 
 
@@ -134,7 +132,7 @@ class CostCurve:
         object.__setattr__(self, "points", tuple((size, time) for (size, _), time in zip(points, times, strict=True)))
 
     @cached_property
-    def _interpolated(self) -> tuple[_Floats, _Floats, float]:
+    def _interpolated(self) -> tuple[Floats, Floats, float]:
         """Sizes and times that `us` interpolates, from zero bytes on, and the microseconds per byte beyond the last point."""
         (first_size, first_time), (last_size, last_time) = self.points[0], self.points[-1]
         # If sizes are too few or too close, a smaller payload is assumed to be no cheaper, and a larger one no faster per byte.
@@ -155,7 +153,7 @@ class CostCurve:
         (first, _), (last, _) = self.points[0], self.points[-1]
         return last > 0 and last >= _LEAST_RATIO * first
 
-    def us(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
+    def us(self, num_bytes: ArrayLike) -> Floats:
         """Returns the microseconds of payloads of `num_bytes`, in an array of the same shape; not decreasing in the size.
 
         The curve is linear between two points. Beyond the last point it continues with the slope of `line_through` all points, in
@@ -203,7 +201,7 @@ def line_through(points: Sequence[tuple[float, float]], *, weights: Sequence[int
     return float(latencies[best]), float(slopes[best])
 
 
-def _lines(sizes: _Floats, times: _Floats) -> tuple[_Floats, _Floats]:
+def _lines(sizes: Floats, times: Floats) -> tuple[Floats, Floats]:
     i, j = np.triu_indices(len(sizes), 1)
     slopes = (times[j] - times[i]) / (sizes[j] - sizes[i])
     latencies = times[i] - slopes * sizes[i]
@@ -249,7 +247,7 @@ def _number(value: float) -> str:
 class Costs(Protocol):
     """Times on the communication stream. A bucket without bytes is not free: it is still a collective."""
 
-    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
         """Returns the microseconds of one collective for each size, in an array of the shape of `num_bytes`.
 
         - `kind`: "all_reduce", "reduce_scatter" or "all_gather".
@@ -268,7 +266,7 @@ class RingCosts:
     def __post_init__(self) -> None:
         _check_num_ranks(self.num_ranks)
 
-    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
         """Implements `Costs` for any kind in COLLECTIVES."""
         require(kind in COLLECTIVES, f"there is no {kind} over a ring.", remedy=f"Choose one of: {', '.join(COLLECTIVES)}.")
         hops, share = COLLECTIVES[kind](self.num_ranks) if self.num_ranks > 1 else (0, 0.0)
@@ -301,7 +299,7 @@ class NodeCosts:
     def __post_init__(self) -> None:
         _check_num_ranks(self.per_node)
 
-    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
         """Implements `Costs`."""
         require(kind in _INSIDE, f"there is no {kind} over nodes.", remedy=f"Choose one of: {', '.join(_INSIDE)}.")
         sizes = np.asarray(num_bytes, dtype=np.float64)
@@ -327,7 +325,7 @@ class MeasuredCosts:
 
     curves: Mapping[str, CostCurve]
 
-    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
         """Implements `Costs`; raises ConfigError if neither the kind nor a substitute was measured."""
         for factor, kinds in ((1.0, (kind,)), *_STANDS_FOR.get(kind, ())):
             if self.curves.keys() >= set(kinds):

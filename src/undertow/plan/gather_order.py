@@ -50,7 +50,6 @@ class _Lane:
         self.gathered_us = [0.0] * len(times.ready_us)
 
     def reduce(self) -> None:
-        """Reduces the next bucket, then steps it."""
         times, bucket = self._times, len(self.stepped_us)
         self.free_us = max(self.free_us, times.ready_us[bucket]) + times.reduce_us[bucket]
         begin_us = max([self.free_us, *self.stepped_us[-1:]])
@@ -84,7 +83,6 @@ def in_backward_order(times: LaneTimes) -> GathersBehind:
 
 
 def _gathers_last(times: LaneTimes) -> GathersBehind:
-    """Puts all gathers after the last reduction, in the order in which the forward needs them."""
     by_need = sorted(range(len(times.used_us)), key=lambda bucket: (times.used_us[bucket], -bucket))
     return (*((),) * (len(by_need) - 1), tuple(by_need))
 

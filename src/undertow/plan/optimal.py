@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.cost.costs import Costs
+from undertow.cost.costs import Costs, Floats
 from undertow.errors import require
 from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, member_of, num_bytes_of, piece_of, share_numel
-from undertow.plan.timing import Floats, StepTiming, check_timing, finish_us, limit_us
+from undertow.plan.timing import StepTiming, check_timing, finish_us, limit_us
 
 Ints = NDArray[np.int64]
 
@@ -181,16 +181,18 @@ def small_pieces(params: Sequence[ParamSpec], order: Sequence[int], *, num_ranks
 
 def groups_of(atoms: Atoms, params: Sequence[ParamSpec], chosen: Sequence[int]) -> tuple[tuple[GroupEntry, ...], ...]:
     """Returns the buckets of the windows between `chosen` cuts, in launch order."""
-    groups: list[tuple[GroupEntry, ...]] = []
-    for begin, end in pairwise(chosen):
-        inside = atoms.pieces[atoms.cuts[begin] : atoms.cuts[end]]
-        kinds = atoms.kinds[atoms.cuts[begin] : atoms.cuts[end]]
-        for kind in np.argsort(atoms.last[:, end], kind="stable"):
-            pieces = (inside[at] for at in np.flatnonzero(kinds == kind).tolist())
-            runs = [list(run) for _, run in groupby(pieces, key=attrgetter("param"))]  # consecutive pieces of a parameter
-            if runs:
-                groups.append(tuple(member_of(replace(run[0], stop=run[-1].stop), params) for run in runs))
-    return tuple(groups)
+    groups = (
+        _members(atoms, params, range(atoms.cuts[begin], atoms.cuts[end]), kind)
+        for begin, end in pairwise(chosen)
+        for kind in np.argsort(atoms.last[:, end], kind="stable")
+    )
+    return tuple(filter(None, groups))
+
+
+def _members(atoms: Atoms, params: Sequence[ParamSpec], window: range, kind: int) -> tuple[GroupEntry, ...]:
+    pieces = (atoms.pieces[at] for at in window if atoms.kinds[at] == kind)
+    runs = [list(run) for _, run in groupby(pieces, key=attrgetter("param"))]  # consecutive pieces of a parameter
+    return tuple(member_of(replace(run[0], stop=run[-1].stop), params) for run in runs)
 
 
 def _cut_evenly(piece: Piece, spec: ParamSpec, num_ranks: int, most_bytes: float) -> list[Piece]:
@@ -201,7 +203,6 @@ def _cut_evenly(piece: Piece, spec: ParamSpec, num_ranks: int, most_bytes: float
 
 
 def _before(values: NDArray[Any], cuts: Ints, *, first: float) -> NDArray[Any]:
-    """Returns the last value before each cut, and `first` for the first cut."""
     return np.hstack([np.full((len(values), 1), first, dtype=values.dtype), values[:, cuts[1:] - 1]])
 
 

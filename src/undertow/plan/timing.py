@@ -17,13 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from undertow.cost.costs import Costs
+from undertow.cost.costs import Costs, Floats
 from undertow.errors import require
 from undertow.plan.layout import GroupEntry, ParamSpec, num_bytes_of, piece_of
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

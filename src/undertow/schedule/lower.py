@@ -76,8 +76,6 @@ def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
 
 
 class _Builder:
-    """Builds the ops of a schedule and numbers them."""
-
     def __init__(self, strategy: Strategy, *, in_backward: bool = False) -> None:
         self.ops: list[Op] = []
         self._reductions = [kind for kind in (strategy.reduction, strategy.crossing) if kind is not None]

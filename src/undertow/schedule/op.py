@@ -26,8 +26,6 @@ class OpKind(StrEnum):
 
 # On the compute lane; the library itself runs the steps of the update lane.
 EXTERNAL = frozenset({OpKind.FILL, OpKind.END, OpKind.JOIN, OpKind.STEP, OpKind.USE})
-REDUCTIONS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER})
-COLLECTIVES = REDUCTIONS | {OpKind.ALL_GATHER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +79,6 @@ class Schedule:
                     where="schedule",
                     remedy="Number ops from 0 in order; an op may only come after ops with smaller ids.",
                 )
-
-    @property
-    def collectives(self) -> tuple[Op, ...]:
-        """Collectives in launch order, which is the same on every rank."""
-        return tuple(op for op in self.ops if op.kind in COLLECTIVES)
 
     def to_text(self) -> str:
         """Returns a table with one line per op."""

@@ -8,7 +8,7 @@ from itertools import combinations
 from operator import or_
 
 from undertow.errors import ConfigError, require
-from undertow.schedule.op import COMPUTE, REDUCTIONS, Buffer, Op, OpKind, Schedule
+from undertow.schedule.op import COMPUTE, Buffer, Op, OpKind, Schedule
 from undertow.schedule.strategies import DDP, Strategy
 
 
@@ -80,7 +80,8 @@ def _check_end(schedule: Schedule, before: Sequence[int]) -> None:
             remedy="Backward ends once in a step, and its engines join once.",
         )
     end = schedule.ops[kinds.index(OpKind.END)]
-    for last in {op.kind: op for op in schedule.ops if op.kind in REDUCTIONS}.values():  # on each axis
+    reductions = (op for op in schedule.ops if op.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER))
+    for last in {op.kind: op for op in reductions}.values():  # on each axis
         require(
             _is_before(before, end, last),
             f"op {last.id:02d} ({last.label}) may leave before backward ends.",
@@ -101,7 +102,6 @@ def _check_steps(schedule: Schedule, num_buckets: int) -> None:
 
 
 def _by_bucket(schedule: Schedule, kind: OpKind) -> dict[int | None, list[Op]]:
-    """Returns the ops of `kind` by bucket; ops of all buckets are under None."""
     found: dict[int | None, list[Op]] = defaultdict(list)
     for op in schedule.ops:
         if op.kind is kind:

@@ -147,7 +147,6 @@ def summarize(
 
 
 def _times_ms(record: StepRecord) -> dict[str, float]:
-    """Returns the times of one step, by their names in the report."""
     overlap = overlap_of(record.trace())
     times_us = {
         "step_ms": record.step_us,
@@ -205,7 +204,6 @@ _NUM_NAMES = 3  # parameters of a bucket that are named
 
 
 def _tables(report: StepReport) -> Iterator[RenderableType]:
-    """Yields where the time of a step went, one line per bucket, and one per gather under a sharded optimizer."""
     if report.num_steps == 0:
         yield "Undertow: no step recorded yet; run a training step, and leave record on."
         return

@@ -48,7 +48,6 @@ class Explanation(Shown):
 
 
 def _lines(it: Explanation) -> Iterator[str]:
-    """Yields the plan, its times and their lower bound, the effect of other plans, and the decisions so far."""
     sizes = ", ".join(f"{megabytes:.2f}" for megabytes in it.bucket_mb)
     yield f"The plan: {num_buckets_text(len(it.bucket_mb))} of {sizes} MB, {it.strategy}, {it.num_ranks} ranks"
     yield f"  {it.why}"

@@ -276,7 +276,6 @@ def max_bucket_bytes(plan: Plan) -> float:
 
 
 def _varied(plan: Plan) -> Groups | None:
-    """Returns the plan with one bucket of another size: two joined, or one split."""
     groups, most_bytes = plan.groups, max_bucket_bytes(plan)
     for at, (bucket, following) in enumerate(pairwise(plan.buckets)):
         # Pieces of one parameter would have to be joined.

@@ -17,7 +17,6 @@ from support.strategies import plans, spec, specs_of_sizes
 from undertow.cli.plan import plan_from_source
 from undertow.errors import ConfigError
 from undertow.plan import (
-    Bucket,
     ParamSpec,
     Piece,
     Plan,
