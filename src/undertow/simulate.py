@@ -189,9 +189,8 @@ class _Step:
         self._plan = plan
         self._conditions = conditions
         self._uses = _uses(profile, plan)
-        self._num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets]}
-        if strategy.gather is not None:
-            self._num_bytes[strategy.gather] = _gathered_bytes(plan)
+        num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets], strategy.gather: _gathered_bytes(plan)}
+        self._num_bytes = {kind: sizes for kind, sizes in num_bytes.items() if kind is not None}
         self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
         if conditions.in_backward:
             times = lane_times(profile, plan, costs)

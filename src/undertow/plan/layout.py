@@ -118,13 +118,6 @@ class Slot:
     stop: int  # elements, exclusive; equal to start for a parameter without elements
     first: int = 0  # element of the parameter, in memory order, that is at start
 
-    def __post_init__(self) -> None:
-        if not (0 <= self.start <= self.stop and self.first >= 0):
-            raise ConfigError(
-                f"the slot of parameter {self.param} is impossible: [{self.start}, {self.stop}), first element {self.first}.",
-                remedy="A slot starts at zero or later and does not end before it starts.",
-            )
-
     @property
     def numel(self) -> int:
         return self.stop - self.start

@@ -4,12 +4,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import combinations
+from itertools import combinations, pairwise
 from operator import or_
 
 from undertow.errors import ConfigError, require
 from undertow.schedule.op import COMPUTE, Buffer, Op, OpKind, Schedule
 from undertow.schedule.strategies import DDP, Strategy
+
+_REDUCTIONS = (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER)
 
 
 def verify(schedule: Schedule, strategy: Strategy = DDP, *, num_buckets: int) -> Schedule:
@@ -26,9 +28,8 @@ def verify(schedule: Schedule, strategy: Strategy = DDP, *, num_buckets: int) ->
     before = _happens_before(schedule)
     _check_end(schedule, before)
     _check_steps(schedule, num_buckets)
-    _check_axis(schedule, strategy.reduction, OpKind.FILL, strategy, num_buckets, before)
-    if strategy.crossing is not None:
-        _check_axis(schedule, strategy.crossing, strategy.reduction, strategy, num_buckets, before)
+    for source, kind in pairwise(kind for kind in (OpKind.FILL, strategy.reduction, strategy.crossing) if kind is not None):
+        _check_axis(schedule, kind, source, strategy, num_buckets, before)
     _check_gathers(schedule, strategy, num_buckets, before)
     _check_hazards(schedule, before)
     twice = _twice(schedule)
@@ -80,8 +81,7 @@ def _check_end(schedule: Schedule, before: Sequence[int]) -> None:
             remedy="Backward ends once in a step, and its engines join once.",
         )
     end = schedule.ops[kinds.index(OpKind.END)]
-    reductions = (op for op in schedule.ops if op.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER))
-    for last in {op.kind: op for op in reductions}.values():  # on each axis
+    for last in {op.kind: op for op in schedule.ops if op.kind in _REDUCTIONS}.values():  # on each axis
         require(
             _is_before(before, end, last),
             f"op {last.id:02d} ({last.label}) may leave before backward ends.",

@@ -193,7 +193,6 @@ OVERLAPS = "\n  Slots do not overlap, and are of one dtype and device."
 SIZES = "Sizes are zero or more, an element has at least one byte, and all of them fit into 64 bits."
 
 
-SLOT_REMEDY = "A slot starts at zero or later and does not end before it starts."
 PIECE_REMEDY = "A piece begins at zero or later and does not end before it begins."
 REFUSALS: dict[str, tuple[Call, str]] = {
     **{
@@ -237,13 +236,6 @@ REFUSALS: dict[str, tuple[Call, str]] = {
                 )
             },
         }.items()
-    },
-    **{
-        f"the slot [{start}, {stop}) from {first} on": (
-            lambda start=start, stop=stop, first=first: Slot(param=5, start=start, stop=stop, first=first),
-            f"the slot of parameter 5 is impossible: [{start}, {stop}), first element {first}.\n  {SLOT_REMEDY}",
-        )
-        for start, stop, first in ((-1, 0, 0), (3, 2, 0), (3, 4, -1))
     },
     **{
         f"the piece [{first}, {stop})": (
