@@ -199,8 +199,12 @@ class _Step:
             self._cost_us[strategy.reduction] = np.asarray(times.reduce_us)
             self._step_us = times.step_us
         else:
-            order = [bucket for bucket, _ in self._uses]
-            schedule = lower_data_parallel(len(plan.buckets), strategy, overlap=conditions.overlap, gather_order=order)
+            schedule = lower_data_parallel(
+                len(plan.buckets),
+                strategy,
+                overlap=conditions.overlap,
+                gather_order=[bucket for bucket, _ in self._uses],
+            )
         self._schedule = verify(schedule, strategy, num_buckets=len(plan.buckets))
         self._clocks = _Clocks(_slowness(plan.num_ranks, conditions.skew), contention=conditions.contention)
         self._ready_us: dict[int, float] = {}  # by bucket: when it is packed or stepped

@@ -365,8 +365,12 @@ def costs_for(text: str, *, num_ranks: int, per_node: int | None = None, inside:
         f"{num_ranks} ranks cannot be on nodes of {per_node} ranks each.",
         remedy=f"Give a number of ranks per node that divides {num_ranks}.",
     )
-    across = costs_for(text, num_ranks=num_ranks // per_node)
-    return NodeCosts(inside=costs_for(inside, num_ranks=per_node), across=across, per_node=per_node, is_mesh=is_mesh)
+    return NodeCosts(
+        inside=costs_for(inside, num_ranks=per_node),
+        across=costs_for(text, num_ranks=num_ranks // per_node),
+        per_node=per_node,
+        is_mesh=is_mesh,
+    )
 
 
 def link_from_curve(curve: CostCurve, kind: str, *, num_ranks: int, name: str) -> Link:

@@ -63,7 +63,7 @@ def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
     return SizeCaps(cap_bytes=min(size, _LARGEST), first_bytes=ends, last_bytes=ends)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Members:
     params: Sequence[ParamSpec]
     num_ranks: int | None  # None if parameters stay whole
@@ -134,8 +134,8 @@ def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[f
             closed.append(open_groups.pop(kind))
             del sizes[kind]
             waiting.extendleft(rest)
-    groups = [*closed, *open_groups.values()]
-    return sorted((tuple(group) for group in groups), key=lambda group: (position[group[-1].param], group[-1].first))
+    filled = map(tuple, (*closed, *open_groups.values()))
+    return sorted(filled, key=lambda group: (position[group[-1].param], group[-1].first))
 
 
 def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps) -> tuple[tuple[int, ...], ...]:
@@ -144,8 +144,7 @@ def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeC
     Parameters of different dtype or device go to different groups. Groups are sorted by the time at which their last member is
     ready, which is the launch order.
     """
-    groups = _groups(_Members(params=params, num_ranks=None), order, caps)
-    return tuple(tuple(piece.param for piece in group) for group in groups)
+    return tuple(tuple(piece.param for piece in group) for group in _groups(_Members(params, num_ranks=None), order, caps))
 
 
 def group_in_pieces(
@@ -157,7 +156,7 @@ def group_in_pieces(
     group that is less than half full; otherwise it starts a group, because a sliver is not worth a slot. Pieces
     begin at multiples of 16 bytes and of the number of ranks; a piece of exactly one such unit may exceed a smaller cap.
     """
-    groups = _groups(_Members(params=params, num_ranks=num_ranks), order, caps)
+    groups = _groups(_Members(params, num_ranks), order, caps)
     return tuple(tuple(member_of(piece, params) for piece in group) for group in groups)
 
 

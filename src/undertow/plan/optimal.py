@@ -269,8 +269,7 @@ def _windows(atoms: Atoms, released_us: Floats, costs: Costs, kind: str, max_buc
         place = kinds[None, :, None]
         time += np.take_along_axis(bucket_us, place, axis=0)[0]
         earliest = np.maximum(earliest, np.take_along_axis(released_us, place, axis=0)[0] + time)
-    is_window = np.tri(len(atoms.cuts), k=-1, dtype=bool)
-    is_barred = ~is_window | ((num_bytes > max_bucket_bytes) & (num_pieces > 1)).any(axis=0)
+    is_barred = ~np.tri(len(atoms.cuts), k=-1, dtype=bool) | ((num_bytes > max_bucket_bytes) & (num_pieces > 1)).any(axis=0)
     time[is_barred] = earliest[is_barred] = math.inf
     return Windows(time_us=time, earliest_us=earliest)
 
@@ -387,8 +386,7 @@ def _prolonged(prefixes: _Prefixes, reduction: _Lane, gather: _Lane) -> tuple[_P
         stall_us=gather.after(prefixes.stall_us[parent], begin, end),
         parent=parent,
     )
-    stall = np.maximum(0.0, gather.at_least(longer.stall_us, end))
-    return longer, stall + reduction.at_least(longer.reduced_us, end)
+    return longer, np.maximum(0.0, gather.at_least(longer.stall_us, end)) + reduction.at_least(longer.reduced_us, end)
 
 
 def _unbeaten(new: _Prefixes, kept: _Prefixes) -> tuple[_Prefixes, _Prefixes]:

@@ -167,8 +167,11 @@ def plan_from_groups(params: Sequence[ParamSpec], groups: Sequence[Sequence[Grou
     require(num_ranks >= 1, f"a plan is for one rank or more, {got}", remedy="Give the size of the process group.")
     require(num_ranks <= _MOST_RANKS, f"a plan is for {_MOST_RANKS:,} ranks at most, {got}", remedy="Give fewer ranks.")
     filled = [[piece_of(member, params) for member in group] for group in groups if group] or [[]]
-    buckets = tuple(_bucket(params, group, index, len(filled), num_ranks) for index, group in enumerate(filled))
-    return Plan(params=tuple(params), buckets=buckets, num_ranks=num_ranks)
+    return Plan(
+        params=tuple(params),
+        buckets=tuple(_bucket(params, group, index, len(filled), num_ranks) for index, group in enumerate(filled)),
+        num_ranks=num_ranks,
+    )
 
 
 def _bucket(params: Sequence[ParamSpec], group: Sequence[Piece], index: int, num_buckets: int, num_ranks: int) -> Bucket:

@@ -60,12 +60,12 @@ STRATEGIES = {strategy.name: strategy for strategy in (DDP, ZERO1, ZERO2, HYBRID
 
 def strategy_named(name: str | None) -> Strategy:
     """Returns the strategy of that name, DDP for None; raises ConfigError for an unknown name."""
-    choose = f"Choose one of: {', '.join(map(repr, STRATEGIES))}."
-    fsdp = "Use torch.distributed.fsdp.fully_shard to shard parameters."
     require(
         name is None or name in STRATEGIES,
         f"strategy {name!r} does not exist.",
         where="strategy",
-        remedy=fsdp if name in ("zero3", "fsdp") else choose,
+        remedy="Use torch.distributed.fsdp.fully_shard to shard parameters."
+        if name in ("zero3", "fsdp")
+        else f"Choose one of: {', '.join(map(repr, STRATEGIES))}.",
     )
     return DDP if name is None else STRATEGIES[name]

@@ -173,10 +173,9 @@ class Decision:
             remedy="Cut parameters into fewer pieces.",
         )
         gathers = [(at, bucket) for at, following in enumerate(self.gathers_behind or ()) for bucket in following]
-        times = (self.present_us, self.predicted_us, self.limit_us)
         return np.concatenate(
             [
-                [self.outcome, self.next_look, *times, len(rows), len(gathers)],
+                [self.outcome, self.next_look, self.present_us, self.predicted_us, self.limit_us, len(rows), len(gathers)],
                 np.ravel([*rows, *[(0, 0, 0, 0)] * (most - len(rows))]),
                 np.ravel([*gathers, *[(0, 0)] * (most + 1 - len(gathers))]),
             ]
