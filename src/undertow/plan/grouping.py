@@ -63,57 +63,58 @@ def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
     return SizeCaps(cap_bytes=min(size, _LARGEST), first_bytes=ends, last_bytes=ends)
 
 
-@dataclass(frozen=True, slots=True)
-class _Members:
-    params: Sequence[ParamSpec]
-    num_ranks: int | None  # None if parameters stay whole
+def _cut(
+    piece: Piece, spec: ParamSpec, num_ranks: int | None, cap_bytes: float, *, taken_bytes: int, at_end: bool
+) -> list[Piece]:
+    """Cuts an even share of `piece` off its end or its beginning, for a group that already holds `taken_bytes`.
 
-    def cut(self, piece: Piece, cap_bytes: float, *, taken_bytes: int, at_end: bool) -> list[Piece]:
-        """Cuts an even share of `piece` off its end or its beginning, for a group that already holds `taken_bytes`.
-
-        Returns both parts in order, or `piece` alone if it fits under the cap or if a cut does not help.
-        """
-        numel, itemsize, num_ranks = piece.numel, self.params[piece.param].itemsize, self.num_ranks
-        if num_ranks is None or numel * itemsize <= cap_bytes or 2 * taken_bytes > cap_bytes:
-            return [piece]
-        share = share_numel(numel, itemsize=itemsize, num_ranks=num_ranks, most_bytes=cap_bytes - taken_bytes)
-        if share >= numel:
-            return [piece]
-        share = padded_numel(numel, itemsize=itemsize, num_ranks=num_ranks) - share if at_end else share
-        return [replace(piece, stop=piece.first + share), replace(piece, first=piece.first + share)]
+    Returns both parts in order, or `piece` alone if it fits under the cap, if a cut does not help, or if `num_ranks` is None:
+    then parameters stay whole.
+    """
+    if num_ranks is None or piece.numel * spec.itemsize <= cap_bytes or 2 * taken_bytes > cap_bytes:
+        return [piece]
+    share = share_numel(piece.numel, itemsize=spec.itemsize, num_ranks=num_ranks, most_bytes=cap_bytes - taken_bytes)
+    if share >= piece.numel:
+        return [piece]
+    share = padded_numel(piece.numel, itemsize=spec.itemsize, num_ranks=num_ranks) - share if at_end else share
+    return [replace(piece, stop=piece.first + share), replace(piece, first=piece.first + share)]
 
 
-def _groups(members: _Members, order: Sequence[int], caps: SizeCaps) -> list[tuple[Piece, ...]]:
-    pieces = [piece_of(param, members.params) for param in order]
-    last_groups = _take_last_groups(members, pieces, caps.last_bytes)
-    groups = _next_fit(members, pieces, (*caps.first_bytes, caps.cap_bytes))
+def _groups(
+    params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps, num_ranks: int | None = None
+) -> list[tuple[Piece, ...]]:
+    pieces = [piece_of(param, params) for param in order]
+    last_groups = _take_last_groups(params, num_ranks, pieces, caps.last_bytes)
+    groups = _next_fit(params, num_ranks, pieces, (*caps.first_bytes, caps.cap_bytes))
     for group, cap in zip(last_groups, reversed(caps.last_bytes[: len(last_groups)]), strict=True):
         first_cap = cap if groups else min((cap, *caps.first_bytes[:1]))
-        groups += _next_fit(members, group, (first_cap, cap))
+        groups += _next_fit(params, num_ranks, group, (first_cap, cap))
     return groups
 
 
-def _take_last_groups(members: _Members, pieces: list[Piece], caps_bytes: Sequence[float]) -> list[list[Piece]]:
+def _take_last_groups(
+    params: Sequence[ParamSpec], num_ranks: int | None, pieces: list[Piece], caps_bytes: Sequence[float]
+) -> list[list[Piece]]:
     """Takes the last groups from the end of `pieces`, as full as their caps allow."""
     groups: list[list[Piece]] = []
     for cap in caps_bytes:
         group: list[Piece] = []
+        rest: list[Piece] = []  # of a parameter whose end is in this group
         size = 0
-        while pieces:
-            *rest, last = members.cut(pieces[-1], cap, taken_bytes=size, at_end=True)
-            if group and size + num_bytes_of(last, members.params) > cap:
+        while pieces and not rest:
+            *rest, last = _cut(pieces[-1], params[pieces[-1].param], num_ranks, cap, taken_bytes=size, at_end=True)
+            if group and size + num_bytes_of(last, params) > cap:
                 break
             pieces[-1:] = rest
             group.append(last)
-            size += num_bytes_of(last, members.params)
-            if rest:
-                break
-        if group:
-            groups.append(group[::-1])
-    return groups[::-1]
+            size += num_bytes_of(last, params)
+        groups.append(group[::-1])
+    return [group for group in reversed(groups) if group]
 
 
-def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[float]) -> list[tuple[Piece, ...]]:
+def _next_fit(
+    params: Sequence[ParamSpec], num_ranks: int | None, pieces: Sequence[Piece], caps_bytes: Sequence[float]
+) -> list[tuple[Piece, ...]]:
     """Fills groups under those caps, one after another; the last cap holds for all that follow."""
     position = {piece.param: at for at, piece in enumerate(pieces)}
     closed: list[list[Piece]] = []
@@ -123,11 +124,11 @@ def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[f
     while waiting:
         cap = caps_bytes[min(len(closed), len(caps_bytes) - 1)]
         piece = waiting.popleft()
-        kind = members.params[piece.param].kind
-        first, *rest = members.cut(piece, cap, taken_bytes=sizes[kind], at_end=False)
-        if kind not in open_groups or sizes[kind] + num_bytes_of(first, members.params) <= cap:
+        kind = params[piece.param].kind
+        first, *rest = _cut(piece, params[piece.param], num_ranks, cap, taken_bytes=sizes[kind], at_end=False)
+        if kind not in open_groups or sizes[kind] + num_bytes_of(first, params) <= cap:
             open_groups[kind].append(first)
-            sizes[kind] += num_bytes_of(first, members.params)
+            sizes[kind] += num_bytes_of(first, params)
         else:
             rest = [piece]
         if rest:  # the rest begins another group, which may have another cap
@@ -144,7 +145,7 @@ def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeC
     Parameters of different dtype or device go to different groups. Groups are sorted by the time at which their last member is
     ready, which is the launch order.
     """
-    return tuple(tuple(piece.param for piece in group) for group in _groups(_Members(params, num_ranks=None), order, caps))
+    return tuple(tuple(piece.param for piece in group) for group in _groups(params, order, caps))
 
 
 def group_in_pieces(
@@ -156,8 +157,7 @@ def group_in_pieces(
     group that is less than half full; otherwise it starts a group, because a sliver is not worth a slot. Pieces
     begin at multiples of 16 bytes and of the number of ranks; a piece of exactly one such unit may exceed a smaller cap.
     """
-    groups = _groups(_Members(params, num_ranks), order, caps)
-    return tuple(tuple(member_of(piece, params) for piece in group) for group in groups)
+    return tuple(tuple(member_of(piece, params) for piece in group) for group in _groups(params, order, caps, num_ranks))
 
 
 def reverse_registration(num_params: int) -> tuple[int, ...]:

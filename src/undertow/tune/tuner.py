@@ -83,8 +83,7 @@ class Tuner:
         """Adds a measurement of the current plan."""
         self._forget_what_has_changed(measurement)
         for kind, samples in measurement.samples.items():
-            if samples:
-                self.learn_costs(kind, samples)
+            self.learn_costs(kind, samples)
         self.measurement = measurement
         self._is_new = True
 
@@ -216,7 +215,7 @@ def _usual(looks: Collection[_Look]) -> _Look:
 
 
 def _sizes(measurement: Measurement) -> dict[str, set[float]]:
-    return {kind: {size for size, _ in samples} for kind, samples in measurement.samples.items() if samples}
+    return {kind: {size for size, _ in samples} for kind, samples in measurement.samples.items()}
 
 
 def _usual_us(measurement: Measurement, kind: str) -> float:
