@@ -1,7 +1,7 @@
 """Proves properties of a schedule whose violation must never be found at run time."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import combinations, pairwise
@@ -28,9 +28,11 @@ def verify(schedule: Schedule, strategy: Strategy = DDP, *, num_buckets: int) ->
     before = _happens_before(schedule)
     _check_end(schedule, before)
     _check_steps(schedule, num_buckets)
-    for source, kind in pairwise(kind for kind in (OpKind.FILL, strategy.reduction, strategy.crossing) if kind is not None):
-        _check_axis(schedule, kind, source, strategy, num_buckets, before)
-    _check_gathers(schedule, strategy, num_buckets, before)
+    by_bucket: dict[int | None, dict[OpKind, list[Op]]] = {bucket: defaultdict(list) for bucket in range(num_buckets)}
+    for op in schedule.ops:
+        by_bucket.setdefault(op.bucket, defaultdict(list))[op.kind].append(op)
+    for bucket in by_bucket:
+        _check_bucket(by_bucket, bucket, strategy, num_buckets, before)
     _check_hazards(schedule, before)
     twice = _twice(schedule)
     _check_hazards(twice, _happens_before(twice))
@@ -101,25 +103,21 @@ def _check_steps(schedule: Schedule, num_buckets: int) -> None:
     )
 
 
-def _by_bucket(schedule: Schedule, kind: OpKind) -> dict[int | None, list[Op]]:
-    found: dict[int | None, list[Op]] = defaultdict(list)
-    for op in schedule.ops:
-        if op.kind is kind:
-            found[op.bucket].append(op)
-    return found
-
-
-def _check_axis(
-    schedule: Schedule, kind: OpKind, source_kind: OpKind, strategy: Strategy, num_buckets: int, before: Sequence[int]
+def _check_bucket(
+    by_bucket: Mapping[int | None, Mapping[OpKind, Sequence[Op]]],
+    bucket: int | None,
+    strategy: Strategy,
+    num_buckets: int,
+    before: Sequence[int],
 ) -> None:
-    """Checks that every bucket crosses by one op of `kind`, after its op of `source_kind` and before its step."""
-    sources, crossings = _by_bucket(schedule, source_kind), _by_bucket(schedule, kind)
-    steps_on = _by_bucket(schedule, OpKind.STEP)
-    for bucket in dict.fromkeys((*range(num_buckets), *sources, *crossings)):
-        exists, steps = bucket in range(num_buckets), [*steps_on[None], *steps_on[bucket]]
-        is_sent = int(exists and (bool(steps) or strategy.reduces_micro_batches))
+    """Checks that the bucket crosses each axis by one op after it is filled and before its step, and is gathered after it."""
+    ops, exists = by_bucket[bucket], bucket in range(num_buckets)
+    steps = [*by_bucket[None][OpKind.STEP], *ops[OpKind.STEP]]
+    is_sent = int(exists and (bool(steps) or strategy.reduces_micro_batches))
+    kinds = (kind for kind in (OpKind.FILL, strategy.reduction, strategy.crossing) if kind is not None)
+    for source_kind, kind in pairwise(kinds):
         wanted = (int(exists) if source_kind is OpKind.FILL else is_sent, is_sent)
-        found = (len(sources[bucket]), len(crossings[bucket]))
+        found = (len(ops[source_kind]), len(ops[kind]))
         require(
             found == wanted,
             f"the ops on {Buffer('grad', bucket)} do not carry each gradient across once.",
@@ -127,33 +125,27 @@ def _check_axis(
             f"got {found[1]}; the plan has {num_buckets} buckets",
             remedy="A step fills every bucket once and sends it once; an accumulation sends nothing, or shards.",
         )
-        for source, crossing in zip(sources[bucket], crossings[bucket], strict=False):
+        for source, crossing in zip(ops[source_kind], ops[kind], strict=False):
             require(
                 _is_before(before, source, crossing) and all(_is_before(before, crossing, step) for step in steps),
                 f"op {crossing.id:02d} ({crossing.label}) may run before its gradients are there or after the step.",
                 where=", ".join(f"{op.kind} is op {op.id:02d}" for op in (source, *steps[:1])),
                 remedy="Order the collective after the fill and before the step.",
             )
-
-
-def _check_gathers(schedule: Schedule, strategy: Strategy, num_buckets: int, before: Sequence[int]) -> None:
-    gathers, steps_on = _by_bucket(schedule, OpKind.ALL_GATHER), _by_bucket(schedule, OpKind.STEP)
-    for bucket in dict.fromkeys((*range(num_buckets), *gathers)):
-        steps = [*steps_on[None], *steps_on[bucket]]
-        wanted = int(bucket in range(num_buckets) and bool(steps) and strategy.gather is not None)
+    gathers, num_wanted = ops[OpKind.ALL_GATHER], int(exists and bool(steps) and strategy.gather is not None)
+    require(
+        len(gathers) == num_wanted,
+        f"the ops on {Buffer('param', bucket)} do not bring each parameter to every rank once.",
+        where=f"all_gathers: expected {num_wanted}, got {len(gathers)}; the plan has {num_buckets} buckets",
+        remedy="Where the optimizer is sharded, every bucket is gathered once after the step; elsewhere never.",
+    )
+    for gather in gathers:
         require(
-            len(gathers[bucket]) == wanted,
-            f"the ops on {Buffer('param', bucket)} do not bring each parameter to every rank once.",
-            where=f"all_gathers: expected {wanted}, got {len(gathers[bucket])}; the plan has {num_buckets} buckets",
-            remedy="Where the optimizer is sharded, every bucket is gathered once after the step; elsewhere never.",
+            all(_is_before(before, step, gather) for step in steps),
+            f"op {gather.id:02d} ({gather.label}) may run before the step.",
+            where=f"step is op {steps[0].id:02d}",
+            remedy="Order the gather after the step.",
         )
-        for gather in gathers[bucket]:
-            require(
-                all(_is_before(before, step, gather) for step in steps),
-                f"op {gather.id:02d} ({gather.label}) may run before the step.",
-                where=f"step is op {steps[0].id:02d}",
-                remedy="Order the gather after the step.",
-            )
 
 
 def _check_hazards(schedule: Schedule, before: Sequence[int]) -> None:
