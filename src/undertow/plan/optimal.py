@@ -142,7 +142,7 @@ def atoms_of(
     kinds = np.array([index_of_kind.setdefault(params[it.param].kind, len(index_of_kind)) for it in pieces], dtype=np.int64)
     sizes = np.array([num_bytes_of(piece, params) for piece in pieces], dtype=np.float64)
     ready = np.array([timing.ready_us[piece.param] for piece in pieces], dtype=np.float64)
-    used = np.array([timing.used_us[piece.param] for piece in pieces] if has_shards else [], dtype=np.float64)
+    used = np.array([timing.used_us[piece.param] if has_shards else math.inf for piece in pieces])  # only known with shards
     cuts = _cuts(sizes, np.maximum.accumulate(ready), used, max_atoms=max_atoms, max_bucket_bytes=max_bucket_bytes)
 
     require(
@@ -155,7 +155,7 @@ def atoms_of(
     is_of = kinds == np.arange(len(index_of_kind))[:, None]
     ready_at = _before(np.maximum.accumulate(np.where(is_of, ready, 0.0), axis=1), cuts, first=0.0)
     ready_at[kinds[-1], -1] = max(ready_at[kinds[-1], -1], timing.backward_end_us)
-    use = np.where(is_of, used if has_shards else math.inf, math.inf)
+    use = np.where(is_of, used, math.inf)
     no_use = np.full((len(index_of_kind), 1), math.inf)
     return Atoms(
         pieces=pieces,
@@ -214,17 +214,12 @@ def _cuts(sizes: Floats, ready: Floats, used: Floats, *, max_atoms: int, max_buc
     atom by itself, so that every atom of several pieces fits into a bucket.
     """
     ends = np.cumsum(sizes)
-    forced = np.zeros(len(sizes) - 1, dtype=bool)
-    if math.isfinite(max_bucket_bytes):
-        is_large = sizes > max_bucket_bytes / 2
-        forced = is_large[1:] | is_large[:-1] | (np.diff(ends // (max_bucket_bytes / 2)) > 0)
-    signals = [signal for signal in (ready, ends, used) if len(signal)]  # uses are not known without shards
+    is_large = sizes > max_bucket_bytes / 2
+    forced = is_large[1:] | is_large[:-1] | (np.diff(ends // (max_bucket_bytes / 2)) > 0)
     num_cells = _FINEST * max_atoms
     is_cut = np.ones(len(sizes) - 1, dtype=bool)
     while np.count_nonzero(is_cut) >= max_atoms and num_cells >= 1:
-        is_cut = np.zeros(len(sizes) - 1, dtype=bool)
-        for signal in signals:
-            is_cut |= np.diff(_cell(signal, int(num_cells))) != 0
+        is_cut = np.any([np.diff(_cell(signal, int(num_cells))) != 0 for signal in (ready, ends, used)], axis=0)
         num_cells *= _COARSER
     return np.concatenate([[0], np.flatnonzero(is_cut | forced) + 1, [len(sizes)]]).astype(np.int64)
 
