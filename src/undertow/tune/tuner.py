@@ -152,11 +152,11 @@ class Tuner:
     ) -> tuple[Optimum, float]:
         """Returns the best known plan, in the user's order if given, and the time of the current plan by the same costs."""
         order, timing, costs = profile.order if self.order is None else self.order, profile.timing, profile.costs()
-        most_bytes = max_bucket_bytes(plan)
+        most_bytes = _max_bucket_bytes(plan)
         if steps_in_backward:
             stepped = replace(profile, update_us=0.0)  # no measurement contains updates in backward
             best = best_groups_in_backward(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes)
-            return best, in_backward_period_us(stepped, plan, costs)
+            return best, _in_backward_period_us(stepped, plan, costs)
         best = optimal_groups(
             plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards, max_bucket_bytes=most_bytes
         )
@@ -252,7 +252,7 @@ def best_groups_in_backward(profile: Profile, order: Sequence[int], costs: Costs
     caps = [SizeCaps(cap_bytes=size, first_bytes=first) for size in sizes for first in firsts]
     tried = dict.fromkeys([barrier.groups, *(group_in_pieces(params, order, cap, num_ranks=num_ranks) for cap in caps)])
     plans = [plan_from_groups(params, groups, num_ranks=num_ranks) for groups in tried]
-    periods = [(in_backward_period_us(profile, plan, costs), len(plan.buckets), at) for at, plan in enumerate(plans)]
+    periods = [(_in_backward_period_us(profile, plan, costs), len(plan.buckets), at) for at, plan in enumerate(plans)]
     least_us = min(periods)[0]
     _, period_us, at = min((num, us, at) for us, num, at in periods if us <= least_us * (1 + _SLACK_IN_BACKWARD))
     return Optimum(
@@ -263,19 +263,17 @@ def best_groups_in_backward(profile: Profile, order: Sequence[int], costs: Costs
     )
 
 
-def in_backward_period_us(profile: Profile, plan: Plan, costs: Costs) -> float:
-    """Returns the period of a step with these buckets, in the order in which they are gathered."""
+def _in_backward_period_us(profile: Profile, plan: Plan, costs: Costs) -> float:
     times = lane_times(profile, plan, costs)
     return lane_period_us(times, in_backward_order(times))
 
 
-def max_bucket_bytes(plan: Plan) -> float:
-    """Returns the size that no planned bucket of several parameters exceeds."""
+def _max_bucket_bytes(plan: Plan) -> float:
     return max(_LEAST_CAP_BYTES, _num_bytes(plan) / _LARGEST_SHARE)
 
 
 def _varied(plan: Plan) -> Groups | None:
-    groups, most_bytes = plan.groups, max_bucket_bytes(plan)
+    groups, most_bytes = plan.groups, _max_bucket_bytes(plan)
     for at, (bucket, following) in enumerate(pairwise(plan.buckets)):
         # Pieces of one parameter would have to be joined.
         is_whole = plan.split_params.isdisjoint((*bucket.params, *following.params))
