@@ -140,11 +140,10 @@ def length_us(interval: Interval) -> float:
 
 def union_us(intervals: Iterable[tuple[float, float]]) -> float:
     """Returns the length of the union of half-open intervals: overlaps count once."""
-    total, covered_until = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        total += max(0.0, stop - max(start, covered_until))
-        covered_until = max(covered_until, stop)
-    return total
+    ordered = sorted(intervals)
+    covered_until = accumulate((stop for _, stop in ordered), max, initial=float("-inf"))
+    lengths = (max(0.0, stop - max(start, covered)) for (start, stop), covered in zip(ordered, covered_until, strict=False))
+    return sum(lengths, start=0.0)
 
 
 def overlap_of(trace: Trace) -> Overlap:

@@ -212,13 +212,12 @@ def _tables(report: StepReport) -> Iterator[RenderableType]:
         yield _bucket_table(report)
     if report.gathers:
         yield _gather_table(report)
-    if report.is_one_graph:
-        yield (
-            "The model is compiled as one graph, for none of its buckets has 1 MiB: its gradients come all at once.\n"
-            "Set bucket_cap_mb to 1 or more, or compile its layers one by one."
-        )
-    if report.num_skipped:
-        yield f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}"
+    notes = {
+        "The model is compiled as one graph, for none of its buckets has 1 MiB: its gradients come all at once.\n"
+        "Set bucket_cap_mb to 1 or more, or compile its layers one by one.": report.is_one_graph,
+        f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}": report.num_skipped > 0,
+    }
+    yield from (note for note, applies in notes.items() if applies)
 
 
 def _step_table(report: StepReport) -> Table:
