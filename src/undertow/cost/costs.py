@@ -153,7 +153,7 @@ class CostCurve:
         (first, _), (last, _) = self.points[0], self.points[-1]
         return last > 0 and last >= _LEAST_RATIO * first
 
-    def us(self, num_bytes: ArrayLike) -> Floats:
+    def us(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Returns the microseconds of payloads of `num_bytes`, in an array of the same shape; not decreasing in the size.
 
         The curve is linear between two points. Beyond the last point it continues with the slope of `line_through` all points, in
@@ -247,7 +247,7 @@ def _number(value: float) -> str:
 class Costs(Protocol):
     """Times on the communication stream. A bucket without bytes is not free: it is still a collective."""
 
-    def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Returns the microseconds of one collective for each size, in an array of the shape of `num_bytes`.
 
         - `kind`: "all_reduce", "reduce_scatter" or "all_gather".
@@ -266,7 +266,7 @@ class RingCosts:
     def __post_init__(self) -> None:
         _check_num_ranks(self.num_ranks)
 
-    def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Implements `Costs` for any kind in COLLECTIVES."""
         require(kind in COLLECTIVES, f"there is no {kind} over a ring.", remedy=f"Choose one of: {', '.join(COLLECTIVES)}.")
         hops, share = COLLECTIVES[kind](self.num_ranks) if self.num_ranks > 1 else (0, 0.0)
@@ -299,7 +299,7 @@ class NodeCosts:
     def __post_init__(self) -> None:
         _check_num_ranks(self.per_node)
 
-    def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Implements `Costs`."""
         require(kind in _INSIDE, f"there is no {kind} over nodes.", remedy=f"Choose one of: {', '.join(_INSIDE)}.")
         sizes = np.asarray(num_bytes, dtype=np.float64)
@@ -325,7 +325,7 @@ class MeasuredCosts:
 
     curves: Mapping[str, CostCurve]
 
-    def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Implements `Costs`; raises ConfigError if neither the kind nor a substitute was measured."""
         for factor, kinds in ((1.0, (kind,)), *_STANDS_FOR.get(kind, ())):
             if self.curves.keys() >= set(kinds):
