@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.cost import Costs
-from undertow.errors import ConfigError
+from undertow.errors import require
 from undertow.plan import GathersBehind, LaneTimes, Plan, in_backward_order
 from undertow.profile import Profile
 from undertow.schedule import Op, OpKind, Strategy, Tracker, lower_data_parallel, lower_in_backward, verify
@@ -72,8 +72,7 @@ class Conditions:
             (self.rank < 0, f"rank {self.rank} does not exist.", "Ranks count from 0, the fastest."),
         )
         for is_wrong, what, remedy in impossible:
-            if is_wrong:
-                raise ConfigError(what, where=_WHERE, remedy=remedy)
+            require(not is_wrong, what, where=_WHERE, remedy=remedy)
 
 
 def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions | None = None) -> StepRecord:
@@ -98,22 +97,24 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
     ```
     """
     conditions = Conditions() if conditions is None else conditions
-    if plan.params != profile.params:
-        raise ConfigError(
-            "the plan is for other parameters than the profile.",
-            where=f"the plan has {len(plan.params)} parameters, the profile {len(profile.params)}",
-            remedy="Make the plan from the parameters of this profile.",
-        )
-    if conditions.rank >= plan.num_ranks:
-        raise ConfigError(
-            f"rank {conditions.rank} does not exist.", where=_WHERE, remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}."
-        )
-    if conditions.in_backward and strategy.gather is None:
-        raise ConfigError(
-            f"steps in backward are not possible with strategy {strategy.name!r}.",
-            where=_WHERE,
-            remedy='Take "zero1", "zero2" or "hybrid".',
-        )
+    require(
+        plan.params == profile.params,
+        "the plan is for other parameters than the profile.",
+        where=f"the plan has {len(plan.params)} parameters, the profile {len(profile.params)}",
+        remedy="Make the plan from the parameters of this profile.",
+    )
+    require(
+        conditions.rank < plan.num_ranks,
+        f"rank {conditions.rank} does not exist.",
+        where=_WHERE,
+        remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}.",
+    )
+    require(
+        not conditions.in_backward or strategy.gather is not None,
+        f"steps in backward are not possible with strategy {strategy.name!r}.",
+        where=_WHERE,
+        remedy='Take "zero1", "zero2" or "hybrid".',
+    )
     return _Step(profile, plan, strategy, costs, conditions).run()
 
 
@@ -188,9 +189,8 @@ class _Step:
         self._plan = plan
         self._conditions = conditions
         self._uses = _uses(profile, plan)
-        self._num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets]}
-        if strategy.gather is not None:
-            self._num_bytes[strategy.gather] = _gathered_bytes(plan)
+        num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets], strategy.gather: _gathered_bytes(plan)}
+        self._num_bytes = {kind: sizes for kind, sizes in num_bytes.items() if kind is not None}
         self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
         if conditions.in_backward:
             times = lane_times(profile, plan, costs)
@@ -199,8 +199,12 @@ class _Step:
             self._cost_us[strategy.reduction] = np.asarray(times.reduce_us)
             self._step_us = times.step_us
         else:
-            order = [bucket for bucket, _ in self._uses]
-            schedule = lower_data_parallel(len(plan.buckets), strategy, overlap=conditions.overlap, gather_order=order)
+            schedule = lower_data_parallel(
+                len(plan.buckets),
+                strategy,
+                overlap=conditions.overlap,
+                gather_order=[bucket for bucket, _ in self._uses],
+            )
         self._schedule = verify(schedule, strategy, num_buckets=len(plan.buckets))
         self._clocks = _Clocks(_slowness(plan.num_ranks, conditions.skew), contention=conditions.contention)
         self._ready_us: dict[int, float] = {}  # by bucket: when it is packed or stepped
@@ -263,7 +267,6 @@ class _Step:
         self._clocks.compute(self._profile.forward_us - computed_us)
 
     def _backward(self, tracker: Tracker) -> None:
-        """Runs backward: gradients become ready one after another, until the last bucket is launched."""
         profile, computed_us = self._profile, 0.0
         for param in profile.order:
             ops = tracker.arrive(param)
@@ -278,19 +281,21 @@ class _Step:
     def _issue(self, ops: Sequence[Op]) -> None:
         for op in ops:
             bucket = op.bucket or 0
-            if op.kind is OpKind.PACK:
-                self._ready_us[bucket] = self._now_us
-            elif op.kind is OpKind.BIND:
-                self._wait(self._reductions, bucket)
-            elif op.kind is OpKind.STEP:  # one bucket after another
-                begin_us = max(self._reductions[bucket].done_us, self._ready_us.get(bucket - 1, 0.0))
-                self._ready_us[bucket] = begin_us + self._step_us[bucket]
-            elif op.kind not in self._num_bytes:  # the second half of a hybrid reduction, whose cost the first half includes
-                self._clocks.compute(self._conditions.launch_us)
-            elif op.kind is not OpKind.ALL_GATHER:
-                self._reductions[bucket] = self._send(op)
-            elif self._num_bytes[op.kind][bucket]:
-                self._gathers[bucket] = self._send(op)
+            match op.kind:
+                case OpKind.PACK:
+                    self._ready_us[bucket] = self._now_us
+                case OpKind.BIND:
+                    self._wait(self._reductions, bucket)
+                case OpKind.STEP:  # one bucket after another
+                    begin_us = max(self._reductions[bucket].done_us, self._ready_us.get(bucket - 1, 0.0))
+                    self._ready_us[bucket] = begin_us + self._step_us[bucket]
+                case OpKind.ALL_GATHER:
+                    if self._num_bytes[op.kind][bucket]:
+                        self._gathers[bucket] = self._send(op)
+                case reduction if reduction in self._num_bytes:
+                    self._reductions[bucket] = self._send(op)
+                case _:  # the second half of a hybrid reduction, whose cost the first half includes
+                    self._clocks.compute(self._conditions.launch_us)
 
     def _send(self, op: Op) -> BucketRecord:
         bucket, launched_us = op.bucket or 0, self._now_us
@@ -312,7 +317,6 @@ class _Step:
 
 
 def _since(begin_us: float, records: Iterable[BucketRecord]) -> tuple[BucketRecord, ...]:
-    """Returns the records with times relative to `begin_us`."""
     return tuple(
         replace(
             record,

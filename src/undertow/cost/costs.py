@@ -15,21 +15,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from statistics import median_low
 from typing import Any, Protocol, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, require
 
-_Floats = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 # Sizes that differ by less count as one size: buckets cut at slightly different places, paddings.
 _SAME_SIZE = 1.02
 # Latency and bandwidth cannot be told apart if sizes are closer than this ratio.
 _LEAST_RATIO = 1.5
-# Sizes this far apart are needed before a slope is trusted beyond the last one: two always lie on a line, which confirms nothing.
-_LEAST_SIZES = 3
 # Lines are tried through pairs of at most this many points: the work grows with the square.
 _MAX_FIT_POINTS = 48
 
@@ -38,8 +37,7 @@ NODE_LINK = "2400gbit,3us"
 # Share of the line rate that is payload: iperf3 over TCP on a link shaped to 1 Gb/s carries 956 Mb/s.
 TCP_PAYLOAD_SHARE = 0.956
 _ETHERNET_HOP_S = 100e-6
-_BITS_PER_S = {"mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-_SECONDS = {"us": 1e-6, "ms": 1e-3}
+_UNITS = {"mbit": 1e6, "gbit": 1e9, "tbit": 1e12, "us": 1e-6, "ms": 1e-3}  # bits per second, and seconds
 _LINK_TEXT = re.compile(
     r"(?P<rate>\d+(?:\.\d+)?)(?P<rate_unit>mbit|gbit|tbit)(?:,(?P<latency>\d+(?:\.\d+)?)(?P<latency_unit>us|ms))?"
 )
@@ -54,11 +52,11 @@ class Link:
     bytes_per_s: float  # payload, per direction; infinity for a link that costs nothing
 
     def __post_init__(self) -> None:
-        if not (self.bytes_per_s > 0 and math.isfinite(self.hop_s) and self.hop_s >= 0):
-            raise ConfigError(
-                f"link {self.name!r} is impossible: {self.bytes_per_s} bytes/s, {self.hop_s} s per hop.",
-                remedy="Give a positive bandwidth and a latency of zero or more.",
-            )
+        require(
+            self.bytes_per_s > 0 and math.isfinite(self.hop_s) and self.hop_s >= 0,
+            f"link {self.name!r} is impossible: {self.bytes_per_s} bytes/s, {self.hop_s} s per hop.",
+            remedy="Give a positive bandwidth and a latency of zero or more.",
+        )
 
     @property
     def is_free(self) -> bool:
@@ -84,8 +82,8 @@ def link_from_text(text: str) -> Link:
             remedy='Write a rate such as "1gbit", "2.5gbit" or "200mbit", a rate and a latency such as "100gbit,5us", '
             'or "none" for the bare loopback.',
         )
-    line_rate = float(match["rate"]) * _BITS_PER_S[match["rate_unit"]] / 8
-    hop_s = float(match["latency"]) * _SECONDS[match["latency_unit"]] if match["latency"] else _ETHERNET_HOP_S
+    line_rate = float(match["rate"]) * _UNITS[match["rate_unit"]] / 8
+    hop_s = float(match["latency"]) * _UNITS[match["latency_unit"]] if match["latency"] else _ETHERNET_HOP_S
     return Link(name=text, hop_s=hop_s, bytes_per_s=line_rate * TCP_PAYLOAD_SHARE)
 
 
@@ -107,9 +105,7 @@ COLLECTIVES: Mapping[str, Callable[[int], tuple[int, float]]] = {
 
 def collective_seconds(link: Link, kind: str, *, num_bytes: int, num_ranks: int) -> float:
     """Returns the seconds that one collective occupies the link; `num_bytes` is the whole payload."""
-    if num_ranks == 1:
-        return 0.0
-    hops, share = COLLECTIVES[kind](num_ranks)
+    hops, share = COLLECTIVES[kind](num_ranks) if num_ranks > 1 else (0, 0.0)
     return hops * link.hop_s + share * num_bytes / link.bytes_per_s
 
 
@@ -125,19 +121,18 @@ class CostCurve:
 
     def __post_init__(self) -> None:
         points = [_checked_point(point, index) for index, point in enumerate(self.points)]
-        if not points:
-            raise ConfigError("a cost curve needs one point at least.", remedy="Measure one size or more.")
+        require(points, "a cost curve needs one point at least.", remedy="Measure one size or more.")
         for index, ((before, _), (size, _)) in enumerate(pairwise(points), 1):
-            if size <= before:
-                raise ConfigError(
-                    f"point {index} of a cost curve has {_number(size)} bytes and follows one of {_number(before)}.",
-                    remedy="Sort the points by size, each size once.",
-                )
+            require(
+                before < size,
+                f"point {index} of a cost curve has {_number(size)} bytes and follows one of {_number(before)}.",
+                remedy="Sort the points by size, each size once.",
+            )
         times = _never_decreasing([[time] for _, time in points])
         object.__setattr__(self, "points", tuple((size, time) for (size, _), time in zip(points, times, strict=True)))
 
     @cached_property
-    def _interpolated(self) -> tuple[_Floats, _Floats, float]:
+    def _interpolated(self) -> tuple[Floats, Floats, float]:
         """Sizes and times that `us` interpolates, from zero bytes on, and the microseconds per byte beyond the last point."""
         (first_size, first_time), (last_size, last_time) = self.points[0], self.points[-1]
         # If sizes are too few or too close, a smaller payload is assumed to be no cheaper, and a larger one no faster per byte.
@@ -146,7 +141,8 @@ class CostCurve:
             # If points do not lie on one line, the ones closer to the extrapolated end know more.
             ranks = range(1, len(self.points) + 1)
             latency = min(line_through(self.points, weights=ranks[::-1])[0], first_time)
-            if self._num_apart >= _LEAST_SIZES:
+            # Two points always lie on a line, which confirms nothing: three must be apart before a slope is trusted.
+            if any(size >= _LEAST_RATIO * first_size and last_size >= _LEAST_RATIO * size for size, _ in self.points[1:-1]):
                 _, us_per_byte = line_through(self.points, weights=ranks)
         sizes, times = np.array(self.points if first_size == 0 else ((0.0, latency), *self.points), dtype=np.float64).T
         return sizes, times, us_per_byte
@@ -156,15 +152,6 @@ class CostCurve:
         """True if its sizes are far enough apart to show how costs grow, so that a plan may be based on it."""
         (first, _), (last, _) = self.points[0], self.points[-1]
         return last > 0 and last >= _LEAST_RATIO * first
-
-    @property
-    def _num_apart(self) -> int:
-        """The largest number of sizes that each exceed the previous one by `_LEAST_RATIO`."""
-        num_apart, last = 0, -math.inf
-        for size, _ in self.points:
-            if size >= _LEAST_RATIO * last:
-                num_apart, last = num_apart + 1, size
-        return num_apart
 
     def us(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Returns the microseconds of payloads of `num_bytes`, in an array of the same shape; not decreasing in the size.
@@ -186,14 +173,13 @@ def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
     larger sizes outvote a single outlier at its size. Raises ConfigError if `samples` is empty, or for an impossible sample.
     """
     ordered = sorted(_checked_point(sample, index, of="samples") for index, sample in enumerate(samples))
-    if not ordered:
-        raise ConfigError("a cost curve needs samples.", remedy="Measure one size or more.")
+    require(ordered, "a cost curve needs samples.", remedy="Measure one size or more.")
     groups: list[list[tuple[float, float]]] = []
     for sample in ordered:
         if not groups or sample[0] > _SAME_SIZE * groups[-1][0][0]:
             groups.append([])
         groups[-1].append(sample)
-    sizes = (_lower_median([size for size, _ in group]) for group in groups)
+    sizes = (median_low([size for size, _ in group]) for group in groups)
     times = _never_decreasing([time for _, time in group] for group in groups)
     return CostCurve(points=tuple(zip(sizes, times, strict=True)))
 
@@ -215,7 +201,7 @@ def line_through(points: Sequence[tuple[float, float]], *, weights: Sequence[int
     return float(latencies[best]), float(slopes[best])
 
 
-def _lines(sizes: _Floats, times: _Floats) -> tuple[_Floats, _Floats]:
+def _lines(sizes: Floats, times: Floats) -> tuple[Floats, Floats]:
     i, j = np.triu_indices(len(sizes), 1)
     slopes = (times[j] - times[i]) / (sizes[j] - sizes[i])
     latencies = times[i] - slopes * sizes[i]
@@ -230,19 +216,15 @@ def _lines(sizes: _Floats, times: _Floats) -> tuple[_Floats, _Floats]:
 
 def _never_decreasing(groups: Iterable[list[float]]) -> list[float]:
     """Returns one time per group: its median if no later one is less, else the median of all samples that had to be pooled."""
-    pools: list[tuple[list[float], int]] = []  # sorted samples, and the number of groups in them
-    for group in groups:
-        samples, num_groups = sorted(group), 1
-        while pools and _lower_median(pools[-1][0]) > _lower_median(samples):
+    pools: list[tuple[list[float], int]] = []  # samples, and the number of groups in them
+    for samples in groups:
+        num_groups = 1
+        # Of two middle values the lower one counts: disturbances only make measurements longer.
+        while pools and median_low(pools[-1][0]) > median_low(samples):
             earlier, num_earlier = pools.pop()
-            samples, num_groups = sorted(earlier + samples), num_earlier + num_groups
+            samples, num_groups = earlier + samples, num_earlier + num_groups
         pools.append((samples, num_groups))
-    return [_lower_median(samples) for samples, num_groups in pools for _ in range(num_groups)]
-
-
-def _lower_median(ordered: Sequence[float]) -> float:
-    """Returns the median, and the lower middle value of an even number: disturbances only make measurements longer."""
-    return ordered[(len(ordered) - 1) // 2]
+    return [median_low(samples) for samples, num_groups in pools for _ in range(num_groups)]
 
 
 def _checked_point(point: Any, index: int, *, of: str = "a cost curve") -> tuple[float, float]:
@@ -271,7 +253,6 @@ class Costs(Protocol):
         - `kind`: "all_reduce", "reduce_scatter" or "all_gather".
         - `num_bytes`: the whole payload in bytes, the size of the full tensor. The time does not decrease with it.
         """
-        ...
 
 
 @final
@@ -287,7 +268,7 @@ class RingCosts:
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Implements `Costs` for any kind in COLLECTIVES."""
-        _check_kind(kind, COLLECTIVES, "a ring")
+        require(kind in COLLECTIVES, f"there is no {kind} over a ring.", remedy=f"Choose one of: {', '.join(COLLECTIVES)}.")
         hops, share = COLLECTIVES[kind](self.num_ranks) if self.num_ranks > 1 else (0, 0.0)
         return 1e6 * (hops * self.link.hop_s + share / self.link.bytes_per_s * np.asarray(num_bytes, dtype=np.float64))
 
@@ -320,7 +301,7 @@ class NodeCosts:
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Implements `Costs`."""
-        _check_kind(kind, _INSIDE, "nodes")
+        require(kind in _INSIDE, f"there is no {kind} over nodes.", remedy=f"Choose one of: {', '.join(_INSIDE)}.")
         sizes = np.asarray(num_bytes, dtype=np.float64)
         crossing = np.zeros_like(sizes)
         if not self.is_mesh or kind != "all_gather":
@@ -356,13 +337,9 @@ class MeasuredCosts:
 
 
 def _check_num_ranks(num_ranks: int) -> None:
-    if num_ranks < 1:
-        raise ConfigError(f"a collective is one of one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
-
-
-def _check_kind(kind: str, known: Iterable[str], what: str) -> None:
-    if kind not in known:
-        raise ConfigError(f"there is no {kind} over {what}.", remedy=f"Choose one of: {', '.join(known)}.")
+    require(
+        num_ranks >= 1, f"a collective is one of one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks."
+    )
 
 
 def costs_for(text: str, *, num_ranks: int, per_node: int | None = None, inside: str = NODE_LINK, is_mesh: bool = False) -> Costs:
@@ -380,17 +357,20 @@ def costs_for(text: str, *, num_ranks: int, per_node: int | None = None, inside:
     costs.collective_us("all_reduce", [25e6])  # microseconds
     ```
     """
-    if num_ranks < 1:
-        raise ConfigError(f"a network has one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
-    if per_node is not None:
-        if per_node < 1 or num_ranks % per_node:
-            raise ConfigError(
-                f"{num_ranks} ranks cannot be on nodes of {per_node} ranks each.",
-                remedy=f"Give a number of ranks per node that divides {num_ranks}.",
-            )
-        across = costs_for(text, num_ranks=num_ranks // per_node)
-        return NodeCosts(inside=costs_for(inside, num_ranks=per_node), across=across, per_node=per_node, is_mesh=is_mesh)
-    return RingCosts(link_from_text(text), num_ranks=num_ranks)
+    require(num_ranks >= 1, f"a network has one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
+    if per_node is None:
+        return RingCosts(link_from_text(text), num_ranks=num_ranks)
+    require(
+        per_node >= 1 and num_ranks % per_node == 0,
+        f"{num_ranks} ranks cannot be on nodes of {per_node} ranks each.",
+        remedy=f"Give a number of ranks per node that divides {num_ranks}.",
+    )
+    return NodeCosts(
+        inside=costs_for(inside, num_ranks=per_node),
+        across=costs_for(text, num_ranks=num_ranks // per_node),
+        per_node=per_node,
+        is_mesh=is_mesh,
+    )
 
 
 def link_from_curve(curve: CostCurve, kind: str, *, num_ranks: int, name: str) -> Link:
@@ -399,12 +379,12 @@ def link_from_curve(curve: CostCurve, kind: str, *, num_ranks: int, name: str) -
     So a measurement between two ranks predicts 64 ranks on the same network. It uses the line of `line_through`. Raises
     ConfigError for fewer than two ranks, or if the curve's sizes are too close together.
     """
-    if num_ranks < 2 or not curve.is_enough:
-        reason = f"num_ranks={num_ranks}" if num_ranks < 2 else "its sizes lie too close together"
-        raise ConfigError(
-            f"no link can be made of the curve of {kind}: {reason}.",
-            remedy="Measure between two ranks or more, and sizes of which one is half as large again as another.",
-        )
+    reason = f"num_ranks={num_ranks}" if num_ranks < 2 else "its sizes lie too close together"
+    require(
+        num_ranks >= 2 and curve.is_enough,
+        f"no link can be made of the curve of {kind}: {reason}.",
+        remedy="Measure between two ranks or more, and sizes of which one is half as large again as another.",
+    )
     hops, share = COLLECTIVES[kind](num_ranks)
     latency_us, us_per_byte = line_through(curve.points)
     bytes_per_s = share / (us_per_byte * 1e-6) if us_per_byte > 0 else math.inf

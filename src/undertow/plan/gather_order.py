@@ -9,8 +9,9 @@ for several shares of a gather that may run over, and the order with the shortes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
-from undertow.errors import ConfigError
+from undertow.errors import require
 
 GathersBehind = tuple[tuple[int, ...], ...]  # by bucket: the buckets gathered after its reduction, in order
 
@@ -31,16 +32,12 @@ class LaneTimes:
 
     def __post_init__(self) -> None:
         sizes = {len(times) for times in (self.ready_us, self.reduce_us, self.step_us, self.gather_us, self.used_us)}
-        if len(sizes) != 1 or sizes == {0}:
-            raise ConfigError(
-                f"every bucket must have all of its times, got {sorted(sizes)} of them.",
-                where="the times of a lane",
-                remedy="Give one time of each kind for each bucket, and at least one bucket.",
-            )
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self.ready_us)
+        require(
+            len(sizes) == 1 and sizes != {0},
+            f"every bucket must have all of its times, got {sorted(sizes)} of them.",
+            where="the times of a lane",
+            remedy="Give one time of each kind for each bucket, and at least one bucket.",
+        )
 
 
 class _Lane:
@@ -50,10 +47,9 @@ class _Lane:
         self._times = times
         self.free_us = 0.0
         self.stepped_us: list[float] = []  # by bucket, for the buckets reduced so far
-        self.gathered_us = dict.fromkeys(range(times.num_buckets), 0.0)
+        self.gathered_us = [0.0] * len(times.ready_us)
 
     def reduce(self) -> None:
-        """Reduces the next bucket, then steps it."""
         times, bucket = self._times, len(self.stepped_us)
         self.free_us = max(self.free_us, times.ready_us[bucket]) + times.reduce_us[bucket]
         begin_us = max([self.free_us, *self.stepped_us[-1:]])
@@ -75,9 +71,8 @@ def lane_period_us(times: LaneTimes, gathers_behind: GathersBehind) -> float:
         for bucket in following:
             lane.gather(bucket)
     now_us, computed_us = lane.stepped_us[-1], 0.0
-    for bucket in sorted(range(times.num_buckets), key=lambda bucket: times.used_us[bucket]):
-        now_us = max(now_us + times.used_us[bucket] - computed_us, lane.gathered_us[bucket])
-        computed_us = times.used_us[bucket]
+    for used_us, gathered_us in sorted(zip(times.used_us, lane.gathered_us, strict=True), key=itemgetter(0)):
+        now_us, computed_us = max(now_us + used_us - computed_us, gathered_us), used_us
     return now_us + times.forward_us - computed_us
 
 
@@ -88,9 +83,8 @@ def in_backward_order(times: LaneTimes) -> GathersBehind:
 
 
 def _gathers_last(times: LaneTimes) -> GathersBehind:
-    """Puts all gathers after the last reduction, in the order in which the forward needs them."""
-    by_need = sorted(range(times.num_buckets), key=lambda bucket: (times.used_us[bucket], -bucket))
-    return (*((),) * (times.num_buckets - 1), tuple(by_need))
+    by_need = sorted(range(len(times.used_us)), key=lambda bucket: (times.used_us[bucket], -bucket))
+    return (*((),) * (len(by_need) - 1), tuple(by_need))
 
 
 def _in_gaps(times: LaneTimes, patience: float) -> GathersBehind:

@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from undertow.config import SyncConfig, bytes_from_mib
-from undertow.errors import ConfigError
-from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, member_of, piece_of, unit_numel
+from undertow.errors import ConfigError, require
+from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, member_of, num_bytes_of, padded_numel, piece_of, share_numel
 from undertow.plan.plan import Plan, plan_from_groups
 
 _MIB = 1024 * 1024
@@ -30,12 +31,12 @@ class SizeCaps:
     def __post_init__(self) -> None:
         sizes = {"cap_bytes": (self.cap_bytes,), "first_bytes": self.first_bytes, "last_bytes": self.last_bytes}
         for name, value in ((name, value) for name, values in sizes.items() for value in values):
-            if not value > 0:  # NaN is not above zero either
-                raise ConfigError(
-                    f"a bucket size must be positive, got {name}={value}.",
-                    where="the largest sizes of buckets",
-                    remedy="Give a size above zero; math.inf puts everything into one bucket.",
-                )
+            require(
+                value > 0,  # NaN is not above zero either
+                f"a bucket size must be positive, got {name}={value}.",
+                where="the largest sizes of buckets",
+                remedy="Give a size above zero; math.inf puts everything into one bucket.",
+            )
 
 
 def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
@@ -62,65 +63,58 @@ def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
     return SizeCaps(cap_bytes=min(size, _LARGEST), first_bytes=ends, last_bytes=ends)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Members:
-    """Sizes and cutting of the members of groups."""
+def _cut(
+    piece: Piece, spec: ParamSpec, num_ranks: int | None, cap_bytes: float, *, taken_bytes: int, at_end: bool
+) -> list[Piece]:
+    """Cuts an even share of `piece` off its end or its beginning, for a group that already holds `taken_bytes`.
 
-    params: Sequence[ParamSpec]
-    num_ranks: int | None  # None if parameters stay whole
-
-    def num_bytes(self, piece: Piece) -> int:
-        return piece.numel * self.params[piece.param].itemsize
-
-    def cut(self, piece: Piece, cap_bytes: float, *, taken_bytes: int, at_end: bool) -> list[Piece]:
-        """Cuts an even share of `piece` off its end or its beginning, for a group that already holds `taken_bytes`.
-
-        Returns both parts in order, or `piece` alone if it fits under the cap or if a cut does not help.
-        """
-        if self.num_ranks is None or self.num_bytes(piece) <= cap_bytes or 2 * taken_bytes > cap_bytes:
-            return [piece]
-        itemsize = self.params[piece.param].itemsize
-        unit = unit_numel(itemsize=itemsize, num_ranks=self.num_ranks)
-        num_units = -(-piece.numel // unit)
-        if num_units == 1:
-            return [piece]
-        num_shares = -(-num_units // max(1, int((cap_bytes - taken_bytes) // (unit * itemsize))))
-        share = -(-num_units // num_shares)
-        middle = piece.first + unit * (num_units - share if at_end else share)
-        return [replace(piece, stop=middle), replace(piece, first=middle)]
+    Returns both parts in order, or `piece` alone if it fits under the cap, if a cut does not help, or if `num_ranks` is None:
+    then parameters stay whole.
+    """
+    if num_ranks is None or piece.numel * spec.itemsize <= cap_bytes or 2 * taken_bytes > cap_bytes:
+        return [piece]
+    share = share_numel(piece.numel, itemsize=spec.itemsize, num_ranks=num_ranks, most_bytes=cap_bytes - taken_bytes)
+    if share >= piece.numel:
+        return [piece]
+    share = padded_numel(piece.numel, itemsize=spec.itemsize, num_ranks=num_ranks) - share if at_end else share
+    return [replace(piece, stop=piece.first + share), replace(piece, first=piece.first + share)]
 
 
-def _groups(members: _Members, order: Sequence[int], caps: SizeCaps) -> list[tuple[Piece, ...]]:
-    pieces = [piece_of(param, members.params) for param in order]
-    last_groups = _take_last_groups(members, pieces, caps.last_bytes)
-    groups = _next_fit(members, pieces, (*caps.first_bytes, caps.cap_bytes))
+def _groups(
+    params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps, num_ranks: int | None = None
+) -> list[tuple[Piece, ...]]:
+    pieces = [piece_of(param, params) for param in order]
+    last_groups = _take_last_groups(params, num_ranks, pieces, caps.last_bytes)
+    groups = _next_fit(params, num_ranks, pieces, (*caps.first_bytes, caps.cap_bytes))
     for group, cap in zip(last_groups, reversed(caps.last_bytes[: len(last_groups)]), strict=True):
         first_cap = cap if groups else min((cap, *caps.first_bytes[:1]))
-        groups += _next_fit(members, group, (first_cap, cap))
+        groups += _next_fit(params, num_ranks, group, (first_cap, cap))
     return groups
 
 
-def _take_last_groups(members: _Members, pieces: list[Piece], caps_bytes: Sequence[float]) -> list[list[Piece]]:
+def _take_last_groups(
+    params: Sequence[ParamSpec], num_ranks: int | None, pieces: list[Piece], caps_bytes: Sequence[float]
+) -> list[list[Piece]]:
     """Takes the last groups from the end of `pieces`, as full as their caps allow."""
     groups: list[list[Piece]] = []
     for cap in caps_bytes:
         group: list[Piece] = []
+        rest: list[Piece] = []  # of a parameter whose end is in this group
         size = 0
-        while pieces:
-            *rest, last = members.cut(pieces[-1], cap, taken_bytes=size, at_end=True)
-            if group and size + members.num_bytes(last) > cap:
+        while pieces and not rest:
+            *rest, last = _cut(pieces[-1], params[pieces[-1].param], num_ranks, cap, taken_bytes=size, at_end=True)
+            if group and size + num_bytes_of(last, params) > cap:
                 break
             pieces[-1:] = rest
             group.append(last)
-            size += members.num_bytes(last)
-            if rest:
-                break
-        if group:
-            groups.append(group[::-1])
-    return groups[::-1]
+            size += num_bytes_of(last, params)
+        groups.append(group[::-1])
+    return [group for group in reversed(groups) if group]
 
 
-def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[float]) -> list[tuple[Piece, ...]]:
+def _next_fit(
+    params: Sequence[ParamSpec], num_ranks: int | None, pieces: Sequence[Piece], caps_bytes: Sequence[float]
+) -> list[tuple[Piece, ...]]:
     """Fills groups under those caps, one after another; the last cap holds for all that follow."""
     position = {piece.param: at for at, piece in enumerate(pieces)}
     closed: list[list[Piece]] = []
@@ -130,19 +124,19 @@ def _next_fit(members: _Members, pieces: Sequence[Piece], caps_bytes: Sequence[f
     while waiting:
         cap = caps_bytes[min(len(closed), len(caps_bytes) - 1)]
         piece = waiting.popleft()
-        kind = members.params[piece.param].kind
-        first, *rest = members.cut(piece, cap, taken_bytes=sizes[kind], at_end=False)
-        if kind not in open_groups or sizes[kind] + members.num_bytes(first) <= cap:
+        kind = params[piece.param].kind
+        first, *rest = _cut(piece, params[piece.param], num_ranks, cap, taken_bytes=sizes[kind], at_end=False)
+        if kind not in open_groups or sizes[kind] + num_bytes_of(first, params) <= cap:
             open_groups[kind].append(first)
-            sizes[kind] += members.num_bytes(first)
+            sizes[kind] += num_bytes_of(first, params)
         else:
             rest = [piece]
         if rest:  # the rest begins another group, which may have another cap
             closed.append(open_groups.pop(kind))
             del sizes[kind]
             waiting.extendleft(rest)
-    groups = [*closed, *open_groups.values()]
-    return sorted((tuple(group) for group in groups), key=lambda group: (position[group[-1].param], group[-1].first))
+    filled = map(tuple, (*closed, *open_groups.values()))
+    return sorted(filled, key=lambda group: (position[group[-1].param], group[-1].first))
 
 
 def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps) -> tuple[tuple[int, ...], ...]:
@@ -151,8 +145,7 @@ def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeC
     Parameters of different dtype or device go to different groups. Groups are sorted by the time at which their last member is
     ready, which is the launch order.
     """
-    groups = _groups(_Members(params=params, num_ranks=None), order, caps)
-    return tuple(tuple(piece.param for piece in group) for group in groups)
+    return tuple(tuple(piece.param for piece in group) for group in _groups(params, order, caps))
 
 
 def group_in_pieces(
@@ -164,8 +157,7 @@ def group_in_pieces(
     group that is less than half full; otherwise it starts a group, because a sliver is not worth a slot. Pieces
     begin at multiples of 16 bytes and of the number of ranks; a piece of exactly one such unit may exceed a smaller cap.
     """
-    groups = _groups(_Members(params=params, num_ranks=num_ranks), order, caps)
-    return tuple(tuple(member_of(piece, params) for piece in group) for group in groups)
+    return tuple(tuple(member_of(piece, params) for piece in group) for group in _groups(params, order, caps, num_ranks))
 
 
 def reverse_registration(num_params: int) -> tuple[int, ...]:
@@ -200,9 +192,8 @@ def plan_in_order(
 ) -> Plan:
     """Makes buckets of the configured size over `order`; with `splits`, larger parameters are cut."""
     caps = _caps(config.bucket_cap_mb, total_bytes=sum(spec.num_bytes for spec in params), has_shards=splits)
-    if splits:
-        return plan_from_groups(params, group_in_pieces(params, order, caps, num_ranks=num_ranks), num_ranks=num_ranks)
-    return plan_from_groups(params, group_by_size(params, order, caps), num_ranks=num_ranks)
+    cut = partial(group_in_pieces, num_ranks=num_ranks) if splits else group_by_size
+    return plan_from_groups(params, cut(params, order, caps), num_ranks=num_ranks)
 
 
 def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int, has_shards: bool) -> SizeCaps:
@@ -218,16 +209,13 @@ def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int, 
 
 def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int, splits: bool) -> Plan:
     pinned = Plan.from_json(text)
-    for mine, planned in zip(params, pinned.params, strict=False):
-        if mine.is_sparse != planned.is_sparse:
-            raise _another_model(f"gradients of {mine.name!r} are sparse in {'the model' if mine.is_sparse else 'the plan'} only")
-        if (mine.name, mine.shape, mine.dtype) != (planned.name, planned.shape, planned.dtype):
-            raise _another_model(
-                f"it has {planned.name!r} {planned.shape} {planned.dtype} where the model has "
-                f"{mine.name!r} {mine.shape} {mine.dtype}"
-            )
-    if len(params) != len(pinned.params):
-        raise _another_model(f"it has {len(pinned.params)} parameters, the model {len(params)}")
+    difference = next(_differences(params, pinned.params), "")
+    require(
+        not difference,
+        "the saved plan is for another model.",
+        where=difference,
+        remedy="Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
+    )
     if pinned.split_params and not splits:
         raise ConfigError(
             f"the saved plan cuts parameter {params[min(pinned.split_params)].name!r} into pieces.",
@@ -237,9 +225,11 @@ def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int, spli
     return plan_from_groups(params, pinned.groups, num_ranks=num_ranks)
 
 
-def _another_model(difference: str) -> ConfigError:
-    return ConfigError(
-        "the saved plan is for another model.",
-        where=difference,
-        remedy="Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
-    )
+def _differences(params: Sequence[ParamSpec], planned: Sequence[ParamSpec]) -> Iterator[str]:
+    for mine, other in zip(params, planned, strict=False):
+        if mine.is_sparse != other.is_sparse:
+            yield f"gradients of {mine.name!r} are sparse in {'the model' if mine.is_sparse else 'the plan'} only"
+        if (mine.name, mine.shape, mine.dtype) != (other.name, other.shape, other.dtype):
+            yield f"it has {other.name!r} {other.shape} {other.dtype} where the model has {mine.name!r} {mine.shape} {mine.dtype}"
+    if len(params) != len(planned):
+        yield f"it has {len(planned)} parameters, the model {len(params)}"

@@ -26,8 +26,6 @@ from undertow.errors import ConfigError
 _ALIGN_BYTES = 16
 _STEP_BITS, _GENERATION_BITS, _MODE_BITS = 12, 8, 4
 SIGNATURE_BITS = _STEP_BITS + _GENERATION_BITS + _MODE_BITS
-
-
 MOST = 2**63 - 1  # largest count: a signed integer of 64 bits
 Kind = tuple[str, str, bool, str | None]
 # Bytes per element of the dtypes that have gradients, by torch's names.
@@ -120,13 +118,6 @@ class Slot:
     stop: int  # elements, exclusive; equal to start for a parameter without elements
     first: int = 0  # element of the parameter, in memory order, that is at start
 
-    def __post_init__(self) -> None:
-        if not (0 <= self.start <= self.stop and self.first >= 0):
-            raise ConfigError(
-                f"the slot of parameter {self.param} is impossible: [{self.start}, {self.stop}), first element {self.first}.",
-                remedy="A slot starts at zero or later and does not end before it starts.",
-            )
-
     @property
     def numel(self) -> int:
         return self.stop - self.start
@@ -207,18 +198,22 @@ def member_of(piece: Piece, params: Sequence[ParamSpec]) -> GroupEntry:
     return piece.param if piece == piece_of(piece.param, params) else piece
 
 
-def slots_of(group: Sequence[Piece]) -> tuple[Slot, ...]:
-    """Lays the pieces of `group` one after the other."""
-    ends = accumulate((piece.numel for piece in group), initial=0)
-    return tuple(
-        Slot(param=piece.param, start=start, stop=stop, first=piece.first)
-        for piece, (start, stop) in zip(group, pairwise(ends), strict=True)
-    )
+def num_bytes_of(piece: Piece, params: Sequence[ParamSpec]) -> int:
+    """Returns the bytes of the gradient's elements in `piece`."""
+    return piece.numel * params[piece.param].itemsize
 
 
 def unit_numel(*, itemsize: int, num_ranks: int) -> int:
     """Returns the fewest elements that are a multiple of the number of ranks and of 16 bytes."""
     return math.lcm(num_ranks, _ALIGN_BYTES // math.gcd(_ALIGN_BYTES, itemsize))
+
+
+def share_numel(numel: int, *, itemsize: int, num_ranks: int, most_bytes: float) -> int:
+    """Returns the size of even shares of `numel` elements in multiples of `unit_numel`: under `most_bytes`, or one unit."""
+    unit = unit_numel(itemsize=itemsize, num_ranks=num_ranks)
+    num_units = -(-numel // unit)
+    num_shares = -(-num_units // max(1, int(most_bytes // (unit * itemsize))))
+    return unit * -(-num_units // num_shares)
 
 
 def padded_numel(numel: int, *, itemsize: int, num_ranks: int) -> int:

@@ -21,22 +21,21 @@ among all prefixes up to a cut it is enough to keep the ones that no other prefi
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.cost.costs import Costs
-from undertow.errors import ConfigError
-from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, piece_of, unit_numel
-from undertow.plan.timing import Floats, StepTiming, check_timing, finish_us, limit_us
+from undertow.cost.costs import Costs, Floats
+from undertow.errors import require
+from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, member_of, num_bytes_of, piece_of, share_numel
+from undertow.plan.timing import StepTiming, check_timing, finish_us, limit_us
 
 Ints = NDArray[np.int64]
-
-_Number = TypeVar("_Number", np.float64, np.int64)
 
 _FINEST = 16.0  # cells to try first, per atom; finer ones would save less than the slack of a plan
 _COARSER = 0.8  # factor to the next number of cells
@@ -80,29 +79,28 @@ def optimal_groups(  # noqa: PLR0913  # the parameters, the run they are planned
     plan, or no plan has a finite cost.
     """
     check_timing(params, timing, has_shards=has_shards)
-    if sorted(order) != list(range(len(params))):
-        raise ConfigError(
-            f"an order must hold each of the {len(params)} parameters exactly once.",
-            where=f"got {len(order)} indices, {len(set(order) & set(range(len(params))))} of them different parameters",
-            remedy="Give a permutation of range(len(params)).",
-        )
+    require(
+        sorted(order) == list(range(len(params))),
+        f"an order must hold each of the {len(params)} parameters exactly once.",
+        where=f"got {len(order)} indices, {len(set(order) & set(range(len(params))))} of them different parameters",
+        remedy="Give a permutation of range(len(params)).",
+    )
     limit = limit_us(params, timing, costs, has_shards=has_shards)
     if not params:
         finish = finish_us(params, (), timing, costs, has_shards=has_shards)
         return Optimum(groups=(), finish_us=finish, best_us=finish, limit_us=min(limit, finish))
+    max_atoms, pieces = _MAX_ATOMS, [piece_of(param, params) for param in order]
     if has_shards:
+        max_atoms = _MAX_ATOMS_WITH_SHARDS
         pieces = small_pieces(params, order, num_ranks=num_ranks, max_bucket_bytes=max_bucket_bytes)
-    else:
-        pieces = [piece_of(param, params) for param in order]
-    max_atoms = _MAX_ATOMS_WITH_SHARDS if has_shards else _MAX_ATOMS
     atoms = atoms_of(params, pieces, timing, max_atoms=max_atoms, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes)
     chosen, best = _chosen_cuts(atoms, costs, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes)
-    if not math.isfinite(best):
-        raise ConfigError(
-            f"no plan is ever through: a collective costs {best}.",
-            where=f"costs of {'reduce_scatter and all_gather' if has_shards else 'all_reduce'}",
-            remedy="Give finite costs for all sizes up to the size of all gradients together.",
-        )
+    require(
+        math.isfinite(best),
+        f"no plan is ever through: a collective costs {best}.",
+        where=f"costs of {'reduce_scatter and all_gather' if has_shards else 'all_reduce'}",
+        remedy="Give finite costs for all sizes up to the size of all gradients together.",
+    )
     groups = groups_of(atoms, params, chosen)
     finish = finish_us(params, groups, timing, costs, has_shards=has_shards)
     best = min(best, finish)
@@ -140,33 +138,31 @@ def atoms_of(
 
     If `max_bucket_bytes` requires it, up to twice as many; raises ConfigError if that is not enough.
     """
-    specs = [params[piece.param] for piece in pieces]
     index_of_kind: dict[Kind, int] = {}
-    kinds = np.array([index_of_kind.setdefault(spec.kind, len(index_of_kind)) for spec in specs], dtype=np.int64)
-    sizes = np.array([piece.numel * spec.itemsize for piece, spec in zip(pieces, specs, strict=True)], dtype=np.float64)
+    kinds = np.array([index_of_kind.setdefault(params[it.param].kind, len(index_of_kind)) for it in pieces], dtype=np.int64)
+    sizes = np.array([num_bytes_of(piece, params) for piece in pieces], dtype=np.float64)
     ready = np.array([timing.ready_us[piece.param] for piece in pieces], dtype=np.float64)
-    used = np.array([timing.used_us[piece.param] for piece in pieces] if has_shards else [], dtype=np.float64)
+    used = np.array([timing.used_us[piece.param] if has_shards else math.inf for piece in pieces])  # only known with shards
     cuts = _cuts(sizes, np.maximum.accumulate(ready), used, max_atoms=max_atoms, max_bucket_bytes=max_bucket_bytes)
 
-    if len(cuts) - 1 > 2 * max_atoms:
-        raise ConfigError(
-            f"buckets of at most {max_bucket_bytes:.0f} bytes are too small to be planned.",
-            where=f"{sizes.sum():.0f} bytes of gradients, in at most {2 * max_atoms} parts that no bucket may cut",
-            remedy=f"Allow buckets of {math.ceil(8 * sizes.sum() / max_atoms)} bytes.",
-        )
+    require(
+        len(cuts) - 1 <= 2 * max_atoms,
+        f"buckets of at most {max_bucket_bytes:.0f} bytes are too small to be planned.",
+        where=f"{sizes.sum():.0f} bytes of gradients, in at most {2 * max_atoms} parts that no bucket may cut",
+        remedy=f"Allow buckets of {math.ceil(8 * sizes.sum() / max_atoms)} bytes.",
+    )
 
     is_of = kinds == np.arange(len(index_of_kind))[:, None]
-    last = _before(np.maximum.accumulate(np.where(is_of, np.arange(len(pieces)), -1), axis=1), cuts, first=-1)
     ready_at = _before(np.maximum.accumulate(np.where(is_of, ready, 0.0), axis=1), cuts, first=0.0)
     ready_at[kinds[-1], -1] = max(ready_at[kinds[-1], -1], timing.backward_end_us)
-    use = np.where(is_of, used, math.inf) if len(used) else np.full(is_of.shape, math.inf)
+    use = np.where(is_of, used, math.inf)
     no_use = np.full((len(index_of_kind), 1), math.inf)
     return Atoms(
         pieces=pieces,
         cuts=cuts,
         num_bytes=_before(np.cumsum(np.where(is_of, sizes, 0.0), axis=1), cuts, first=0.0),
         num_pieces=_before(np.cumsum(is_of, axis=1, dtype=np.int64), cuts, first=0),
-        last=last,
+        last=_before(np.maximum.accumulate(np.where(is_of, np.arange(len(pieces)), -1), axis=1), cuts, first=-1),
         ready_us=ready_at,
         used_us=np.hstack([no_use, np.minimum.reduceat(use, cuts[:-1], axis=1)]),
         kinds=kinds,
@@ -179,51 +175,34 @@ def small_pieces(params: Sequence[ParamSpec], order: Sequence[int], *, num_ranks
     A piece is at most as large as a bucket may be. It is also at most a share of all bytes so small that it hardly matters
     whether the piece travels in this bucket or the next.
     """
-    share_bytes = sum(spec.num_bytes for spec in params) / _MOST_PIECES
-    pieces: list[Piece] = []
-    for param in order:
-        pieces += _cut_evenly(piece_of(param, params), params[param], num_ranks, min(share_bytes, max_bucket_bytes))
-    return pieces
+    most_bytes = min(sum(spec.num_bytes for spec in params) / _MOST_PIECES, max_bucket_bytes)
+    return [piece for param in order for piece in _cut_evenly(piece_of(param, params), params[param], num_ranks, most_bytes)]
 
 
 def groups_of(atoms: Atoms, params: Sequence[ParamSpec], chosen: Sequence[int]) -> tuple[tuple[GroupEntry, ...], ...]:
     """Returns the buckets of the windows between `chosen` cuts, in launch order."""
-    groups: list[tuple[GroupEntry, ...]] = []
-    for begin, end in pairwise(chosen):
-        inside = atoms.pieces[atoms.cuts[begin] : atoms.cuts[end]]
-        kinds = atoms.kinds[atoms.cuts[begin] : atoms.cuts[end]]
-        for kind in np.argsort(atoms.last[:, end], kind="stable"):
-            pieces = [inside[at] for at in np.flatnonzero(kinds == kind).tolist()]
-            if pieces:
-                groups.append(tuple(_members(pieces, params)))
-    return tuple(groups)
+    groups = (
+        _members(atoms, params, range(atoms.cuts[begin], atoms.cuts[end]), kind)
+        for begin, end in pairwise(chosen)
+        for kind in np.argsort(atoms.last[:, end], kind="stable")
+    )
+    return tuple(filter(None, groups))
+
+
+def _members(atoms: Atoms, params: Sequence[ParamSpec], window: range, kind: int) -> tuple[GroupEntry, ...]:
+    pieces = (atoms.pieces[at] for at in window if atoms.kinds[at] == kind)
+    runs = [list(run) for _, run in groupby(pieces, key=attrgetter("param"))]  # consecutive pieces of a parameter
+    return tuple(member_of(replace(run[0], stop=run[-1].stop), params) for run in runs)
 
 
 def _cut_evenly(piece: Piece, spec: ParamSpec, num_ranks: int, most_bytes: float) -> list[Piece]:
-    unit = unit_numel(itemsize=spec.itemsize, num_ranks=num_ranks)
-    num_units = -(-piece.numel // unit)
-    if num_units <= 1 or spec.num_bytes <= most_bytes:
+    if spec.num_bytes <= most_bytes:
         return [piece]
-    num_shares = -(-num_units // max(1, int(most_bytes // (unit * spec.itemsize))))
-    share = unit * -(-num_units // num_shares)
-    return [Piece(param=piece.param, first=first, stop=min(first + share, piece.stop)) for first in range(0, piece.stop, share)]
+    share = share_numel(piece.numel, itemsize=spec.itemsize, num_ranks=num_ranks, most_bytes=most_bytes)
+    return [replace(piece, first=first, stop=min(first + share, piece.stop)) for first in range(0, piece.stop, share)]
 
 
-def _members(pieces: Sequence[Piece], params: Sequence[ParamSpec]) -> Iterator[GroupEntry]:
-    """Joins consecutive pieces of one parameter."""
-    at = 0
-    while at < len(pieces):
-        first, stop = pieces[at], pieces[at].stop
-        at += 1
-        while at < len(pieces) and pieces[at].param == first.param:
-            stop = pieces[at].stop
-            at += 1
-        is_whole = first.first == 0 and stop == params[first.param].slot_numel
-        yield first.param if is_whole else Piece(param=first.param, first=first.first, stop=stop)
-
-
-def _before(values: NDArray[_Number], cuts: Ints, *, first: float) -> NDArray[_Number]:
-    """Returns the last value before each cut, and `first` for the first cut."""
+def _before(values: NDArray[Any], cuts: Ints, *, first: float) -> NDArray[Any]:
     return np.hstack([np.full((len(values), 1), first, dtype=values.dtype), values[:, cuts[1:] - 1]])
 
 
@@ -235,17 +214,12 @@ def _cuts(sizes: Floats, ready: Floats, used: Floats, *, max_atoms: int, max_buc
     atom by itself, so that every atom of several pieces fits into a bucket.
     """
     ends = np.cumsum(sizes)
-    forced = np.zeros(len(sizes) - 1, dtype=bool)
-    if math.isfinite(max_bucket_bytes):
-        is_large = sizes > max_bucket_bytes / 2
-        forced = is_large[1:] | is_large[:-1] | (np.diff(ends // (max_bucket_bytes / 2)) > 0)
-    signals = [signal for signal in (ready, ends, used) if len(signal)]  # uses are not known without shards
+    is_large = sizes > max_bucket_bytes / 2
+    forced = is_large[1:] | is_large[:-1] | (np.diff(ends // (max_bucket_bytes / 2)) > 0)
     num_cells = _FINEST * max_atoms
     is_cut = np.ones(len(sizes) - 1, dtype=bool)
     while np.count_nonzero(is_cut) >= max_atoms and num_cells >= 1:
-        is_cut = np.zeros(len(sizes) - 1, dtype=bool)
-        for signal in signals:
-            is_cut |= np.diff(_cell(signal, int(num_cells))) != 0
+        is_cut = np.any([np.diff(_cell(signal, int(num_cells))) != 0 for signal in (ready, ends, used)], axis=0)
         num_cells *= _COARSER
     return np.concatenate([[0], np.flatnonzero(is_cut | forced) + 1, [len(sizes)]]).astype(np.int64)
 
@@ -270,20 +244,12 @@ class Windows:
 
     def through_us(self, free_us: Floats, end: int) -> Floats:
         """Returns when each window up to cut `end` ends, if the lane is free at `free_us` of its begin."""
-        through: Floats = np.maximum(free_us[:end] + self.time_us[end, :end], self.earliest_us[end, :end])
-        return through
+        return _later(free_us[:end] + self.time_us[end, :end], self.earliest_us[end, :end])
 
 
-def reduction_windows(atoms: Atoms, costs: Costs, kind: str, *, max_bucket_bytes: float) -> Windows:
-    """Returns the windows of the reductions, in order."""
-    return _windows(atoms, atoms.ready_us[:, :, None], costs, kind, max_bucket_bytes)
-
-
-def gather_windows(atoms: Atoms, costs: Costs, *, max_bucket_bytes: float) -> Windows:
-    """Returns the windows of the gathers, last to first: F is the stall that later buckets cause if nothing else does."""
-    is_inside = np.tri(len(atoms.cuts), k=-1, dtype=bool).T  # [begin, end]: the atom before `end` comes after `begin`
-    used = np.minimum.accumulate(np.where(is_inside, atoms.used_us[:, None, :], math.inf), axis=2)
-    return _windows(atoms, -used.transpose(0, 2, 1), costs, "all_gather", max_bucket_bytes)
+def _later(one: Floats, other: Floats) -> Floats:
+    later: Floats = np.maximum(one, other)
+    return later
 
 
 def _windows(atoms: Atoms, released_us: Floats, costs: Costs, kind: str, max_bucket_bytes: float) -> Windows:
@@ -298,20 +264,22 @@ def _windows(atoms: Atoms, released_us: Floats, costs: Costs, kind: str, max_buc
         place = kinds[None, :, None]
         time += np.take_along_axis(bucket_us, place, axis=0)[0]
         earliest = np.maximum(earliest, np.take_along_axis(released_us, place, axis=0)[0] + time)
-    is_window = np.tri(len(atoms.cuts), k=-1, dtype=bool)
-    is_barred = ~is_window | ((num_bytes > max_bucket_bytes) & (num_pieces > 1)).any(axis=0)
+    is_barred = ~np.tri(len(atoms.cuts), k=-1, dtype=bool) | ((num_bytes > max_bucket_bytes) & (num_pieces > 1)).any(axis=0)
     time[is_barred] = earliest[is_barred] = math.inf
     return Windows(time_us=time, earliest_us=earliest)
 
 
 def _chosen_cuts(atoms: Atoms, costs: Costs, *, has_shards: bool, max_bucket_bytes: float) -> tuple[list[int], float]:
     """Returns the cuts of the plan, and the end of the best one."""
+    kind = "reduce_scatter" if has_shards else "all_reduce"
+    reductions = _windows(atoms, atoms.ready_us[:, :, None], costs, kind, max_bucket_bytes)
     if not has_shards:
-        windows = reduction_windows(atoms, costs, "all_reduce", max_bucket_bytes=max_bucket_bytes)
-        best = _best_us(windows)
-        return _fewest_cuts(windows, enough_us=best * SLACK), best
-    reductions = reduction_windows(atoms, costs, "reduce_scatter", max_bucket_bytes=max_bucket_bytes)
-    gathers = gather_windows(atoms, costs, max_bucket_bytes=max_bucket_bytes)
+        best = _best_us(reductions)
+        return _fewest_cuts(reductions, enough_us=best * SLACK), best
+    # Gathers go from last to first: F is the stall that later buckets cause if nothing else does.
+    is_inside = np.tri(len(atoms.cuts), k=-1, dtype=bool).T  # [begin, end]: the atom before `end` comes after `begin`
+    used = np.minimum.accumulate(np.where(is_inside, atoms.used_us[:, None, :], math.inf), axis=2)
+    gathers = _windows(atoms, -used.transpose(0, 2, 1), costs, "all_gather", max_bucket_bytes)
     return best_with_shards(reductions, gathers, slack=SLACK)
 
 
@@ -369,14 +337,11 @@ class _Lane:
 
     def after(self, us: Floats, begin: Ints, end: Ints) -> Floats:
         """Returns when prefixes up to `begin` end with one more window."""
-        through: Floats = np.maximum(us + self._time[end, begin], self._earliest[end, begin])
-        np.maximum(through, self._floor[end], out=through)
-        return through
+        return _later(_later(us + self._time[end, begin], self._earliest[end, begin]), self._floor[end])
 
     def at_least(self, us: Floats, cut: Ints) -> Floats:
         """Returns a lower bound for the end of any continuation of such prefixes."""
-        least: Floats = np.maximum(us + self._rest_time[cut], self._rest_earliest[cut])
-        return least
+        return _later(us + self._rest_time[cut], self._rest_earliest[cut])
 
 
 def best_with_shards(reductions: Windows, gathers: Windows, *, slack: float) -> tuple[list[int], float]:
@@ -416,8 +381,7 @@ def _prolonged(prefixes: _Prefixes, reduction: _Lane, gather: _Lane) -> tuple[_P
         stall_us=gather.after(prefixes.stall_us[parent], begin, end),
         parent=parent,
     )
-    stall = np.maximum(0.0, gather.at_least(longer.stall_us, end))
-    return longer, stall + reduction.at_least(longer.reduced_us, end)
+    return longer, np.maximum(0.0, gather.at_least(longer.stall_us, end)) + reduction.at_least(longer.reduced_us, end)
 
 
 def _unbeaten(new: _Prefixes, kept: _Prefixes) -> tuple[_Prefixes, _Prefixes]:

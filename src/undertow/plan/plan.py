@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from reprlib import repr as brief
 from typing import Any
 
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, require
 from undertow.foreign import parsed_json
 from undertow.plan.layout import (
     MOST,
@@ -24,7 +24,6 @@ from undertow.plan.layout import (
     member_of,
     padded_numel,
     piece_of,
-    slots_of,
     trailer_at,
 )
 
@@ -91,8 +90,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         _check_each_is_held_once(self.params, self.buckets)
-        for bucket in self.buckets:
-            _check_bucket(bucket, self.params)
+        _check_kinds(self.params, self.buckets)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -165,21 +163,23 @@ def plan_from_groups(params: Sequence[ParamSpec], groups: Sequence[Sequence[Grou
     Without parameters the plan still has one bucket with a trailer only, through which ranks exchange their verdict. Raises
     ConfigError unless every parameter is held exactly once and `num_ranks` is 1 to 1,048,576.
     """
-    if num_ranks < 1:
-        raise ConfigError(
-            f"a plan is for one rank or more, got num_ranks={num_ranks}.", remedy="Give the size of the process group."
-        )
-    if num_ranks > _MOST_RANKS:
-        raise ConfigError(
-            f"a plan is for {_MOST_RANKS:,} ranks at most, got num_ranks={brief(num_ranks)}.", remedy="Give fewer ranks."
-        )
+    got = f"got num_ranks={brief(num_ranks)}."
+    require(num_ranks >= 1, f"a plan is for one rank or more, {got}", remedy="Give the size of the process group.")
+    require(num_ranks <= _MOST_RANKS, f"a plan is for {_MOST_RANKS:,} ranks at most, {got}", remedy="Give fewer ranks.")
     filled = [[piece_of(member, params) for member in group] for group in groups if group] or [[]]
-    buckets = tuple(_bucket(params, group, index, len(filled), num_ranks) for index, group in enumerate(filled))
-    return Plan(params=tuple(params), buckets=buckets, num_ranks=num_ranks)
+    return Plan(
+        params=tuple(params),
+        buckets=tuple(_bucket(params, group, index, len(filled), num_ranks) for index, group in enumerate(filled)),
+        num_ranks=num_ranks,
+    )
 
 
 def _bucket(params: Sequence[ParamSpec], group: Sequence[Piece], index: int, num_buckets: int, num_ranks: int) -> Bucket:
-    slots = slots_of(group)
+    ends = accumulate((piece.numel for piece in group), initial=0)
+    slots = tuple(
+        Slot(param=piece.param, start=start, stop=stop, first=piece.first)
+        for piece, (start, stop) in zip(group, pairwise(ends), strict=True)
+    )
     first = params[group[0].param] if group else ParamSpec(name="", shape=(), dtype="float32", itemsize=4)
     verdict = {"num_late": num_buckets, "num_ranks": num_ranks} if index == num_buckets - 1 else {}
     trailer_numel = trailer_at(0, num_slots=len(slots), **verdict).stop
@@ -202,53 +202,42 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[Piece], index: int, num
 
 def _check_each_is_held_once(params: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> None:
     held: dict[int, list[tuple[int, Piece]]] = defaultdict(list)  # by parameter: index of a bucket, and the piece in it
-    for index, bucket in enumerate(buckets):
+    for bucket in buckets:
         for slot in bucket.slots:
-            held[slot.param].append((index, slot.piece))
-    what = f"a plan must hold each of its {len(params)} parameters exactly once."
+            held[slot.param].append((bucket.index, slot.piece))
     for param in sorted({*range(len(params)), *held}):
-        places, whole = held[param], piece_of(param, params) if param in range(len(params)) else None
-        if whole is None or all(piece == whole for _, piece in places):
-            if whole is None or len(places) != 1:
-                name = f"parameter {param}" if whole is None else f"parameter {param} ({params[param].name!r})"
-                raise ConfigError(
-                    what,
-                    where=f"first difference: {name} is in {len(places)} slots",
-                    remedy="Make the plan from the parameters of this model.",
-                )
-        elif not _are_in_sequence(places, whole.stop):
-            slots = ", ".join(f"[{piece.first}, {piece.stop}) in bucket {bucket}" for bucket, piece in places)
-            raise ConfigError(
-                what,
-                where=f"first difference: parameter {param} ({params[param].name!r}) has elements [0, {whole.stop}), "
-                f"its slots hold {slots}",
-                remedy="The pieces of a parameter follow each other without gaps, each in a later bucket.",
-            )
+        places, is_known = held[param], param in range(len(params))
+        if is_known and _is_held_once(places, params[param].slot_numel):
+            continue
+        name = f"parameter {param} ({params[param].name!r})" if is_known else f"parameter {param}"
+        difference, remedy = f"is in {len(places)} slots", "Make the plan from the parameters of this model."
+        if is_known and any(piece != piece_of(param, params) for _, piece in places):
+            slots = ", ".join(f"[{piece.first}, {piece.stop}) in bucket {index}" for index, piece in places)
+            difference = f"has elements [0, {params[param].slot_numel}), its slots hold {slots}"
+            remedy = "The pieces of a parameter follow each other without gaps, each in a later bucket."
+        raise ConfigError(
+            f"a plan must hold each of its {len(params)} parameters exactly once.",
+            where=f"first difference: {name} {difference}",
+            remedy=remedy,
+        )
 
 
-def _are_in_sequence(places: Sequence[tuple[int, Piece]], numel: int) -> bool:
-    """Returns True if the pieces hold `numel` elements from first to last, each in a later bucket than the one before."""
+def _is_held_once(places: Sequence[tuple[int, Piece]], numel: int) -> bool:
+    """Returns True for one slot, or for pieces from first to last that are each in a later bucket than the one before."""
     pieces = [piece for _, piece in places]
     follow_each_other = [0, *(piece.stop for piece in pieces)] == [*(piece.first for piece in pieces), numel]
     are_later = all(earlier < later for (earlier, _), (later, _) in pairwise(places))
-    return follow_each_other and are_later and all(piece.numel for piece in pieces)
+    return bool(pieces) and follow_each_other and are_later and (len(pieces) == 1 or all(piece.numel for piece in pieces))
 
 
-def _check_bucket(bucket: Bucket, params: Sequence[ParamSpec]) -> None:
-    end = 0
-    for slot in bucket.slots:
-        spec = params[slot.param]
-        if slot.start < end or spec.kind != bucket.kind:
-            raise ConfigError(
-                f"parameter {spec.name!r} does not fit its slot [{slot.start}, {slot.stop}) of bucket {bucket.index}.",
-                where=f"it has {spec.slot_numel} elements of {spec.dtype} on {spec.device}; the bucket holds {bucket.dtype} "
-                f"on {bucket.device} and is free from {end}",
-                remedy="Slots do not overlap, and are of one dtype and device.",
-            )
-        end = slot.stop
-    if end > bucket.trailer.start or bucket.trailer.stop != bucket.storage_numel:
-        raise ConfigError(
-            f"the trailer [{bucket.trailer.start}, {bucket.trailer.stop}) of bucket {bucket.index} is misplaced.",
-            where=f"the gradients end at {end}, the storage at {bucket.storage_numel}",
-            remedy="The trailer follows the gradients and ends the storage.",
-        )
+def _check_kinds(params: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> None:
+    for bucket in buckets:
+        for slot in bucket.slots:
+            spec = params[slot.param]
+            if spec.kind != bucket.kind:
+                raise ConfigError(
+                    f"parameter {spec.name!r} does not fit its slot [{slot.start}, {slot.stop}) of bucket {bucket.index}.",
+                    where=f"it has {spec.slot_numel} elements of {spec.dtype} on {spec.device}; the bucket holds {bucket.dtype} "
+                    f"on {bucket.device} and is free from {slot.start}",
+                    remedy="Slots do not overlap, and are of one dtype and device.",
+                )

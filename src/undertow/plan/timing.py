@@ -17,13 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from undertow.cost.costs import Costs
-from undertow.errors import ConfigError
-from undertow.plan.layout import GroupEntry, ParamSpec, Piece
-
-Floats = NDArray[np.float64]
+from undertow.cost.costs import Costs, Floats
+from undertow.errors import require
+from undertow.plan.layout import GroupEntry, ParamSpec, num_bytes_of, piece_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,28 +33,27 @@ class StepTiming:
     used_us: Sequence[float] = ()  # by parameter: first read in forward, since forward began; only for shards
 
     def __post_init__(self) -> None:
-        named = [("backward_end_us", self.backward_end_us)]
-        for name, times in (("ready_us", self.ready_us), ("used_us", self.used_us)):
-            named += [(f"{name} of parameter {param}", time_us) for param, time_us in enumerate(times)]
-        for name, time_us in named:
-            if not 0 <= time_us < math.inf:  # also false for NaN
-                raise ConfigError(
-                    f"a time of a step must be finite and not negative, got {time_us}.",
-                    where=name,
-                    remedy="Count from the beginning of the step or of forward; "
-                    "a gradient that never comes is ready when backward ends.",
-                )
+        by_param = {"ready_us": self.ready_us, "used_us": self.used_us}
+        named = [(f"{name} of parameter {param}", it) for name, times in by_param.items() for param, it in enumerate(times)]
+        for name, time_us in (("backward_end_us", self.backward_end_us), *named):
+            require(
+                0 <= time_us < math.inf,  # also false for NaN
+                f"a time of a step must be finite and not negative, got {time_us}.",
+                where=name,
+                remedy="Count from the beginning of the step or of forward; "
+                "a gradient that never comes is ready when backward ends.",
+            )
 
 
 def check_timing(params: Sequence[ParamSpec], timing: StepTiming, *, has_shards: bool) -> None:
     """Raises ConfigError if a parameter has no time."""
     for name, times in (("ready_us", timing.ready_us), *((("used_us", timing.used_us),) if has_shards else ())):
-        if len(times) != len(params):
-            raise ConfigError(
-                f"each of the {len(params)} parameters must have its {name}, got {len(times)} of them.",
-                where="the timing of a step",
-                remedy="Give one time for each parameter, in the order of the parameters.",
-            )
+        require(
+            len(times) == len(params),
+            f"each of the {len(params)} parameters must have its {name}, got {len(times)} of them.",
+            where="the timing of a step",
+            remedy="Give one time for each parameter, in the order of the parameters.",
+        )
 
 
 def finish_us(
@@ -73,24 +70,16 @@ def finish_us(
     the longer of backward and reductions. Bytes are of gradients, without padding and trailers.
     """
     check_timing(params, timing, has_shards=has_shards)
-    filled = [group for group in groups if group] or [()]
-    sizes = [sum(_num_bytes(member, params) for member in group) for group in filled]
-    ready = [max((timing.ready_us[_param(member)] for member in group), default=0.0) for group in filled]
+    filled = [[piece_of(member, params) for member in group] for group in groups if group] or [[]]
+    sizes = [sum(num_bytes_of(piece, params) for piece in group) for group in filled]
+    ready = [max((timing.ready_us[piece.param] for piece in group), default=0.0) for group in filled]
     ready[-1] = max(ready[-1], timing.backward_end_us)
     if not has_shards:
         return _through_us(ready, costs.collective_us("all_reduce", sizes).tolist())
     reduced = _through_us(ready, costs.collective_us("reduce_scatter", sizes).tolist())
     unused = max(timing.used_us, default=0.0)
-    needed = [-min((timing.used_us[_param(member)] for member in group), default=unused) for group in filled]
+    needed = [-min((timing.used_us[piece.param] for piece in group), default=unused) for group in filled]
     return max(0.0, _through_us(needed, costs.collective_us("all_gather", sizes).tolist())) + reduced
-
-
-def _param(member: GroupEntry) -> int:
-    return member.param if isinstance(member, Piece) else member
-
-
-def _num_bytes(member: GroupEntry, params: Sequence[ParamSpec]) -> int:
-    return member.numel * params[member.param].itemsize if isinstance(member, Piece) else params[member].num_bytes
 
 
 def _through_us(starts: Iterable[float], times: Iterable[float]) -> float:
@@ -131,16 +120,15 @@ def in_backward_limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs:
     occupies the communication stream no longer than a gather of as many bytes, because the addition runs alongside. Updates are
     assumed to cost nothing.
     """
-    order = sorted(range(len(params)), key=lambda param: -timing.ready_us[param])
-    limit, last_use, sizes = timing.backward_end_us, 0.0, np.cumsum([params[param].num_bytes for param in order])
-    if not order:
-        return limit
+    if not params:
+        return timing.backward_end_us
+    ready, used = np.asarray(timing.ready_us), np.asarray(timing.used_us)
+    order = np.argsort(-ready, kind="stable")
+    sizes = np.cumsum([params[param].num_bytes for param in order])
     gather = _cheapest_us(costs, "all_gather", sizes)
     cost = gather + np.minimum(gather, _cheapest_us(costs, "reduce_scatter", sizes))
-    for param, cost_us in zip(order, cost.tolist(), strict=True):
-        last_use = max(last_use, timing.used_us[param])
-        limit = max(limit, timing.ready_us[param] + cost_us - last_use)
-    return max(limit, float(cost[-1]))
+    limits = ready[order] + cost - np.maximum.accumulate(used[order])
+    return max(timing.backward_end_us, float(limits.max()), float(cost[-1]))
 
 
 def _latest_us(params: Sequence[ParamSpec], key_us: Floats, costs: Costs, kind: str) -> float:
@@ -170,7 +158,6 @@ def _cheapest_us(costs: Costs, kind: str, num_bytes: ArrayLike) -> Floats:
     times = np.minimum.accumulate(costs.collective_us(kind, sizes)[::-1])[::-1]
     rates = np.minimum.accumulate(times[:-1] / sizes[1:])  # of all parts below the next size
     at = np.searchsorted(sizes, wanted)
-    full = np.maximum(wanted, 1.0)
-    rate = np.minimum(times[at] / full, rates[np.maximum(at - 1, 0)])
+    rate = np.minimum(times[at] / np.maximum(wanted, 1.0), rates[np.maximum(at - 1, 0)])
     cheapest: Floats = np.maximum(times[0], np.where(wanted > 0, wanted * rate, 0.0))
     return cheapest

@@ -2,13 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from undertow.errors import ConfigError
-from undertow.schedule.op import COLLECTIVES, COMPUTE, UPDATE, Buffer, Op, OpKind, Schedule
+from undertow.errors import require
+from undertow.schedule.op import COMPUTE, UPDATE, Buffer, Op, OpKind, Schedule
 from undertow.schedule.strategies import DDP, Strategy
-
-# The axis over which ranks have different shards, and the axis over which they have the same shard.
-_INSIDE, _ACROSS = "comm.inside", "comm.across"
-_ONLY = "comm.dp"  # the axis, if there is only one
 
 
 def lower_data_parallel(
@@ -21,14 +17,11 @@ def lower_data_parallel(
     forward needs them; None is the reverse order of the buckets.
     """
     build = _Builder(strategy)
-    reductions, join = build.backward(num_buckets, overlap=overlap)
-    owned = "param" if strategy.gather is None else "own"
-    binds = build.binds(reductions, join=join)
-    step = build.add(OpKind.STEP, None, reads=(build.reduced,), writes=(owned,), after=binds)
+    step = build.add(OpKind.STEP, None, after=build.backward(num_buckets, overlap=overlap))
     if strategy.gather is None:
         return build.uses({None: step})
     order = reversed(range(num_buckets)) if gather_order is None else gather_order
-    return build.uses({bucket: build.gather(bucket, after=step) for bucket in order})
+    return build.uses({bucket: build.add(strategy.gather, bucket, after=[step]) for bucket in order})
 
 
 def lower_in_backward(num_buckets: int, strategy: Strategy, gathers_behind: Sequence[Sequence[int]] | None = None) -> Schedule:
@@ -40,26 +33,25 @@ def lower_in_backward(num_buckets: int, strategy: Strategy, gathers_behind: Sequ
     step.
     """
     following = gathers_after_reductions(num_buckets) if gathers_behind is None else gathers_behind
-    build = _Builder(strategy, backward_reads=("param",))
+    build = _Builder(strategy, in_backward=True)
     fills: list[int] = []
     steps: list[int] = []
     gathers: dict[int | None, int] = {}
     for bucket in range(num_buckets):
-        full = build.fill(bucket)
+        full = build.add(OpKind.FILL, bucket)
         fills.append(full)
         if bucket == num_buckets - 1:
             full = end = build.add(OpKind.END, None, after=fills)
-        reduction = build.pack_and_reduce(bucket, after=full)
-        steps.append(build.add(OpKind.STEP, bucket, reads=(build.reduced,), writes=("own",), after=[reduction]))
+        steps.append(build.add(OpKind.STEP, bucket, after=[build.pack_and_reduce(bucket, after=full)]))
         for gathered in following[bucket]:
-            if gathered > bucket:
-                raise ConfigError(
-                    f"bucket {gathered} cannot be gathered before it is reduced.",
-                    where=f"the lane after the reduction of bucket {bucket}",
-                    remedy="Put its gather after its own reduction, or a later one.",
-                )
-            gathers[gathered] = build.gather(gathered, after=steps[gathered])
-    build.binds(steps, join=build.add(OpKind.JOIN, None, after=[end]))
+            require(
+                gathered <= bucket,
+                f"bucket {gathered} cannot be gathered before it is reduced.",
+                where=f"the lane after the reduction of bucket {bucket}",
+                remedy="Put its gather after its own reduction, or a later one.",
+            )
+            gathers[gathered] = build.add(OpKind.ALL_GATHER, gathered, after=[steps[gathered]])
+    build.binds(steps, end=end)
     return build.uses(gathers)
 
 
@@ -70,88 +62,71 @@ def gathers_after_reductions(num_buckets: int) -> tuple[tuple[int, ...], ...]:
 
 def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
     """Lowers a backward without a step: gradients move into their buckets and stay, or are reduced to shards that add up."""
-    build = _Builder(strategy)
     if strategy.reduces_micro_batches:
-        reductions, join = build.backward(num_buckets, overlap=True)
-        build.binds(reductions, join=join)
+        build = _Builder(strategy)
+        build.backward(num_buckets, overlap=True)
         return Schedule(tuple(build.ops))
+    build = _Builder(DDP)  # of any strategy: gradients are packed and bound, and nothing else happens
     fills, binds = [], []
     for bucket in range(num_buckets):
-        fills.append(build.fill(bucket))
-        pack = build.add(OpKind.PACK, bucket, reads=("grad",), writes=("grad",), after=fills[-1:])
-        binds.append(build.add(OpKind.BIND, bucket, reads=("grad",), after=[pack]))
-    end = build.add(OpKind.END, None, after=fills)
-    build.add(OpKind.JOIN, None, after=(end, *binds))
+        fills.append(build.add(OpKind.FILL, bucket))
+        binds.append(build.add(OpKind.BIND, bucket, after=[build.add(OpKind.PACK, bucket, after=fills[-1:])]))
+    build.add(OpKind.JOIN, None, after=(build.add(OpKind.END, None, after=fills), *binds))
     return Schedule(tuple(build.ops))
 
 
 class _Builder:
-    """Builds the ops of a schedule and numbers them."""
-
-    def __init__(self, strategy: Strategy, *, backward_reads: tuple[str, ...] = ()) -> None:
+    def __init__(self, strategy: Strategy, *, in_backward: bool = False) -> None:
         self.ops: list[Op] = []
-        self.reduced = "grad" if strategy.reduction is OpKind.ALL_REDUCE else "shard"
-        self._backward_reads = backward_reads
-        self._reduction, self._crossing = strategy.reduction, strategy.crossing
+        self._reductions = [kind for kind in (strategy.reduction, strategy.crossing) if kind is not None]
+        # The axis over which ranks have different shards, and the axis over which they have the same shard; or the only axis.
+        inside, across = ("comm.dp", "") if strategy.crossing is None else ("comm.inside", "comm.across")
+        reduced = ("grad",) if strategy.reduction is OpKind.ALL_REDUCE else ("shard",)
+        # By kind: lane, buffers that an op reads, and buffers that it writes.
+        self._rows: dict[OpKind | None, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+            OpKind.FILL: (COMPUTE, ("param",) if in_backward else (), ("grad",)),
+            OpKind.END: (COMPUTE, (), ()),
+            OpKind.JOIN: (COMPUTE, (), ()),
+            OpKind.PACK: (COMPUTE, ("grad",), ("grad",)),
+            strategy.crossing: (across, reduced, reduced),
+            strategy.reduction: (inside, ("grad",), reduced),
+            OpKind.BIND: (COMPUTE, reduced, ()),
+            OpKind.STEP: (UPDATE if in_backward else COMPUTE, reduced, ("param",) if strategy.gather is None else ("own",)),
+            OpKind.ALL_GATHER: (inside, ("own",), ("param",)),
+            OpKind.USE: (COMPUTE, ("param",), ()),
+        }
 
-    def add(
-        self,
-        kind: OpKind,
-        bucket: int | None,
-        *,
-        reads: tuple[str, ...] = (),
-        writes: tuple[str, ...] = (),
-        after: Iterable[int] = (),
-    ) -> int:
-        lane = UPDATE if kind is OpKind.STEP and bucket is not None else COMPUTE
-        if kind in COLLECTIVES:
-            lane = _ONLY if self._crossing is None else _ACROSS if kind is self._crossing else _INSIDE
-        op = Op(
-            id=len(self.ops),
-            lane=lane,
-            kind=kind,
-            bucket=bucket,
-            reads=tuple(Buffer(name, bucket) for name in reads),
-            writes=tuple(Buffer(name, bucket) for name in writes),
-            after=tuple(after),
-        )
+    def add(self, kind: OpKind, bucket: int | None, *, after: Iterable[int] = ()) -> int:
+        lane, *names = self._rows[kind]
+        reads, writes = (tuple(Buffer(name, bucket) for name in of_op) for of_op in names)
+        op = Op(id=len(self.ops), lane=lane, kind=kind, bucket=bucket, reads=reads, writes=writes, after=tuple(after))
         self.ops.append(op)
         return op.id
 
-    def backward(self, num_buckets: int, *, overlap: bool) -> tuple[list[int], int]:
-        """Fills, packs and reduces every bucket. Returns the reductions, and the op at which all engines have launched."""
+    def backward(self, num_buckets: int, *, overlap: bool) -> list[int]:
+        """Fills, packs and reduces every bucket. Returns the ops that wait for the buckets."""
         fills: list[int] = []
         reductions: list[int] = []
         for bucket in range(num_buckets):
-            fills.append(self.fill(bucket))
+            fills.append(self.add(OpKind.FILL, bucket))
             if overlap and bucket < num_buckets - 1:
                 reductions.append(self.pack_and_reduce(bucket, after=fills[bucket]))
         end = self.add(OpKind.END, None, after=fills)
-        for bucket in range(len(reductions), num_buckets):
-            reductions.append(self.pack_and_reduce(bucket, after=end))
-        return reductions, self.add(OpKind.JOIN, None, after=[end])
-
-    def fill(self, bucket: int) -> int:
-        """Adds the op that stands for autograd producing the bucket's gradients."""
-        return self.add(OpKind.FILL, bucket, reads=self._backward_reads, writes=("grad",))
+        reductions += [self.pack_and_reduce(bucket, after=end) for bucket in range(len(reductions), num_buckets)]
+        return self.binds(reductions, end=end)
 
     def pack_and_reduce(self, bucket: int, *, after: int) -> int:
-        pack = self.add(OpKind.PACK, bucket, reads=("grad",), writes=("grad",), after=[after])
-        reduction = self.add(self._reduction, bucket, reads=("grad",), writes=(self.reduced,), after=[pack])
-        if self._crossing is None:
-            return reduction
-        return self.add(self._crossing, bucket, reads=(self.reduced,), writes=(self.reduced,), after=[reduction])
+        for kind in (OpKind.PACK, *self._reductions):
+            after = self.add(kind, bucket, after=[after])
+        return after
 
-    def binds(self, reduced: Sequence[int], *, join: int) -> list[int]:
-        """Makes the compute lane wait for every bucket."""
-        return [self.add(OpKind.BIND, bucket, reads=(self.reduced,), after=(last, join)) for bucket, last in enumerate(reduced)]
-
-    def gather(self, bucket: int, *, after: int) -> int:
-        """Adds the op that gives every rank the other ranks' updates of a bucket."""
-        return self.add(OpKind.ALL_GATHER, bucket, reads=("own",), writes=("param",), after=[after])
+    def binds(self, reduced: Sequence[int], *, end: int) -> list[int]:
+        """Makes the compute lane wait for every bucket after all engines have launched."""
+        join = self.add(OpKind.JOIN, None, after=[end])
+        return [self.add(OpKind.BIND, bucket, after=(last, join)) for bucket, last in enumerate(reduced)]
 
     def uses(self, gathers: Mapping[int | None, int]) -> Schedule:
         """Makes the next forward wait for each gather, or for the step of all buckets. Returns the schedule."""
         for bucket, op_id in gathers.items():
-            self.add(OpKind.USE, bucket, reads=("param",), after=[op_id])
+            self.add(OpKind.USE, bucket, after=[op_id])
         return Schedule(tuple(self.ops))

@@ -26,10 +26,6 @@ class OpKind(StrEnum):
 
 # On the compute lane; the library itself runs the steps of the update lane.
 EXTERNAL = frozenset({OpKind.FILL, OpKind.END, OpKind.JOIN, OpKind.STEP, OpKind.USE})
-REDUCTIONS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER})
-COLLECTIVES = REDUCTIONS | {OpKind.ALL_GATHER}
-# The part of the parameters that a rank owns lies in the same memory.
-_PART_OF = {"own": "param"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +37,8 @@ class Buffer:
 
     @property
     def memory(self) -> str:
-        """Name of the memory that contains this buffer."""
-        return _PART_OF.get(self.name, self.name)
+        """Name of the memory that contains this buffer; the part of the parameters that a rank owns lies in theirs."""
+        return "param" if self.name == "own" else self.name
 
     def overlaps(self, other: "Buffer") -> bool:
         return self.memory == other.memory and (None in (self.bucket, other.bucket) or self.bucket == other.bucket)
@@ -83,11 +79,6 @@ class Schedule:
                     where="schedule",
                     remedy="Number ops from 0 in order; an op may only come after ops with smaller ids.",
                 )
-
-    @property
-    def collectives(self) -> tuple[Op, ...]:
-        """Collectives in launch order, which is the same on every rank."""
-        return tuple(op for op in self.ops if op.kind in COLLECTIVES)
 
     def to_text(self) -> str:
         """Returns a table with one line per op."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from undertow.errors import ConfigError
+from undertow.errors import require
 from undertow.schedule.op import OpKind
 
 
@@ -60,13 +60,12 @@ STRATEGIES = {strategy.name: strategy for strategy in (DDP, ZERO1, ZERO2, HYBRID
 
 def strategy_named(name: str | None) -> Strategy:
     """Returns the strategy of that name, DDP for None; raises ConfigError for an unknown name."""
-    strategy = DDP if name is None else STRATEGIES.get(name)
-    if strategy is None:
-        raise ConfigError(
-            f"strategy {name!r} does not exist.",
-            where="strategy",
-            remedy="Use torch.distributed.fsdp.fully_shard to shard parameters."
-            if name in ("zero3", "fsdp")
-            else f"Choose one of: {', '.join(map(repr, STRATEGIES))}.",
-        )
-    return strategy
+    require(
+        name is None or name in STRATEGIES,
+        f"strategy {name!r} does not exist.",
+        where="strategy",
+        remedy="Use torch.distributed.fsdp.fully_shard to shard parameters."
+        if name in ("zero3", "fsdp")
+        else f"Choose one of: {', '.join(map(repr, STRATEGIES))}.",
+    )
+    return DDP if name is None else STRATEGIES[name]

@@ -1,15 +1,17 @@
 """Proves properties of a schedule whose violation must never be found at run time."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import combinations
+from itertools import combinations, pairwise
 from operator import or_
 
-from undertow.errors import ConfigError
-from undertow.schedule.op import COMPUTE, REDUCTIONS, Buffer, Op, OpKind, Schedule
+from undertow.errors import ConfigError, require
+from undertow.schedule.op import COMPUTE, Buffer, Op, OpKind, Schedule
 from undertow.schedule.strategies import DDP, Strategy
+
+_REDUCTIONS = (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER)
 
 
 def verify(schedule: Schedule, strategy: Strategy = DDP, *, num_buckets: int) -> Schedule:
@@ -26,10 +28,11 @@ def verify(schedule: Schedule, strategy: Strategy = DDP, *, num_buckets: int) ->
     before = _happens_before(schedule)
     _check_end(schedule, before)
     _check_steps(schedule, num_buckets)
-    _check_axis(schedule, strategy.reduction, OpKind.FILL, strategy, num_buckets, before)
-    if strategy.crossing is not None:
-        _check_axis(schedule, strategy.crossing, strategy.reduction, strategy, num_buckets, before)
-    _check_gathers(schedule, strategy, num_buckets, before)
+    by_bucket: dict[int | None, dict[OpKind, list[Op]]] = {bucket: defaultdict(list) for bucket in range(num_buckets)}
+    for op in schedule.ops:
+        by_bucket.setdefault(op.bucket, defaultdict(list))[op.kind].append(op)
+    for bucket in by_bucket:
+        _check_bucket(by_bucket, bucket, strategy, num_buckets, before)
     _check_hazards(schedule, before)
     twice = _twice(schedule)
     _check_hazards(twice, _happens_before(twice))
@@ -73,88 +76,76 @@ def _is_before(before: Sequence[int], earlier: Op, later: Op) -> bool:
 def _check_end(schedule: Schedule, before: Sequence[int]) -> None:
     kinds = [op.kind for op in schedule.ops]
     for kind in (OpKind.END, OpKind.JOIN):
-        if kinds.count(kind) != 1:
-            raise ConfigError(
-                f"the schedule has {kinds.count(kind)} ops of kind {kind}, expected 1.",
-                where=f"schedule of {len(kinds)} ops",
-                remedy="Backward ends once in a step, and its engines join once.",
-            )
+        require(
+            kinds.count(kind) == 1,
+            f"the schedule has {kinds.count(kind)} ops of kind {kind}, expected 1.",
+            where=f"schedule of {len(kinds)} ops",
+            remedy="Backward ends once in a step, and its engines join once.",
+        )
     end = schedule.ops[kinds.index(OpKind.END)]
-    reductions = [op for op in schedule.ops if op.kind in REDUCTIONS]
-    for last in {op.kind: op for op in reductions}.values():  # on each axis
-        if not _is_before(before, end, last):
-            raise ConfigError(
-                f"op {last.id:02d} ({last.label}) may leave before backward ends.",
-                where=f"it is the last reduction; backward ends with op {end.id:02d}",
-                remedy="The last bucket leaves after backward: its trailer carries what a rank knows only then.",
-            )
+    for last in {op.kind: op for op in schedule.ops if op.kind in _REDUCTIONS}.values():  # on each axis
+        require(
+            _is_before(before, end, last),
+            f"op {last.id:02d} ({last.label}) may leave before backward ends.",
+            where=f"it is the last reduction; backward ends with op {end.id:02d}",
+            remedy="The last bucket leaves after backward: its trailer carries what a rank knows only then.",
+        )
 
 
 def _check_steps(schedule: Schedule, num_buckets: int) -> None:
     stepped = [op.bucket for op in schedule.ops if op.kind is OpKind.STEP]
-    if stepped not in ([], [None]) and sorted(bucket for bucket in stepped if bucket is not None) != list(range(num_buckets)):
-        raise ConfigError(
-            "the steps do not update each parameter once.",
-            where=f"buckets that are stepped: {', '.join('all' if it is None else f'b{it}' for it in stepped)}; "
-            f"the plan has {num_buckets} buckets",
-            remedy="One step updates all buckets, or each bucket has a separate one.",
-        )
+    require(
+        stepped in ([], [None]) or sorted(bucket for bucket in stepped if bucket is not None) == list(range(num_buckets)),
+        "the steps do not update each parameter once.",
+        where=f"buckets that are stepped: {', '.join('all' if it is None else f'b{it}' for it in stepped)}; "
+        f"the plan has {num_buckets} buckets",
+        remedy="One step updates all buckets, or each bucket has a separate one.",
+    )
 
 
-def _by_bucket(schedule: Schedule, kind: OpKind) -> dict[int | None, list[Op]]:
-    """Returns the ops of `kind` by bucket; ops of all buckets are under None."""
-    found: dict[int | None, list[Op]] = defaultdict(list)
-    for op in schedule.ops:
-        if op.kind is kind:
-            found[op.bucket].append(op)
-    return found
-
-
-def _check_axis(
-    schedule: Schedule, kind: OpKind, source_kind: OpKind, strategy: Strategy, num_buckets: int, before: Sequence[int]
+def _check_bucket(
+    by_bucket: Mapping[int | None, Mapping[OpKind, Sequence[Op]]],
+    bucket: int | None,
+    strategy: Strategy,
+    num_buckets: int,
+    before: Sequence[int],
 ) -> None:
-    """Checks that every bucket crosses by one op of `kind`, after its op of `source_kind` and before its step."""
-    sources, crossings = _by_bucket(schedule, source_kind), _by_bucket(schedule, kind)
-    steps_on = _by_bucket(schedule, OpKind.STEP)
-    for bucket in dict.fromkeys((*range(num_buckets), *sources, *crossings)):
-        exists, steps = bucket in range(num_buckets), [*steps_on[None], *steps_on[bucket]]
-        is_sent = int(exists and (bool(steps) or strategy.reduces_micro_batches))
+    """Checks that the bucket crosses each axis by one op after it is filled and before its step, and is gathered after it."""
+    ops, exists = by_bucket[bucket], bucket in range(num_buckets)
+    steps = [*by_bucket[None][OpKind.STEP], *ops[OpKind.STEP]]
+    is_sent = int(exists and (bool(steps) or strategy.reduces_micro_batches))
+    kinds = (kind for kind in (OpKind.FILL, strategy.reduction, strategy.crossing) if kind is not None)
+    for source_kind, kind in pairwise(kinds):
         wanted = (int(exists) if source_kind is OpKind.FILL else is_sent, is_sent)
-        found = (len(sources[bucket]), len(crossings[bucket]))
-        if found != wanted:
-            raise ConfigError(
-                f"the ops on {Buffer('grad', bucket)} do not carry each gradient across once.",
-                where=f"{source_kind}s: expected {wanted[0]}, got {found[0]}; {kind}s: expected {wanted[1]}, "
-                f"got {found[1]}; the plan has {num_buckets} buckets",
-                remedy="A step fills every bucket once and sends it once; an accumulation sends nothing, or shards.",
+        found = (len(ops[source_kind]), len(ops[kind]))
+        require(
+            found == wanted,
+            f"the ops on {Buffer('grad', bucket)} do not carry each gradient across once.",
+            where=f"{source_kind}s: expected {wanted[0]}, got {found[0]}; {kind}s: expected {wanted[1]}, "
+            f"got {found[1]}; the plan has {num_buckets} buckets",
+            remedy="A step fills every bucket once and sends it once; an accumulation sends nothing, or shards.",
+        )
+        for source, crossing in zip(ops[source_kind], ops[kind], strict=False):
+            require(
+                _is_before(before, source, crossing) and all(_is_before(before, crossing, step) for step in steps),
+                f"op {crossing.id:02d} ({crossing.label}) may run before its gradients are there or after the step.",
+                where=", ".join(f"{op.kind} is op {op.id:02d}" for op in (source, *steps[:1])),
+                remedy="Order the collective after the fill and before the step.",
             )
-        for source, crossing in zip(sources[bucket], crossings[bucket], strict=False):
-            if not (_is_before(before, source, crossing) and all(_is_before(before, crossing, step) for step in steps)):
-                raise ConfigError(
-                    f"op {crossing.id:02d} ({crossing.label}) may run before its gradients are there or after the step.",
-                    where=", ".join(f"{op.kind} is op {op.id:02d}" for op in (source, *steps[:1])),
-                    remedy="Order the collective after the fill and before the step.",
-                )
-
-
-def _check_gathers(schedule: Schedule, strategy: Strategy, num_buckets: int, before: Sequence[int]) -> None:
-    gathers, steps_on = _by_bucket(schedule, OpKind.ALL_GATHER), _by_bucket(schedule, OpKind.STEP)
-    for bucket in dict.fromkeys((*range(num_buckets), *gathers)):
-        steps = [*steps_on[None], *steps_on[bucket]]
-        wanted = int(bucket in range(num_buckets) and bool(steps) and strategy.gather is not None)
-        if len(gathers[bucket]) != wanted:
-            raise ConfigError(
-                f"the ops on {Buffer('param', bucket)} do not bring each parameter to every rank once.",
-                where=f"all_gathers: expected {wanted}, got {len(gathers[bucket])}; the plan has {num_buckets} buckets",
-                remedy="Where the optimizer is sharded, every bucket is gathered once after the step; elsewhere never.",
-            )
-        for gather in gathers[bucket]:
-            if not all(_is_before(before, step, gather) for step in steps):
-                raise ConfigError(
-                    f"op {gather.id:02d} ({gather.label}) may run before the step.",
-                    where=f"step is op {steps[0].id:02d}",
-                    remedy="Order the gather after the step.",
-                )
+    gathers, num_wanted = ops[OpKind.ALL_GATHER], int(exists and bool(steps) and strategy.gather is not None)
+    require(
+        len(gathers) == num_wanted,
+        f"the ops on {Buffer('param', bucket)} do not bring each parameter to every rank once.",
+        where=f"all_gathers: expected {num_wanted}, got {len(gathers)}; the plan has {num_buckets} buckets",
+        remedy="Where the optimizer is sharded, every bucket is gathered once after the step; elsewhere never.",
+    )
+    for gather in gathers:
+        require(
+            all(_is_before(before, step, gather) for step in steps),
+            f"op {gather.id:02d} ({gather.label}) may run before the step.",
+            where=f"step is op {steps[0].id:02d}",
+            remedy="Order the gather after the step.",
+        )
 
 
 def _check_hazards(schedule: Schedule, before: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 COMPUTE = "compute"
@@ -89,30 +90,30 @@ class StepRecord:
     def trace(self) -> Trace:
         """Returns the step as events; the optimizer runs from the end of the waits to the end of the step."""
         sent, wires = (*self.gathers, *self.buckets), (*self.gather_intervals(), *self.wire_intervals())
-        computed: list[tuple[str, Interval, int | None]] = [("forward", interval, None) for interval in self.forwards]
-        computed += [("backward", interval, None) for interval in self.backwards]
-        computed += [("wait", row.waited, row.bucket) for row in sent]
+        computed: list[tuple[str, Interval, int | None]] = [
+            *(("forward", interval, None) for interval in self.forwards),
+            *(("backward", interval, None) for interval in self.backwards),
+            *(("wait", row.waited, row.bucket) for row in sent),
+        ]
         synchronized_us = max((stop for _, (_, stop), _ in computed), default=0.0)
         if self.step_us > synchronized_us:
             computed.append(("optimizer", (synchronized_us, self.step_us), None))
-        events = [
-            Event(lane=COMPUTE, kind=kind, start_us=start, stop_us=stop, bucket=bucket)
-            for kind, (start, stop), bucket in computed
-        ]
-        events += [
-            Event(lane="comm.dp", kind=row.kind, bucket=row.bucket, start_us=start, stop_us=stop, num_bytes=row.num_bytes)
-            for row, (start, stop) in zip(sent, wires, strict=True)
-        ]
-        return Trace(rank=self.rank, step=self.step, events=tuple(events))
+        events = (
+            *(Event(lane=COMPUTE, kind=kind, start_us=at, stop_us=stop, bucket=bucket) for kind, (at, stop), bucket in computed),
+            *(
+                Event(lane="comm.dp", kind=row.kind, bucket=row.bucket, start_us=start, stop_us=stop, num_bytes=row.num_bytes)
+                for row, (start, stop) in zip(sent, wires, strict=True)
+            ),
+        )
+        return Trace(rank=self.rank, step=self.step, events=events)
 
 
 def _wire_intervals(buckets: Sequence[BucketRecord]) -> tuple[Interval, ...]:
-    intervals, free_us = [], float("-inf")
-    for bucket in buckets:
-        start = min(max(bucket.launched_us, free_us), bucket.done_us)
-        intervals.append((start, bucket.done_us))
-        free_us = max(free_us, bucket.done_us)
-    return tuple(intervals)
+    free_us = accumulate((bucket.done_us for bucket in buckets), max, initial=float("-inf"))
+    return tuple(
+        (min(max(bucket.launched_us, free), bucket.done_us), bucket.done_us)
+        for bucket, free in zip(buckets, free_us, strict=False)  # the link is also free after the last one
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +133,17 @@ class Overlap:
         return self.hidden_us / self.total_us if self.total_us > 0 else None
 
 
+def length_us(interval: Interval) -> float:
+    """Returns the length of an interval."""
+    return interval[1] - interval[0]
+
+
 def union_us(intervals: Iterable[tuple[float, float]]) -> float:
     """Returns the length of the union of half-open intervals: overlaps count once."""
-    total, covered_until = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        total += max(0.0, stop - max(start, covered_until))
-        covered_until = max(covered_until, stop)
-    return total
+    ordered = sorted(intervals)
+    covered_until = accumulate((stop for _, stop in ordered), max, initial=float("-inf"))
+    lengths = (max(0.0, stop - max(start, covered)) for (start, stop), covered in zip(ordered, covered_until, strict=False))
+    return sum(lengths, start=0.0)
 
 
 def overlap_of(trace: Trace) -> Overlap:
@@ -154,11 +159,8 @@ def limit_us(ready_us: Sequence[float], wire_us: Sequence[float]) -> float:
 
     It is the maximum, over all buckets, of ready time + wire time of this bucket and all later ones.
     """
-    remaining, limit = 0.0, 0.0
-    for ready, wire in zip(reversed(ready_us), reversed(wire_us), strict=True):
-        remaining += wire
-        limit = max(limit, ready + remaining)
-    return limit
+    remaining_us = accumulate(reversed(wire_us))
+    return max((0.0, *(ready + remaining for ready, remaining in zip(reversed(ready_us), remaining_us, strict=True))))
 
 
 def step_limit_us(record: StepRecord) -> float:
@@ -171,15 +173,15 @@ def step_limit_us(record: StepRecord) -> float:
     """
     if not record.gathers:
         return 0.0
-    gather_us = {row.bucket: stop - start for row, (start, stop) in zip(record.gathers, record.gather_intervals(), strict=True)}
+    gather_us = dict(zip((row.bucket for row in record.gathers), map(length_us, record.gather_intervals()), strict=True))
     read_us, waited_us = {}, 0.0
     for row in sorted(record.gathers, key=lambda row: row.waited):
         read_us[row.bucket] = max(0.0, row.waited[0] - waited_us)
-        waited_us += row.waited[1] - row.waited[0]
-    exposed_us = waited_us + sum(row.waited[1] - row.waited[0] for row in record.buckets)
+        waited_us += length_us(row.waited)
+    exposed_us = waited_us + sum(length_us(row.waited) for row in record.buckets)
     carried_us, last_read_us, limit = 0.0, 0.0, record.step_us - exposed_us
-    for row, (start, stop) in zip(reversed(record.buckets), reversed(record.wire_intervals()), strict=True):
-        carried_us += stop - start + gather_us.get(row.bucket, 0.0)
+    for row, wire in zip(reversed(record.buckets), reversed(record.wire_intervals()), strict=True):
+        carried_us += length_us(wire) + gather_us.get(row.bucket, 0.0)
         last_read_us = max(last_read_us, read_us.get(row.bucket, 0.0))
         limit = max(limit, row.ready_us - waited_us + carried_us - last_read_us)
     return max(limit, carried_us)

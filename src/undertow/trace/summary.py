@@ -1,9 +1,8 @@
 """Summarizes where the time of the recorded steps went: medians over steps."""
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.table import Column, Table
 
 from undertow.plan import Plan
 from undertow.shown import Shown, cell, with_experts
-from undertow.trace.record import BucketRecord, Interval, StepRecord, limit_us, overlap_of, step_limit_us, union_us
+from undertow.trace.record import BucketRecord, Interval, StepRecord, length_us, limit_us, overlap_of, step_limit_us, union_us
 
 _MS = 1e-3  # milliseconds in a microsecond
 
@@ -109,7 +108,7 @@ class StepReport(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain values, ready for JSON."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
     def __rich__(self) -> RenderableType:
         return with_experts(_tables(self), self.experts)
@@ -148,18 +147,17 @@ def summarize(
 
 
 def _times_ms(record: StepRecord) -> dict[str, float]:
-    """Returns the times of one step, by their names in the report."""
     overlap = overlap_of(record.trace())
     times_us = {
         "step_ms": record.step_us,
-        "forward_ms": sum(map(_length_us, record.forwards)),
-        "backward_ms": sum(map(_length_us, record.backwards)),
+        "forward_ms": sum(map(length_us, record.forwards)),
+        "backward_ms": sum(map(length_us, record.backwards)),
         "communication_ms": overlap.total_us,
         "exposed_ms": overlap.exposed_us,
         "gather_ms": union_us(record.gather_intervals()),
-        "gather_exposed_ms": sum(_length_us(gather.waited) for gather in record.gathers),
+        "gather_exposed_ms": sum(length_us(gather.waited) for gather in record.gathers),
         "synchronized_ms": max((bucket.done_us for bucket in record.buckets), default=0.0),
-        "limit_ms": limit_us([bucket.ready_us for bucket in record.buckets], [*map(_length_us, record.wire_intervals())]),
+        "limit_ms": limit_us([bucket.ready_us for bucket in record.buckets], [*map(length_us, record.wire_intervals())]),
         "step_limit_ms": step_limit_us(record),
     }
     times_ms = {name: time_us * _MS for name, time_us in times_us.items()}
@@ -195,13 +193,9 @@ def _medians_ms(rows: Sequence[tuple[BucketRecord, Interval]]) -> dict[str, floa
     return {
         "launched_ms": median(row.launched_us for row, _ in rows) * _MS,
         "done_ms": median(row.done_us for row, _ in rows) * _MS,
-        "wire_ms": median(_length_us(wire) for _, wire in rows) * _MS,
-        "waited_ms": median(_length_us(row.waited) for row, _ in rows) * _MS,
+        "wire_ms": median(length_us(wire) for _, wire in rows) * _MS,
+        "waited_ms": median(length_us(row.waited) for row, _ in rows) * _MS,
     }
-
-
-def _length_us(interval: Interval) -> float:
-    return interval[1] - interval[0]
 
 
 # The report as tables.
@@ -210,7 +204,6 @@ _NUM_NAMES = 3  # parameters of a bucket that are named
 
 
 def _tables(report: StepReport) -> Iterator[RenderableType]:
-    """Yields where the time of a step went, one line per bucket, and one per gather under a sharded optimizer."""
     if report.num_steps == 0:
         yield "Undertow: no step recorded yet; run a training step, and leave record on."
         return
@@ -219,42 +212,42 @@ def _tables(report: StepReport) -> Iterator[RenderableType]:
         yield _bucket_table(report)
     if report.gathers:
         yield _gather_table(report)
-    if report.is_one_graph:
-        yield (
-            "The model is compiled as one graph, for none of its buckets has 1 MiB: its gradients come all at once.\n"
-            "Set bucket_cap_mb to 1 or more, or compile its layers one by one."
-        )
-    if report.num_skipped:
-        yield f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}"
+    notes = {
+        "The model is compiled as one graph, for none of its buckets has 1 MiB: its gradients come all at once.\n"
+        "Set bucket_cap_mb to 1 or more, or compile its layers one by one.": report.is_one_graph,
+        f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}": report.num_skipped > 0,
+    }
+    yield from (note for note, applies in notes.items() if applies)
 
 
 def _step_table(report: StepReport) -> Table:
-    title = f"Where a step goes: rank {report.rank}, median of {report.num_steps} steps"
-    table = Table("", Column("ms", justify="right"), "", title=title, title_justify="left")
-    for name, milliseconds, note in _step_rows(report):
-        table.add_row(name, f"{milliseconds:.1f}", note)
-    return table
-
-
-def _step_rows(report: StepReport) -> Iterator[tuple[str, float, str]]:
-    yield "step", report.step_ms, ""
-    yield "forward", report.forward_ms, ""
-    yield "backward", report.backward_ms, ""
     hidden = "no communication" if report.overlap is None else f"{report.overlap:.0%} hidden"
-    yield "communication", report.communication_ms, hidden
-    if report.overlap is None:
-        return
+    rows = [
+        ("step", report.step_ms, ""),
+        ("forward", report.forward_ms, ""),
+        ("backward", report.backward_ms, ""),
+        ("communication", report.communication_ms, hidden),
+    ]
     if report.gather_overlap is not None:
         num_bytes = sum(gather.num_bytes for gather in report.gathers)
-        yield "  of it gathers", report.gather_ms, f"{num_bytes / 1e6:.1f} MB, {report.gather_overlap:.0%} hidden"
-    yield "  hidden", report.hidden_ms, ""
-    yield "  exposed", report.exposed_ms, "" if report.worst_bucket is None else f"longest for bucket {report.worst_bucket.index}"
-    yield "    the network", report.wire_ms, ""
-    yield "    a late rank", report.late_rank_ms, "" if report.slowest_rank is None else f"slowest is rank {report.slowest_rank}"
-    yield "synchronized after", report.synchronized_ms, _achieved(report.synchronized_ms, report.limit_ms)
-    yield "  limit", report.limit_ms, "for these buckets and ready times"
-    if report.step_limit_ms > 0:
-        yield "limit of the step", report.step_limit_ms, _achieved(report.step_ms, report.step_limit_ms)
+        rows.append(("  of it gathers", report.gather_ms, f"{num_bytes / 1e6:.1f} MB, {report.gather_overlap:.0%} hidden"))
+    if report.overlap is not None:
+        worst, slowest = report.worst_bucket, report.slowest_rank
+        rows += [
+            ("  hidden", report.hidden_ms, ""),
+            ("  exposed", report.exposed_ms, "" if worst is None else f"longest for bucket {worst.index}"),
+            ("    the network", report.wire_ms, ""),
+            ("    a late rank", report.late_rank_ms, "" if slowest is None else f"slowest is rank {slowest}"),
+            ("synchronized after", report.synchronized_ms, _achieved(report.synchronized_ms, report.limit_ms)),
+            ("  limit", report.limit_ms, "for these buckets and ready times"),
+        ]
+        if report.step_limit_ms > 0:
+            rows.append(("limit of the step", report.step_limit_ms, _achieved(report.step_ms, report.step_limit_ms)))
+    title = f"Where a step goes: rank {report.rank}, median of {report.num_steps} steps"
+    table = Table("", Column("ms", justify="right"), "", title=title, title_justify="left")
+    for name, milliseconds, note in rows:
+        table.add_row(name, f"{milliseconds:.1f}", note)
+    return table
 
 
 def _achieved(milliseconds: float, limit_ms: float) -> str:
@@ -265,9 +258,10 @@ def _bucket_table(report: StepReport) -> Table:
     # Without compression the trailer makes sent bytes exceed the gradients, which is not of interest; a hook's bytes are not
     # known.
     is_compressed = any(0 < bucket.sent_bytes < bucket.num_bytes for bucket in report.buckets)
-    names = ("bucket", "MB", *(["sent"] if is_compressed else []), "ready", "launched", "done", "wire", "waited")
-    of_gradients = " of gradients" if report.gathers else ""
-    table = _times_table(f"Buckets{of_gradients}", *names)
+    table = _times_table(
+        f"Buckets{' of gradients' if report.gathers else ''}",
+        *("bucket", "MB", *(["sent"] if is_compressed else []), "ready", "launched", "done", "wire", "waited"),
+    )
     table.add_column("parameters", overflow="fold")
     for bucket in report.buckets:
         more = len(bucket.params) - _NUM_NAMES

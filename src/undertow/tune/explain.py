@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -47,9 +48,8 @@ class Explanation(Shown):
 
 
 def _lines(it: Explanation) -> Iterator[str]:
-    """Yields the plan, its times and their lower bound, the effect of other plans, and the decisions so far."""
     sizes = ", ".join(f"{megabytes:.2f}" for megabytes in it.bucket_mb)
-    yield f"The plan: {num_buckets_text(len(it.bucket_mb))} of {sizes} MB, {it.strategy}, {it.num_ranks} ranks"
+    yield f"The plan: {_num_buckets_text(len(it.bucket_mb))} of {sizes} MB, {it.strategy}, {it.num_ranks} ranks"
     yield f"  {it.why}"
     times = {"achieved": it.achieved_ms, "predicted": it.predicted_ms, "the best plan": it.best_ms, "limit": it.limit_ms}
     known = [f"{name} {milliseconds:.2f}" for name, milliseconds in times.items() if milliseconds is not None]
@@ -75,7 +75,7 @@ def explanation(
         bucket_mb=tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
         why=why,
         achieved_ms=None if measurement is None else measurement.synchronized_us * _MS,
-        decisions=tuple(f"round {made.round}: {_TEXTS[made.decision.outcome](made.decision)}" for made in history),
+        decisions=tuple(f"round {made.round}: {_decision_text(made.decision)}" for made in history),
     )
     has_shards = strategy != "ddp"
     needed = kinds_needed(has_shards=has_shards)
@@ -85,15 +85,14 @@ def explanation(
     if not knows_enough(profile, has_shards=has_shards):
         return known
     best, present_us = tuner.best_and_present(profile, plan, has_shards=has_shards, steps_in_backward=steps_in_backward)
-    known = replace(known, predicted_ms=present_us * _MS, limit_ms=best.limit_us * _MS)
-    if steps_in_backward:
-        return replace(known, best_ms=min(present_us, best.best_us) * _MS)
-    timing, costs = profile.timing, profile.costs()
-
-    def predicted_us(groups: Groups) -> float:
-        return finish_us(plan.params, groups, timing, costs, has_shards=has_shards)
-
-    return replace(known, best_ms=best.finish_us * _MS, alternatives=tuple(_alternatives(plan, present_us, predicted_us)))
+    predicted_us = partial(finish_us, plan.params, timing=profile.timing, costs=profile.costs(), has_shards=has_shards)
+    return replace(
+        known,
+        predicted_ms=present_us * _MS,
+        limit_ms=best.limit_us * _MS,
+        best_ms=(min(present_us, best.best_us) if steps_in_backward else best.finish_us) * _MS,
+        alternatives=() if steps_in_backward else tuple(_alternatives(plan, present_us, predicted_us)),
+    )
 
 
 def _alternatives(plan: Plan, present_us: float, predicted_us: Callable[[Groups], float]) -> Iterator[str]:
@@ -112,8 +111,7 @@ def _alternatives(plan: Plan, present_us: float, predicted_us: Callable[[Groups]
             yield f"one bucket {text.format(at, at + 1)}: {later_us * _MS:+.2f} ms"
 
 
-def num_buckets_text(num_buckets: int) -> str:
-    """Returns "1 bucket" or "N buckets"."""
+def _num_buckets_text(num_buckets: int) -> str:
     return f"{num_buckets} bucket{'' if num_buckets == 1 else 's'}"
 
 
@@ -128,18 +126,21 @@ def _curve_text(profile: Profile, kind: str) -> str:
     return f"{kind}: {span} to {largest / 1e6:.3g} MB in {most_us * _MS:.2f} ms" if len(points) > 1 else f"{kind}: {span}"
 
 
-def _numbers(decision: Decision) -> str:
-    return f"predicted {decision.present_us * _MS:.2f} ms, the best plan {decision.predicted_us * _MS:.2f} ms"
+def _decision_text(it: Decision) -> str:
+    return _TEXTS[it.outcome].format(
+        buckets=_num_buckets_text(len(it.groups or ())),
+        numbers=f"predicted {it.present_us * _MS:.2f} ms, the best plan {it.predicted_us * _MS:.2f} ms",
+    )
 
 
-_TEXTS: dict[Outcome, Callable[[Decision], str]] = {
-    Outcome.KEEP: lambda it: f"kept ({_numbers(it)}: too little to gain, or tried before)",
-    Outcome.MOVE: lambda it: f"moved to {num_buckets_text(len(it.groups or ()))} ({_numbers(it)})",
-    Outcome.FEWER: lambda it: f"moved to {num_buckets_text(len(it.groups or ()))} ({_numbers(it)}: fewer, as good)",
-    Outcome.BACK: lambda it: f"went back to {num_buckets_text(len(it.groups or ()))}: measured to be faster",
-    Outcome.UNKNOWN: lambda _: "kept: too little was measured to tell what buckets of other sizes cost",
-    Outcome.OVERTAKEN: lambda _: "not followed: the plan had changed meanwhile",
-    Outcome.LEARN: lambda it: f"moved to {num_buckets_text(len(it.groups or ()))}, to learn what other sizes cost",
-    Outcome.TOO_LARGE: lambda it: f"kept ({_numbers(it)}: for a move every rank would hold all of the optimizer's state)",
-    Outcome.FROZEN: lambda _: "kept: torch.use_deterministic_algorithms is on, and another plan rounds differently",
+_TEXTS = {
+    Outcome.KEEP: "kept ({numbers}: too little to gain, or tried before)",
+    Outcome.MOVE: "moved to {buckets} ({numbers})",
+    Outcome.FEWER: "moved to {buckets} ({numbers}: fewer, as good)",
+    Outcome.BACK: "went back to {buckets}: measured to be faster",
+    Outcome.UNKNOWN: "kept: too little was measured to tell what buckets of other sizes cost",
+    Outcome.OVERTAKEN: "not followed: the plan had changed meanwhile",
+    Outcome.LEARN: "moved to {buckets}, to learn what other sizes cost",
+    Outcome.TOO_LARGE: "kept ({numbers}: for a move every rank would hold all of the optimizer's state)",
+    Outcome.FROZEN: "kept: torch.use_deterministic_algorithms is on, and another plan rounds differently",
 }

@@ -23,12 +23,11 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.errors import ConfigError
+from undertow.errors import require
 from undertow.plan import GathersBehind, GroupEntry, ParamSpec, Piece, Plan
 from undertow.plan.layout import member_of, piece_of
 from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
 
-_BEGIN, _BACKWARD_BEGINS, _BACKWARD_ENDS, _REST, _SYNCHRONIZED = range(5)
 _NUM_TIMES = 5
 _UNKNOWN = -np.inf
 
@@ -48,24 +47,24 @@ class Measurement:
 
 def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: int) -> NDArray[np.float64]:
     """Returns this rank's measurements of `num_steps` steps, [steps, numbers]; all unknown if it has not recorded that many."""
-    num_params, num_buckets = len(plan.params), len(plan.buckets)
-    rows = np.full((num_steps, _NUM_TIMES + num_params + 2 * num_buckets), _UNKNOWN)
     if not _is_complete(records, num_steps):
-        return rows
-    for row, record in zip(rows, records, strict=True):
-        begin, ready = record.idle_us, row[_NUM_TIMES : _NUM_TIMES + num_params]
-        computing = begin - sum(max(0.0, stop - max(0.0, start)) for start, stop in (gather.waited for gather in record.gathers))
-        row[_BEGIN] = begin
-        row[_BACKWARD_BEGINS : _BACKWARD_ENDS + 1] = [computing + at for at in record.backwards[-1]]
-        last_wait = max(bucket.waited[1] for bucket in record.buckets)
-        row[_REST], row[_SYNCHRONIZED] = record.step_us - last_wait, begin + last_wait
-        for param, arrived_us in record.arrivals.items():
-            ready[param] = computing + arrived_us
-        negated = row[_NUM_TIMES + num_params :].reshape(2, num_buckets)
-        for negated_us, sent in zip(negated, (record.buckets, record.gathers), strict=True):
-            for bucket in sent:
-                negated_us[bucket.bucket] = bucket.launched_us - bucket.done_us
-    return rows
+        return np.full((num_steps, _NUM_TIMES + len(plan.params) + 2 * len(plan.buckets)), _UNKNOWN)
+    return np.array([_row(record, plan) for record in records])
+
+
+def _row(record: StepRecord, plan: Plan) -> list[float]:
+    waits = [gather.waited for gather in record.gathers]
+    computing = record.idle_us - sum(max(0.0, stop - max(0.0, start)) for start, stop in waits)
+    last_wait = max(bucket.waited[1] for bucket in record.buckets)
+    negated = ({it.bucket: it.launched_us - it.done_us for it in sent} for sent in (record.buckets, record.gathers))
+    return [
+        record.idle_us,
+        *(computing + at for at in record.backwards[-1]),
+        record.step_us - last_wait,
+        record.idle_us + last_wait,
+        *(computing + record.arrivals.get(param, _UNKNOWN) for param in range(len(plan.params))),
+        *(of_bucket.get(index, _UNKNOWN) for of_bucket in negated for index in range(len(plan.buckets))),
+    ]
 
 
 def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRecord], plan: Plan) -> Measurement | None:
@@ -167,17 +166,16 @@ class Decision:
             for piece in (piece_of(member, params) for member in group)
         ]
         most = _most_rows(params)
-        if len(rows) > most:
-            raise ConfigError(
-                f"a plan of {len(rows)} slots is too long to tell the other ranks of.",
-                where=f"{len(params)} parameters, at most {most} slots",
-                remedy="Cut parameters into fewer pieces.",
-            )
+        require(
+            len(rows) <= most,
+            f"a plan of {len(rows)} slots is too long to tell the other ranks of.",
+            where=f"{len(params)} parameters, at most {most} slots",
+            remedy="Cut parameters into fewer pieces.",
+        )
         gathers = [(at, bucket) for at, following in enumerate(self.gathers_behind or ()) for bucket in following]
-        times = (self.present_us, self.predicted_us, self.limit_us)
         return np.concatenate(
             [
-                [self.outcome, self.next_look, *times, len(rows), len(gathers)],
+                [self.outcome, self.next_look, self.present_us, self.predicted_us, self.limit_us, len(rows), len(gathers)],
                 np.ravel([*rows, *[(0, 0, 0, 0)] * (most - len(rows))]),
                 np.ravel([*gathers, *[(0, 0)] * (most + 1 - len(gathers))]),
             ]

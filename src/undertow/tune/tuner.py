@@ -83,8 +83,7 @@ class Tuner:
         """Adds a measurement of the current plan."""
         self._forget_what_has_changed(measurement)
         for kind, samples in measurement.samples.items():
-            if samples:
-                self.learn_costs(kind, samples)
+            self.learn_costs(kind, samples)
         self.measurement = measurement
         self._is_new = True
 
@@ -153,11 +152,11 @@ class Tuner:
     ) -> tuple[Optimum, float]:
         """Returns the best known plan, in the user's order if given, and the time of the current plan by the same costs."""
         order, timing, costs = profile.order if self.order is None else self.order, profile.timing, profile.costs()
-        most_bytes = max_bucket_bytes(plan)
+        most_bytes = _max_bucket_bytes(plan)
         if steps_in_backward:
             stepped = replace(profile, update_us=0.0)  # no measurement contains updates in backward
             best = best_groups_in_backward(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes)
-            return best, in_backward_period_us(stepped, plan, costs)
+            return best, _in_backward_period_us(stepped, plan, costs)
         best = optimal_groups(
             plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards, max_bucket_bytes=most_bytes
         )
@@ -216,7 +215,7 @@ def _usual(looks: Collection[_Look]) -> _Look:
 
 
 def _sizes(measurement: Measurement) -> dict[str, set[float]]:
-    return {kind: {size for size, _ in samples} for kind, samples in measurement.samples.items() if samples}
+    return {kind: {size for size, _ in samples} for kind, samples in measurement.samples.items()}
 
 
 def _usual_us(measurement: Measurement, kind: str) -> float:
@@ -251,9 +250,9 @@ def best_groups_in_backward(profile: Profile, order: Sequence[int], costs: Costs
     sizes = [max(1, int(min(total // num, max_bytes))) for num in _NUM_SHARES]
     firsts = [(), (max(1, int(total // _NUM_SHARES[-1])),)]  # a small one, so that communication starts sooner
     caps = [SizeCaps(cap_bytes=size, first_bytes=first) for size in sizes for first in firsts]
-    tried = [group_in_pieces(params, order, cap, num_ranks=num_ranks) for cap in caps]
-    plans = [plan_from_groups(params, groups, num_ranks=num_ranks) for groups in dict.fromkeys([barrier.groups, *tried])]
-    periods = [(in_backward_period_us(profile, plan, costs), len(plan.buckets), at) for at, plan in enumerate(plans)]
+    tried = dict.fromkeys([barrier.groups, *(group_in_pieces(params, order, cap, num_ranks=num_ranks) for cap in caps)])
+    plans = [plan_from_groups(params, groups, num_ranks=num_ranks) for groups in tried]
+    periods = [(_in_backward_period_us(profile, plan, costs), len(plan.buckets), at) for at, plan in enumerate(plans)]
     least_us = min(periods)[0]
     _, period_us, at = min((num, us, at) for us, num, at in periods if us <= least_us * (1 + _SLACK_IN_BACKWARD))
     return Optimum(
@@ -264,30 +263,24 @@ def best_groups_in_backward(profile: Profile, order: Sequence[int], costs: Costs
     )
 
 
-def in_backward_period_us(profile: Profile, plan: Plan, costs: Costs) -> float:
-    """Returns the period of a step with these buckets, in the order in which they are gathered."""
+def _in_backward_period_us(profile: Profile, plan: Plan, costs: Costs) -> float:
     times = lane_times(profile, plan, costs)
     return lane_period_us(times, in_backward_order(times))
 
 
-def max_bucket_bytes(plan: Plan) -> float:
-    """Returns the size that no planned bucket of several parameters exceeds."""
+def _max_bucket_bytes(plan: Plan) -> float:
     return max(_LEAST_CAP_BYTES, _num_bytes(plan) / _LARGEST_SHARE)
 
 
 def _varied(plan: Plan) -> Groups | None:
-    """Returns the plan with one bucket of another size: two joined, or one split."""
-    groups, buckets = plan.groups, plan.buckets
-    for at, (bucket, following) in enumerate(pairwise(buckets)):
+    groups, most_bytes = plan.groups, _max_bucket_bytes(plan)
+    for at, (bucket, following) in enumerate(pairwise(plan.buckets)):
         # Pieces of one parameter would have to be joined.
         is_whole = plan.split_params.isdisjoint((*bucket.params, *following.params))
-        if bucket.kind == following.kind and is_whole and bucket.num_bytes + following.num_bytes <= max_bucket_bytes(plan):
+        if bucket.kind == following.kind and is_whole and bucket.num_bytes + following.num_bytes <= most_bytes:
             return (*groups[:at], groups[at] + groups[at + 1], *groups[at + 2 :])
-    for at, group in enumerate(groups):
-        if len(group) > 1:
-            third = max(1, len(group) // 3)
-            return (*groups[:at], group[:third], group[third:], *groups[at + 1 :])
-    return None
+    thirds = ((at, group, max(1, len(group) // 3)) for at, group in enumerate(groups) if len(group) > 1)
+    return next(((*groups[:at], group[:third], group[third:], *groups[at + 1 :]) for at, group, third in thirds), None)
 
 
 def _may_move(plan: Plan, *, has_shards: bool) -> bool:

@@ -17,7 +17,6 @@ from support.strategies import plans, spec, specs_of_sizes
 from undertow.cli.plan import plan_from_source
 from undertow.errors import ConfigError
 from undertow.plan import (
-    Bucket,
     ParamSpec,
     Piece,
     Plan,
@@ -194,16 +193,6 @@ OVERLAPS = "\n  Slots do not overlap, and are of one dtype and device."
 SIZES = "Sizes are zero or more, an element has at least one byte, and all of them fit into 64 bits."
 
 
-def misplaced(**change: Any) -> tuple[Call, str]:
-    changed: Bucket = dataclasses.replace(PLAN.buckets[1], **change)
-    return lambda: with_bucket(1, **change), (
-        "the trailer [11, 72) of bucket 1 is misplaced.\n"
-        f"  the gradients end at {changed.numel}, the storage at {changed.storage_numel}\n"
-        "  The trailer follows the gradients and ends the storage."
-    )
-
-
-SLOT_REMEDY = "A slot starts at zero or later and does not end before it starts."
 PIECE_REMEDY = "A piece begins at zero or later and does not end before it begins."
 REFUSALS: dict[str, tuple[Call, str]] = {
     **{
@@ -249,13 +238,6 @@ REFUSALS: dict[str, tuple[Call, str]] = {
         }.items()
     },
     **{
-        f"the slot [{start}, {stop}) from {first} on": (
-            lambda start=start, stop=stop, first=first: Slot(param=5, start=start, stop=stop, first=first),
-            f"the slot of parameter 5 is impossible: [{start}, {stop}), first element {first}.\n  {SLOT_REMEDY}",
-        )
-        for start, stop, first in ((-1, 0, 0), (3, 2, 0), (3, 4, -1))
-    },
-    **{
         f"the piece [{first}, {stop})": (
             lambda first=first, stop=stop: piece(5, first, stop),
             f"the piece of parameter 5 is impossible: [{first}, {stop}).\n  {PIECE_REMEDY}",
@@ -270,13 +252,6 @@ REFUSALS: dict[str, tuple[Call, str]] = {
         lambda: with_bucket(1, slots=(Slot(param=2, start=5, stop=7),)),
         f"{EACH_ONCE}parameter 2 ('half') has elements [0, 3), its slots hold [0, 2) in bucket 1{IN_PIECES}",
     ),
-    "slots that overlap": (
-        lambda: with_bucket(0, slots=(Slot(param=1, start=0, stop=2), Slot(param=0, start=1, stop=7))),
-        "parameter 'weight' does not fit its slot [1, 7) of bucket 0.\n"
-        f"  it has 6 elements of float32 on cpu; the bucket holds float32 on cpu and is free from 2{OVERLAPS}",
-    ),
-    "a trailer that does not end the storage": misplaced(storage_numel=80),
-    "a trailer that lies on gradients": misplaced(slots=(Slot(param=2, start=60, stop=63),)),
     "sparse and dense in one group": (
         lambda: planned([(0, 1)], (spec("weight", 6), spec("rows", 6, is_sparse=True))),
         "parameter 'rows' does not fit its slot [6, 6) of bucket 0.\n"

@@ -218,14 +218,14 @@ def test_each_op_of_ours_is_released_once_in_order_and_in_its_time(case: Case, h
     ours = [op for op in case.schedule.ops if op.kind not in EXTERNAL]
     assert (sorted(ops, key=lambda op: op.id), [op for op in ops if op.kind is OpKind.ALL_REDUCE]) == (
         ours,
-        list(case.schedule.collectives),
+        [op for op in ours if op.kind is OpKind.ALL_REDUCE],
     )
     for at, op in enumerate(ops):
         assert {case.schedule.ops[earlier] for earlier in op.after} & {*ours} <= {*ops[:at]}
     for count, op in during:
         assert {*case.plan.buckets[op.bucket].params} <= {*case.arrivals[:count]}  # only full buckets are packed
         assert (op.kind, op.bucket) != (OpKind.ALL_REDUCE, len(case.plan.buckets) - 1)  # the last one waits for backward
-    crossed = {op.bucket for op in case.schedule.collectives}
+    crossed = {op.bucket for op in ours if op.kind is OpKind.ALL_REDUCE}
     assert not any(op.kind is OpKind.BIND and op.bucket in crossed for op in before_join)
 
 
