@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,42 +23,36 @@ def checked(
 ) -> tuple[str, ...]:
     """Returns the names that the argument, the settings and torch's helper exclude from synchronization.
 
-    Raises WrongType or ConfigError, which names `caller`, if `module` cannot be synchronized or `config` is not a SyncConfig.
+    Warns if no other parameter requires a gradient. Raises WrongType or ConfigError, which names `caller`, if `module` cannot be synchronized or `config` is not a SyncConfig.
     """
-    _check_module(module, caller)
-    require_settings(config)
-    ignored = [*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore)]
-    if caller == "DistributedDataParallel":  # what _set_params_and_buffers_to_ignore_for_model has set
-        known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        ignored += known.intersection(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    _check_parameters(module, {name: param for name, param in module.named_parameters() if name not in ignored}, caller)
-    return tuple(ignored)
-
-
-def warn_of_nothing_to_train(module: nn.Module, ignored: Collection[str], *, caller: str) -> None:
-    """Warns if no parameter requires a gradient, except those named in `ignored`."""
-    if not any(param.requires_grad for name, param in module.named_parameters() if name not in ignored):
-        warnings.warn(
-            f"{type(module).__name__} has no parameter that requires a gradient: nothing is averaged until it has one.\n"
-            f"  {caller}(...)\n"
-            "  Look at requires_grad, and at what `ignore` names. If parameters are unfrozen later, filter this warning.",
-            stacklevel=3,
-        )
-
-
-def _check_module(module: object, caller: str) -> None:
-    if not isinstance(module, nn.Module):
-        raise WrongType(
-            f"module must be a torch.nn.Module, got {type(module).__name__}.",
-            where=f"{caller}, first argument",
-            remedy="Pass the model itself.",
-        )
+    require(
+        isinstance(module, nn.Module),
+        f"module must be a torch.nn.Module, got {type(module).__name__}.",
+        where=f"{caller}, first argument",
+        remedy="Pass the model itself.",
+        error=WrongType,
+    )
     require(
         type(module) is not TorchDistributedDataParallel,
         "this module is wrapped already, by torch's own DistributedDataParallel.",
         where=f"{caller}(torch.nn.parallel.DistributedDataParallel(...))",
         remedy="Give the bare module.",
     )
+    require_settings(config)
+    ignored = [*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore)]
+    if caller == "DistributedDataParallel":  # what _set_params_and_buffers_to_ignore_for_model has set
+        known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        ignored += known.intersection(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    params = {name: param for name, param in module.named_parameters() if name not in ignored}
+    _check_parameters(module, params, caller)
+    if not any(param.requires_grad for param in params.values()):
+        warnings.warn(
+            f"{type(module).__name__} has no parameter that requires a gradient: nothing is averaged until it has one.\n"
+            f"  {caller}(...)\n"
+            "  Look at requires_grad, and at what `ignore` names. If parameters are unfrozen later, filter this warning.",
+            stacklevel=3,
+        )
+    return tuple(ignored)
 
 
 def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller: str) -> None:
@@ -157,8 +151,11 @@ def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] 
 def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool | None, *, check_reduction: bool) -> bool:
     """Returns True if buffers are synchronized before forwards; warns of deprecated arguments, as torch does."""
     if check_reduction:
-        text = "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it."
-        warnings.warn(text, FutureWarning, stacklevel=3)
+        warnings.warn(
+            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
+            FutureWarning,
+            stacklevel=3,
+        )
     if broadcast_buffers is not None:
         is_ignored = forward_sync_buffers is not None
         warnings.warn(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
-from undertow.errors import ConfigError, PhaseError, require
+from undertow.errors import PhaseError, require
 from undertow.runtime.model.module_params import sparse_params
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook
@@ -31,7 +31,6 @@ class MixedPrecision:
     hooks: tuple[RemovableHandle, ...]  # raise if a forward runs again in a backward
 
     def call(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the module's forward."""
         dtype = self.dtype
         if dtype is None:
             return module(*inputs, **kwargs)
@@ -64,19 +63,19 @@ def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str
     dtype, _, buffer_dtype = dtypes
     sparse = set() if dtype is None else sparse_params(module)
     for name, param in module.named_parameters():
-        if id(param) in sparse and param.dtype != dtype and name not in ignored:
-            raise ConfigError(
-                f"mixed_precision casts parameter {name!r}, whose gradient is sparse, and autograd cannot cast that back.",
-                where="DistributedDataParallel(mixed_precision=...)",
-                remedy="Make the embedding with sparse=False, or use torch.autocast around the forward.",
-            )
+        require(
+            id(param) not in sparse or param.dtype == dtype or name in ignored,
+            f"mixed_precision casts parameter {name!r}, whose gradient is sparse, and autograd cannot cast that back.",
+            where="DistributedDataParallel(mixed_precision=...)",
+            remedy="Make the embedding with sparse=False, or use torch.autocast around the forward.",
+        )
     for name, buffer in module.named_buffers():
         if buffer_dtype is not None and buffer.is_floating_point() and name not in ignored:
             buffer.data = buffer.to(buffer_dtype)
-    cast_modules = [part for part in module.modules() if part._parameters and dtype is not None]
     hooks = [
         part.register_forward_pre_hook(ModuleHook(part, partial(_require_first_forward, weakref.ref(part))))
-        for part in cast_modules
+        for part in module.modules()
+        if part._parameters and dtype is not None
     ]
     return MixedPrecision(dtype, frozenset(ignored), tuple(hooks))
 

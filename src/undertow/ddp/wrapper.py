@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig
 from undertow.ddp import arguments
-from undertow.ddp.experts import synchronized
+from undertow.ddp.attach import synchronized
 from undertow.ddp.join import ShadowHook, UnevenInputs
 from undertow.ddp.mixed_precision import MixedPrecision, mixed_precision_of
 from undertow.errors import PhaseError, WrongType, require
 from undertow.plan import Plan
 from undertow.runtime.model.ignore import still_there
 from undertow.runtime.torch_private import private
-from undertow.sync import GradientSync
+from undertow.sync import GradientSync, ZeroesWithoutReading
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -41,15 +41,10 @@ class Reducer:
 
     __slots__ = ()
 
-    def _rebuild_buckets(self) -> bool:
-        """Returns False: no buckets were rebuilt."""
-        return False
+    def prepare_for_backward(self, *_outputs: object) -> None:
+        """Does nothing: parameters that the outputs do not reach need not be known before backward."""
 
-    def prepare_for_backward(self, outputs: object) -> None:
-        """Does nothing: parameters that `outputs` do not reach need not be known before backward."""
-
-    def _delay_all_reduce(self) -> None:
-        """Does nothing: the first synchronization of a static graph is not delayed."""
+    _rebuild_buckets = _delay_all_reduce = prepare_for_backward
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -71,7 +66,7 @@ def _of_sync(
     return call
 
 
-class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataParallel):
     """Wraps `module` for data-parallel training; replaces torch's class with a change of one import.
 
     The constructor is torch's. The class inherits from torch's in name only, so that trainers and checkpointing recognize it. The
@@ -134,7 +129,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         forward_sync = arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers, check_reduction=check_reduction)
         cap = arguments.cap_of(bucket_cap_mb, bucket_cap_mb_list)
         chosen = arguments.settings_of(config, mixed_precision, cap=cap, forward_sync=forward_sync)
-        arguments.warn_of_nothing_to_train(module, ignored, caller="DistributedDataParallel")
 
         nn.Module.__init__(self)  # skips torch's constructor, which would create its reducer
         Joinable.__init__(self)
@@ -221,11 +215,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return outputs
 
     @private.untraced
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        with private.as_plain_tensors() if set_to_none else nullcontext():  # no values of parameters are read
-            super().zero_grad(set_to_none)
-
-    @private.untraced
     def finish(self) -> None:
         """Joins the other ranks if this rank's backward reached no parameter, or if it has no data at all."""
         self.sync.finish(buffers_follow=0 if self._buffers_follow_a_rank else None)
@@ -310,12 +299,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
         It runs after every training forward, or before it; futures that it returns are waited for at the end of backward.
         """
-        if not callable(hook):
-            raise WrongType(
-                f"hook must be callable, got {type(hook).__name__}.",
-                where="_register_buffer_comm_hook",
-                remedy="Pass a function hook(state, named_buffers).",
-            )
+        require(
+            callable(hook),
+            f"hook must be callable, got {type(hook).__name__}.",
+            where="_register_buffer_comm_hook",
+            remedy="Pass a function hook(state, named_buffers).",
+            error=WrongType,
+        )
         self._buffer_hook = functools.partial(hook, state)
         self._buffer_hook_location = "POST_FORWARD" if comm_hook_location is None else comm_hook_location.name
 
@@ -342,12 +332,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _check_reducer_finalized(self) -> None:
         """Raises PhaseError if gradients of a started backward are not synchronized yet."""
-        if self.sync._is_synchronizing:
-            raise PhaseError(
-                "Expect to have finished reduction in the prior iteration before starting a new one.",
-                where=f"rank {self.sync.rank}",
-                remedy="Look for an exception in backward; the next forward ends the round.",
-            )
+        require(
+            not self.sync._is_synchronizing,
+            "Expect to have finished reduction in the prior iteration before starting a new one.",
+            where=f"rank {self.sync.rank}",
+            remedy="Look for an exception in backward; the next forward ends the round.",
+            error=PhaseError,
+        )
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Accepts the call: outputs are never copied."""
