@@ -154,9 +154,7 @@ def _with_examples(gradients: Sequence[Tensor | None], parameters: Sequence[Tens
             remedy="Pass parameters too, those that torch.autograd.grad was given.",
         )
         if not isinstance(example, Tensor):
-            raise WrongType(
-                f"parameter {index} must be a tensor, got {type(example).__name__}.", where=_WHERE, remedy=_ENTRIES
-            )
+            raise WrongType(f"parameter {index} must be a tensor, got {type(example).__name__}.", where=_WHERE, remedy=_ENTRIES)
         like = example if gradient is None else gradient
         require(  # strides may differ, but not the shape: a rank whose gradient is None uses the parameter's
             _text(like) == _text(example),

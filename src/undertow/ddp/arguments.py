@@ -23,7 +23,8 @@ def checked(
 ) -> tuple[str, ...]:
     """Returns the names that the argument, the settings and torch's helper exclude from synchronization.
 
-    Warns if no other parameter requires a gradient. Raises WrongType or ConfigError, which names `caller`, if `module` cannot be synchronized or `config` is not a SyncConfig.
+    Warns if no other parameter requires a gradient. Raises WrongType or ConfigError, which names `caller`, if `module` cannot be
+    synchronized or `config` is not a SyncConfig.
     """
     require(
         isinstance(module, nn.Module),

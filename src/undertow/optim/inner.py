@@ -1,17 +1,35 @@
-"""The user's optimizer, running over this rank's parts of the parameters: all of them, or those in one bucket."""
+"""The user's optimizer: the check that it can update parameters in pieces, and its steps over this rank's parts."""
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from undertow.errors import require
 from undertow.optim.state import MASTER, ParamState
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.torch_private import private
+
+# Their update of a shard differs from the same elements of an update of the whole parameter.
+_NOT_ELEMENTWISE = {
+    "Adafactor": "it keeps one statistic for each row and column of a matrix",
+    "LBFGS": "it takes scalar products of whole gradients, and evaluates the model several times in a step",
+    "Muon": "it orthogonalizes whole matrices",
+    "SparseAdam": "it updates the rows of sparse gradients",
+    "Shampoo": "it keeps a statistic for each pair of rows",
+    "SOAP": "it rotates whole matrices",
+    "LAMB": "it scales an update by the norm of the whole parameter",
+    "LARS": "it scales an update by the norm of the whole parameter",
+}
+_KNOWN = frozenset(["SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "NAdam", "RAdam", "Rprop", "ASGD"])
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # takes parameters or parameter groups
+_SHAPE, _CUT, _NUM_STEPS = (4, 6), 9, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +86,16 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
+def settings_as_text(group: dict[str, Any]) -> dict[str, str]:
+    """Returns the settings of a parameter group as text, because a function or NaN among them does not equal its own copy."""
+    return {name: repr(value) for name, value in hyper_parameters(group).items()}
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Returns the parameters of all groups, in their order."""
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
 def changed_settings(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[str]:
     """Lists the hyper-parameters that differ, with their group: "lr of group 0: 0.1, now 0.01"."""
     if len(before) != len(now):
@@ -84,3 +112,60 @@ def _is_same(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (one.shape == other.shape and bool((one == other).all()))
     return bool(one == other)
+
+
+def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: dict[str, Any], *, device: torch.device) -> None:
+    """Raises ConfigError if an optimizer is not elementwise, or if its steps change values in its parameter groups.
+
+    torch's optimizers are in a table; any other is tried out on a few numbers.
+    """
+    is_torchs = cls.__module__.startswith("torch.optim")
+    reason = _NOT_ELEMENTWISE.get(cls.__name__)
+    if reason is None and not (is_torchs and cls.__name__ in _KNOWN):
+        reason = _found_out(make, hyper_parameters, device)
+    require(
+        reason is None,
+        f"{cls.__name__} cannot be sharded: {reason}.",
+        where="ShardedOptimizer, which gives each rank a part of a parameter as a flat piece",
+        remedy="Use an elementwise optimizer such as AdamW or SGD, or this one without sharding.",
+    )
+
+
+def state_of_one_element(make: MakeOptimizer, hyper_parameters: dict[str, Any], *, like: Tensor) -> dict[str, Any]:
+    """Returns the optimizer's state of a parameter with one element, after one step."""
+    optimizer = _stepped(make, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]])
+    (param,) = params_of(optimizer)
+    return dict(optimizer.state.get(param, {}))
+
+
+def _found_out(make: MakeOptimizer, hyper_parameters: dict[str, Any], device: torch.device) -> str | None:
+    """Runs a few steps of an unknown optimizer; returns why it cannot be sharded, or None if it can."""
+    generator = torch.Generator().manual_seed(0)  # does not touch the user's generator
+    start, *grads = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_NUM_STEPS + 1))
+    new, whole = (_stepped(make, hyper_parameters, [start], [[grad] for grad in given]) for given in ((), grads))
+    parts = _stepped(make, hyper_parameters, _cut(start), map(_cut, grads))
+    in_one, in_parts = (torch.cat([param.detach().flatten() for param in params_of(each)]) for each in (whole, parts))
+    if not torch.equal(in_one, in_parts):
+        return "it updates parts of a parameter differently from the whole"
+    before, after = (settings_as_text(each.param_groups[0]) for each in (new, whole))
+    changed = [repr(name) for name in {**before, **after} if before.get(name) != after.get(name)]
+    if changed:
+        return f"its steps change {', '.join(changed)} in its parameter groups, and only its state is kept, moved and saved"
+    return None
+
+
+def _stepped(
+    make: MakeOptimizer, hyper_parameters: dict[str, Any], start: Sequence[Tensor], grads: Iterable[Sequence[Tensor]]
+) -> torch.optim.Optimizer:
+    """Returns an optimizer of parameters like `start`, after one step for each of `grads`."""
+    params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
+    optimizer = make([{"params": params, **copy.deepcopy(hyper_parameters)}])
+    for of_step in grads:
+        for param, grad in zip(params, of_step, strict=True):
+            param.grad = grad.clone()
+        private.step_unwatched(optimizer)
+    return optimizer
+
+
+def _cut(tensor: Tensor) -> list[Tensor]:
+    return [tensor.flatten()[:_CUT], tensor.flatten()[_CUT:]]
