@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,6 @@ def checked(
 
 
 def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller: str) -> None:
-    """Raises ConfigError for layers and parameters that cannot be synchronized."""
     for name, param in params.items():
         require(
             not isinstance(param, nn.parameter.UninitializedParameter),
@@ -125,12 +125,6 @@ def _device_index(device: int | str | torch.device) -> int:
     return torch.accelerator.current_device_index() if index is None else index
 
 
-def cap_of(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> float | tuple[float, ...] | None:
-    """Returns the cap on buckets in MiB; torch's 0 gives every parameter its own bucket."""
-    caps = tuple(_ONE_BYTE_MIB if cap == 0 else cap for cap in bucket_cap_mb_list or ())
-    return caps or (_ONE_BYTE_MIB if bucket_cap_mb == 0 else bucket_cap_mb)
-
-
 def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] | None, hooked: Tensor | None) -> None:
     """Checks the delayed parameters, which are reduced like all others: the result is the same, and earlier."""
     require(
@@ -170,21 +164,29 @@ def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool |
 
 
 def settings_of(
-    config: SyncConfig | None, mixed_precision: object, *, cap: float | tuple[float, ...] | None, forward_sync: bool
+    config: SyncConfig | None,
+    mixed_precision: object,
+    *,
+    bucket_cap_mb: float | None,
+    bucket_cap_mb_list: Sequence[float] | None,
+    forward_sync: bool,
 ) -> SyncConfig:
     """Returns `config`, or settings from torch's arguments; raises ConfigError if both are given.
 
-    With torch's mixed precision gradients are sent in its `reduce_dtype`, or else in its `param_dtype`, unless `config` sets
-    `wire_dtype`.
+    torch's cap of 0 gives every parameter its own bucket. With torch's mixed precision gradients are sent in its `reduce_dtype`,
+    or else in its `param_dtype`, unless `config` sets `wire_dtype`.
     """
-    given = ["bucket_cap_mb"] * (cap is not None) + ["buffers"] * (not forward_sync)
+    caps: tuple[Any, ...] = tuple(_ONE_BYTE_MIB if cap == 0 else cap for cap in bucket_cap_mb_list or (bucket_cap_mb,))
+    given = ["bucket_cap_mb"] * (caps != (None,)) + ["buffers"] * (not forward_sync)
     require(
         config is None or not given,
         f"settings are given twice: {', '.join(given)} by arguments of torch's, and config.",
         where=_WHERE,
         remedy=f"Put {', '.join(given)} into config=SyncConfig(...).",
     )
-    chosen = config or SyncConfig(bucket_cap_mb=cap, buffers="rank0" if forward_sync else "off")
+    chosen = config or SyncConfig(
+        bucket_cap_mb=caps if bucket_cap_mb_list else caps[0], buffers="rank0" if forward_sync else "off"
+    )
     wire = getattr(mixed_precision, "reduce_dtype", None) or getattr(mixed_precision, "param_dtype", None)
     is_narrow = isinstance(wire, torch.dtype) and wire.is_floating_point and wire.itemsize == 2
     return dataclasses.replace(chosen, wire_dtype=wire) if is_narrow and chosen.wire_dtype is None else chosen

@@ -174,7 +174,6 @@ def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup
 
 
 def _require_one_group_each(module: nn.Module, groups: Sequence[ExpertGroup], ignored: Collection[str]) -> None:
-    """Raises ConfigError for a pattern without a parameter, and for a parameter with two patterns."""
     names = [name for name, _ in module.named_parameters() if name not in ignored]
     for group in groups:
         require(

@@ -31,7 +31,7 @@ class UnevenInputs(Join):
         try:
             super().__exit__(kind, error, trace)
         finally:
-            self._hook.ends()
+            self._hook.sync._own_group.borrowers.discard("join")  # torch no longer uses the user's group
             self._joinables[0]._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
     def _get_num_nonjoined_procs(self) -> int:
@@ -78,14 +78,10 @@ class ShadowHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives every rank the model of a rank that trained to the end; from then on all ranks count again."""
-        self.ends()
+        self.sync._own_group.borrowers.discard("join")
         self.sync._join_ends()
         source, _ = _exchange(self.sync, source=self.sync.rank if is_last_joiner else None)
         self.sync._share(("parameters", "buffers"), source=source or 0)
-
-    def ends(self) -> None:
-        """Ends the use of the user's process group."""
-        self.sync._own_group.borrowers.discard("join")
 
     def rescale(self, num_active: int) -> None:
         """Makes means run over `num_active` ranks, unless they are to be over all ranks."""

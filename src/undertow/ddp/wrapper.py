@@ -126,9 +126,13 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         ignored = arguments.checked(module, ignore, config, caller="DistributedDataParallel")
         device_indices = arguments.check_devices(module, device_ids, output_device)
         arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
-        forward_sync = arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers, check_reduction=check_reduction)
-        cap = arguments.cap_of(bucket_cap_mb, bucket_cap_mb_list)
-        chosen = arguments.settings_of(config, mixed_precision, cap=cap, forward_sync=forward_sync)
+        chosen = arguments.settings_of(
+            config,
+            mixed_precision,
+            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            forward_sync=arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers, check_reduction=check_reduction),
+        )
 
         nn.Module.__init__(self)  # skips torch's constructor, which would create its reducer
         Joinable.__init__(self)
@@ -331,7 +335,6 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         self.sync.close()
 
     def _check_reducer_finalized(self) -> None:
-        """Raises PhaseError if gradients of a started backward are not synchronized yet."""
         require(
             not self.sync._is_synchronizing,
             "Expect to have finished reduction in the prior iteration before starting a new one.",
@@ -356,7 +359,6 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         """Accepts the call: the rows of sparse gradients need not be known beforehand."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Returns facts about the wrapper, under torch's names."""
         return {
             "module_name": type(self.module).__name__,
             "world_size": self.sync.num_ranks,

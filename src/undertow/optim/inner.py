@@ -109,9 +109,8 @@ def changed_settings(before: Sequence[dict[str, Any]], now: Sequence[dict[str, A
 
 
 def _is_same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or (one.shape == other.shape and bool((one == other).all()))
-    return bool(one == other)
+    same = one == other
+    return bool(same.all()) if isinstance(same, Tensor) else bool(same)
 
 
 def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: dict[str, Any], *, device: torch.device) -> None:
@@ -131,11 +130,14 @@ def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: d
     )
 
 
-def state_of_one_element(make: MakeOptimizer, hyper_parameters: dict[str, Any], *, like: Tensor) -> dict[str, Any]:
-    """Returns the optimizer's state of a parameter with one element, after one step."""
-    optimizer = _stepped(make, hyper_parameters, [torch.zeros_like(like)], [[torch.ones_like(like)]])
-    (param,) = params_of(optimizer)
-    return dict(optimizer.state.get(param, {}))
+def state_of_one_element(
+    make: MakeOptimizer, hyper_parameters: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> ParamState:
+    """Returns the state of a parameter with one element, after one step."""
+    like = torch.zeros(1, dtype=accumulation_dtype(dtype), device=device)
+    optimizer = _stepped(make, hyper_parameters, [like], [[torch.ones_like(like)]])
+    state = dict(optimizer.state.get(params_of(optimizer)[0], {}))
+    return state if like.dtype == dtype else {**state, MASTER: like}
 
 
 def _found_out(make: MakeOptimizer, hyper_parameters: dict[str, Any], device: torch.device) -> str | None:

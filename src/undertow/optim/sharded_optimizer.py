@@ -34,7 +34,6 @@ from undertow.optim.state import (
     whole_state_without_elements,
     with_scalars_in_place,
 )
-from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.step.sharded_steps import finish_before_look
@@ -83,11 +82,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         sync: Any = getattr(target, "sync", target)
-        _check(cls, sync, params, state_dict)
+        self._sync = _checked(cls, sync, params, state_dict)
         # Parameter groups alone are not enough: some settings are read only by the constructor.
         self._make: partial[Any] = partial(cls, **defaults)
-        self._sync: GradientSync = sync
-        whole = self._make([param for _, param in sync.named_parameters()] if params is None else params)
+        whole = self._make([param for _, param in self._sync.named_parameters()] if params is None else params)
         self._sharding: Sharding | None = None
         self._inners: dict[int, InnerOptimizer] = {}  # by bucket in backward; otherwise one, under key 0
         self._used: list[dict[str, Any]] = []  # hyper-parameters of the updates in the last backward, by group
@@ -98,7 +96,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._consolidated: Callable[[], FullStates] | None = None  # valid until the state changes
         super().__init__(whole.param_groups, whole.defaults)
         for group in self.param_groups:
-            require_elementwise(cls, self._make, hyper_parameters(group), device=sync._device)
+            require_elementwise(cls, self._make, hyper_parameters(group), device=self._sync._device)
         described = {  # all ranks must have the same
             "optimizer": f"{cls.__module__}.{cls.__qualname__}",
             "parameter groups": [{"parameters": len(group["params"]), **settings_as_text(group)} for group in self.param_groups],
@@ -256,7 +254,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             super().load_state_dict(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """Loads the states after the parameter groups have been loaded."""
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         params = ((param, group) for group in self.param_groups for param in group["params"])
         self._waiting = {
@@ -343,7 +340,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             self._begin()
 
     def _require_barrier(self, what: str, why: str) -> None:
-        """Raises PhaseError in backward."""
         require(
             not self._steps.steps_in_backward,
             f"{what} does not go with in_backward=True: {why}.",
@@ -416,10 +412,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         return states | self._waiting
 
     def _state_of_one_element(self, group: int, dtype: torch.dtype, device: torch.device) -> ParamState:
-        """Returns the state of a parameter with one element in the group of that number."""
-        like = torch.zeros(1, dtype=accumulation_dtype(dtype), device=device)
-        state = state_of_one_element(self._make, hyper_parameters(self.param_groups[group]), like=like)
-        return state if like.dtype == dtype else {**state, MASTER: like}
+        return state_of_one_element(self._make, hyper_parameters(self.param_groups[group]), dtype, device)
 
     def _full_states(self, *, is_moved: bool = False, keeps: bool = True, device: torch.device | None = None) -> FullStates:
         """Gathers the whole state of every parameter of the current sharding; a collective call."""
@@ -446,8 +439,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         ]
 
 
-def _check(cls: Any, sync: GradientSync, params: ParamGroups | None, state_dict: object) -> None:
-    """Raises WrongType or ConfigError for arguments of ShardedOptimizer that cannot work."""
+def _checked(cls: Any, sync: GradientSync, params: ParamGroups | None, state_dict: object) -> GradientSync:
     require(
         isinstance(sync, GradientSync),
         f"target must be what attach() or DistributedDataParallel returned, got {type(sync).__name__}.",
@@ -475,6 +467,7 @@ def _check(cls: Any, sync: GradientSync, params: ParamGroups | None, state_dict:
         remedy="Make one for the model with params=[param for _, param in sync.named_parameters()], its dense ones, and "
         "one for each of sync.experts.",
     )
+    return sync
 
 
 def _raise_elsewhere(rank: int) -> FullStates:
