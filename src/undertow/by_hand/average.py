@@ -126,12 +126,13 @@ class _Shipment:
 
 
 def _listed(tensors: Iterable[Tensor | None], name: str) -> tuple[Tensor | None, ...]:
-    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
-        raise WrongType(
-            f"{name} must be a sequence of tensors, got {type(tensors).__name__}.",
-            where=_WHERE,
-            remedy="Pass the tuple that torch.autograd.grad returned, and a tuple or list of what it was asked for.",
-        )
+    require(
+        isinstance(tensors, Iterable) and not isinstance(tensors, Tensor),
+        f"{name} must be a sequence of tensors, got {type(tensors).__name__}.",
+        where=_WHERE,
+        remedy="Pass the tuple that torch.autograd.grad returned, and a tuple or list of what it was asked for.",
+        error=WrongType,
+    )
     return tuple(tensors)
 
 

@@ -1,89 +1,27 @@
-"""Checks the arguments of torch's DistributedDataParallel, with torch's wording in errors."""
+"""The arguments of torch's DistributedDataParallel: checks, with torch's wording in errors, and mixed precision."""
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
-from undertow.config import SyncConfig, require_settings
-from undertow.errors import WrongType, require
-from undertow.runtime.model.ignore import names_to_ignore
+from undertow.config import SyncConfig
+from undertow.errors import PhaseError, require
+from undertow.runtime.model.module_params import sparse_params
+from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private.module_hook import ModuleHook
 
 _WHERE = "DistributedDataParallel(...)"
 _ONE_BYTE_MIB = 1 / 1024**2
 Devices = Sequence[int | str | torch.device]
-
-
-def checked(
-    module: nn.Module, ignore: Iterable[str | nn.Module | Tensor], config: SyncConfig | None, *, caller: str
-) -> tuple[str, ...]:
-    """Returns the names that the argument, the settings and torch's helper exclude from synchronization.
-
-    Warns if no other parameter requires a gradient. Raises WrongType or ConfigError, which names `caller`, if `module` cannot be
-    synchronized or `config` is not a SyncConfig.
-    """
-    require(
-        isinstance(module, nn.Module),
-        f"module must be a torch.nn.Module, got {type(module).__name__}.",
-        where=f"{caller}, first argument",
-        remedy="Pass the model itself.",
-        error=WrongType,
-    )
-    require(
-        type(module) is not TorchDistributedDataParallel,
-        "this module is wrapped already, by torch's own DistributedDataParallel.",
-        where=f"{caller}(torch.nn.parallel.DistributedDataParallel(...))",
-        remedy="Give the bare module.",
-    )
-    require_settings(config)
-    ignored = [*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore)]
-    if caller == "DistributedDataParallel":  # what _set_params_and_buffers_to_ignore_for_model has set
-        known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        ignored += known.intersection(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    params = {name: param for name, param in module.named_parameters() if name not in ignored}
-    _check_parameters(module, params, caller)
-    if not any(param.requires_grad for param in params.values()):
-        warnings.warn(
-            f"{type(module).__name__} has no parameter that requires a gradient: nothing is averaged until it has one.\n"
-            f"  {caller}(...)\n"
-            "  Look at requires_grad, and at what `ignore` names. If parameters are unfrozen later, filter this warning.",
-            stacklevel=3,
-        )
-    return tuple(ignored)
-
-
-def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller: str) -> None:
-    for name, param in params.items():
-        require(
-            not isinstance(param, nn.parameter.UninitializedParameter),
-            f"Modules with uninitialized parameters can't be used with `{caller}`.",
-            where=f"parameter {name!r} has no shape yet",
-            remedy="Run a dummy forward pass to correctly initialize the modules.",
-        )
-        require(
-            type(param.data).__name__ != "DTensor",
-            f"parameter {name!r} is sharded already, by torch's fully_shard or by tensor parallelism.",
-            where=f"{caller}(...)",
-            remedy="Leave fully_shard out, or use it alone; with tensor parallelism it goes on the data-parallel dimension.",
-        )
-    types = sorted({param.device.type for param in params.values()})
-    require(
-        len(types) <= 1,
-        f"{caller}'s input module must be on the same type of devices, but input module parameters locate in {types}.",
-        where=f"{caller}(...)",
-        remedy="Move the whole module with module.to(device) before.",
-    )
-    require(
-        types != ["cpu"] or not any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()),
-        "SyncBatchNorm layers only work with GPU modules.",
-        where=f"{caller}(...)",
-        remedy="Keep the BatchNorm layers on CPU: their running statistics follow rank 0.",
-    )
 
 
 def check_devices(
@@ -190,3 +128,80 @@ def settings_of(
     wire = getattr(mixed_precision, "reduce_dtype", None) or getattr(mixed_precision, "param_dtype", None)
     is_narrow = isinstance(wire, torch.dtype) and wire.is_floating_point and wire.itemsize == 2
     return dataclasses.replace(chosen, wire_dtype=wire) if is_narrow and chosen.wire_dtype is None else chosen
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MixedPrecision:
+    """Runs a module's forward in `dtype`; None keeps the dtypes of its parameters.
+
+    Parameters are cast when a forward begins, by an operation that autograd knows: its backward gives each gradient the dtype of
+    its parameter. After the forward modules have their parameters back. A module that computes again, in a checkpoint's backward,
+    would do so in another dtype, so it raises an error.
+    """
+
+    dtype: torch.dtype | None
+    ignored: frozenset[str]  # names of parameters that keep their dtype
+    hooks: tuple[RemovableHandle, ...]  # raise if a forward runs again in a backward
+
+    def call(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = self.dtype
+        if dtype is None:
+            return module(*inputs, **kwargs)
+        narrow = {
+            name: param.to(dtype)
+            for name, param in module.named_parameters()
+            if param.is_floating_point() and name not in self.ignored
+        }
+        return functional_call(module, narrow, *private.cast_floating(inputs, kwargs, dtype))
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str]) -> MixedPrecision | None:
+    """Applies the argument of torch's constructor to `module`, whose buffers are cast permanently, as torch does.
+
+    Raises ConfigError if it is not a `_MixedPrecision`, and for layers with sparse gradients, which autograd cannot cast back.
+    """
+    if given is None:
+        return None
+    dtypes: list[Any] = [getattr(given, name, given) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")]
+    require(
+        all(dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point) for dtype in dtypes),
+        f"mixed_precision has no dtypes: {given!r}.",
+        where="DistributedDataParallel(...)",
+        remedy="Pass torch's _MixedPrecision(param_dtype=torch.bfloat16), or use torch.autocast around the forward.",
+    )
+    dtype, _, buffer_dtype = dtypes
+    sparse = set() if dtype is None else sparse_params(module)
+    for name, param in module.named_parameters():
+        require(
+            id(param) not in sparse or param.dtype == dtype or name in ignored,
+            f"mixed_precision casts parameter {name!r}, whose gradient is sparse, and autograd cannot cast that back.",
+            where="DistributedDataParallel(mixed_precision=...)",
+            remedy="Make the embedding with sparse=False, or use torch.autocast around the forward.",
+        )
+    for name, buffer in module.named_buffers():
+        if buffer_dtype is not None and buffer.is_floating_point() and name not in ignored:
+            buffer.data = buffer.to(buffer_dtype)
+    hooks = [
+        part.register_forward_pre_hook(ModuleHook(part, partial(_require_first_forward, weakref.ref(part))))
+        for part in module.modules()
+        if part._parameters and dtype is not None
+    ]
+    return MixedPrecision(dtype, frozenset(ignored), tuple(hooks))
+
+
+def _require_first_forward(called: weakref.ref[nn.Module]) -> None:
+    """Raises PhaseError if the module runs again in a backward, when its parameters are not cast any more."""
+    if torch.compiler.is_compiling():  # checking would cut the graph; recomputation there is narrow as well
+        return
+    module = called()
+    is_narrow = module is None or any(type(param) is Tensor for param in module._parameters.values())
+    if private.graph_task_id() != -1 and not is_narrow:
+        raise PhaseError(
+            f"{type(module).__name__} computes again in a backward, where its parameters are not narrow any more.",
+            where="DistributedDataParallel(mixed_precision=...), with activation checkpoints",
+            remedy="Use torch.autocast around the forward instead of mixed_precision, or leave checkpoints out.",
+        )

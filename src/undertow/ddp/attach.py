@@ -8,6 +8,7 @@ Each has a separate process group, buckets, plan and lane, and all of them take 
 """
 
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -18,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from undertow.config import ExpertGroup, SyncConfig
-from undertow.ddp.arguments import checked
+from undertow.config import ExpertGroup, SyncConfig, require_settings
 from undertow.errors import WrongType, require
 from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, warn_of_lone_rank
+from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf
 from undertow.runtime.peers.faults import Fault
 from undertow.runtime.torch_private import amp as private_scaling
@@ -68,6 +70,73 @@ class BucketedDDPHooks:
 
     def close(self) -> None:
         self.sync.close()
+
+
+def checked(
+    module: nn.Module, ignore: Iterable[str | nn.Module | Tensor], config: SyncConfig | None, *, caller: str
+) -> tuple[str, ...]:
+    """Returns the names that the argument, the settings and torch's helper exclude from synchronization.
+
+    Warns if no other parameter requires a gradient. Raises WrongType or ConfigError, which names `caller`, if `module` cannot be
+    synchronized or `config` is not a SyncConfig.
+    """
+    require(
+        isinstance(module, nn.Module),
+        f"module must be a torch.nn.Module, got {type(module).__name__}.",
+        where=f"{caller}, first argument",
+        remedy="Pass the model itself.",
+        error=WrongType,
+    )
+    require(
+        type(module) is not TorchDistributedDataParallel,
+        "this module is wrapped already, by torch's own DistributedDataParallel.",
+        where=f"{caller}(torch.nn.parallel.DistributedDataParallel(...))",
+        remedy="Give the bare module.",
+    )
+    require_settings(config)
+    ignored = [*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore)]
+    if caller == "DistributedDataParallel":  # what _set_params_and_buffers_to_ignore_for_model has set
+        known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        ignored += known.intersection(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    params = {name: param for name, param in module.named_parameters() if name not in ignored}
+    _check_parameters(module, params, caller)
+    if not any(param.requires_grad for param in params.values()):
+        warnings.warn(
+            f"{type(module).__name__} has no parameter that requires a gradient: nothing is averaged until it has one.\n"
+            f"  {caller}(...)\n"
+            "  Look at requires_grad, and at what `ignore` names. If parameters are unfrozen later, filter this warning.",
+            stacklevel=3,
+        )
+    return tuple(ignored)
+
+
+def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller: str) -> None:
+    for name, param in params.items():
+        require(
+            not isinstance(param, nn.parameter.UninitializedParameter),
+            f"Modules with uninitialized parameters can't be used with `{caller}`.",
+            where=f"parameter {name!r} has no shape yet",
+            remedy="Run a dummy forward pass to correctly initialize the modules.",
+        )
+        require(
+            type(param.data).__name__ != "DTensor",
+            f"parameter {name!r} is sharded already, by torch's fully_shard or by tensor parallelism.",
+            where=f"{caller}(...)",
+            remedy="Leave fully_shard out, or use it alone; with tensor parallelism it goes on the data-parallel dimension.",
+        )
+    types = sorted({param.device.type for param in params.values()})
+    require(
+        len(types) <= 1,
+        f"{caller}'s input module must be on the same type of devices, but input module parameters locate in {types}.",
+        where=f"{caller}(...)",
+        remedy="Move the whole module with module.to(device) before.",
+    )
+    require(
+        types != ["cpu"] or not any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()),
+        "SyncBatchNorm layers only work with GPU modules.",
+        where=f"{caller}(...)",
+        remedy="Keep the BatchNorm layers on CPU: their running statistics follow rank 0.",
+    )
 
 
 def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequence[str] = (), **how: Any) -> GradientSync:

@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig
 from undertow.ddp import arguments
-from undertow.ddp.attach import synchronized
+from undertow.ddp.attach import checked, synchronized
 from undertow.ddp.join import ShadowHook, UnevenInputs
-from undertow.ddp.mixed_precision import MixedPrecision, mixed_precision_of
 from undertow.errors import PhaseError, WrongType, require
 from undertow.plan import Plan
 from undertow.runtime.model.ignore import still_there
@@ -92,7 +91,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     use_side_stream_for_tensor_copies = True
     logger = None
     reducer = Reducer()  # type: ignore[assignment]
-    _precision: MixedPrecision | None = None
+    _precision: arguments.MixedPrecision | None = None
     _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None
     _buffer_hook_location = "POST_FORWARD"
     _shadow: ShadowHook | None = None
@@ -123,7 +122,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         config: SyncConfig | None = None,
         ignore: Iterable[str | nn.Module | Tensor] = (),
     ) -> None:
-        ignored = arguments.checked(module, ignore, config, caller="DistributedDataParallel")
+        ignored = checked(module, ignore, config, caller="DistributedDataParallel")
         device_indices = arguments.check_devices(module, device_ids, output_device)
         arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         chosen = arguments.settings_of(
@@ -146,7 +145,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
         self.skip_all_reduce_unused_params, self.static_graph = skip_all_reduce_unused_params, static_graph
         self.mixed_precision = mixed_precision  # type: ignore[assignment]  # anything with its dtypes
-        self._precision = mixed_precision_of(mixed_precision, module, ignored)
+        self._precision = arguments.mixed_precision_of(mixed_precision, module, ignored)
         makes_buffers_equal = broadcast_buffers is not False or forward_sync_buffers is not None
         self.sync = synchronized(
             module,
@@ -405,7 +404,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         Joinable.__init__(self)
         config = dataclasses.replace(config, ignore=still_there(self.module, config.ignore))
-        self._precision = mixed_precision_of(self.mixed_precision, self.module, config.ignore)
+        self._precision = arguments.mixed_precision_of(self.mixed_precision, self.module, config.ignore)
         self.sync = synchronized(self.module, process_group=group, config=config)
 
     def __getattr__(self, name: str) -> Any:
