@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from undertow.errors import WrongType, require
-from undertow.optim.inner import params_of, settings_as_text
 from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.optim.state import OF_THE_WHOLE, description
+from undertow.optim.state import OF_THE_WHOLE, description, params_of, settings_as_text
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync

@@ -12,25 +12,23 @@ from torch import Tensor, nn
 
 from undertow.errors import ConfigError, PhaseError, WrongType, require
 from undertow.optim.clipping import norm_and_scale
-from undertow.optim.inner import (
-    InnerOptimizer,
-    Owned,
-    changed_settings,
-    hyper_parameters,
-    owned_part,
-    params_of,
-    require_elementwise,
-    settings_as_text,
-    state_of_one_element,
-)
 from undertow.optim.state import (
     MASTER,
     FullStates,
+    InnerOptimizer,
+    Owned,
     ParamState,
     ShardedState,
+    changed_settings,
     full_states,
+    hyper_parameters,
+    owned_part,
+    params_of,
     parts_of_state,
+    require_elementwise,
+    settings_as_text,
     sharded_state,
+    state_of_one_element,
     whole_state_without_elements,
     with_scalars_in_place,
 )
