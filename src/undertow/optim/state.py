@@ -199,8 +199,16 @@ class ShardedState(Tensor):
     pieces: tuple[tuple[ShardPart, Tensor], ...]
 
     @staticmethod
-    def __new__(cls, param: Tensor, dtype: torch.dtype, pieces: Sequence[tuple[ShardPart, Tensor]]) -> Self:
-        made = private.wrapper_tensor(cls, torch.empty_like(param, dtype=dtype, device="meta"), device=param.device)
+    def __new__(
+        cls,
+        like: Tensor,
+        dtype: torch.dtype,
+        pieces: Sequence[tuple[ShardPart, Tensor]],
+        *,
+        device: torch.device | None = None,
+    ) -> Self:
+        dense = like if isinstance(like, ShardedState) else torch.empty_like(like, device="meta")  # also of an expanded parameter
+        made = private.wrapper_tensor(cls, dense, dtype=dtype, device=device or like.device)
         made.pieces = tuple(pieces)
         return made
 
@@ -227,7 +235,7 @@ class ShardedState(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = memo[id(self)] = self._with_pieces([(part, values.clone()) for part, values in self.pieces])
+        copied = memo[id(self)] = type(self)(self, self.dtype, [(part, values.clone()) for part, values in self.pieces])
         return copied
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
@@ -251,21 +259,16 @@ class ShardedState(Tensor):
             if op is torch.ops.aten.detach.default:
                 return first
             if op in _COPYING and given.keys() <= _OF_A_COPY:
-                return first._with_pieces([(part, op(values, **given)) for part, values in first.pieces], **given)
+                pieces = [(part, op(values, **given)) for part, values in first.pieces]
+                return ShardedState(first, first.dtype, pieces, device=given.get("device"))
             if op is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(first.shape):
-                return first._with_pieces((), **given)  # torch's staging of a checkpoint fills the pieces in
+                # torch's staging of a checkpoint fills the pieces in
+                return ShardedState(first, first.dtype, (), device=given.get("device"))
         raise CheckpointError(
             "the state of a sharded optimizer has no values here: this rank has a part of it.",
             where=f"{op}, of a state of shape {next((tuple(it.shape) for it in args if isinstance(it, cls)), '?')}",
             remedy="Ask for all of it with optimizer.full_state_dict(), on every rank.",
         )
-
-    def _with_pieces(
-        self, pieces: Sequence[tuple[ShardPart, Tensor]], *, device: torch.device | None = None, **_given: Any
-    ) -> Self:
-        made = private.wrapper_tensor(type(self), self, device=device)
-        made.pieces = tuple(pieces)
-        return made
 
     def boxes(self) -> list[tuple[Box, Tensor]]:
         """Returns the pieces as boxes, each with an in-place view of its values."""
