@@ -1,7 +1,5 @@
 """The wrapper that replaces torch's DistributedDataParallel."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import warnings
@@ -12,7 +10,6 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -55,11 +52,11 @@ class Reducer:
 
 def _of_sync(
     method: Callable[Concatenate[GradientSync, _Arguments], _Result],
-) -> Callable[Concatenate[DistributedDataParallel, _Arguments], _Result]:
+) -> Callable[Concatenate["DistributedDataParallel", _Arguments], _Result]:
     """Returns the wrapper's method that calls this one of `model.sync`."""
 
     @functools.wraps(method)
-    def call(model: DistributedDataParallel, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def call(model: "DistributedDataParallel", /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         return method(model.sync, *args, **kwargs)
 
     return call
@@ -291,11 +288,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # loads all of torch's optimizers
 
-        hooks = {
-            BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-            BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-        }
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+        hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
 
     def _register_buffer_comm_hook(self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
         """Makes `hook(state, buffers by name)` synchronize buffers, instead of copying rank 0's values.

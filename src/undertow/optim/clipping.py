@@ -53,12 +53,12 @@ def clip_grad_norm_(
         require_synchronized(each)
     shardings = [None if each._steps is None else each._steps.begin_clipping() for each in syncs]
     counted: list[Tensor | None] = []
-    whole: list[Tensor | None] = []
+    whole: list[Tensor] = []
     for each, sharding in zip(syncs, shardings, strict=True):
         if sharding is not None:
             counted += map(sharding.gradient, sharding.parts)
         else:
-            grads = [param.grad for _, param in each.named_parameters()]
+            grads = [param.grad for _, param in each.named_parameters() if param.grad is not None]
             whole += grads
             counted += grads if each.rank == 0 else ()  # the same on all ranks
     # Without experts, sum over the ranks that hold shards of the same parameters: on a mesh, each row has all of them.
@@ -67,8 +67,7 @@ def clip_grad_norm_(
     for sharding in filter(None, shardings):
         sharding.scale_gradients(sharding.parts, scale)
     for grad in whole:
-        if grad is not None:
-            grad.mul_(scale.to(grad.device))
+        grad.mul_(scale.to(grad.device))
     return norm
 
 

@@ -94,7 +94,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._consolidated: Callable[[], FullStates] | None = None  # valid until the state changes
         super().__init__(whole.param_groups, whole.defaults)
         for group in self.param_groups:
-            require_elementwise(cls, self._make, hyper_parameters(group), device=self._sync._device)
+            require_elementwise(cls, self._make, group, device=self._sync._device)
         described = {  # all ranks must have the same
             "optimizer": f"{cls.__module__}.{cls.__qualname__}",
             "parameter groups": [{"parameters": len(group["params"]), **settings_as_text(group)} for group in self.param_groups],
@@ -410,7 +410,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         return states | self._waiting
 
     def _state_of_one_element(self, group: int, dtype: torch.dtype, device: torch.device) -> ParamState:
-        return state_of_one_element(self._make, hyper_parameters(self.param_groups[group]), dtype, device)
+        return state_of_one_element(self._make, self.param_groups[group], dtype, device)
 
     def _full_states(self, *, is_moved: bool = False, keeps: bool = True, device: torch.device | None = None) -> FullStates:
         """Gathers the whole state of every parameter of the current sharding; a collective call."""

@@ -128,7 +128,7 @@ def _is_same(one: object, other: object) -> bool:
     return bool(same.all()) if isinstance(same, Tensor) else bool(same)
 
 
-def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: dict[str, Any], *, device: torch.device) -> None:
+def require_elementwise(cls: type[Any], make: MakeOptimizer, group: dict[str, Any], *, device: torch.device) -> None:
     """Raises ConfigError if an optimizer is not elementwise, or if its steps change values in its parameter groups.
 
     torch's optimizers are in a table; any other is tried out on a few numbers.
@@ -136,7 +136,7 @@ def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: d
     is_torchs = cls.__module__.startswith("torch.optim")
     reason = _NOT_ELEMENTWISE.get(cls.__name__)
     if reason is None and not (is_torchs and cls.__name__ in _KNOWN):
-        reason = _found_out(make, hyper_parameters, device)
+        reason = _found_out(make, group, device)
     require(
         reason is None,
         f"{cls.__name__} cannot be sharded: {reason}.",
@@ -145,22 +145,20 @@ def require_elementwise(cls: type[Any], make: MakeOptimizer, hyper_parameters: d
     )
 
 
-def state_of_one_element(
-    make: MakeOptimizer, hyper_parameters: dict[str, Any], dtype: torch.dtype, device: torch.device
-) -> ParamState:
-    """Returns the state of a parameter with one element, after one step."""
+def state_of_one_element(make: MakeOptimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device) -> ParamState:
+    """Returns the state of a parameter with one element, after one step with the settings of `group`."""
     like = torch.zeros(1, dtype=accumulation_dtype(dtype), device=device)
-    optimizer = _stepped(make, hyper_parameters, [like], [[torch.ones_like(like)]])
+    optimizer = _stepped(make, group, [like], [[torch.ones_like(like)]])
     state = dict(optimizer.state.get(params_of(optimizer)[0], {}))
     return state if like.dtype == dtype else {**state, MASTER: like}
 
 
-def _found_out(make: MakeOptimizer, hyper_parameters: dict[str, Any], device: torch.device) -> str | None:
+def _found_out(make: MakeOptimizer, group: dict[str, Any], device: torch.device) -> str | None:
     """Runs a few steps of an unknown optimizer; returns why it cannot be sharded, or None if it can."""
     generator = torch.Generator().manual_seed(0)  # does not touch the user's generator
     start, *grads = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_NUM_STEPS + 1))
-    new, whole = (_stepped(make, hyper_parameters, [start], [[grad] for grad in given]) for given in ((), grads))
-    parts = _stepped(make, hyper_parameters, _cut(start), map(_cut, grads))
+    new, whole = (_stepped(make, group, [start], [[grad] for grad in given]) for given in ((), grads))
+    parts = _stepped(make, group, _cut(start), map(_cut, grads))
     in_one, in_parts = (torch.cat([param.detach().flatten() for param in params_of(each)]) for each in (whole, parts))
     if not torch.equal(in_one, in_parts):
         return "it updates parts of a parameter differently from the whole"
@@ -172,11 +170,11 @@ def _found_out(make: MakeOptimizer, hyper_parameters: dict[str, Any], device: to
 
 
 def _stepped(
-    make: MakeOptimizer, hyper_parameters: dict[str, Any], start: Sequence[Tensor], grads: Iterable[Sequence[Tensor]]
+    make: MakeOptimizer, group: dict[str, Any], start: Sequence[Tensor], grads: Iterable[Sequence[Tensor]]
 ) -> torch.optim.Optimizer:
-    """Returns an optimizer of parameters like `start`, after one step for each of `grads`."""
+    """Returns an optimizer of parameters like `start`, with the settings of `group`, after one step for each of `grads`."""
     params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
-    optimizer = make([{"params": params, **copy.deepcopy(hyper_parameters)}])
+    optimizer = make([{"params": params, **copy.deepcopy(hyper_parameters(group))}])
     for of_step in grads:
         for param, grad in zip(params, of_step, strict=True):
             param.grad = grad.clone()
