@@ -111,7 +111,7 @@ class GradientBucket:
 
         Raises PhaseError if no reduction was started, or if its result has been copied already.
         """
-        handle = self.require_reduced()
+        self.require_reduced()
         require(
             not self.is_copied_back,
             f"bucket {self.bucket_index} has no new result: it has been copied back already.",
@@ -119,19 +119,19 @@ class GradientBucket:
             remedy="Call prepare() and reduce_async() after every backward, and copy back once.",
             error=PhaseError,
         )
-        handle.wait()
+        self.reduction_handle.wait()  # type: ignore[union-attr]  # it is reduced
         private.copy_each(self._present_gradients(), self._views)
         self.is_copied_back = True
 
-    def require_reduced(self) -> WorkHandle:
-        """Returns the handle of the reduction; raises PhaseError if none was started."""
-        if self.reduction_handle is None:
-            raise PhaseError(
-                f"bucket {self.bucket_index} has not been reduced.",
-                where="GradientBucket.copy_back",
-                remedy="Call prepare() and reduce_async() first.",
-            )
-        return self.reduction_handle
+    def require_reduced(self) -> None:
+        """Raises PhaseError if no reduction was started."""
+        require(
+            self.reduction_handle is not None,
+            f"bucket {self.bucket_index} has not been reduced.",
+            where="GradientBucket.copy_back",
+            remedy="Call prepare() and reduce_async() first.",
+            error=PhaseError,
+        )
 
     def _present_gradients(self) -> list[Tensor]:
         found = [gradient.grad if gradient.requires_grad else gradient for gradient in self.gradients]

@@ -90,10 +90,13 @@ def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool |
             stacklevel=3,
         )
     if broadcast_buffers is not None:
-        is_ignored = forward_sync_buffers is not None
         warnings.warn(
             "`broadcast_buffers` is deprecated"
-            + (" and ignored when `forward_sync_buffers` is provided." if is_ignored else ". Use `forward_sync_buffers` instead.")
+            + (
+                ". Use `forward_sync_buffers` instead."
+                if forward_sync_buffers is None
+                else " and ignored when `forward_sync_buffers` is provided."
+            )
             + " Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal at the start.",
             FutureWarning,
             stacklevel=3,
