@@ -147,15 +147,14 @@ class MixedPrecision:
     hooks: tuple[RemovableHandle, ...]  # raise if a forward runs again in a backward
 
     def call(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        dtype = self.dtype
-        if dtype is None:
+        if self.dtype is None:
             return module(*inputs, **kwargs)
         narrow = {
-            name: param.to(dtype)
+            name: param.to(self.dtype)
             for name, param in module.named_parameters()
             if param.is_floating_point() and name not in self.ignored
         }
-        return functional_call(module, narrow, *private.cast_floating(inputs, kwargs, dtype))
+        return functional_call(module, narrow, *private.cast_floating(inputs, kwargs, self.dtype))
 
     def close(self) -> None:
         for hook in self.hooks:

@@ -35,15 +35,16 @@ class UnevenInputs(Join):
             self._joinables[0]._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
     def _get_num_nonjoined_procs(self) -> int:
-        sync = self._hook.sync
-        with sync._own_group.waiting("what ranks that have data do next"), over_users(sync.process_group):
+        with self._hook.sync._own_group.waiting("what ranks that have data do next"), over_users(self._hook.sync.process_group):
             num_active = int(super()._get_num_nonjoined_procs())  # type: ignore[no-untyped-call]
         self._hook.rescale(num_active)
         return num_active
 
     def _notify_procs_to_terminate(self) -> None:
-        sync = self._hook.sync
-        with sync._own_group.waiting("all ranks, to tell that the data has ended"), over_users(sync.process_group):
+        with (
+            self._hook.sync._own_group.waiting("all ranks, to tell that the data has ended"),
+            over_users(self._hook.sync.process_group),
+        ):
             super()._notify_procs_to_terminate()  # type: ignore[no-untyped-call]
 
 

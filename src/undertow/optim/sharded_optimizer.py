@@ -142,8 +142,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         grads = sharding.settled(bucket)
         if bucket in self._inners:
             self._inners[bucket].step(self._used, partial(sharding.gradient, settled=grads))
-        settled = ((sharding.params[index], grad) for index, grad in grads.items())
-        self._stepped.update(param for param, grad in settled if grad is not None and id(param) in self._ours)
+        reduced = (sharding.params[index] for index, grad in grads.items() if grad is not None)
+        self._stepped.update(param for param in reduced if id(param) in self._ours)
 
     @property
     @private.untraced
