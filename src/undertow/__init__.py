@@ -24,8 +24,7 @@ from undertow.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from undertow.by_hand.average import average_gradients
-    from undertow.by_hand.bucket import GradientBucket
-    from undertow.by_hand.manager import GradientBucketManager
+    from undertow.by_hand.buckets import GradientBucket, GradientBucketManager
     from undertow.checkpoint.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
     from undertow.ddp.attach import BucketedDDPHooks, attach
     from undertow.ddp.comm_hooks import chain_comm_hooks
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
 _LAZY = {
     "BucketedDDPHooks": "undertow.ddp.attach",
     "DistributedDataParallel": "undertow.ddp.wrapper",
-    "GradientBucket": "undertow.by_hand.bucket",
-    "GradientBucketManager": "undertow.by_hand.manager",
+    "GradientBucket": "undertow.by_hand.buckets",
+    "GradientBucketManager": "undertow.by_hand.buckets",
     "ShardedOptimizer": "undertow.optim.sharded_optimizer",
     "GradientSync": "undertow.sync",
     "attach": "undertow.ddp.attach",

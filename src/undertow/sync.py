@@ -1,7 +1,5 @@
 """Gradient synchronization of a module whose class and state dict keys do not change."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -26,6 +24,15 @@ from undertow.runtime.step.sweep import sweep
 from undertow.runtime.torch_private import private
 from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation
+
+
+class ZeroesWithoutReading:
+    """Gives a module or an optimizer a `zero_grad` that waits for no parameter, because None needs none of their values."""
+
+    @private.untraced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        with private.as_plain_tensors() if set_to_none else contextlib.nullcontext():
+            super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module or optimizer
 
 
 class GradientSync(ModelSync):
@@ -69,8 +76,7 @@ class GradientSync(ModelSync):
         another `op`, and unless `n` is a number >= 0. Raises PhaseError on every rank at the end of a synchronization to which
         some rank gave no weight or whose weights add up to 0, and at an optimizer step before the backward.
         """
-        if self._is_closed:
-            self._require_open("loss_weight(n)")
+        self._require_open("loss_weight(n)")
         require_weighted(self._config.op)
         self._engine.earlier.weights.give(n)  # type: ignore[union-attr]  # it has weights
 
@@ -100,10 +106,13 @@ class GradientSync(ModelSync):
         synchronization of a rank that does not reduce. Raises Desync if ranks give different ops.
         """
         self._require_open("reduce_gradients_async()")
-        engines = [part._engine for part in self._parts]
         has_hook, usual = self._has_comm_hook, self._config.op
-        op = None if op == usual and not has_hook else op
-        return start_reduction(engines, op=op, has_hook=has_hook, is_weighted=usual == "weighted")
+        return start_reduction(
+            [part._engine for part in self._parts],
+            op=None if op == usual and not has_hook else op,
+            has_hook=has_hook,
+            is_weighted=usual == "weighted",
+        )
 
     @private.untraced
     def wait(self) -> None:
@@ -143,11 +152,16 @@ class GradientSync(ModelSync):
 
         They are those of the dense parameters; `experts` has the reports of the groups of experts.
         """
-        records = self._engine.recorder.records(generation=self._engine.current_plan.now.compiled.generation)
-        num_skipped, one_graph = self._engine.checks.numbers.num_skipped, self._is_compiled or private.is_compiled(self._module)
-        one_graph = one_graph and self.num_ranks > 1 and not self._cut_bytes()
-        report = summarize(records, self.plan, rank=self.rank, num_skipped=num_skipped, is_one_graph=one_graph)
-        return dataclasses.replace(report, experts={name: expert.report() for name, expert in self._named_experts()})
+        engine = self._engine
+        is_one_graph = self.num_ranks > 1 and (self._is_compiled or private.is_compiled(self._module)) and not self._cut_bytes()
+        report = summarize(
+            engine.recorder.records(generation=engine.current_plan.now.compiled.generation),
+            self.plan,
+            rank=self.rank,
+            num_skipped=engine.checks.numbers.num_skipped,
+            is_one_graph=is_one_graph,
+        )
+        return dataclasses.replace(report, experts=self._of_experts(GradientSync.report))
 
     def traces(self) -> tuple[Trace, ...]:
         """Returns the traces of the recorded steps that ran under the current plan, oldest first."""
@@ -161,13 +175,14 @@ class GradientSync(ModelSync):
         """
         now = self._engine.current_plan.now
         explanation = explanation_of(now.hooks, now.compiled, self._config)
-        return dataclasses.replace(explanation, experts={name: expert.explain() for name, expert in self._named_experts()})
+        return dataclasses.replace(explanation, experts=self._of_experts(GradientSync.explain))
 
-    def _named_experts(self) -> Iterator[tuple[str, GradientSync]]:
-        """Yields the groups of experts, each with its name for users."""
-        for expert in self.experts:
-            ranks = ", ".join(map(str, expert._group_reference.ranks))
-            yield f"{expert._config.experts[0].match!r}, ranks {ranks}", expert
+    def _of_experts(self, ask: Callable[[Any], Any]) -> dict[str, Any]:
+        """Asks every group of experts, and returns the answers by their names for users."""
+        return {
+            f"{expert._config.experts[0].match!r}, ranks {', '.join(map(str, expert._group_reference.ranks))}": ask(expert)
+            for expert in self.experts
+        }
 
     def profile(self) -> Profile:
         """Returns all measurements that planning and simulation need; never communicates.

@@ -437,8 +437,7 @@ def test_the_constructor_has_torchs_arguments_in_torchs_order() -> None:
 
 def test_the_reducer_answers_frameworks_and_for_any_other_method_says_what_to_use() -> None:
     reducer = DistributedDataParallel.reducer
-    assert reducer._rebuild_buckets() is False
-    assert reducer.prepare_for_backward([]) is reducer._delay_all_reduce() is None
+    assert reducer.prepare_for_backward([]) is reducer._delay_all_reduce() is reducer._rebuild_buckets() is None
     assert not hasattr(reducer, "_get_backward_stats")
     assert text_of(AttributeError, lambda: reducer._push_all_rebuilt_params()) == (
         "model.reducer has no '_push_all_rebuilt_params': Undertow's DistributedDataParallel has no C++ reducer.\n"

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.errors import ConfigError, PhaseError, PlanMismatch, WrongType, require
-from undertow.plan import Bucket, ParamSpec, SizeCaps, group_by_size, plan_from_groups, signature_bits
+from undertow.errors import PhaseError, PlanMismatch, WrongType, require
+from undertow.plan import Bucket, SizeCaps, group_by_size, plan_from_groups, signature_bits
 from undertow.runtime.comm.group import GroupRef, user_group, warn_of_lone_rank
 from undertow.runtime.comm.handles import WorkHandle, all_reduce_async
 from undertow.runtime.gradients.storage import BucketStorage, spec_of
@@ -18,6 +18,7 @@ from undertow.runtime.torch_private import private
 
 _WHERE = "average_gradients(gradients, parameters)"
 _SAME_ORDER = "Pass the parameters that torch.autograd.grad was given, in the same order."
+_ENTRIES = "Pass what torch.autograd.grad returned, and what it was asked for."
 _ONE_BUCKET = SizeCaps(cap_bytes=math.inf)  # for each dtype and device
 _Pair = tuple[Tensor | None, Tensor]  # a gradient, and a tensor of its shape, dtype, device and strides
 
@@ -49,12 +50,13 @@ def average_gradients(
     averaged = undertow.average_gradients(gradients, parameters)
     ```
     """
-    if private.graph_task_id() != -1:
-        raise PhaseError(
-            "average_gradients() was called inside a backward.",
-            where=_WHERE,
-            remedy="Call it on what torch.autograd.grad has returned; there ranks may come in different orders.",
-        )
+    require(
+        private.graph_task_id() == -1,
+        "average_gradients() was called inside a backward.",
+        where=_WHERE,
+        remedy="Call it on what torch.autograd.grad has returned; there ranks may come in different orders.",
+        error=PhaseError,
+    )
     group = user_group(process_group)
     warn_of_lone_rank(process_group, _WHERE)
     reference = GroupRef.of(group)
@@ -65,16 +67,18 @@ def average_gradients(
     plan = plan_from_groups(specs, group_by_size(specs, range(len(specs)), _ONE_BUCKET), num_ranks=len(reference.ranks))
     shipments = [_Shipment(layout, [pairs[index] for index in layout.params], plan.num_ranks) for layout in plan.buckets]
     if plan.num_ranks > 1:
-        fingerprint = _fingerprint(specs)
-        handles = [shipment.send(group, reference, fingerprint=fingerprint) for shipment in shipments]
-        for handle in handles:
+        # The index of a device may differ between ranks.
+        described = [(spec.shape, spec.dtype, spec.device.partition(":")[0]) for spec in specs]
+        fingerprint = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:3], "big")
+        for handle in [shipment.send(group, reference, fingerprint=fingerprint) for shipment in shipments]:
             handle.wait()
-        if any(shipment.learn() for shipment in shipments):
-            raise PlanMismatch(
-                "ranks gave gradients of other shapes or dtypes.",
-                where=f"rank {reference.rank}: fingerprint {fingerprint:06x}",
-                remedy="Give the gradients of the same parameters in the same order on every rank.",
-            )
+        require(
+            not any(shipment.learn() for shipment in shipments),
+            "ranks gave gradients of other shapes or dtypes.",
+            where=f"rank {reference.rank}: fingerprint {fingerprint:06x}",
+            remedy="Give the gradients of the same parameters in the same order on every rank.",
+            error=PlanMismatch,
+        )
     averaged = dict(pair for shipment in shipments for pair in shipment.results())
     return tuple(averaged.get(index) for index in range(len(specs)))
 
@@ -121,19 +125,14 @@ class _Shipment:
                 yield index, view.data if example.is_contiguous() else torch.empty_like(example).copy_(view)
 
 
-def _fingerprint(specs: Sequence[ParamSpec]) -> int:
-    """Returns 24 bits that differ for different gradients; the index of a device may differ between ranks."""
-    described = [(spec.shape, spec.dtype, spec.device.partition(":")[0]) for spec in specs]
-    return int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:3], "big")
-
-
 def _listed(tensors: Iterable[Tensor | None], name: str) -> tuple[Tensor | None, ...]:
-    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
-        raise WrongType(
-            f"{name} must be a sequence of tensors, got {type(tensors).__name__}.",
-            where=_WHERE,
-            remedy="Pass the tuple that torch.autograd.grad returned, and a tuple or list of what it was asked for.",
-        )
+    require(
+        isinstance(tensors, Iterable) and not isinstance(tensors, Tensor),
+        f"{name} must be a sequence of tensors, got {type(tensors).__name__}.",
+        where=_WHERE,
+        remedy="Pass the tuple that torch.autograd.grad returned, and a tuple or list of what it was asked for.",
+        error=WrongType,
+    )
     return tuple(tensors)
 
 
@@ -145,7 +144,7 @@ def _with_examples(gradients: Sequence[Tensor | None], parameters: Sequence[Tens
         where=_WHERE,
         remedy=_SAME_ORDER,
     )
-    pairs = []
+    pairs: list[_Pair] = []
     for index, given in enumerate(gradients):
         gradient = _dense(index, given)
         example = gradient if parameters is None else parameters[index]
@@ -156,28 +155,37 @@ def _with_examples(gradients: Sequence[Tensor | None], parameters: Sequence[Tens
             remedy="Pass parameters too, those that torch.autograd.grad was given.",
         )
         if not isinstance(example, Tensor):
-            raise _wrong_entry(f"parameter {index} must be a tensor, got {type(example).__name__}.")
-        # Strides may differ, but not the shape: a rank whose gradient is None uses the parameter's.
-        if gradient is not None and _text(gradient) != _text(example):
-            what = f"gradient {index} must be like its parameter, {_text(example)}, got {_text(gradient)}."
-            raise ConfigError(what, where=_WHERE, remedy=_SAME_ORDER)
-        pairs.append((gradient, example if gradient is None else gradient))
+            raise WrongType(f"parameter {index} must be a tensor, got {type(example).__name__}.", where=_WHERE, remedy=_ENTRIES)
+        like = example if gradient is None else gradient
+        require(  # strides may differ, but not the shape: a rank whose gradient is None uses the parameter's
+            _text(like) == _text(example),
+            f"gradient {index} must be like its parameter, {_text(example)}, got {_text(like)}.",
+            where=_WHERE,
+            remedy=_SAME_ORDER,
+        )
+        pairs.append((gradient, like))
     return pairs
 
 
 def _dense(index: int, gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
-    if not isinstance(gradient, Tensor):
-        raise _wrong_entry(f"gradient {index} must be a tensor or None, got {type(gradient).__name__}.")
-    if not (gradient.is_floating_point() or gradient.is_complex()):
-        raise _wrong_entry(f"gradient {index} must be floating-point or complex, got {gradient.dtype}.")
+    require(
+        isinstance(gradient, Tensor),
+        f"gradient {index} must be a tensor or None, got {type(gradient).__name__}.",
+        where=_WHERE,
+        remedy=_ENTRIES,
+        error=WrongType,
+    )
+    require(
+        gradient.is_floating_point() or gradient.is_complex(),
+        f"gradient {index} must be floating-point or complex, got {gradient.dtype}.",
+        where=_WHERE,
+        remedy=_ENTRIES,
+        error=WrongType,
+    )
     return gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
 
 
 def _text(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-
-
-def _wrong_entry(what: str) -> WrongType:
-    return WrongType(what, where=_WHERE, remedy="Pass what torch.autograd.grad returned, and what it was asked for.")

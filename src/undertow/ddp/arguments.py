@@ -1,94 +1,27 @@
-"""Checks the arguments of torch's DistributedDataParallel, with torch's wording in errors."""
+"""The arguments of torch's DistributedDataParallel: checks, with torch's wording in errors, and mixed precision."""
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
-from undertow.config import SyncConfig, require_settings
-from undertow.errors import WrongType, require
-from undertow.runtime.model.ignore import names_to_ignore
+from undertow.config import SyncConfig
+from undertow.errors import PhaseError, require
+from undertow.runtime.model.module_params import sparse_params
+from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private.module_hook import ModuleHook
 
 _WHERE = "DistributedDataParallel(...)"
 _ONE_BYTE_MIB = 1 / 1024**2
 Devices = Sequence[int | str | torch.device]
-
-
-def checked(
-    module: nn.Module, ignore: Iterable[str | nn.Module | Tensor], config: SyncConfig | None, *, caller: str
-) -> tuple[str, ...]:
-    """Returns the names that the argument, the settings and torch's helper exclude from synchronization.
-
-    Raises WrongType or ConfigError, which names `caller`, if `module` cannot be synchronized or `config` is not a SyncConfig.
-    """
-    _check_module(module, caller)
-    require_settings(config)
-    ignored = [*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore)]
-    if caller == "DistributedDataParallel":  # what _set_params_and_buffers_to_ignore_for_model has set
-        known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        ignored += known.intersection(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    _check_parameters(module, {name: param for name, param in module.named_parameters() if name not in ignored}, caller)
-    return tuple(ignored)
-
-
-def warn_of_nothing_to_train(module: nn.Module, ignored: Collection[str], *, caller: str) -> None:
-    """Warns if no parameter requires a gradient, except those named in `ignored`."""
-    if not any(param.requires_grad for name, param in module.named_parameters() if name not in ignored):
-        warnings.warn(
-            f"{type(module).__name__} has no parameter that requires a gradient: nothing is averaged until it has one.\n"
-            f"  {caller}(...)\n"
-            "  Look at requires_grad, and at what `ignore` names. If parameters are unfrozen later, filter this warning.",
-            stacklevel=3,
-        )
-
-
-def _check_module(module: object, caller: str) -> None:
-    if not isinstance(module, nn.Module):
-        raise WrongType(
-            f"module must be a torch.nn.Module, got {type(module).__name__}.",
-            where=f"{caller}, first argument",
-            remedy="Pass the model itself.",
-        )
-    require(
-        type(module) is not TorchDistributedDataParallel,
-        "this module is wrapped already, by torch's own DistributedDataParallel.",
-        where=f"{caller}(torch.nn.parallel.DistributedDataParallel(...))",
-        remedy="Give the bare module.",
-    )
-
-
-def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller: str) -> None:
-    """Raises ConfigError for layers and parameters that cannot be synchronized."""
-    for name, param in params.items():
-        require(
-            not isinstance(param, nn.parameter.UninitializedParameter),
-            f"Modules with uninitialized parameters can't be used with `{caller}`.",
-            where=f"parameter {name!r} has no shape yet",
-            remedy="Run a dummy forward pass to correctly initialize the modules.",
-        )
-        require(
-            type(param.data).__name__ != "DTensor",
-            f"parameter {name!r} is sharded already, by torch's fully_shard or by tensor parallelism.",
-            where=f"{caller}(...)",
-            remedy="Leave fully_shard out, or use it alone; with tensor parallelism it goes on the data-parallel dimension.",
-        )
-    types = sorted({param.device.type for param in params.values()})
-    require(
-        len(types) <= 1,
-        f"{caller}'s input module must be on the same type of devices, but input module parameters locate in {types}.",
-        where=f"{caller}(...)",
-        remedy="Move the whole module with module.to(device) before.",
-    )
-    require(
-        types != ["cpu"] or not any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()),
-        "SyncBatchNorm layers only work with GPU modules.",
-        where=f"{caller}(...)",
-        remedy="Keep the BatchNorm layers on CPU: their running statistics follow rank 0.",
-    )
 
 
 def check_devices(
@@ -130,12 +63,6 @@ def _device_index(device: int | str | torch.device) -> int:
     return torch.accelerator.current_device_index() if index is None else index
 
 
-def cap_of(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> float | tuple[float, ...] | None:
-    """Returns the cap on buckets in MiB; torch's 0 gives every parameter its own bucket."""
-    caps = tuple(_ONE_BYTE_MIB if cap == 0 else cap for cap in bucket_cap_mb_list or ())
-    return caps or (_ONE_BYTE_MIB if bucket_cap_mb == 0 else bucket_cap_mb)
-
-
 def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] | None, hooked: Tensor | None) -> None:
     """Checks the delayed parameters, which are reduced like all others: the result is the same, and earlier."""
     require(
@@ -157,13 +84,19 @@ def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] 
 def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool | None, *, check_reduction: bool) -> bool:
     """Returns True if buffers are synchronized before forwards; warns of deprecated arguments, as torch does."""
     if check_reduction:
-        text = "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it."
-        warnings.warn(text, FutureWarning, stacklevel=3)
+        warnings.warn(
+            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
+            FutureWarning,
+            stacklevel=3,
+        )
     if broadcast_buffers is not None:
-        is_ignored = forward_sync_buffers is not None
         warnings.warn(
             "`broadcast_buffers` is deprecated"
-            + (" and ignored when `forward_sync_buffers` is provided." if is_ignored else ". Use `forward_sync_buffers` instead.")
+            + (
+                ". Use `forward_sync_buffers` instead."
+                if forward_sync_buffers is None
+                else " and ignored when `forward_sync_buffers` is provided."
+            )
             + " Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal at the start.",
             FutureWarning,
             stacklevel=3,
@@ -172,21 +105,105 @@ def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool |
 
 
 def settings_of(
-    config: SyncConfig | None, mixed_precision: object, *, cap: float | tuple[float, ...] | None, forward_sync: bool
+    config: SyncConfig | None,
+    mixed_precision: object,
+    *,
+    bucket_cap_mb: float | None,
+    bucket_cap_mb_list: Sequence[float] | None,
+    forward_sync: bool,
 ) -> SyncConfig:
     """Returns `config`, or settings from torch's arguments; raises ConfigError if both are given.
 
-    With torch's mixed precision gradients are sent in its `reduce_dtype`, or else in its `param_dtype`, unless `config` sets
-    `wire_dtype`.
+    torch's cap of 0 gives every parameter its own bucket. With torch's mixed precision gradients are sent in its `reduce_dtype`,
+    or else in its `param_dtype`, unless `config` sets `wire_dtype`.
     """
-    given = ["bucket_cap_mb"] * (cap is not None) + ["buffers"] * (not forward_sync)
+    caps: tuple[Any, ...] = tuple(_ONE_BYTE_MIB if cap == 0 else cap for cap in bucket_cap_mb_list or (bucket_cap_mb,))
+    given = ["bucket_cap_mb"] * (caps != (None,)) + ["buffers"] * (not forward_sync)
     require(
         config is None or not given,
         f"settings are given twice: {', '.join(given)} by arguments of torch's, and config.",
         where=_WHERE,
         remedy=f"Put {', '.join(given)} into config=SyncConfig(...).",
     )
-    chosen = config or SyncConfig(bucket_cap_mb=cap, buffers="rank0" if forward_sync else "off")
+    chosen = config or SyncConfig(
+        bucket_cap_mb=caps if bucket_cap_mb_list else caps[0], buffers="rank0" if forward_sync else "off"
+    )
     wire = getattr(mixed_precision, "reduce_dtype", None) or getattr(mixed_precision, "param_dtype", None)
     is_narrow = isinstance(wire, torch.dtype) and wire.is_floating_point and wire.itemsize == 2
     return dataclasses.replace(chosen, wire_dtype=wire) if is_narrow and chosen.wire_dtype is None else chosen
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MixedPrecision:
+    """Runs a module's forward in `dtype`; None keeps the dtypes of its parameters.
+
+    Parameters are cast when a forward begins, by an operation that autograd knows: its backward gives each gradient the dtype of
+    its parameter. After the forward modules have their parameters back. A module that computes again, in a checkpoint's backward,
+    would do so in another dtype, so it raises an error.
+    """
+
+    dtype: torch.dtype | None
+    ignored: frozenset[str]  # names of parameters that keep their dtype
+    hooks: tuple[RemovableHandle, ...]  # raise if a forward runs again in a backward
+
+    def call(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.dtype is None:
+            return module(*inputs, **kwargs)
+        narrow = {
+            name: param.to(self.dtype)
+            for name, param in module.named_parameters()
+            if param.is_floating_point() and name not in self.ignored
+        }
+        return functional_call(module, narrow, *private.cast_floating(inputs, kwargs, self.dtype))
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str]) -> MixedPrecision | None:
+    """Applies the argument of torch's constructor to `module`, whose buffers are cast permanently, as torch does.
+
+    Raises ConfigError if it is not a `_MixedPrecision`, and for layers with sparse gradients, which autograd cannot cast back.
+    """
+    if given is None:
+        return None
+    dtypes: list[Any] = [getattr(given, name, given) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")]
+    require(
+        all(dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point) for dtype in dtypes),
+        f"mixed_precision has no dtypes: {given!r}.",
+        where="DistributedDataParallel(...)",
+        remedy="Pass torch's _MixedPrecision(param_dtype=torch.bfloat16), or use torch.autocast around the forward.",
+    )
+    dtype, _, buffer_dtype = dtypes
+    sparse = set() if dtype is None else sparse_params(module)
+    for name, param in module.named_parameters():
+        require(
+            id(param) not in sparse or param.dtype == dtype or name in ignored,
+            f"mixed_precision casts parameter {name!r}, whose gradient is sparse, and autograd cannot cast that back.",
+            where="DistributedDataParallel(mixed_precision=...)",
+            remedy="Make the embedding with sparse=False, or use torch.autocast around the forward.",
+        )
+    for name, buffer in module.named_buffers():
+        if buffer_dtype is not None and buffer.is_floating_point() and name not in ignored:
+            buffer.data = buffer.to(buffer_dtype)
+    hooks = [
+        part.register_forward_pre_hook(ModuleHook(part, partial(_require_first_forward, weakref.ref(part))))
+        for part in module.modules()
+        if part._parameters and dtype is not None
+    ]
+    return MixedPrecision(dtype, frozenset(ignored), tuple(hooks))
+
+
+def _require_first_forward(called: weakref.ref[nn.Module]) -> None:
+    """Raises PhaseError if the module runs again in a backward, when its parameters are not cast any more."""
+    if torch.compiler.is_compiling():  # checking would cut the graph; recomputation there is narrow as well
+        return
+    module = called()
+    is_narrow = module is None or any(type(param) is Tensor for param in module._parameters.values())
+    if private.graph_task_id() != -1 and not is_narrow:
+        raise PhaseError(
+            f"{type(module).__name__} computes again in a backward, where its parameters are not narrow any more.",
+            where="DistributedDataParallel(mixed_precision=...), with activation checkpoints",
+            remedy="Use torch.autocast around the forward instead of mixed_precision, or leave checkpoints out.",
+        )

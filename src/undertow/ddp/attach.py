@@ -1,14 +1,34 @@
-"""Synchronizes a module without a wrapper."""
+"""Synchronizes a module, and its experts: parameters whose gradients are reduced over a subset of the ranks.
 
-from collections.abc import Iterable
+ranks          0        1        2        3
+dense         same     same     same     same       one GradientSync, over all four
+experts        A        B        A        B         one GradientSync over 0 and 2, one over 1 and 3
 
+Each has a separate process group, buckets, plan and lane, and all of them take part in every backward.
+"""
+
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.optim.optimizer import Optimizer
 
-from undertow.config import SyncConfig
-from undertow.ddp.arguments import checked, warn_of_nothing_to_train
-from undertow.ddp.experts import synchronized
+from undertow.config import ExpertGroup, SyncConfig, require_settings
+from undertow.errors import WrongType, require
+from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, warn_of_lone_rank
+from undertow.runtime.model.ignore import names_to_ignore
+from undertow.runtime.model.module_params import AnyOf
+from undertow.runtime.peers.faults import Fault
+from undertow.runtime.torch_private import amp as private_scaling
 from undertow.sync import GradientSync
 
 
@@ -37,7 +57,6 @@ def attach(
     ```
     """
     ignored = checked(module, ignore, config, caller="attach")
-    warn_of_nothing_to_train(module, ignored, caller="attach")
     sync = synchronized(module, device_mesh=device_mesh, process_group=process_group, config=config, ignore=ignored)
     sync._watch_forwards()
     return sync
@@ -51,3 +70,192 @@ class BucketedDDPHooks:
 
     def close(self) -> None:
         self.sync.close()
+
+
+def checked(
+    module: nn.Module, ignore: Iterable[str | nn.Module | Tensor], config: SyncConfig | None, *, caller: str
+) -> tuple[str, ...]:
+    """Returns the names that the argument, the settings and torch's helper exclude from synchronization.
+
+    Warns if no other parameter requires a gradient. Raises WrongType or ConfigError, which names `caller`, if `module` cannot be
+    synchronized or `config` is not a SyncConfig.
+    """
+    require(
+        isinstance(module, nn.Module),
+        f"module must be a torch.nn.Module, got {type(module).__name__}.",
+        where=f"{caller}, first argument",
+        remedy="Pass the model itself.",
+        error=WrongType,
+    )
+    require(
+        type(module) is not TorchDistributedDataParallel,
+        "this module is wrapped already, by torch's own DistributedDataParallel.",
+        where=f"{caller}(torch.nn.parallel.DistributedDataParallel(...))",
+        remedy="Give the bare module.",
+    )
+    require_settings(config)
+    ignored = [*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore)]
+    if caller == "DistributedDataParallel":  # what _set_params_and_buffers_to_ignore_for_model has set
+        known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        ignored += known.intersection(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    params = {name: param for name, param in module.named_parameters() if name not in ignored}
+    _check_parameters(module, params, caller)
+    if not any(param.requires_grad for param in params.values()):
+        warnings.warn(
+            f"{type(module).__name__} has no parameter that requires a gradient: nothing is averaged until it has one.\n"
+            f"  {caller}(...)\n"
+            "  Look at requires_grad, and at what `ignore` names. If parameters are unfrozen later, filter this warning.",
+            stacklevel=3,
+        )
+    return tuple(ignored)
+
+
+def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller: str) -> None:
+    for name, param in params.items():
+        require(
+            not isinstance(param, nn.parameter.UninitializedParameter),
+            f"Modules with uninitialized parameters can't be used with `{caller}`.",
+            where=f"parameter {name!r} has no shape yet",
+            remedy="Run a dummy forward pass to correctly initialize the modules.",
+        )
+        require(
+            type(param.data).__name__ != "DTensor",
+            f"parameter {name!r} is sharded already, by torch's fully_shard or by tensor parallelism.",
+            where=f"{caller}(...)",
+            remedy="Leave fully_shard out, or use it alone; with tensor parallelism it goes on the data-parallel dimension.",
+        )
+    types = sorted({param.device.type for param in params.values()})
+    require(
+        len(types) <= 1,
+        f"{caller}'s input module must be on the same type of devices, but input module parameters locate in {types}.",
+        where=f"{caller}(...)",
+        remedy="Move the whole module with module.to(device) before.",
+    )
+    require(
+        types != ["cpu"] or not any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()),
+        "SyncBatchNorm layers only work with GPU modules.",
+        where=f"{caller}(...)",
+        remedy="Keep the BatchNorm layers on CPU: their running statistics follow rank 0.",
+    )
+
+
+def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequence[str] = (), **how: Any) -> GradientSync:
+    """Returns the synchronization of the module, and in its `experts` one for each group of experts; a collective call.
+
+    `ignore` has names of parameters and buffers, and `how` the other arguments of `GradientSync`. A backward that reaches a
+    parameter of one part is a synchronization of all, because possibly none of this rank's tokens reach its experts.
+    """
+    warn_of_lone_rank(how.get("process_group"), type(module).__name__)
+    if config is None or not config.experts:
+        return GradientSync(module, config=config, ignore=ignore, **how)
+    _require_one_group_each(module, config.experts, {*config.ignore, *ignore})
+    everybody = chosen_group(how.get("process_group"), how.get("device_mesh"), config.strategy).ranks
+    groups = [_with_reference(group, everybody) for group in config.experts]
+    dense, matched = dataclasses.replace(config, experts=()), AnyOf([_Names(group.match) for group in groups])
+    sync = GradientSync(module, config=dense, ignore=ignore, elsewhere=matched, **how)
+    try:
+        for group, given in zip(groups, config.experts, strict=True):
+            expert = GradientSync(
+                module,
+                process_group=given.process_group,
+                config=dataclasses.replace(dense, experts=(group,), plan=None),
+                ignore=ignore,
+                shared=how.get("shared", ("parameters", "buffers")),
+                elsewhere=_Names(group.match, is_inverted=True),
+                within=sync._own_group,
+            )
+            expert._engine.checks.numbers.fails_others = partial(_fail, sync._own_group)
+            sync.experts = (*sync.experts, expert)
+    except BaseException:
+        sync.close()
+        raise
+    sync._take_part_with_experts()
+    sync._attached.callback(private_scaling.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(sync))))
+    return sync
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Names:
+    """The names that a pattern matches, or all others."""
+
+    pattern: str
+    is_inverted: bool = False
+
+    def __contains__(self, name: object) -> bool:
+        return fnmatchcase(str(name), self.pattern) != self.is_inverted
+
+
+def _fail(everybody: OwnGroup, fault: Fault) -> None:
+    """Makes all ranks raise, at their next wait, an error that only the ranks with some experts know about."""
+    if everybody.member is not None:
+        everybody.member.fails(fault)
+
+
+def _alike_on_all_ranks(
+    weak_sync: weakref.ref[GradientSync], optimizer: Optimizer, look: private_scaling.Look
+) -> private_scaling.Found:
+    """Returns a scaler's finding over all ranks: each has checked only its own experts, and all must skip the same steps.
+
+    Costs one all-reduce of one number, for every optimizer that holds a parameter of the model, an expert or not: which experts
+    are trained may differ from group to group.
+    """
+    found, sync = look(), weak_sync()
+    if sync is None or sync.num_ranks == 1:
+        return found
+    synchronized_ids = {id(param) for part in sync._parts for _, param in part._members.named_params()}  # waits for no gather
+    if not any(id(param) in synchronized_ids for group in optimizer.param_groups for param in group["params"]):
+        return found
+    on_any = torch.stack([torch.zeros((), device=sync._device), *(each.to(sync._device) for each in found.values())]).amax()
+    with sync._own_group.waiting("whether all ranks' gradients are finite"):
+        sync._own_group.all_reduce(on_any, dist.ReduceOp.MAX)
+    # If none of a rank's experts was used it has checked nothing, which scalers reject.
+    return {device: on_any.to(device, copy=True) for device in found or (sync._device,)}
+
+
+def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup:
+    """Returns the group with a reference to its process group.
+
+    Raises ConfigError if this rank is not in it, or if it has ranks that do not train the model.
+    """
+    given, where = group.process_group, f"ExpertGroup(match={group.match!r})"
+    require(
+        given != dist.GroupMember.NON_GROUP_MEMBER,
+        f"rank {dist.get_rank()} is not in the process group of its experts.",
+        where=where,
+        remedy="Give each rank the group of the ranks that hold the same experts as it does.",
+    )
+    require(
+        isinstance(given, dist.ProcessGroup | GroupRef),
+        f"process_group must be a torch.distributed.ProcessGroup, got {type(given).__name__}.",
+        where=where,
+        remedy="Pass what torch.distributed.new_group() returned for the ranks that hold the same experts.",
+        error=WrongType,
+    )
+    reference = given if isinstance(given, GroupRef) else GroupRef.of(given)
+    strangers = sorted(set(reference.ranks).difference(everybody))
+    require(
+        not strangers,
+        f"experts are on ranks that do not train this model: {', '.join(map(str, strangers))}.",
+        where=f"{where}, the model is on ranks {', '.join(map(str, everybody))}",
+        remedy="Give a group of ranks of the model.",
+    )
+    return dataclasses.replace(group, process_group=reference)
+
+
+def _require_one_group_each(module: nn.Module, groups: Sequence[ExpertGroup], ignored: Collection[str]) -> None:
+    names = [name for name, _ in module.named_parameters() if name not in ignored]
+    for group in groups:
+        require(
+            any(name in _Names(group.match) for name in names),
+            f"no parameter matches {group.match!r}.",
+            where=f"ExpertGroup, for a model of type {type(module).__name__}",
+            remedy=f"Match names of named_parameters(), such as {names[-1]!r}." if names else "Leave `experts` out.",
+        )
+    for name in names:
+        matching = [group.match for group in groups if name in _Names(group.match)]
+        require(
+            len(matching) <= 1,
+            f"parameter {name!r} is in several groups of experts.",
+            where=f"it matches {' and '.join(map(repr, matching))}",
+            remedy="Write patterns of which each parameter matches one.",
+        )

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from undertow.errors import WrongType, require
-from undertow.runtime.comm.comm_hook import name_of, require_future
+from undertow.runtime.comm.comm_hook import name_of, require_future, write_result
 
 Hook = Callable[[Any, Any], Any]
 Stage = tuple[object, Hook]
@@ -30,12 +29,13 @@ def chain_comm_hooks(*stages: Stage) -> Hook:
         stages, "there is no hook to run.", where="chain_comm_hooks()", remedy="Give pairs: chain_comm_hooks((state, hook), ...)."
     )
     for place, stage in enumerate(stages):
-        if not isinstance(stage, tuple) or len(stage) != 2 or not callable(stage[1]):
-            raise WrongType(
-                f"stage {place} must be a pair of a state and a hook, got {type(stage).__name__}.",
-                where="chain_comm_hooks()",
-                remedy="Write chain_comm_hooks((state, hook), ...); the state may be None.",
-            )
+        require(
+            isinstance(stage, tuple) and len(stage) == 2 and callable(stage[1]),
+            f"stage {place} must be a pair of a state and a hook, got {type(stage).__name__}.",
+            where="chain_comm_hooks()",
+            remedy="Write chain_comm_hooks((state, hook), ...); the state may be None.",
+            error=WrongType,
+        )
 
     def chained(_state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with its own classes
         return _run(stages, bucket, bucket.buffer())
@@ -52,31 +52,13 @@ def _run(stages: Sequence[Stage], bucket: Any, buffer: Tensor) -> Any:
     require_future(future, where=f"{name_of(hook)}, in a chain")
     if not rest:
         return future
+
+    def next_future(completed: Any) -> Any:
+        write_result(completed.value(), buffer, name="a stage of chain_comm_hooks()")
+        return _run(rest, bucket, buffer)
+
     # A hook that does not communicate is done by now, and the next one may communicate in this thread. On a device `then` does
     # the same, on a stream that waits for the future's result.
     if future.done() and buffer.device.type == "cpu":
-        _put(future.value(), buffer)
-        return _run(rest, bucket, buffer)
-
-    def go_on(completed: Any) -> Any:
-        _put(completed.value(), buffer)
-        return _run(rest, bucket, buffer).wait()
-
-    return future.then(go_on)
-
-
-@torch.no_grad()
-def _put(result: Any, buffer: Tensor) -> None:
-    if isinstance(result, list | tuple) and len(result) == 1:  # as collectives return them
-        (result,) = result
-    got = f"one of {result.numel()}" if isinstance(result, Tensor) else type(result).__name__
-    if not isinstance(result, Tensor) or (not result.is_sparse and result.numel() != buffer.numel()):
-        raise WrongType(
-            f"expected the future of a hook to hold a tensor of {buffer.numel()} elements, got {got}.",
-            where="a stage of chain_comm_hooks()",
-            remedy="Set it to the bucket's buffer, or to a tensor as large.",
-        )
-    if result.is_sparse:
-        buffer.copy_(result)
-    elif result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:
-        buffer.copy_(result.view_as(buffer))
+        return next_future(future)
+    return future.then(lambda completed: next_future(completed).wait())

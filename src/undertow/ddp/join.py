@@ -3,8 +3,6 @@
 Before each forward an active rank tells the others its next action; a rank that has joined follows it without data.
 """
 
-import contextlib
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, cast
 
@@ -12,14 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
-from undertow.errors import PhaseError
+from undertow.errors import PhaseError, require
 from undertow.runtime.peers.waiting import over_users
 from undertow.runtime.step.sharded_steps import no_join_with_shards
+from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
 
 
 class UnevenInputs(Join):
-    """torch's context manager for one model. It also restores the model's state, and reports a rank that is gone."""
+    """torch's context manager for one model. It also restores the model's state, and reports a rank that is gone.
+
+    torch's part communicates over the user's group.
+    """
 
     def __init__(self, joinable: Joinable, enable: bool, throw_on_early_termination: bool, **how: Any) -> None:
         super().__init__([joinable], enable, throw_on_early_termination, is_enabled=enable, **how)
@@ -29,18 +31,20 @@ class UnevenInputs(Join):
         try:
             super().__exit__(kind, error, trace)
         finally:
-            self._hook.ends()
-            for joinable in self._joinables:
-                joinable._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+            self._hook.sync._own_group.borrowers.discard("join")  # torch no longer uses the user's group
+            self._joinables[0]._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
     def _get_num_nonjoined_procs(self) -> int:
-        with _over_users(self._hook.sync, "what ranks that have data do next"):
+        with self._hook.sync._own_group.waiting("what ranks that have data do next"), over_users(self._hook.sync.process_group):
             num_active = int(super()._get_num_nonjoined_procs())  # type: ignore[no-untyped-call]
         self._hook.rescale(num_active)
         return num_active
 
     def _notify_procs_to_terminate(self) -> None:
-        with _over_users(self._hook.sync, "all ranks, to tell that the data has ended"):
+        with (
+            self._hook.sync._own_group.waiting("all ranks, to tell that the data has ended"),
+            over_users(self._hook.sync.process_group),
+        ):
             super()._notify_procs_to_terminate()  # type: ignore[no-untyped-call]
 
 
@@ -53,15 +57,16 @@ class ShadowHook(JoinHook):
     def __init__(self, sync: GradientSync, divides_by_initial_world_size: bool, *, is_enabled: bool) -> None:
         self.sync = sync
         self._divides_by_initial_world_size = divides_by_initial_world_size
-        if is_enabled and sync.experts:
-            raise PhaseError(
+        if is_enabled:
+            require(
+                not sync.experts,
                 "a rank that has run out of data cannot leave a model with experts: tokens of others need those that it holds.",
                 where="join",
                 remedy="Give every rank as many batches.",
+                error=PhaseError,
             )
-        if is_enabled and sync._steps is not None:
-            raise no_join_with_shards()
-        if is_enabled:
+            if sync._steps is not None:
+                raise no_join_with_shards()
             sync._own_group.borrowers.add("join")
 
     def main_hook(self) -> None:
@@ -74,14 +79,10 @@ class ShadowHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives every rank the model of a rank that trained to the end; from then on all ranks count again."""
-        self.ends()
+        self.sync._own_group.borrowers.discard("join")
         self.sync._join_ends()
         source, _ = _exchange(self.sync, source=self.sync.rank if is_last_joiner else None)
         self.sync._share(("parameters", "buffers"), source=source or 0)
-
-    def ends(self) -> None:
-        """Ends the use of the user's process group."""
-        self.sync._own_group.borrowers.discard("join")
 
     def rescale(self, num_active: int) -> None:
         """Makes means run over `num_active` ranks, unless they are to be over all ranks."""
@@ -93,20 +94,13 @@ class ShadowHook(JoinHook):
         Returns the rank that buffers follow, or None: rank 0 may have run out of data long ago.
         """
         sync, num_active = self.sync, self.sync.num_ranks
-        with _over_users(sync, "all ranks, to tell them that there is data"):
+        with sync._own_group.waiting("all ranks, to tell them that there is data"), over_users(sync.process_group):
             work = Join.notify_join_context(joinable)
             if work is not None:
                 work.wait()
-                num_active = int(_flat(work.get_future().value()).item())
+                num_active = int(private.tensors_in(work.get_future().value())[0].item())
         self.rescale(num_active)
         return _exchange(sync, source=sync.rank if with_buffers else None, synchronizes=sync._synchronizes)[0]
-
-
-@contextlib.contextmanager
-def _over_users(sync: GradientSync, what: str) -> Iterator[None]:
-    """Marks a wait of torch's Join, which communicates over the user's group."""
-    with sync._own_group.waiting(what), over_users(sync.process_group):
-        yield
 
 
 def _exchange(sync: GradientSync, *, source: int | None = None, synchronizes: bool = False) -> tuple[int | None, bool]:
@@ -119,8 +113,3 @@ def _exchange(sync: GradientSync, *, source: int | None = None, synchronizes: bo
         sync._own_group.all_reduce(said, dist.ReduceOp.MAX)
     highest, any_synchronizes = said.tolist()
     return None if highest < 0 else highest, bool(any_synchronizes)
-
-
-def _flat(value: Any) -> torch.Tensor:
-    """Unwraps the result of a collective, which backends nest differently."""
-    return value if isinstance(value, torch.Tensor) else _flat(value[0])

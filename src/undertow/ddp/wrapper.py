@@ -1,7 +1,5 @@
 """The wrapper that replaces torch's DistributedDataParallel."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import warnings
@@ -12,20 +10,18 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig
 from undertow.ddp import arguments
-from undertow.ddp.experts import synchronized
+from undertow.ddp.attach import checked, synchronized
 from undertow.ddp.join import ShadowHook, UnevenInputs
-from undertow.ddp.mixed_precision import MixedPrecision, mixed_precision_of
 from undertow.errors import PhaseError, WrongType, require
 from undertow.plan import Plan
 from undertow.runtime.model.ignore import still_there
 from undertow.runtime.torch_private import private
-from undertow.sync import GradientSync
+from undertow.sync import GradientSync, ZeroesWithoutReading
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -41,15 +37,10 @@ class Reducer:
 
     __slots__ = ()
 
-    def _rebuild_buckets(self) -> bool:
-        """Returns False: no buckets were rebuilt."""
-        return False
+    def prepare_for_backward(self, *_outputs: object) -> None:
+        """Does nothing: parameters that the outputs do not reach need not be known before backward."""
 
-    def prepare_for_backward(self, outputs: object) -> None:
-        """Does nothing: parameters that `outputs` do not reach need not be known before backward."""
-
-    def _delay_all_reduce(self) -> None:
-        """Does nothing: the first synchronization of a static graph is not delayed."""
+    _rebuild_buckets = _delay_all_reduce = prepare_for_backward
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -61,17 +52,17 @@ class Reducer:
 
 def _of_sync(
     method: Callable[Concatenate[GradientSync, _Arguments], _Result],
-) -> Callable[Concatenate[DistributedDataParallel, _Arguments], _Result]:
+) -> Callable[Concatenate["DistributedDataParallel", _Arguments], _Result]:
     """Returns the wrapper's method that calls this one of `model.sync`."""
 
     @functools.wraps(method)
-    def call(model: DistributedDataParallel, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def call(model: "DistributedDataParallel", /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         return method(model.sync, *args, **kwargs)
 
     return call
 
 
-class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataParallel):
     """Wraps `module` for data-parallel training; replaces torch's class with a change of one import.
 
     The constructor is torch's. The class inherits from torch's in name only, so that trainers and checkpointing recognize it. The
@@ -97,7 +88,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     use_side_stream_for_tensor_copies = True
     logger = None
     reducer = Reducer()  # type: ignore[assignment]
-    _precision: MixedPrecision | None = None
+    _precision: arguments.MixedPrecision | None = None
     _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None
     _buffer_hook_location = "POST_FORWARD"
     _shadow: ShadowHook | None = None
@@ -128,13 +119,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         config: SyncConfig | None = None,
         ignore: Iterable[str | nn.Module | Tensor] = (),
     ) -> None:
-        ignored = arguments.checked(module, ignore, config, caller="DistributedDataParallel")
+        ignored = checked(module, ignore, config, caller="DistributedDataParallel")
         device_indices = arguments.check_devices(module, device_ids, output_device)
         arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
-        forward_sync = arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers, check_reduction=check_reduction)
-        cap = arguments.cap_of(bucket_cap_mb, bucket_cap_mb_list)
-        chosen = arguments.settings_of(config, mixed_precision, cap=cap, forward_sync=forward_sync)
-        arguments.warn_of_nothing_to_train(module, ignored, caller="DistributedDataParallel")
+        chosen = arguments.settings_of(
+            config,
+            mixed_precision,
+            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            forward_sync=arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers, check_reduction=check_reduction),
+        )
 
         nn.Module.__init__(self)  # skips torch's constructor, which would create its reducer
         Joinable.__init__(self)
@@ -148,7 +142,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
         self.skip_all_reduce_unused_params, self.static_graph = skip_all_reduce_unused_params, static_graph
         self.mixed_precision = mixed_precision  # type: ignore[assignment]  # anything with its dtypes
-        self._precision = mixed_precision_of(mixed_precision, module, ignored)
+        self._precision = arguments.mixed_precision_of(mixed_precision, module, ignored)
         makes_buffers_equal = broadcast_buffers is not False or forward_sync_buffers is not None
         self.sync = synchronized(
             module,
@@ -219,11 +213,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self._buffer_hook is not None:
             self._run_buffer_hook("POST_FORWARD")
         return outputs
-
-    @private.untraced
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        with private.as_plain_tensors() if set_to_none else nullcontext():  # no values of parameters are read
-            super().zero_grad(set_to_none)
 
     @private.untraced
     def finish(self) -> None:
@@ -299,23 +288,21 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # loads all of torch's optimizers
 
-        hooks = {
-            BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-            BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-        }
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+        hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
 
     def _register_buffer_comm_hook(self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
         """Makes `hook(state, buffers by name)` synchronize buffers, instead of copying rank 0's values.
 
         It runs after every training forward, or before it; futures that it returns are waited for at the end of backward.
         """
-        if not callable(hook):
-            raise WrongType(
-                f"hook must be callable, got {type(hook).__name__}.",
-                where="_register_buffer_comm_hook",
-                remedy="Pass a function hook(state, named_buffers).",
-            )
+        require(
+            callable(hook),
+            f"hook must be callable, got {type(hook).__name__}.",
+            where="_register_buffer_comm_hook",
+            remedy="Pass a function hook(state, named_buffers).",
+            error=WrongType,
+        )
         self._buffer_hook = functools.partial(hook, state)
         self._buffer_hook_location = "POST_FORWARD" if comm_hook_location is None else comm_hook_location.name
 
@@ -341,13 +328,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.sync.close()
 
     def _check_reducer_finalized(self) -> None:
-        """Raises PhaseError if gradients of a started backward are not synchronized yet."""
-        if self.sync._is_synchronizing:
-            raise PhaseError(
-                "Expect to have finished reduction in the prior iteration before starting a new one.",
-                where=f"rank {self.sync.rank}",
-                remedy="Look for an exception in backward; the next forward ends the round.",
-            )
+        require(
+            not self.sync._is_synchronizing,
+            "Expect to have finished reduction in the prior iteration before starting a new one.",
+            where=f"rank {self.sync.rank}",
+            remedy="Look for an exception in backward; the next forward ends the round.",
+            error=PhaseError,
+        )
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Accepts the call: outputs are never copied."""
@@ -365,7 +352,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Accepts the call: the rows of sparse gradients need not be known beforehand."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Returns facts about the wrapper, under torch's names."""
         return {
             "module_name": type(self.module).__name__,
             "world_size": self.sync.num_ranks,
@@ -412,7 +398,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         Joinable.__init__(self)
         config = dataclasses.replace(config, ignore=still_there(self.module, config.ignore))
-        self._precision = mixed_precision_of(self.mixed_precision, self.module, config.ignore)
+        self._precision = arguments.mixed_precision_of(self.mixed_precision, self.module, config.ignore)
         self.sync = synchronized(self.module, process_group=group, config=config)
 
     def __getattr__(self, name: str) -> Any:

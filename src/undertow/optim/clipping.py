@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from undertow.errors import ConfigError, NonFiniteGradient, WrongType
+from undertow.errors import NonFiniteGradient, WrongType, require
 from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.sharded.layout import Sharding
-from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.step.sharded_steps import finish_before_look, require_synchronized
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
@@ -40,76 +39,69 @@ def clip_grad_norm_(
     Raises NonFiniteGradient if `error_if_nonfinite` is true and the norm is not finite, and PhaseError if accumulated gradients
     are not synchronized yet.
     """
-    sync = getattr(target, "sync", target)
-    if not isinstance(sync, GradientSync):
-        raise WrongType(
-            f"target must be what attach() or DistributedDataParallel returned, got {type(target).__name__}.",
-            where="clip_grad_norm_",
-            remedy="For a bare model use torch.nn.utils.clip_grad_norm_.",
-        )
-    clipping, syncs = Clipping(norm_type, sync.rank), (sync, *sync.experts)
+    sync: Any = getattr(target, "sync", target)
+    require(
+        isinstance(sync, GradientSync),
+        f"target must be what attach() or DistributedDataParallel returned, got {type(target).__name__}.",
+        where="clip_grad_norm_",
+        remedy="For a bare model use torch.nn.utils.clip_grad_norm_.",
+        error=WrongType,
+    )
+    syncs = (sync, *sync.experts)
     for each in syncs:
         finish_before_look(each, [param for _, param in each.named_parameters()])
         require_synchronized(each)
     shardings = [None if each._steps is None else each._steps.begin_clipping() for each in syncs]
+    counted: list[Tensor | None] = []
+    whole: list[Tensor] = []
     for each, sharding in zip(syncs, shardings, strict=True):
         if sharding is not None:
-            clipping.add_shards(sharding, sharding.parts)
+            counted += map(sharding.gradient, sharding.parts)
         else:
-            clipping.add_whole((param.grad for _, param in each.named_parameters()), counts=each.rank == 0)
+            grads = [param.grad for _, param in each.named_parameters() if param.grad is not None]
+            whole += grads
+            counted += grads if each.rank == 0 else ()  # the same on all ranks
     # Without experts, sum over the ranks that hold shards of the same parameters: on a mesh, each row has all of them.
     group = sync._own_group if shardings[0] is None or sync.experts else shardings[0].group
-    return clipping.clip(max_norm, group, error_if_nonfinite=error_if_nonfinite)
+    norm, scale = norm_and_scale(counted, max_norm, norm_type, group, rank=sync.rank, error_if_nonfinite=error_if_nonfinite)
+    for sharding in filter(None, shardings):
+        sharding.scale_gradients(sharding.parts, scale)
+    for grad in whole:
+        grad.mul_(scale.to(grad.device))
+    return norm
 
 
-class Clipping:
-    """This rank's gradients, and those among them that it adds to the norm."""
-
-    def __init__(self, norm_type: float, rank: int) -> None:
-        self._norm_type, self._rank = float(norm_type), rank
-        self._counted: list[Tensor] = []
-        self._whole: list[Tensor] = []
-        self._shards: list[tuple[Sharding, list[ShardPart]]] = []
-        if not self._norm_type > 0:
-            raise ConfigError(
-                f"norm_type must be above zero, got {self._norm_type}.",
-                where="clip_grad_norm_",
-                remedy="Give 2.0, another power, or infinity for the largest element.",
-            )
-
-    def add_shards(self, sharding: Sharding, parts: list[ShardPart]) -> None:
-        """Adds the gradients of these parts."""
-        self._counted += [grad for part in parts if (grad := sharding.gradient(part)) is not None]
-        self._shards.append((sharding, parts))
-
-    def add_whole(self, grads: Iterable[Tensor | None], *, counts: bool) -> None:
-        """Adds gradients that are the same on all ranks of a group; they count on one of these ranks."""
-        whole = [grad for grad in grads if grad is not None]
-        self._counted += whole if counts else []
-        self._whole += whole
-
-    def clip(self, max_norm: float, group: OwnGroup, *, error_if_nonfinite: bool) -> Tensor:
-        """Scales the gradients by the norm over all ranks of `group`, which it returns: a 0-dim fp32 tensor."""
-        is_largest = math.isinf(self._norm_type)
-        total = torch.zeros((), dtype=torch.float64, device=group.device)
-        for grad in self._counted:
-            values = grad.coalesce().values() if grad.is_sparse else grad  # the elements that may be nonzero, each once
-            wide = torch.complex128 if grad.dtype.is_complex else torch.float64
-            norm = torch.linalg.vector_norm(values, self._norm_type, dtype=wide).to(total)
-            total = torch.maximum(total, norm) if is_largest else total + norm**self._norm_type
-        if group.num_ranks > 1:
-            with group.waiting("the norm of all gradients"):
-                group.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
-        total = (total if is_largest else total ** (1.0 / self._norm_type)).to(torch.float32)
-        if error_if_nonfinite and not total.isfinite():
-            raise NonFiniteGradient(
-                f"the total norm of order {self._norm_type} of the gradients is {total.item()}.",
-                where=f"clip_grad_norm_, rank {self._rank}",
-                remedy="Look for the cause, skip this step, or pass error_if_nonfinite=False.",
-            )
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for sharding, parts in self._shards:
-            sharding.scale_gradients(parts, scale)
-        for grad in self._whole:
-            grad.mul_(scale.to(grad.device))
-        return total
+def norm_and_scale(
+    counted: Iterable[Tensor | None],
+    max_norm: float,
+    norm_type: float,
+    group: OwnGroup,
+    *,
+    rank: int,
+    error_if_nonfinite: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns the norm of the gradients that the ranks of `group` count, and the factor that limits it; both 0-dim fp32."""
+    norm_type = float(norm_type)
+    require(
+        norm_type > 0,
+        f"norm_type must be above zero, got {norm_type}.",
+        where="clip_grad_norm_",
+        remedy="Give 2.0, another power, or infinity for the largest element.",
+    )
+    is_largest, norm = math.isinf(norm_type), torch.zeros((), dtype=torch.float64, device=group.device)
+    for grad in (each for each in counted if each is not None):
+        values = grad.coalesce().values() if grad.is_sparse else grad  # the elements that may be nonzero, each once
+        wide = torch.complex128 if grad.dtype.is_complex else torch.float64
+        own = torch.linalg.vector_norm(values, norm_type, dtype=wide).to(norm)
+        norm = torch.maximum(norm, own) if is_largest else norm + own**norm_type
+    if group.num_ranks > 1:
+        with group.waiting("the norm of all gradients"):
+            group.all_reduce(norm, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
+    norm = (norm if is_largest else norm ** (1.0 / norm_type)).to(torch.float32)
+    if error_if_nonfinite and not norm.isfinite():
+        raise NonFiniteGradient(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}.",
+            where=f"clip_grad_norm_, rank {rank}",
+            remedy="Look for the cause, skip this step, or pass error_if_nonfinite=False.",
+        )
+    return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)

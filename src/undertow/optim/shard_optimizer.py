@@ -9,10 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from undertow.errors import ConfigError, WrongType
-from undertow.optim.inner import hyper_parameters
+from undertow.errors import WrongType, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.optim.state import OF_THE_WHOLE, description
+from undertow.optim.state import OF_THE_WHOLE, description, params_of, settings_as_text
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
@@ -50,27 +49,30 @@ def shard_optimizer(
     have, or if its state is not one of numbers and tensors of the parameters' shapes. Raises it also if ShardedOptimizer does.
     Raises PlanMismatch on every rank if ranks have different groups or different kinds of state.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
-        raise WrongType(
-            f"optimizer must be an optimizer of torch's that is not sharded, got {type(optimizer).__name__}.",
-            where="shard_optimizer",
-            remedy="Give the optimizer itself, such as torch.optim.AdamW(model.parameters(), lr=...).",
-        )
+    require(
+        isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, ShardedOptimizer),
+        f"optimizer must be an optimizer of torch's that is not sharded, got {type(optimizer).__name__}.",
+        where="shard_optimizer",
+        remedy="Give the optimizer itself, such as torch.optim.AdamW(model.parameters(), lr=...).",
+        error=WrongType,
+    )
     settings = _constructor_settings(optimizer)
     reason = _found_different(optimizer, settings) or _found_in_state(optimizer)
-    if reason is not None:
-        raise ConfigError(
-            f"{type(optimizer).__name__} cannot be taken over: {reason}.",
-            where="shard_optimizer",
-            remedy="Give a plain optimizer, and make schedulers and register hooks on the one that is returned; "
-            "or write ShardedOptimizer(cls, model, params, ...).",
-        )
-    sharded = ShardedOptimizer(
-        type(optimizer), model, _groups(optimizer), in_backward=in_backward, state_dict=state_dict, **settings
+    require(
+        reason is None,
+        f"{type(optimizer).__name__} cannot be taken over: {reason}.",
+        where="shard_optimizer",
+        remedy="Give a plain optimizer, and make schedulers and register hooks on the one that is returned; "
+        "or write ShardedOptimizer(cls, model, params, ...).",
     )
+    groups = [
+        {name: list(value) if name == "params" else copy.deepcopy(value) for name, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    sharded = ShardedOptimizer(type(optimizer), model, groups, in_backward=in_backward, state_dict=state_dict, **settings)
     group: Any = getattr(model, "sync", model)._own_group
     if group.num_ranks > 1:
-        states = [optimizer.state.get(param, {}) for param in _params(optimizer)]
+        states = [optimizer.state.get(param, {}) for param in params_of(optimizer)]
         described = [{key: description(value) for key, value in state.items()} for state in states]
         Agreement(group, settings={"state of the optimizer": described}, params=[], others=[]).require()
     if optimizer.state:
@@ -90,14 +92,6 @@ def _constructor_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
             break
     return {name: value for name, value in optimizer.defaults.items() if name in arguments}
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Returns copies of the parameter groups with the same parameters."""
-    return [
-        {name: list(value) if name == "params" else copy.deepcopy(value) for name, value in group.items()}
-        for group in optimizer.param_groups
-    ]
 
 
 def _found_different(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> str | None:
@@ -122,15 +116,15 @@ def _described(optimizer: torch.optim.Optimizer, defaults: Iterable[str]) -> dic
     }
     of_defaults = {f"the default of {name}": repr(optimizer.defaults.get(name)) for name in defaults}
     return {**attributes, **of_defaults} | {
-        f"{name} of group {number}": repr(value)
+        f"{name} of group {number}": text
         for number, group in enumerate(optimizer.param_groups)
-        for name, value in hyper_parameters(group).items()
+        for name, text in settings_as_text(group).items()
     }
 
 
 def _found_in_state(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns a state that cannot be cut into shards, or None if there is none."""
-    params = _params(optimizer)
+    params = params_of(optimizer)
     if not optimizer.state.keys() <= set(params):
         return "it has state that does not belong to one of its parameters"
     return next(
@@ -148,7 +142,3 @@ def _is_sound(key: str, value: object, param: Tensor) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0 or (value.shape == param.shape and key not in OF_THE_WHOLE)
     return isinstance(value, int | float | str | None)
-
-
-def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]

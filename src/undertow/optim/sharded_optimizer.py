@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from itertools import chain
 from typing import Any, Literal
@@ -11,32 +10,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from undertow.errors import ConfigError, PhaseError, WrongType
-from undertow.optim.clipping import Clipping
-from undertow.optim.elementwise import require_elementwise, state_of_one_element
-from undertow.optim.inner import InnerOptimizer, Owned, changed_settings, hyper_parameters, owned_part
+from undertow.errors import ConfigError, PhaseError, WrongType, require
+from undertow.optim.clipping import norm_and_scale
 from undertow.optim.state import (
     MASTER,
     FullStates,
+    InnerOptimizer,
+    Owned,
     ParamState,
     ShardedState,
+    changed_settings,
     full_states,
+    hyper_parameters,
+    owned_part,
+    params_of,
     parts_of_state,
+    require_elementwise,
+    settings_as_text,
     sharded_state,
+    state_of_one_element,
     whole_state_without_elements,
     with_scalars_in_place,
 )
-from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.step.sharded_steps import finish_before_look
 from undertow.runtime.torch_private import private
-from undertow.sync import GradientSync
+from undertow.sync import GradientSync, ZeroesWithoutReading
 
 ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     """Runs optimizer `cls` over the parameters of `target`, with 1/n of its state and work on each of n ranks.
 
         model = undertow.DistributedDataParallel(module)
@@ -74,11 +79,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_dict: Literal["full", "sharded"] = "full",
         **defaults: Any,
     ) -> None:
-        sync = _checked(cls, getattr(target, "sync", target), params, state_dict)
+        sync: Any = getattr(target, "sync", target)
+        self._sync = _checked(cls, sync, params, state_dict)
         # Parameter groups alone are not enough: some settings are read only by the constructor.
         self._make: partial[Any] = partial(cls, **defaults)
-        self._sync = sync
-        whole = self._make([param for _, param in sync.named_parameters()] if params is None else params)
+        whole = self._make([param for _, param in self._sync.named_parameters()] if params is None else params)
         self._sharding: Sharding | None = None
         self._inners: dict[int, InnerOptimizer] = {}  # by bucket in backward; otherwise one, under key 0
         self._used: list[dict[str, Any]] = []  # hyper-parameters of the updates in the last backward, by group
@@ -89,14 +94,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._consolidated: Callable[[], FullStates] | None = None  # valid until the state changes
         super().__init__(whole.param_groups, whole.defaults)
         for group in self.param_groups:
-            require_elementwise(cls, self._make, hyper_parameters(group), device=sync._device)
-        # All ranks must have the same.
-        groups = [
-            {"parameters": len(group["params"]), **{name: repr(value) for name, value in hyper_parameters(group).items()}}
-            for group in self.param_groups
-        ]
-        described = {"optimizer": f"{cls.__module__}.{cls.__qualname__}", "parameter groups": groups}
-        self._steps = sync._shard(self, described, steps_in_backward=in_backward)
+            require_elementwise(cls, self._make, group, device=self._sync._device)
+        described = {  # all ranks must have the same
+            "optimizer": f"{cls.__module__}.{cls.__qualname__}",
+            "parameter groups": [{"parameters": len(group["params"]), **settings_as_text(group)} for group in self.param_groups],
+        }
+        self._steps = self._sync._shard(self, described, steps_in_backward=in_backward)
 
     @private.untraced
     @torch.no_grad()
@@ -115,25 +118,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._confirm()
         else:
             sharding, settings = self._begin(), self._settings()
-            sharding.require_synchronized(self._params())
+            sharding.require_synchronized(params_of(self))
             with self._steps.update():
                 for inner in self._inners.values():
                     inner.step(settings, sharding.gradient)
-                self._stepped.update(param for param in self._params() if param.grad is not None)
+                self._stepped.update(param for param in params_of(self) if param.grad is not None)
         self._steps.step_ends()
         return loss
-
-    @private.untraced
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        with private.as_plain_tensors() if set_to_none else nullcontext():  # reads no values of a parameter
-            super().zero_grad(set_to_none)
 
     def begin_updates(self, sharding: Sharding) -> bool:
         """Called by the runtime when a synchronization begins; returns True if it updates buckets with the current settings."""
         if sharding is not self._sharding:
             return False
         self._consolidated = None
-        self._used, self._ours = self._settings(), frozenset(map(id, self._params()))
+        self._used, self._ours = self._settings(), frozenset(map(id, params_of(self)))
         return True
 
     @torch.no_grad()
@@ -144,8 +142,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         grads = sharding.settled(bucket)
         if bucket in self._inners:
             self._inners[bucket].step(self._used, partial(sharding.gradient, settled=grads))
-        settled = ((sharding.params[index], grad) for index, grad in grads.items())
-        self._stepped.update(param for param, grad in settled if grad is not None and id(param) in self._ours)
+        reduced = (sharding.params[index] for index, grad in grads.items() if grad is not None)
+        self._stepped.update(param for param in reduced if id(param) in self._ours)
 
     @property
     @private.untraced
@@ -164,12 +162,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         A collective call. Every rank gets the same value: powers are summed in fp64 and rounded once. `foreach` has no effect.
         """
         self._require_barrier("clip_grad_norm_", "the norm is known when parameters are updated already")
-        clipping = Clipping(norm_type, self._sync.rank)
-        finish_before_look(self._sync, self._params())
+        finish_before_look(self._sync, params_of(self))
         sharding = self._begin()
-        sharding.require_synchronized(self._params())
-        clipping.add_shards(sharding, [owned.part for inner in self._inners.values() for owned in inner.owned])
-        return clipping.clip(max_norm, sharding.group, error_if_nonfinite=error_if_nonfinite)
+        sharding.require_synchronized(params_of(self))
+        parts = [owned.part for inner in self._inners.values() for owned in inner.owned]
+        norm, scale = norm_and_scale(
+            map(sharding.gradient, parts),
+            max_norm,
+            norm_type,
+            sharding.group,
+            rank=self._sync.rank,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+        sharding.scale_gradients(parts, scale)
+        return norm
 
     @property  # type: ignore[override]  # an attribute in torch
     def state(self) -> dict[Tensor, ParamState]:
@@ -214,12 +220,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises ConfigError unless `to` is a rank of the process group.
         """
         num_ranks, rank = dist.get_world_size(self.process_group), dist.get_rank(self.process_group)
-        if to not in range(num_ranks):
-            raise ConfigError(
-                f"to={to!r} is not one of the {num_ranks} ranks.",
-                where="ShardedOptimizer.consolidate_state_dict",
-                remedy=f"Give a rank of the process group, 0 to {num_ranks - 1}.",
-            )
+        require(
+            to in range(num_ranks),
+            f"to={to!r} is not one of the {num_ranks} ranks.",
+            where="ShardedOptimizer.consolidate_state_dict",
+            remedy=f"Give a rank of the process group, 0 to {num_ranks - 1}.",
+        )
         states = self._whole_states(keeps=rank == to, device=torch.device("cpu"))
         self._consolidated = (lambda: states) if rank == to else partial(_raise_elsewhere, to)
 
@@ -239,13 +245,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return {**found, "state": {}}  # super() loads the groups and checks their order
 
         # User hooks that run before may change the state, and user hooks that run after see the loaded one.
-        with ExitStack() as hooks:
-            hooks.callback(self.register_load_state_dict_pre_hook(take).remove)
-            hooks.callback(self.register_load_state_dict_post_hook(lambda _: self._load(given), prepend=True).remove)
+        with (
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(lambda _: self._load(given), prepend=True),
+        ):
             super().load_state_dict(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """Loads the states after the parameter groups have been loaded."""
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         params = ((param, group) for group in self.param_groups for param in group["params"])
         self._waiting = {
@@ -265,7 +271,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         on.
         """
         super().add_param_group(param_group)
-        known, params = {id(param) for _, param in self._sync.named_parameters()}, self._params()
+        known, params = {id(param) for _, param in self._sync.named_parameters()}, params_of(self)
         stranger = next((index for index, param in enumerate(params) if id(param) not in known), None)
         if stranger is not None:
             self.param_groups.pop()
@@ -319,25 +325,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _confirm(self) -> None:
         """Raises PhaseError if the updates made during backward differ from the ones that step() should make."""
         changed = changed_settings(self._used, self._settings())
-        if changed:
-            raise PhaseError(
-                f"hyper-parameters have changed since the backward that has updated the parameters: {'; '.join(changed)}.",
-                where="ShardedOptimizer.step, in_backward=True",
-                remedy="Change them between step() and the next backward, as schedulers do, or leave in_backward=True out.",
-            )
+        require(
+            not changed,
+            f"hyper-parameters have changed since the backward that has updated the parameters: {'; '.join(changed)}.",
+            where="ShardedOptimizer.step, in_backward=True",
+            remedy="Change them between step() and the next backward, as schedulers do, or leave in_backward=True out.",
+            error=PhaseError,
+        )
         if self._sharding is not None:
-            self._sharding.require_synchronized(self._params())
+            self._sharding.require_synchronized(params_of(self))
         if self._steps.confirm():
             self._begin()
 
     def _require_barrier(self, what: str, why: str) -> None:
-        """Raises PhaseError in backward."""
-        if self._steps.steps_in_backward:
-            raise PhaseError(
-                f"{what} does not go with in_backward=True: {why}.",
-                where="ShardedOptimizer",
-                remedy="Leave in_backward=True out: gathers lie under the next forward, and updates between them and backward.",
-            )
+        require(
+            not self._steps.steps_in_backward,
+            f"{what} does not go with in_backward=True: {why}.",
+            where="ShardedOptimizer",
+            remedy="Leave in_backward=True out: gathers lie under the next forward, and updates between them and backward.",
+            error=PhaseError,
+        )
 
     def _settings(self) -> list[dict[str, Any]]:
         """Copies the current hyper-parameters by group, including changes by schedulers and users; shares no tensor."""
@@ -373,13 +380,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def fill(_self: object, packed: dict[str, Any]) -> None:
             states = states_of()
-            packed["state"] = {number: states[param] for number, param in enumerate(self._params()) if states.get(param)}
+            packed["state"] = {number: states[param] for number, param in enumerate(params_of(self)) if states.get(param)}
 
-        hook = self.register_state_dict_post_hook(fill, prepend=True)
-        try:
+        with self.register_state_dict_post_hook(fill, prepend=True):
             return super().state_dict()
-        finally:
-            hook.remove()
 
     def _whole_states(self, *, keeps: bool = True, device: torch.device | None = None) -> FullStates:
         """Gathers the whole state of every parameter, on `device` if given; empty if not `keeps`. A collective call."""
@@ -406,10 +410,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return states | self._waiting
 
     def _state_of_one_element(self, group: int, dtype: torch.dtype, device: torch.device) -> ParamState:
-        """Returns the state of a parameter with one element in the group of that number."""
-        like = torch.zeros(1, dtype=accumulation_dtype(dtype), device=device)
-        state = state_of_one_element(self._make, hyper_parameters(self.param_groups[group]), like=like)
-        return state if like.dtype == dtype else {**state, MASTER: like}
+        return state_of_one_element(self._make, self.param_groups[group], dtype, device)
 
     def _full_states(self, *, is_moved: bool = False, keeps: bool = True, device: torch.device | None = None) -> FullStates:
         """Gathers the whole state of every parameter of the current sharding; a collective call."""
@@ -435,36 +436,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if param in self._stepped
         ]
 
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
 
-
-def _checked(cls: object, sync: object, params: ParamGroups | None, state_dict: object) -> GradientSync:
-    if not isinstance(sync, GradientSync):
-        raise WrongType(
-            f"target must be what attach() or DistributedDataParallel returned, got {type(sync).__name__}.",
-            where="ShardedOptimizer",
-            remedy="Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model.",
-        )
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or issubclass(cls, ShardedOptimizer):
-        raise WrongType(
-            f"cls must be a class of optimizers, got {cls!r}.",
-            where="ShardedOptimizer",
-            remedy="Pass the class, such as torch.optim.AdamW, and its settings by name.",
-        )
-    if state_dict not in ("full", "sharded"):
-        raise ConfigError(
-            f'state_dict must be "full" or "sharded", got {state_dict!r}.',
-            where="ShardedOptimizer",
-            remedy='Leave it out, or write state_dict="sharded" to save by torch.distributed.checkpoint.',
-        )
-    if sync.experts and params is None:
-        raise ConfigError(
-            "this model has experts, whose parameters and optimizer state are sharded over other ranks than the dense ones.",
-            where="ShardedOptimizer",
-            remedy="Make one for the model with params=[param for _, param in sync.named_parameters()], its dense ones, and "
-            "one for each of sync.experts.",
-        )
+def _checked(cls: Any, sync: GradientSync, params: ParamGroups | None, state_dict: object) -> GradientSync:
+    require(
+        isinstance(sync, GradientSync),
+        f"target must be what attach() or DistributedDataParallel returned, got {type(sync).__name__}.",
+        where="ShardedOptimizer",
+        remedy="Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model.",
+        error=WrongType,
+    )
+    require(
+        isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and not issubclass(cls, ShardedOptimizer),
+        f"cls must be a class of optimizers, got {cls!r}.",
+        where="ShardedOptimizer",
+        remedy="Pass the class, such as torch.optim.AdamW, and its settings by name.",
+        error=WrongType,
+    )
+    require(
+        state_dict in ("full", "sharded"),
+        f'state_dict must be "full" or "sharded", got {state_dict!r}.',
+        where="ShardedOptimizer",
+        remedy='Leave it out, or write state_dict="sharded" to save by torch.distributed.checkpoint.',
+    )
+    require(
+        not sync.experts or params is not None,
+        "this model has experts, whose parameters and optimizer state are sharded over other ranks than the dense ones.",
+        where="ShardedOptimizer",
+        remedy="Make one for the model with params=[param for _, param in sync.named_parameters()], its dense ones, and "
+        "one for each of sync.experts.",
+    )
     return sync
 
 

@@ -114,7 +114,7 @@ class CommHook:
         require_future(future, where=f"{self.name}, bucket {bucket.index()}")
         # With the methods of a dist.Work.
         work = SimpleNamespace(wait=future.wait, is_completed=future.done, get_future=lambda: future)
-        return WorkHandle(work, finish=lambda: _put(future.wait(), target, name=self.name))
+        return WorkHandle(work, finish=lambda: write_result(future.wait(), target, name=self.name))
 
 
 def name_of(hook: Callable[..., Any]) -> str:
@@ -131,9 +131,10 @@ def require_future(returned: object, *, where: str) -> None:
         )
 
 
-def _put(result: object, target: Tensor, *, name: str) -> None:
+@torch.no_grad()
+def write_result(result: object, target: Tensor, *, name: str) -> None:
     """Writes the value of a hook's future into the bucket."""
-    if isinstance(result, list | tuple) and len(result) == 1:
+    if isinstance(result, list | tuple) and len(result) == 1:  # as collectives return them
         (result,) = result
     if not isinstance(result, Tensor) or result.numel() != target.numel():
         got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
@@ -144,7 +145,7 @@ def _put(result: object, target: Tensor, *, name: str) -> None:
         )
     if target.is_sparse:
         target.copy_(result)
-    elif result.data_ptr() != target.data_ptr():
+    elif result.data_ptr() != target.data_ptr() or result.dtype != target.dtype:
         target.copy_(result.view_as(target))
 
 

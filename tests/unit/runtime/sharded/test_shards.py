@@ -15,7 +15,7 @@ from torch import nn
 from support.errors import text_of
 from support.strategies import spec
 from undertow import ShardedGradientError, SyncConfig
-from undertow.optim.inner import InnerOptimizer, Owned
+from undertow.optim.state import InnerOptimizer, Owned
 from undertow.plan import Piece, first_plan, plan_from_groups
 from undertow.runtime.replan.planning import sharded_plan
 from undertow.runtime.sharded import shards

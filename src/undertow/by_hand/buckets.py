@@ -1,0 +1,301 @@
+"""Buckets of gradients that user code packs, reduces and unpacks: no hooks, no schedule."""
+
+from collections.abc import Generator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from undertow.errors import PhaseError, require
+from undertow.plan import SizeCaps, group_by_size, largest_first
+from undertow.runtime.comm.handles import WorkHandle, all_reduce_async
+from undertow.runtime.gradients.storage import spec_of
+from undertow.runtime.torch_private import private
+
+
+class GradientBucket:
+    """Gradients packed into one flat tensor, to be reduced together.
+
+    To reduce a bucket by hand:
+
+        bucket.prepare()
+        handle = bucket.reduce_async()
+        handle.wait()
+        bucket.copy_back()
+
+    - `bucket_index`: number of the bucket, for errors.
+    - `size_in_bytes`: capacity; it must be large enough for the gradients.
+    - `gradients`: gradient tensors, or tensors that require grad, of which it takes `.grad`. All have one dtype and device.
+
+    Raises ConfigError if the arguments do not fit together.
+    """
+
+    def __init__(self, bucket_index: int, size_in_bytes: int, gradients: Sequence[Tensor]) -> None:
+        self.bucket_index = bucket_index
+        self.size_in_bytes = size_in_bytes
+        self.gradients = tuple(gradients)
+        self.reduction_handle: WorkHandle | None = None
+        self._is_prepared = self.is_copied_back = False
+        require(
+            self.gradients, f"bucket {bucket_index} is empty.", where="GradientBucket", remedy="Give it at least one gradient."
+        )
+        kinds = {(gradient.dtype, gradient.device) for gradient in self.gradients}
+        require(
+            len(kinds) == 1,
+            f"bucket {bucket_index} mixes gradients of {' and '.join(sorted(map(str, kinds)))}.",
+            where="GradientBucket",
+            remedy="Put each dtype and device into separate buckets; GradientBucketManager does.",
+        )
+        starts = [0, *accumulate(gradient.numel() for gradient in self.gradients)]
+        self.offsets = starts[:-1]  # start of each gradient in `bucket_tensor`, in elements
+        num_bytes = starts[-1] * self.gradients[0].element_size()
+        require(
+            size_in_bytes >= num_bytes and size_in_bytes > 0,  # also rejects NaN
+            f"bucket {bucket_index} of {size_in_bytes} bytes cannot hold {num_bytes} bytes of gradients.",
+            where="GradientBucket",
+            remedy="Give a positive size that is large enough.",
+        )
+        # The gradients one after another, [numel].
+        self.bucket_tensor = torch.zeros(starts[-1], dtype=self.gradients[0].dtype, device=self.gradients[0].device)
+        pairs = zip(self.gradients, pairwise(starts), strict=True)
+        self._views = [self.bucket_tensor[start:stop].view(gradient.shape) for gradient, (start, stop) in pairs]
+
+    @property
+    def is_reduced(self) -> bool:
+        """True if the reduction of the prepared gradients is complete."""
+        return self.reduction_handle is not None and self.reduction_handle.is_completed()
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Copies the gradients into the bucket.
+
+        Raises ConfigError, with its name, if a gradient is missing, and PhaseError while the bucket is in flight.
+        """
+        private.copy_each(self._views, self.require_ready())
+        self.reduction_handle = None
+        self._is_prepared, self.is_copied_back = True, False
+
+    def require_ready(self) -> list[Tensor]:
+        """Returns the gradients for `prepare` to copy; raises its errors."""
+        # Checks what the caller knows, not whether the reduction is complete by now: that depends on the network and differs
+        # between ranks.
+        require(
+            self.reduction_handle is None or self.reduction_handle.is_found_complete,
+            f"bucket {self.bucket_index} is still being reduced.",
+            where="GradientBucket.prepare",
+            remedy="Wait for reduction_handle first.",
+            error=PhaseError,
+        )
+        return self._present_gradients()
+
+    def reduce_async(
+        self, process_group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> WorkHandle:
+        """Starts the reduction over all ranks of `process_group`; raises PhaseError unless `prepare` was called for it."""
+        require(
+            self._is_prepared,
+            f"bucket {self.bucket_index} holds no new gradients to reduce.",
+            where="GradientBucket.reduce_async",
+            remedy="Call prepare() after every backward, and reduce once.",
+            error=PhaseError,
+        )
+        self._is_prepared = False
+        self.reduction_handle = all_reduce_async(self.bucket_tensor, process_group, op)
+        return self.reduction_handle
+
+    @torch.no_grad()
+    def copy_back(self) -> None:
+        """Waits for the reduction and copies the result into the gradients.
+
+        Raises PhaseError if no reduction was started, or if its result has been copied already.
+        """
+        self.require_reduced()
+        require(
+            not self.is_copied_back,
+            f"bucket {self.bucket_index} has no new result: it has been copied back already.",
+            where="GradientBucket.copy_back",
+            remedy="Call prepare() and reduce_async() after every backward, and copy back once.",
+            error=PhaseError,
+        )
+        self.reduction_handle.wait()  # type: ignore[union-attr]  # it is reduced
+        private.copy_each(self._present_gradients(), self._views)
+        self.is_copied_back = True
+
+    def require_reduced(self) -> None:
+        """Raises PhaseError if no reduction was started."""
+        require(
+            self.reduction_handle is not None,
+            f"bucket {self.bucket_index} has not been reduced.",
+            where="GradientBucket.copy_back",
+            remedy="Call prepare() and reduce_async() first.",
+            error=PhaseError,
+        )
+
+    def _present_gradients(self) -> list[Tensor]:
+        found = [gradient.grad if gradient.requires_grad else gradient for gradient in self.gradients]
+        for position, (gradient, source) in enumerate(zip(self.gradients, found, strict=True)):
+            require(
+                source is not None,
+                f"gradient {position} of bucket {self.bucket_index} is missing: its .grad is None.",
+                where=f"a tensor of shape {tuple(gradient.shape)}",
+                remedy="Run backward first, and leave tensors out that get no gradient.",
+            )
+        return found  # type: ignore[return-value]  # none is missing
+
+
+class AllReductions:
+    """The reductions of all buckets in flight, as one handle. Wait for it, poll it, or await it from asyncio."""
+
+    def __init__(self, handles: Sequence[WorkHandle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        """Waits until all are complete; raises the backend's error if one failed or timed out."""
+        for handle in self._handles:
+            handle.wait()
+
+    def is_completed(self) -> bool:
+        """Returns True if all are complete."""
+        return all(handle.is_completed() for handle in self._handles)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        for handle in self._handles:
+            yield from handle.__await__()
+
+
+class GradientBucketManager:
+    """Groups gradients into buckets and reduces them.
+
+    - `parameters`: gradient tensors, or tensors that require grad. Of the latter it reduces the `.grad` at the time of the
+      reduction. A gradient tensor held across `zero_grad(set_to_none=True)` goes stale: backward makes a new one.
+    - `bucket_size_in_bytes`: largest bucket. A larger parameter gets a separate bucket, and so does each dtype and device.
+      Buckets hold the largest parameters first.
+
+    Raises ConfigError if the size is not a positive number, a tensor is given twice, or an entry is not a tensor with gradients.
+
+    ```python
+    with undertow.GradientBucketManager(group, list(model.parameters())) as manager:
+        loss.backward()
+        manager.reduce_all_async()
+        manager.copy_back_all()
+    ```
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        parameters: Sequence[Tensor],
+        bucket_size_in_bytes: float = 25 * 1024 * 1024,
+    ) -> None:
+        parameters = tuple(parameters)
+        index_of: dict[int, int] = {}
+        for index, tensor in enumerate(parameters):
+            require(
+                isinstance(tensor, Tensor),
+                f"parameter {index} is not a tensor but {type(tensor).__name__}.",
+                where="GradientBucketManager",
+                remedy="Pass model.parameters(), or the gradient tensors.",
+            )
+            first = index_of.setdefault(id(tensor), index)
+            require(
+                first == index,
+                f"parameters {first} and {index} are the same tensor, of shape {tuple(tensor.shape)}.",
+                where="GradientBucketManager",
+                remedy="Name every parameter once; model.parameters() does so for tied weights.",
+            )
+            require(
+                tensor.is_floating_point() or tensor.is_complex(),
+                f"parameter {index} has dtype {tensor.dtype}, which has no gradients.",
+                where="GradientBucketManager",
+                remedy="Leave integer and boolean tensors out.",
+            )
+        specs = [spec_of(f"tensor {index}", tensor) for index, tensor in enumerate(parameters)]
+        groups = group_by_size(specs, largest_first(specs), SizeCaps(cap_bytes=bucket_size_in_bytes))
+        self.process_group = process_group
+        self.buckets = tuple(
+            GradientBucket(index, sum(specs[i].num_bytes for i in group) or 1, [parameters[i] for i in group])
+            for index, group in enumerate(groups)
+        )
+        self._bucket_of = {id(tensor): bucket.bucket_index for bucket in self.buckets for tensor in bucket.gradients}
+        self._is_closed = False
+
+    def get_bucket_index(self, tensor: Tensor) -> int:
+        """Returns the index of the bucket that holds `tensor`'s gradient; raises ConfigError if no bucket does."""
+        buckets = self._buckets_for("get_bucket_index")
+        require(
+            id(tensor) in self._bucket_of,
+            f"a tensor of shape {tuple(tensor.shape)} belongs to no bucket.",
+            where=f"GradientBucketManager of {len(self._bucket_of)} tensors in {len(buckets)} buckets",
+            remedy="Give the manager this very tensor when you make it (the parameter, not a copy or its gradient).",
+        )
+        return self._bucket_of[id(tensor)]
+
+    def is_reduced(self, tensor: Tensor) -> bool:
+        """Returns True if the reduction of the bucket that holds `tensor`'s gradient is complete."""
+        return self._buckets_for("is_reduced")[self.get_bucket_index(tensor)].is_reduced
+
+    def reduce_bucket_async(self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> WorkHandle:
+        """Prepares one bucket and starts its reduction. Every rank calls this in the same order.
+
+        Returns a handle that can be waited for, asked by `is_completed()`, and awaited.
+        """
+        buckets = self._buckets_for("reduce_bucket_async")
+        require(
+            0 <= index < len(buckets), f"bucket {index} does not exist.", where=f"GradientBucketManager of {len(buckets)} buckets"
+        )
+        buckets[index].prepare()
+        return buckets[index].reduce_async(self.process_group, op)
+
+    def reduce_all_async(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> AllReductions:
+        """Prepares every bucket and starts its reduction, in order; sends nothing if one of them cannot be prepared.
+
+        Returns one handle of all reductions, which can be waited for, asked by `is_completed()`, and awaited.
+        """
+        for bucket in self._buckets_for("reduce_all_async"):
+            bucket.require_ready()
+        return AllReductions([self.reduce_bucket_async(index, op) for index in range(len(self.buckets))])
+
+    def wait_for_all(self) -> None:
+        """Waits until every reduction that was started is complete."""
+        for bucket in self._buckets_for("wait_for_all"):
+            if bucket.reduction_handle is not None:
+                bucket.reduction_handle.wait()
+
+    def copy_back_all(self) -> None:
+        """Waits for every bucket and copies the results into the gradients, each once.
+
+        Raises PhaseError, and copies nothing, if a bucket has not been reduced or no result is new.
+        """
+        buckets = self._buckets_for("copy_back_all")
+        for bucket in buckets:
+            bucket.require_reduced()
+        for bucket in [bucket for bucket in buckets if not bucket.is_copied_back] or buckets[:1]:
+            bucket.copy_back()
+
+    def close(self) -> None:
+        """Waits for running reductions and releases the buckets; every later call except `close` raises PhaseError."""
+        if self._is_closed:
+            return
+        try:
+            self.wait_for_all()
+        finally:
+            self.buckets, self._bucket_of, self._is_closed = (), {}, True
+
+    def _buckets_for(self, call: str) -> tuple[GradientBucket, ...]:
+        require(
+            not self._is_closed,
+            "this GradientBucketManager is closed.",
+            where=f"GradientBucketManager.{call}",
+            remedy="Make a new one.",
+            error=PhaseError,
+        )
+        return self.buckets
+
+    def __enter__(self) -> Self:
+        self._buckets_for("__enter__")
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
