@@ -247,8 +247,9 @@ class ModelSync:
         if self._group.num_ranks == 1:
             return
         self._engine.current_plan.open()
-        averages = self._config.buffers == "mean"
-        synchronize_buffers(self._members.common_buffers, self._group, source=source, averages=averages)
+        if self._members.common_buffers.buffers:
+            averages = self._config.buffers == "mean"
+            synchronize_buffers(self._members.common_buffers, self._group, source=source, averages=averages)
 
     def _shadow(self) -> None:
         """Takes part in one synchronization of the other ranks without contributing gradients."""

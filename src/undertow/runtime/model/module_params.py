@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec
 from undertow.runtime.comm.agreement import Agreement
-from undertow.runtime.comm.broadcast import BufferOwner, CommonBuffers
+from undertow.runtime.comm.broadcast import CommonBuffers
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.gradients.storage import spec_of
 from undertow.runtime.model.replaced import Replaced
@@ -91,7 +91,7 @@ class ModuleParams:
         self.gives_back = self._wide is not None
         self.replaced = Replaced()
         self._see(module)
-        self.common_buffers = CommonBuffers(())
+        self.common_buffers = CommonBuffers()
         self.common_frozen: list[tuple[str, Tensor]] = []  # as of the last comparison between ranks
 
     def trained(self, *, also: Collection[int] = ()) -> list[tuple[str, Tensor]]:
@@ -191,13 +191,13 @@ class ModuleParams:
         """Records that all ranks have the same buffers and frozen parameters as this one now."""
         self.common_frozen = self.frozen()
         parts = dict(self._present_module.named_modules())
-        owners = [
-            BufferOwner(part._buffers, name)
+        places = [
+            (part._buffers, name)
             for prefix, part in parts.items()
             for name in part._buffers
             if f"{prefix}.{name}".removeprefix(".") not in self._ignored
         ]
-        self.common_buffers = CommonBuffers(owners, [part._buffers for part in parts.values()])
+        self.common_buffers = CommonBuffers(places, [part._buffers for part in parts.values()])
 
     @property
     def _present_module(self) -> nn.Module:

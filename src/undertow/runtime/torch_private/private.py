@@ -32,6 +32,10 @@ as_plain_tensors: Callable[[], contextlib.AbstractContextManager[None]] = torch.
 # Copies source by source (targets, sources); in one launch per device and dtype if torch has a fused kernel.
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
+# The backend's own collectives on one tensor; the second names are those of torch < 2.13.
+reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _c10d: Any = torch.distributed.distributed_c10d
 # The store through which the ranks of the default group have met.
 default_store: Callable[[], Any] = _c10d._get_default_store
@@ -183,18 +187,6 @@ def _gloo_of(group: Any) -> Any | None:
         return group if group._get_backend(torch.device("cpu")).name() == "gloo" else None
     except RuntimeError:
         return None
-
-
-def reduce_scatter_async(shard: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts to write the sum over ranks of this rank's part of `parts` into `shard`, with the backend's own collective."""
-    start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name in torch < 2.13
-    return cast(dist.Work, start(shard, parts, group=group, async_op=True))
-
-
-def all_gather_async(flat: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts to fill `flat` with every rank's `own`, with the backend's own collective."""
-    start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name in torch < 2.13
-    return cast(dist.Work, start(flat, own, group=group, async_op=True))
 
 
 def wrapper_tensor(
