@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.runtime.comm.comm_hook import CommHook, no_second_hook
+from undertow.errors import PhaseError, require
+from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute import agreed_errors
@@ -105,8 +106,13 @@ class Engine(RoundRunner):
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on; PhaseError in a round, or if there is a hook already."""
         earlier = self.current_plan.now.compiled.reducer.hook
-        if self._open is not None or earlier is not None:
-            raise no_second_hook(earlier)
+        require(
+            self._open is None and earlier is None,
+            "register_comm_hook can only be called once, and not within a backward.",
+            where="gradients are being synchronized" if earlier is None else f"{earlier.name} is registered",
+            remedy="Compose hooks with undertow.chain_comm_hooks((state, hook), ...), and register that before training.",
+            error=PhaseError,
+        )
         self.current_plan.use_hook(hook)
 
     def may_hand_over(self, params: frozenset[int], group: GroupRef) -> bool:
