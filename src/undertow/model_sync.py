@@ -32,8 +32,7 @@ from undertow.runtime.step.sharded_steps import (
 )
 from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.torch_private import private
-from undertow.runtime.torch_private.compile import cut_graphs
-from undertow.runtime.torch_private.module_hook import ModuleHook
+from undertow.runtime.torch_private.module_hook import ModuleHook, cut_graphs
 
 
 class ModelSync:

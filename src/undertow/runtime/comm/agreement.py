@@ -108,6 +108,6 @@ def _tensor_difference(first: Sequence[dict[str, Any]], second: Sequence[dict[st
             return f"{kind} {index} is {here} on rank 0 and {there} on rank {rank}"
         # The shape first: other fields, such as the order of axes in memory, follow from it.
         field = next(key for key in ("shape", *mine, *theirs) if mine.get(key) != theirs.get(key))
-        text = f"{field} of {kind} {index} ({mine['name']!r}) is {mine.get(field)}"
-        return f"{text} on rank 0 and {theirs.get(field)} on rank {rank}"
+        named = f"{kind} {index} ({mine['name']!r})"
+        return f"{field} of {named} is {mine.get(field)} on rank 0 and {theirs.get(field)} on rank {rank}"
     return None

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from undertow.errors import PhaseError
+from undertow.errors import PhaseError, require
 
 _NUM_STEPS = 10  # steps of an optimizer that holds some old parameters; by then another one would have stepped on the new ones
 _REMEDY = "Make the optimizer after the change, or give it the new parameters by add_param_group()."
@@ -34,10 +34,9 @@ class Replaced:
         now = {id(param): param for _, param in named_params}
         gone = {key: weakref.ref(param) for key, param in self._last.items() if param is not now.get(key)}
         if gone and not self._is_told:
-            known = self.former | gone
             # Parameters that return were only swapped out for a call, by torch.func.functional_call.
             returned = {key for key, param in self.former.items() if key in now and param() is now[key]}
-            self.former = {key: param for key, param in known.items() if key not in now and param() is not None}
+            self.former = {key: it for key, it in (self.former | gone).items() if key not in now and it() is not None}
             self._waiting |= now.keys() - (self._last.keys() - gone.keys())
             self._waiting &= now.keys() - returned
             self._num_steps.clear()
@@ -58,12 +57,13 @@ class Replaced:
         if not left or not any(key in self.former and key not in now for key in stepped):
             return
         named = repr(left[0]) + (f" and {len(left) - 1} more" if len(left) > 1 else "")
-        if is_sharded:
-            raise PhaseError(
-                "this optimizer updates parameters that the model has no more, and not those that came in their place.",
-                where=f"ShardedOptimizer, parameter {named}",
-                remedy=_REMEDY,
-            )
+        require(
+            not is_sharded,
+            "this optimizer updates parameters that the model has no more, and not those that came in their place.",
+            where=f"ShardedOptimizer, parameter {named}",
+            remedy=_REMEDY,
+            error=PhaseError,
+        )
         self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
         kind = type(optimizer).__name__
         if now.isdisjoint(stepped):

@@ -4,8 +4,10 @@ import contextlib
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from undertow.errors import ConfigError
+from undertow.errors import require
 
 # The id of this thread's innermost backward; -1 outside of backward.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -32,6 +34,12 @@ as_plain_tensors: Callable[[], contextlib.AbstractContextManager[None]] = torch.
 # Copies source by source (targets, sources); in one launch per device and dtype if torch has a fused kernel.
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
+# Writes zeros into each of its arguments, of which there must be some.
+zero_each: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
+
+# The largest absolute value of each tensor (NaN if it has one), in few launches; no tensor may be empty.
+largest_of_each: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = partial(torch._foreach_norm, ord=float("inf"))
+
 # The backend's own collectives on one tensor; the second names are those of torch < 2.13.
 reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,6 +51,14 @@ default_store: Callable[[], Any] = _c10d._get_default_store
 _NOBODYS_TAG = (1 << 30) + 1  # no message ever has this tag
 # The code of the wrapper that torch puts around an optimizer class's `step` when it constructs the first instance.
 _STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(int).__code__
+
+# Of GradScaler, where it unscales gradients and looks for infinite ones.
+Found = dict[torch.device, torch.Tensor]  # by device: 1.0 if a gradient there is not finite, else 0.0
+Look = Callable[[], Found]
+Around = Callable[[torch.optim.Optimizer, Look], Found]
+_unscale = torch.amp.GradScaler._unscale_grads_
+_changing = threading.RLock()  # reentrant: the garbage collector may call the undo at any time
+_arounds: list[Around] = []  # of everything attached; if empty, torch has its original method
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -225,17 +241,6 @@ def are_shared(addresses: Sequence[int]) -> bool:
     return max(map(torch._C._storage_Use_Count, addresses), default=0) > 2
 
 
-def zero_each(targets: list[torch.Tensor]) -> None:
-    """Writes zeros into each of `targets`, which may be empty."""
-    if targets:
-        torch._foreach_zero_(targets)
-
-
-def largest_of_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the largest absolute value of each tensor (NaN if it has one), in few launches; no tensor may be empty."""
-    return list(torch._foreach_norm(tensors, float("inf")))
-
-
 def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Callable[..., None]]:
     """Returns the hooks that `register_post_accumulate_grad_hook` has put on a parameter."""
     return tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
@@ -274,12 +279,12 @@ def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def set_gradient_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
     """Makes autograd accumulate in `dtype`; ConfigError if this torch cannot. The parameter has no gradient of another dtype."""
-    if not hasattr(param, "grad_dtype"):
-        raise ConfigError(
-            f"torch {torch.__version__} has no Tensor.grad_dtype, by which gradients have a separate dtype.",
-            where="SyncConfig(reduce_dtype=...)",
-            remedy="Install a newer torch, or leave reduce_dtype out.",
-        )
+    require(
+        hasattr(param, "grad_dtype"),
+        f"torch {torch.__version__} has no Tensor.grad_dtype, by which gradients have a separate dtype.",
+        where="SyncConfig(reduce_dtype=...)",
+        remedy="Install a newer torch, or leave reduce_dtype out.",
+    )
     param.grad_dtype = dtype
 
 
@@ -318,6 +323,34 @@ def disarm_optimizers_in_backward(param: torch.Tensor) -> Callable[[], None]:
         handles[:] = [node.register_hook(hook) for hook in hooks if hook is not None]
 
     return rearm
+
+
+def around_unscaling(around: Around) -> Callable[[], None]:
+    """Calls `around(optimizer, look)` whenever a scaler looks at an optimizer's gradients; returns a function that undoes this.
+
+    `look()` does the scaler's own work. The first `around` registered is the outermost. GradScaler.step uses the returned values
+    to decide whether it skips, and GradScaler.update to choose the next scale.
+    """
+    with _changing:
+        _arounds.append(around)
+        torch.amp.GradScaler._unscale_grads_ = _unscale_within  # type: ignore[assignment, method-assign]
+
+    def undo() -> None:
+        with _changing:
+            _arounds.remove(around)
+            # Not if other code has wrapped it since.
+            if not _arounds and torch.amp.GradScaler._unscale_grads_ is _unscale_within:
+                torch.amp.GradScaler._unscale_grads_ = _unscale  # type: ignore[method-assign]
+
+    return undo
+
+
+@untraced
+def _unscale_within(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Found:
+    look: Look = partial(_unscale, scaler, optimizer, *args, **kwargs)
+    for around in reversed(tuple(_arounds)):
+        look = partial(around, optimizer, look)
+    return look()
 
 
 def moved_to_device(
