@@ -127,7 +127,6 @@ def _sent(chunk: Sequence[_Item], group: OwnGroup, source: int) -> Pending[_Valu
 
 
 def _replace(values: _Values) -> None:
-    """Replaces buffers by new tensors with these values."""
     # On the host, an unchanged buffer stays the same tensor, for code that holds a reference. On a device, the comparison would
     # block the host for every buffer of every forward, so all buffers are replaced.
     changed = [(item, value) for item, value in values if value.device.type != "cpu" or not torch.equal(item.tensor, value)]

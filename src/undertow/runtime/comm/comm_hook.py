@@ -149,8 +149,6 @@ def _put(result: object, target: Tensor, *, name: str) -> None:
 
 
 class _Calling:
-    """A thread that calls the hooks of some models."""
-
     def __init__(self) -> None:
         self.groups: weakref.WeakSet[OwnGroup] = weakref.WeakSet()
         self.worker = Worker("undertow-hooks", is_broken=partial(are_left, self.groups))
@@ -170,8 +168,7 @@ _threads: weakref.WeakValueDictionary[tuple[int, int], _Calling] = weakref.WeakV
 
 
 def _check_signature(hook: Callable[..., Any]) -> None:
-    """Checks the signature as torch does, with torch's messages."""
-    require(
+    require(  # as torch does, with torch's messages
         callable(hook),
         f"Communication hook must be callable, got {type(hook).__name__}.",
         where="register_comm_hook(state, hook)",

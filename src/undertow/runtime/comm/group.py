@@ -263,8 +263,7 @@ class OwnGroup:
 
     def trains_here(self) -> None:
         """Makes this the training thread: other ranks are told of an exception that ends it and shown its stack if it is late."""
-        if self.member is not None:
-            self.member.here.thread = threading.get_ident()
+        self.here.thread = threading.get_ident()
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -305,11 +304,10 @@ class OwnGroup:
             member.close()
         with self._destroying:
             group = self._existing()
-            if group is None:
-                return
-            if member is not None and member.known_fault is not None:
+            if group is not None and member is not None and member.known_fault is not None:
                 _break(group)  # destroying would otherwise wait for operations in flight
-            dist.destroy_process_group(group)
+            if group is not None:
+                dist.destroy_process_group(group)
 
     def interrupt(self) -> None:
         """Interrupts the clone and the user's groups over which it waits; called from the thread that listens to other ranks."""

@@ -21,7 +21,6 @@ from undertow.runtime.step.progress import Progress
 from undertow.runtime.step.rounds import Phase, RoundRunner
 from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.torch_private import private
-from undertow.runtime.torch_private.dist_autograd import DistributedBackwards
 
 
 class Engine(RoundRunner):
@@ -222,7 +221,9 @@ class Engine(RoundRunner):
         if hooks is not self._optimizers.seen:
             self._optimizers.take_over(hooks)
         if hooks.distributed is None and private.is_rpc_running():
-            hooks.distributed = DistributedBackwards(hooks.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere)
+            hooks.distributed = private.DistributedBackwards(
+                hooks.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere
+            )
         if hooks.distributed is not None:
             hooks.distributed.forward_begins()
 
