@@ -237,7 +237,8 @@ class ModelSync:
         if "parameters" in kinds:
             broadcast_in_place([param for _, param in self.named_parameters()], self._group, source=source)
         if "buffers" in kinds:
-            broadcast_in_place(self._members.common_buffers.tensors, self._group, source=source)
+            tensors = [buffer.tensor for buffer in self._members.common_buffers.now()]
+            broadcast_in_place(tensors, self._group, source=source)
         for expert in self.experts:
             expert._share(kinds)
 

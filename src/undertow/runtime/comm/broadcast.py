@@ -56,7 +56,7 @@ class CommonBuffers:
 
     def accept(self) -> None:
         """Accepts the current buffers as unchanged, although the new ones are not sent."""
-        self._known = self._kinds()
+        self._known, self.is_empty = self._kinds(), not any(self.tables)
 
     def _kinds(self) -> list[object]:
         present = (table.get(name) for table, name in self._places)
@@ -71,10 +71,6 @@ class CommonBuffers:
             if tensor is not earlier and tensor is not None and (tensor.shape, tensor.dtype) == (earlier.shape, earlier.dtype):
                 buffer.tensor = tensor
         return self.buffers
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [buffer.tensor for buffer in self.now()]
 
 
 def synchronize_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0, averages: bool = False) -> None:

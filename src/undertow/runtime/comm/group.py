@@ -163,7 +163,7 @@ class OwnGroup:
         if member is not None:
             if self._within is None:
                 member.here = self.here
-                self.trains_here()  # until another thread does
+                self.here.thread = threading.get_ident()  # until another thread trains
             member.groups.append(weakref.ref(self))
         with self.waiting("all ranks, to make a process group"):
             if member is not None and (all_meet or self._within is None):  # so that no rank waits below for one that is gone
@@ -256,14 +256,6 @@ class OwnGroup:
     def places(self, mine: str) -> dict[int, str]:
         """Returns the positions of the ranks of this model that call this at about the same time, in their own words."""
         return {} if self.member is None else self.member.places(mine)
-
-    def require_no_fault(self) -> None:
-        """Raises if another rank is gone or has failed, or if this rank was too late."""
-        require_no_fault(self.member)
-
-    def trains_here(self) -> None:
-        """Makes this the training thread: other ranks are told of an exception that ends it and shown its stack if it is late."""
-        self.here.thread = threading.get_ident()
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -359,7 +359,9 @@ class CurrentPlan:
     def has_other_buffers(self) -> bool:
         """True if this rank's buffers differ from those that the ranks have compared."""
         common = self.members.common_buffers
-        return self._config.buffers != "off" and bool(common.buffers or any(common.tables)) and common.are_others()
+        if common.is_empty and not any(common.tables):  # the usual case, in every round
+            return False
+        return self._config.buffers != "off" and common.are_others()
 
     def compare_buffers(self) -> Iterator[None]:
         """Called if all ranks have other buffers: makes them the common ones if they are the same; yields before the wait."""

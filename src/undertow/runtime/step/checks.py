@@ -180,22 +180,22 @@ def _idle(optimizer: Optimizer) -> Optimizer:
 
 
 class Replicas:
-    """Compares the parameters of all ranks of `group` after every `every` synchronizations, unless that is None.
+    """Compares the parameters of all ranks of `group` after every `every` synchronizations.
 
     Fingerprints are sent when a synchronization ends and compared when the next step begins. With several models in one backward,
     another rank may be at another model in between.
     """
 
-    def __init__(self, group: OwnGroup, every: int | None, *, names: Sequence[int]) -> None:
+    def __init__(self, group: OwnGroup, every: int, *, names: Sequence[int]) -> None:
         self._group = group
         self._names = names  # of the ranks
-        self._every = every if group.num_ranks > 1 else None
+        self._every = every
         # Comparisons in flight: synchronization, names of parameters, and for each rank whether it counts, and its fingerprints.
         self._sent: list[tuple[int, Sequence[str], Pending[list[Tensor]]]] = []
 
     def is_due(self, number: int) -> bool:
         """Returns True if parameters are compared at the end of synchronization `number`."""
-        return self._every is not None and (number + 1) % self._every == 0
+        return (number + 1) % self._every == 0
 
     @torch.no_grad()
     def send(self, named_params: Sequence[tuple[str, Tensor]], *, number: int, counts: bool) -> None:

@@ -1,5 +1,7 @@
 """The events of a step, and the rounds that they begin and end."""
 
+import threading
+
 from torch import Tensor
 
 from undertow.config import SyncConfig
@@ -12,6 +14,7 @@ from undertow.runtime.execute.hooks import OutermostEnd, is_watched
 from undertow.runtime.execute.round import RoundKind
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.model.module_params import ModuleParams
+from undertow.runtime.peers.waiting import require_no_fault
 from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.replan.param_hooks import Listeners, ParamHooks
 from undertow.runtime.step.checks import Checks
@@ -71,7 +74,7 @@ class Engine(RoundRunner):
     def forward_begins(self, *, is_training: bool) -> None:
         """Called before every forward that a backward may follow."""
         current_plan = self.current_plan
-        current_plan.group.require_no_fault()
+        require_no_fault(current_plan.group.member)
         if self._open is not None:
             self._abandon()
         if self.also_awaited:
@@ -87,7 +90,8 @@ class Engine(RoundRunner):
     def _training_forward_begins(self) -> None:
         current_plan, progress = self.current_plan, self.progress
         now, is_active = current_plan.now, current_plan.is_active
-        current_plan.group.trains_here()
+        # Other ranks are told of an exception that ends this thread, and shown its stack if it is late.
+        current_plan.group.here.thread = threading.get_ident()
         if not is_active and not self.is_accumulating:
             self.recorder.round_ends(())  # there are no rounds that would end a step
         self.recorder.forward_begins()
