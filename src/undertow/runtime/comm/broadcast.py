@@ -4,7 +4,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ _MOST_ON_THEIR_WAY = 3  # each is a copy
 
 
 # A place where a buffer is registered: the table of a module, and the name in it. A shared buffer has several.
-Place: TypeAlias = tuple[dict[str, Tensor | None], str]
+Place = tuple[dict[str, Tensor | None], str]
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ narrower. The result has the same bits whatever bucket a gradient is sent in.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -220,7 +219,6 @@ class BackendCollectives:
         self.group = group
         self.divides_first = not in_order
         self._wire = wire
-        self._in_order = in_order
         self._divisor = group.num_ranks if divisor is None else divisor
         # Collectives wait for others on this stream, so that the host waits for neither.
         self._behind = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -233,12 +231,12 @@ class BackendCollectives:
         # The backend would add these values in 16 bits, and their sum may overflow.
         is_divided = self.divides_first and travels_narrower(storage.dtype, self._wire)
         parts = cast_for_wire(values.div(self._divisor) if is_divided else values, self._wire)
-        if self._in_order:
-            work, add_up = self._exchanged(parts, into=shard)
-        else:
+        if self.divides_first:
             narrow = shard if shard.dtype == parts.dtype else torch.empty_like(shard, dtype=parts.dtype)
             work = private.reduce_scatter(narrow, parts, group=pg, async_op=True)
-            add_up = int if narrow is shard else lambda: shard.copy_(_used_here(narrow))
+            add_up: Callable[[], object] = int if narrow is shard else lambda: shard.copy_(_used_here(narrow))
+        else:
+            work, add_up = self._exchanged(parts, into=shard)
 
         def finish() -> None:
             add_up()
@@ -272,7 +270,7 @@ class BackendCollectives:
         with torch.cuda.stream(self._behind):
             before.wait()
             trailers = dist.all_reduce(trailer, group=pg, async_op=True)
-            if self._in_order:
+            if not self.divides_first:
                 mean = self.all_reduce(tensor)
                 return WorkHandle(trailers, *mean.works, finish=mean.wait)
             sent = cast_for_wire(tensor.div(self._divisor).to(trailer.dtype), self._wire)
@@ -301,7 +299,7 @@ class BackendCollectives:
         return work, add_up
 
 
-Collectives: TypeAlias = P2PCollectives | BackendCollectives
+Collectives = P2PCollectives | BackendCollectives
 
 
 def exchanges_over(group: OwnGroup, config: SyncConfig, *, divisor: float) -> Collectives:

@@ -1,7 +1,6 @@
 """The user's own reduction: a communication hook in the form that torch's DistributedDataParallel accepts."""
 
 import inspect
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -156,7 +155,7 @@ class _Calling:
 
 def _thread_beside_this_one() -> _Calling:
     """Returns the thread for the hooks of all models that train in this thread, which may share a group and so need one order."""
-    key = os.getpid(), threading.get_ident()  # a child process has none of its parent's threads, only the same ids
+    key = threading.get_native_id()  # differs in a child process, which has none of its parent's threads
     thread = _threads.get(key)
     if thread is None or any(group.is_broken for group in thread.groups):  # the thread may be stuck in a broken group
         thread = _threads[key] = _Calling()
@@ -164,7 +163,7 @@ def _thread_beside_this_one() -> _Calling:
 
 
 # Hooks hold the workers: when the last reference is gone, the worker's thread ends.
-_threads: weakref.WeakValueDictionary[tuple[int, int], _Calling] = weakref.WeakValueDictionary()
+_threads: weakref.WeakValueDictionary[int, _Calling] = weakref.WeakValueDictionary()
 
 
 def _check_signature(hook: Callable[..., Any]) -> None:

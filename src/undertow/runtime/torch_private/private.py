@@ -84,11 +84,9 @@ def left_alone(function: _Function) -> _Function:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Returns the timeout of `group`'s collectives, or None, which means the backend's default, if it does not tell."""
-    try:
-        options = group._get_backend(group._device_types[0]).options
-    except (AttributeError, IndexError, RuntimeError):
-        return None
-    return getattr(options, "_timeout", None)
+    with contextlib.suppress(AttributeError, IndexError, RuntimeError):
+        return group._get_backend(group._device_types[0]).options._timeout
+    return None
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
@@ -209,8 +207,9 @@ def wrapper_tensor(
     cls: type[_Tensor], like: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> _Tensor:
     """Returns a tensor of class `cls` without storage, with `like`'s shape and strides and, by default, its dtype and device."""
-    make = torch.Tensor._make_wrapper_subclass
-    return make(cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device)
+    return torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
+    )
 
 
 def first_failure(error: BaseException, kind: type[_Error]) -> _Error | None:
@@ -414,9 +413,9 @@ def is_compiling() -> bool:
 
 def cast_floating(inputs: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Casts every floating-point tensor in the arguments of a forward."""
-
-    moved = tree_map_only(torch.Tensor, lambda it: it.to(dtype) if it.is_floating_point() else it, (inputs, kwargs))
-    return cast(tuple[tuple[Any, ...], dict[str, Any]], moved)
+    return tree_map_only(  # type: ignore[no-any-return]
+        torch.Tensor, lambda it: it.to(dtype) if it.is_floating_point() else it, (inputs, kwargs)
+    )
 
 
 def tensors_in(outputs: object) -> list[torch.Tensor]:
