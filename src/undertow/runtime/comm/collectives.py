@@ -47,9 +47,8 @@ class P2PCollectives:
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
         # Not in the backward's thread, which would wait for the copy into the bucket and for gloo's send: that copies into the
         # socket, or blocks while gloo reads from that peer.
-        self._posting = group.worker("undertow-posts")
-        self._adding = group.worker("undertow-adds")
-        self._gathering = group.worker("undertow-gathers")
+        names = ("undertow-posts", "undertow-adds", "undertow-gathers")
+        self._posting, self._adding, self._gathering = map(group.worker, names)
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> ThreadHandle:
         """Starts to write the mean or sum over ranks of this rank's part of `storage` into `shard`; `pack` fills `storage` first.
