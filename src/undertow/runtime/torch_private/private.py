@@ -308,8 +308,7 @@ class DistributedBackwards:
         self._context: int | None = None
         self._seen_task = -1
         # These backwards run the hooks of the accumulating nodes, not of the parameters; only this list keeps the nodes alive.
-        self._nodes = [accumulating_node(param) for param in params]
-        self._hooks = [node.register_hook(self._arrive) for node in self._nodes]
+        self._hooks = [(node, node.register_hook(self._arrive)) for node in map(accumulating_node, params)]
 
     def forward_begins(self) -> None:
         """Remembers the context of the forward, because backward runs in a thread that has none."""
@@ -319,9 +318,9 @@ class DistributedBackwards:
             self._context = None
 
     def close(self) -> None:
-        for hook in self._hooks:
+        for _, hook in self._hooks:
             hook.remove()
-        self._hooks, self._nodes = [], []
+        self._hooks = []
 
     def _arrive(self, *_gradients: Any) -> None:
         task = graph_task_id()
@@ -332,10 +331,9 @@ class DistributedBackwards:
     def _end(self) -> None:
         self._seen_task = -1
         # An ordinary backward has reported its gradients already.
-        if self._context is None or self._is_local():
-            return
-        gradients = sys.modules["torch.distributed.autograd"].get_gradients(self._context)  # by parameter, no copies
-        self._on_end({index: gradients[param] for index, param in enumerate(self._params) if param in gradients})
+        if self._context is not None and not self._is_local():
+            gradients = sys.modules["torch.distributed.autograd"].get_gradients(self._context)  # by parameter, no copies
+            self._on_end({index: gradients[param] for index, param in enumerate(self._params) if param in gradients})
 
 
 def before_accumulating(param: torch.Tensor, call: Callable[[], object]) -> tuple[Any, RemovableHandle]:
