@@ -32,8 +32,7 @@ from undertow.runtime.step.sharded_steps import (
 )
 from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.torch_private import private
-from undertow.runtime.torch_private.compile import cut_graphs
-from undertow.runtime.torch_private.module_hook import ModuleHook
+from undertow.runtime.torch_private.module_hook import ModuleHook, cut_graphs
 
 
 class ModelSync:
@@ -238,7 +237,8 @@ class ModelSync:
         if "parameters" in kinds:
             broadcast_in_place([param for _, param in self.named_parameters()], self._group, source=source)
         if "buffers" in kinds:
-            broadcast_in_place(self._members.common_buffers.tensors, self._group, source=source)
+            tensors = [buffer.tensor for buffer in self._members.common_buffers.now()]
+            broadcast_in_place(tensors, self._group, source=source)
         for expert in self.experts:
             expert._share(kinds)
 
@@ -247,8 +247,9 @@ class ModelSync:
         if self._group.num_ranks == 1:
             return
         self._engine.current_plan.open()
-        averages = self._config.buffers == "mean"
-        synchronize_buffers(self._members.common_buffers, self._group, source=source, averages=averages)
+        if self._members.common_buffers.buffers:
+            averages = self._config.buffers == "mean"
+            synchronize_buffers(self._members.common_buffers, self._group, source=source, averages=averages)
 
     def _shadow(self) -> None:
         """Takes part in one synchronization of the other ranks without contributing gradients."""

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from undertow.errors import require
 from undertow.model_sync import ModelSync
 from undertow.profile import Profile
-from undertow.runtime.comm.comm_hook import CommHook, no_hook_with_sums
+from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.gradients.weights import require_weighted
 from undertow.runtime.replan.planning import explanation_of, measured_profile
 from undertow.runtime.step.reduction import Reduction, start_reduction
@@ -143,8 +144,12 @@ class GradientSync(ModelSync):
         self._require_open("register_comm_hook()")
         if self._steps is not None:
             raise no_hooks_with_shards()
-        if self._engine.earlier is not None:
-            raise no_hook_with_sums()
+        require(
+            self._engine.earlier is None,
+            'a communication hook divides gradients as it sees fit: it goes neither with op="sum" nor with op="weighted".',
+            where="register_comm_hook(state, hook)",
+            remedy="Leave the hook out, or have it divide by what you want.",
+        )
         self._engine.use_hook(CommHook(state, hook))
 
     def report(self) -> StepReport:

@@ -28,7 +28,7 @@ from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, warn_o
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf
 from undertow.runtime.peers.faults import Fault
-from undertow.runtime.torch_private import amp as private_scaling
+from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
 
 
@@ -170,7 +170,7 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequen
         sync.close()
         raise
     sync._take_part_with_experts()
-    sync._attached.callback(private_scaling.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(sync))))
+    sync._attached.callback(private.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(sync))))
     return sync
 
 
@@ -191,9 +191,7 @@ def _fail(everybody: OwnGroup, fault: Fault) -> None:
         everybody.member.fails(fault)
 
 
-def _alike_on_all_ranks(
-    weak_sync: weakref.ref[GradientSync], optimizer: Optimizer, look: private_scaling.Look
-) -> private_scaling.Found:
+def _alike_on_all_ranks(weak_sync: weakref.ref[GradientSync], optimizer: Optimizer, look: private.Look) -> private.Found:
     """Returns a scaler's finding over all ranks: each has checked only its own experts, and all must skip the same steps.
 
     Costs one all-reduce of one number, for every optimizer that holds a parameter of the model, an expert or not: which experts

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -14,6 +14,9 @@ from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import OwnGroup
 from undertow.version import __version__
 
+# Tensors that are compared: their key, the word for one of them, and the words for all.
+_TENSORS = (("params", "parameter", "the parameters"), ("others", "tensor", "the frozen parameters or the buffers"))
+_SETTINGS = "the settings"
 _COMPARISON = "the comparison of all ranks' parameters"
 
 
@@ -75,39 +78,35 @@ class Agreement:
         """Waits, and raises PlanMismatch on every rank if ranks differ."""
         if self.is_reached():
             return
-        digests = [bytes(digest.tolist()) for digest in self._digests.value]
-        described = gather_json(self._group, self._text)
+        digests = [bytes(digest.tolist()).hex() for digest in self._digests.value]
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise _mismatch(described[0], described[other], other, fingerprints=[digest.hex()[:4] for digest in digests])
+        described = gather_json(self._group, self._text)
+        what, difference = next(_differences(described[0], described[other], other))
+        ranks = [
+            f"rank {rank}: {len(described[rank]['params'])} parameters, fingerprint {digests[rank][:4]}" for rank in (0, other)
+        ]
+        raise PlanMismatch(
+            f"ranks disagree on {what}.",
+            where=f"{'   '.join(ranks)}\n  first difference: {difference}",
+            remedy="Give every rank the same settings and the same versions."
+            if what == _SETTINGS
+            else "Build the model the same way on every rank before wrapping it.",
+        )
 
 
-def _mismatch(first: dict[str, Any], second: dict[str, Any], rank: int, *, fingerprints: Sequence[str]) -> PlanMismatch:
-    remedy = "Build the model the same way on every rank before wrapping it."
-    if difference := _tensor_difference(first["params"], second["params"], rank, kind="parameter"):
-        what = "ranks disagree on the parameters."
-    elif difference := _tensor_difference(first["others"], second["others"], rank, kind="tensor"):
-        what = "ranks disagree on the frozen parameters or the buffers."
-    else:
-        what, remedy = "ranks disagree on the settings.", "Give every rank the same settings and the same versions."
-        mine, theirs = first["settings"], second["settings"]
-        name = next(key for key in (*mine, *theirs) if mine.get(key) != theirs.get(key))
-        difference = f"{name} is {mine.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}"
-    summaries = [
-        f"rank {number}: {len(described['params'])} parameters, fingerprint {fingerprints[number]}"
-        for number, described in ((0, first), (rank, second))
-    ]
-    return PlanMismatch(what, where=f"{'   '.join(summaries)}\n  first difference: {difference}", remedy=remedy)
-
-
-def _tensor_difference(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], rank: int, *, kind: str) -> str | None:
-    for index, (mine, theirs) in enumerate(zip_longest(first, second)):
-        if mine == theirs:
-            continue
-        if mine is None or theirs is None or mine["name"] != theirs["name"]:
-            here, there = ("missing" if spec is None else repr(spec["name"]) for spec in (mine, theirs))
-            return f"{kind} {index} is {here} on rank 0 and {there} on rank {rank}"
-        # The shape first: other fields, such as the order of axes in memory, follow from it.
-        field = next(key for key in ("shape", *mine, *theirs) if mine.get(key) != theirs.get(key))
-        text = f"{field} of {kind} {index} ({mine['name']!r}) is {mine.get(field)}"
-        return f"{text} on rank 0 and {theirs.get(field)} on rank {rank}"
-    return None
+def _differences(first: dict[str, Any], second: dict[str, Any], rank: int) -> Iterator[tuple[str, str]]:
+    """Yields the kind of each difference between rank 0 and `rank`, and the difference in words."""
+    for key, kind, name_of_all in _TENSORS:
+        for index, (mine, theirs) in enumerate(zip_longest(first[key], second[key])):
+            if mine is None or theirs is None or mine["name"] != theirs["name"]:
+                here, there = ("missing" if spec is None else repr(spec["name"]) for spec in (mine, theirs))
+                yield name_of_all, f"{kind} {index} is {here} on rank 0 and {there} on rank {rank}"
+            elif mine != theirs:
+                # The shape first: other fields, such as the order of axes in memory, follow from it.
+                field = next(name for name in ("shape", *mine, *theirs) if mine.get(name) != theirs.get(name))
+                values = f"{mine.get(field)} on rank 0 and {theirs.get(field)} on rank {rank}"
+                yield name_of_all, f"{field} of {kind} {index} ({mine['name']!r}) is {values}"
+    mine, theirs = first["settings"], second["settings"]
+    for name in mine | theirs:
+        if mine.get(name) != theirs.get(name):
+            yield _SETTINGS, f"{name} is {mine.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}"

@@ -1,7 +1,7 @@
 """Copies buffers from one rank or averages them over ranks; copies parameters from one rank."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -15,23 +15,16 @@ _CHUNK_BYTES = 25 * 1024 * 1024
 _MOST_ON_THEIR_WAY = 3  # each is a copy
 
 
-@dataclass(frozen=True, slots=True)
-class BufferOwner:
-    """A place in the model where a buffer is registered; a shared buffer has several."""
-
-    buffers: dict[str, Tensor | None]  # of one module
-    name: str
-
-    def get(self) -> Tensor | None:
-        return self.buffers.get(self.name)
+# A place where a buffer is registered: the table of a module, and the name in it. A shared buffer has several.
+Place = tuple[dict[str, Tensor | None], str]
 
 
 @dataclass(slots=True)
 class _Item:
-    """A tensor that is sent once; of a buffer also all places where it is registered, so that it stays shared."""
+    """A tensor that is sent once; of a buffer also all its places, so that it stays shared."""
 
     tensor: Tensor
-    owners: Sequence[BufferOwner] = ()
+    places: Sequence[Place] = ()
 
 
 _Values = list[tuple[_Item, Tensor]]  # items with their new values
@@ -45,16 +38,16 @@ class CommonBuffers:
     sent, until all ranks have new buffers and compare them.
     """
 
-    def __init__(self, owners: Sequence[BufferOwner], tables: Sequence[dict[str, Tensor | None]] = ()) -> None:
-        """`owners` are all places of buffers to synchronize; `tables` are the buffer tables of all modules, which may grow."""
-        places: dict[Tensor, list[BufferOwner]] = defaultdict(list)  # tensors are keys by identity
-        for owner in owners:
-            if (tensor := owner.get()) is not None:
-                places[tensor].append(owner)
-        self._buffers = [_Item(tensor, owners) for tensor, owners in places.items()]
-        self._owners = owners
-        self._tables = tables
-        self._known = self._kinds()
+    def __init__(self, places: Sequence[Place] = (), tables: Sequence[dict[str, Tensor | None]] = ()) -> None:
+        """`places` are those of all buffers to synchronize; `tables` are the buffer tables of all modules, which may grow."""
+        found: dict[Tensor, list[Place]] = defaultdict(list)  # tensors are keys by identity
+        for table, name in places:
+            if (tensor := table.get(name)) is not None:
+                found[tensor].append((table, name))
+        self.buffers = list(map(_Item, found, found.values()))
+        self.tables = tables
+        self._places = places
+        self.accept()
 
     def are_others(self) -> bool:
         """True if the number or kind of the buffers has changed since they were last accepted."""
@@ -62,26 +55,21 @@ class CommonBuffers:
 
     def accept(self) -> None:
         """Accepts the current buffers as unchanged, although the new ones are not sent."""
-        self._known = self._kinds()
+        self._known, self.is_empty = self._kinds(), not any(self.tables)
 
-    def _kinds(self) -> tuple[list[int], list[object]]:
-        present = [owner.get() for owner in self._owners]
-        kinds: list[object] = [None if buffer is None else (buffer.shape, buffer.dtype) for buffer in present]
-        return list(map(len, self._tables)), kinds
+    def _kinds(self) -> list[object]:
+        present = (table.get(name) for table, name in self._places)
+        return [*map(len, self.tables), *(buffer if buffer is None else (buffer.shape, buffer.dtype) for buffer in present)]
 
     def now(self) -> list[_Item]:
         """Returns the current buffers, or an earlier one if the current one has another shape or dtype, or is gone."""
-        for buffer in self._buffers:
-            tensor, earlier = buffer.owners[0].get(), buffer.tensor
-            if tensor is earlier or tensor is None:  # the usual case: checked for every buffer in every forward
-                continue
-            if tensor.shape == earlier.shape and tensor.dtype == earlier.dtype:
+        for buffer in self.buffers:
+            (table, name), earlier = buffer.places[0], buffer.tensor
+            tensor = table.get(name)
+            # The usual case comes first: this is checked for every buffer in every forward.
+            if tensor is not earlier and tensor is not None and (tensor.shape, tensor.dtype) == (earlier.shape, earlier.dtype):
                 buffer.tensor = tensor
-        return self._buffers
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [buffer.tensor for buffer in self.now()]
+        return self.buffers
 
 
 def synchronize_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0, averages: bool = False) -> None:
@@ -98,21 +86,21 @@ def synchronize_buffers(common: CommonBuffers, group: OwnGroup, *, source: int =
         _replace(values)
 
 
-def broadcast_in_place(tensors: Sequence[Tensor], group: OwnGroup, *, source: int = 0) -> None:
+def broadcast_in_place(tensors: Iterable[Tensor], group: OwnGroup, *, source: int = 0) -> None:
     """Writes the values of rank `source` into `tensors`; used for parameters, which must stay the same tensors."""
-    for values in _of_source(list(map(_Item, tensors)), group, source):
-        _write(values)
+    _write(_of_source(list(map(_Item, tensors)), group, source))
 
 
-def send_in_place(tensors: Sequence[Tensor], group: OwnGroup) -> Callable[[], None]:
+def send_in_place(tensors: Iterable[Tensor], group: OwnGroup) -> Callable[[], None]:
     """Starts `broadcast_in_place` from rank 0; the returned function waits and writes the values."""
     on_their_way = [_sent(chunk, group, 0) for chunk in _chunks(list(map(_Item, tensors)))]
+    return lambda: _write(pending.take() for pending in on_their_way)
 
-    def write() -> None:
-        for pending in on_their_way:
-            _write(pending.take())
 
-    return write
+@torch.no_grad()
+def _write(arriving: Iterable[_Values]) -> None:
+    for item, value in chain.from_iterable(arriving):
+        item.tensor.copy_(value)
 
 
 def _of_source(items: Sequence[_Item], group: OwnGroup, source: int) -> Iterator[_Values]:
@@ -133,14 +121,7 @@ def _sent(chunk: Sequence[_Item], group: OwnGroup, source: int) -> Pending[_Valu
     return Pending(group, sent.work, [] if group.rank == source else _values(chunk, flat), sent.what)
 
 
-@torch.no_grad()
-def _write(values: _Values) -> None:
-    for item, value in values:
-        item.tensor.copy_(value)
-
-
 def _replace(values: _Values) -> None:
-    """Replaces buffers by new tensors with these values."""
     # On the host, an unchanged buffer stays the same tensor, for code that holds a reference. On a device, the comparison would
     # block the host for every buffer of every forward, so all buffers are replaced.
     changed = [(item, value) for item, value in values if value.device.type != "cpu" or not torch.equal(item.tensor, value)]
@@ -150,9 +131,9 @@ def _replace(values: _Values) -> None:
     new = [torch.empty_like(item.tensor) for item, _ in changed]
     private.copy_each(new, [value for _, value in changed])
     for (item, _), own in zip(changed, new, strict=True):
-        for owner in item.owners:
-            if owner.get() is item.tensor:
-                owner.buffers[owner.name] = own
+        for table, name in item.places:
+            if table.get(name) is item.tensor:
+                table[name] = own
 
 
 def _means(chunk: Sequence[_Item], group: OwnGroup) -> _Values:
@@ -173,20 +154,16 @@ def _flat(chunk: Sequence[_Item]) -> Tensor:
 
 
 def _values(chunk: Sequence[_Item], flat: Tensor) -> _Values:
-    """Returns the items with views of `flat` that have their shapes."""
     parts = torch.split(flat, [item.tensor.numel() for item in chunk])
     return [(item, part.view(item.tensor.shape)) for item, part in zip(chunk, parts, strict=True)]
 
 
-def _chunks(items: Sequence[_Item]) -> Iterator[list[_Item]]:
-    """Splits items, in order, into chunks of one dtype and device; all ranks split alike."""
-    chunks: dict[tuple[torch.dtype, torch.device], list[_Item]] = defaultdict(list)
-    num_bytes = Counter[tuple[torch.dtype, torch.device]]()
+def _chunks(items: Sequence[_Item]) -> list[list[_Item]]:
+    """Splits items into chunks of one dtype and device; all ranks split alike."""
+    chunks: dict[tuple[object, ...], list[_Item]] = defaultdict(list)
+    num_bytes = Counter[tuple[object, ...]]()
     for item in items:
         kind = item.tensor.dtype, item.tensor.device
-        chunks[kind].append(item)
+        chunks[*kind, num_bytes[kind] // _CHUNK_BYTES].append(item)
         num_bytes[kind] += item.tensor.nbytes
-        if num_bytes[kind] >= _CHUNK_BYTES:
-            del num_bytes[kind]
-            yield chunks.pop(kind)
-    yield from chunks.values()
+    return list(chunks.values())

@@ -7,22 +7,21 @@ narrower. The result has the same bits whatever bucket a gradient is sent in.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
-from typing import TypeAlias
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError
+from undertow.errors import require
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle, Posted, ThreadHandle, Work, WorkHandle
 from undertow.runtime.peers.threads import Worker
 from undertow.runtime.torch_private import private
 
 _GATHER_TAG = 1 << 24  # gathers may start in a different order on another rank, so a number identifies each
-_NUM_TAGS = 1 << 20
+_NUM_EXCHANGES = 1 << 16  # far more than may be in flight
 
 
 class P2PCollectives:
@@ -42,16 +41,14 @@ class P2PCollectives:
         self._wire = wire
         self._divisor = group.num_ranks if divisor is None else divisor
         self._in_order = in_order
-        self._rows = group.user.row_places
         self._peers = [peer for peer in range(group.num_ranks) if peer != group.rank]
-        self._tags = count()
+        self._tags = cycle(range(0, 4 * _NUM_EXCHANGES, 4))  # an exchange sends messages of up to three kinds
         # Reused memory for messages from peers, because fresh memory costs a page fault for every 4 KiB.
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
         # Not in the backward's thread, which would wait for the copy into the bucket and for gloo's send: that copies into the
         # socket, or blocks while gloo reads from that peer.
-        self._posting = group.worker("undertow-posts")
-        self._adding = group.worker("undertow-adds")
-        self._gathering = group.worker("undertow-gathers")
+        names = ("undertow-posts", "undertow-adds", "undertow-gathers")
+        self._posting, self._adding, self._gathering = map(group.worker, names)
 
     def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object]) -> ThreadHandle:
         """Starts to write the mean or sum over ranks of this rank's part of `storage` into `shard`; `pack` fills `storage` first.
@@ -62,14 +59,8 @@ class P2PCollectives:
         ranks on every rank. shard: of `accumulation_dtype(storage.dtype)`. Every rank starts its reduce-scatters and all-reduces
         in the same order.
         """
-        post = partial(self._post_reduce_scatter, storage, shard, trailer, self._next_tag())
-
-        def pack_and_post() -> Posted:
-            with torch.no_grad():
-                pack()
-            return post()
-
-        return self._start(ThreadHandle(self.group.result), pack_and_post, self._adding)
+        post = partial(self._post_reduce_scatter, storage, shard, trailer, pack, next(self._tags))
+        return self._start(ThreadHandle(self.group.result), post, self._adding)
 
     def all_reduce(self, tensor: Tensor) -> ThreadHandle:
         """Starts to replace `tensor` by its mean or sum over ranks, added in rank order. [any number of elements]
@@ -77,7 +68,7 @@ class P2PCollectives:
         Ranks of a mesh are added row by row, like exchanges inside and across its rows.
         """
         handle = ThreadHandle(self.group.result)
-        return self._start(handle, partial(self._post_all_reduce, tensor, tensor, handle, self._next_tag()), self._adding)
+        return self._start(handle, partial(self._post_all_reduce, tensor, tensor, handle, next(self._tags)), self._adding)
 
     def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> ThreadHandle:
         """Starts an all-reduce of a tensor that is ready when `before` is complete; `trailer` becomes its sum over ranks.
@@ -86,11 +77,7 @@ class P2PCollectives:
         `tensor` is sent in the trailer's dtype, as in an all-reduce of the backend's.
         """
         handle = ThreadHandle(self.group.result)
-        post_both = partial(self._post_both, tensor, trailer, handle, self._next_tag(), self._next_tag())
-
-        def post() -> Posted:
-            before.wait()  # it has ended; this raises if it failed
-            return post_both()
+        post = partial(self._post_both, before, tensor, trailer, handle, next(self._tags))
 
         def start(_before: object) -> None:
             try:
@@ -109,11 +96,7 @@ class P2PCollectives:
         flat: [number of ranks * part]. `number` identifies a gather among those in flight. `first` is called before anything of
         `flat` is sent, and may block.
         """
-
-        def post() -> Posted:
-            first()
-            return self._post_all_gather(flat, then, _GATHER_TAG + number)
-
+        post = partial(self._post_all_gather, flat, first, then, _GATHER_TAG + number)
         return self._start(ThreadHandle(self.group.result), post, self._gathering)
 
     def after_reductions(self, work: Callable[[], object]) -> ThreadHandle:
@@ -125,14 +108,18 @@ class P2PCollectives:
         for thread in (self._posting, self._adding, self._gathering):
             thread.shutdown()
 
-    def _post_reduce_scatter(self, storage: Tensor, shard: Tensor, trailer: range, tag: int) -> Posted:
+    def _post_reduce_scatter(
+        self, storage: Tensor, shard: Tensor, trailer: range, pack: Callable[[], object], tag: int
+    ) -> Posted:
+        with torch.no_grad():
+            pack()
         num_ranks = self.group.num_ranks
-        parts = list(cast_for_wire(storage[: num_ranks * shard.numel()], self._wire).view(num_ranks, -1))
         own_trailer = storage[trailer.start : trailer.stop]
+        received, works = self._exchange(
+            list(cast_for_wire(storage[: num_ranks * shard.numel()], self._wire).view(num_ranks, -1)), tag=tag
+        )
         # Separate messages: combining the two would halve their number but require adjacent memory.
-        received, trailers = self._received_beside(parts), self._received_beside([own_trailer] * num_ranks)
-        works = self._post(sent=parts, received=received, tag=tag)
-        works += self._post(sent=[own_trailer] * num_ranks, received=trailers, tag=tag + 1)
+        trailers, more = self._exchange([own_trailer] * num_ranks, tag=tag + 1)
 
         def add_up() -> None:
             sum_in_order(received, into=shard)
@@ -141,31 +128,31 @@ class P2PCollectives:
             self._add_up_trailer(own_trailer, trailers)
             self._give_back(received)
 
-        return Posted(works, add_up)
+        return Posted([*works, *more], add_up)
 
     def _post_all_reduce(
         self, values: Tensor, target: Tensor, handle: ThreadHandle, tag: int, *, is_divided: bool = False
     ) -> Posted:
         tensor, divisor = cast_for_wire(values, self._wire), 1 if is_divided else self._divisor
         parts = list(tensor.tensor_split(self.group.num_ranks))
-        own, copies = parts[self.group.rank], [parts[self.group.rank]] * len(parts)
+        own = parts[self.group.rank]
         total = self._taken(own.numel(), accumulation_dtype(tensor.dtype), tensor.device)
-        received = self._received_beside(copies)
-        works = self._post(sent=parts, received=received, tag=tag)
+        received, works = self._exchange(parts, tag=tag)
         # Received into the sent parts: a peer returns a part's result only after it has received the part.
         returning = self._receive(parts, tag=tag + 1)
 
         def add_up() -> None:
-            own.copy_(sum_in_order(received, into=total, rows=self._rows).div_(divisor))
+            own.copy_(sum_in_order(received, into=total, rows=self.group.user.row_places).div_(divisor))
             self._give_back(received, total)
             widen = int if tensor is target else partial(target.copy_, tensor)
-            self._gathering.submit(handle.complete, Posted([*returning, *self._send(copies, tag=tag + 1)], widen))
+            returned = self._send([own] * len(parts), tag=tag + 1)
+            self._gathering.submit(handle.complete, Posted([*returning, *returned], widen))
 
         return Posted(works, add_up, is_last=False)
 
-    def _post_both(self, tensor: Tensor, trailer: Tensor, handle: ThreadHandle, tag: int, trailer_tag: int) -> Posted:
-        trailers = self._received_beside([trailer] * self.group.num_ranks)
-        works = self._post(sent=[trailer] * self.group.num_ranks, received=trailers, tag=trailer_tag)
+    def _post_both(self, before: Handle, tensor: Tensor, trailer: Tensor, handle: ThreadHandle, tag: int) -> Posted:
+        before.wait()  # it has ended; this raises if it failed
+        trailers, works = self._exchange([trailer] * self.group.num_ranks, tag=tag + 2)
         # Sums over the inner ranks that are not divided yet may be too large for 16 bits, so divide before the cast.
         is_divided = torch.float16 in (self._wire, trailer.dtype)
         if is_divided:
@@ -179,20 +166,23 @@ class P2PCollectives:
 
         return Posted([*works, *mean.works], add_up, is_last=False)
 
-    def _post_all_gather(self, flat: Tensor, then: Callable[[], object], tag: int) -> Posted:
+    def _post_all_gather(self, flat: Tensor, first: Callable[[], object], then: Callable[[], object], tag: int) -> Posted:
+        first()
         parts = list(flat.view(self.group.num_ranks, -1))
-        return Posted(self._post(sent=[parts[self.group.rank]] * len(parts), received=parts, tag=tag), then)
-
-    def _next_tag(self) -> int:
-        return 2 * (next(self._tags) % _NUM_TAGS)
+        returned = self._receive(parts, tag=tag)
+        return Posted([*returned, *self._send([parts[self.group.rank]] * len(parts), tag=tag)], then)
 
     def _start(self, handle: ThreadHandle, post: Callable[[], Posted], thread: Worker) -> ThreadHandle:
         self._posting.submit(handle.begin, post, thread)
         return handle
 
-    def _post(self, *, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int) -> list[Work]:
-        """Sends `sent[peer]` to each peer and receives `received[peer]` from it."""
-        return [*self._receive(received, tag=tag), *self._send(sent, tag=tag)]
+    def _exchange(self, sent: Sequence[Tensor], *, tag: int) -> tuple[list[Tensor], list[Work]]:
+        """Sends `sent[peer]` to each peer, and receives tensors like this rank's own; returns these and the messages."""
+        own = sent[self.group.rank]
+        received = [
+            own if peer == self.group.rank else self._taken(own.numel(), own.dtype, own.device) for peer in range(len(sent))
+        ]
+        return received, [*self._receive(received, tag=tag), *self._send(sent, tag=tag)]
 
     def _receive(self, received: Sequence[Tensor], *, tag: int) -> list[Work]:
         group = self.group.process_group
@@ -201,13 +191,6 @@ class P2PCollectives:
     def _send(self, sent: Sequence[Tensor], *, tag: int) -> list[Work]:
         group = self.group.process_group
         return [dist.isend(sent[peer], group=group, group_dst=peer, tag=tag) for peer in self._peers]
-
-    def _received_beside(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Returns memory for every peer's tensor of the same kind as `parts`; this rank's own tensor is used as is."""
-        return [
-            part if peer == self.group.rank else self._taken(part.numel(), part.dtype, part.device)
-            for peer, part in enumerate(parts)
-        ]
 
     def _taken(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         free = self._free.get((numel, dtype, device))
@@ -235,9 +218,7 @@ class BackendCollectives:
         self.group = group
         self.divides_first = not in_order
         self._wire = wire
-        self._in_order = in_order
         self._divisor = group.num_ranks if divisor is None else divisor
-        self._rows = group.user.row_places
         # Collectives wait for others on this stream, so that the host waits for neither.
         self._behind = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -249,12 +230,12 @@ class BackendCollectives:
         # The backend would add these values in 16 bits, and their sum may overflow.
         is_divided = self.divides_first and travels_narrower(storage.dtype, self._wire)
         parts = cast_for_wire(values.div(self._divisor) if is_divided else values, self._wire)
-        if self._in_order:
-            work, add_up = self._exchanged(parts, into=shard)
-        else:
+        if self.divides_first:
             narrow = shard if shard.dtype == parts.dtype else torch.empty_like(shard, dtype=parts.dtype)
-            work = private.reduce_scatter_async(narrow, parts, pg)
-            add_up = int if narrow is shard else lambda: shard.copy_(_used_here(narrow))
+            work = private.reduce_scatter(narrow, parts, group=pg, async_op=True)
+            add_up: Callable[[], object] = int if narrow is shard else lambda: shard.copy_(_used_here(narrow))
+        else:
+            work, add_up = self._exchanged(parts, into=shard)
 
         def finish() -> None:
             add_up()
@@ -281,14 +262,14 @@ class BackendCollectives:
             tensor.copy_(_used_here(padded)[: tensor.numel()])
             _used_here(own)  # held until now, because NCCL reads it
 
-        return WorkHandle(private.all_gather_async(padded, own, pg), finish=finish)
+        return WorkHandle(private.all_gather(padded, own, group=pg, async_op=True), finish=finish)
 
     def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> WorkHandle:
         pg = self.group.process_group
         with torch.cuda.stream(self._behind):
             before.wait()
             trailers = dist.all_reduce(trailer, group=pg, async_op=True)
-            if self._in_order:
+            if not self.divides_first:
                 mean = self.all_reduce(tensor)
                 return WorkHandle(trailers, *mean.works, finish=mean.wait)
             sent = cast_for_wire(tensor.div(self._divisor).to(trailer.dtype), self._wire)
@@ -300,7 +281,7 @@ class BackendCollectives:
     ) -> WorkHandle:
         first()
         own = flat.view(self.group.num_ranks, -1)[self.group.rank]
-        return WorkHandle(private.all_gather_async(flat, own, self.group.process_group), finish=then)
+        return WorkHandle(private.all_gather(flat, own, group=self.group.process_group, async_op=True), finish=then)
 
     def close(self) -> None:
         """Does nothing: there are no threads."""
@@ -311,23 +292,23 @@ class BackendCollectives:
 
         def add_up() -> None:
             rows = received.view(self.group.num_ranks, -1)
-            sum_in_order([_used_here(row) for row in rows], into=into, rows=self._rows)
+            sum_in_order([_used_here(row) for row in rows], into=into, rows=self.group.user.row_places)
             _used_here(parts)  # held until now, because NCCL reads it
 
         return work, add_up
 
 
-Collectives: TypeAlias = P2PCollectives | BackendCollectives
+Collectives = P2PCollectives | BackendCollectives
 
 
 def exchanges_over(group: OwnGroup, config: SyncConfig, *, divisor: float) -> Collectives:
     """Returns the fastest exchanges for the group's backend; means are divided by `divisor`."""
-    if group.is_over_gloo and group.device.type != "cpu":
-        raise ConfigError(
-            f"{group.backend} sends and receives from the host's memory only, and parameters are on {group.device}.",
-            where='ShardedOptimizer, or reduction="ordered"',
-            remedy='Initialize torch.distributed with "nccl" to train on GPUs.',
-        )
+    require(
+        not group.is_over_gloo or group.device.type == "cpu",
+        f"{group.backend} sends and receives from the host's memory only, and parameters are on {group.device}.",
+        where='ShardedOptimizer, or reduction="ordered"',
+        remedy='Initialize torch.distributed with "nccl" to train on GPUs.',
+    )
     wire = None if config.wire_dtype is None else getattr(torch, config.wire_dtype)
     kind: type[Collectives] = P2PCollectives if group.is_over_gloo else BackendCollectives
     return kind(group, in_order=config.reduction == "ordered", divisor=divisor, wire=wire)

@@ -1,7 +1,6 @@
 """The user's own reduction: a communication hook in the form that torch's DistributedDataParallel accepts."""
 
 import inspect
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,14 +12,17 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.errors import WrongType, require
 from undertow.runtime.comm.group import OwnGroup, are_left
 from undertow.runtime.comm.handles import Handle, ThreadHandle, WorkHandle
 from undertow.runtime.peers.threads import Worker
 
 
 class HookedBucket:
-    """A bucket as hooks see it, with the methods of `torch.distributed.GradBucket`, which Python cannot construct."""
+    """A bucket as hooks see it, with the methods of `torch.distributed.GradBucket`, which Python cannot construct.
+
+    The buffer has the gradients one after another, [numel], without padding and trailer. Buckets count in the order of launches.
+    """
 
     def __init__(self, index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> None:
         self._index = index
@@ -29,11 +31,9 @@ class HookedBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Returns the position of the bucket in the order of launches."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """Returns the gradients one after another, [numel], without padding and trailer."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
@@ -50,7 +50,6 @@ class HookedBucket:
         return self._parameters
 
     def is_last(self) -> bool:
-        """Returns True if this bucket is the last one of the step."""
         return self._is_last
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -64,8 +63,7 @@ class CommHook:
     def __init__(self, state: object, hook: Callable[..., Any]) -> None:
         _check_signature(hook)
         self.name = name_of(hook)
-        self._state = state
-        self._hook = hook
+        self._hook = partial(hook, state)
         self._thread: _Calling | None = None
         self._failures: list[BaseException] = []
 
@@ -110,7 +108,7 @@ class CommHook:
     @torch.no_grad()
     def _call(self, bucket: HookedBucket) -> WorkHandle:
         target = bucket.buffer()
-        future = self._hook(self._state, bucket)
+        future = self._hook(bucket)
         require_future(future, where=f"{self.name}, bucket {bucket.index()}")
         # With the methods of a dist.Work.
         work = SimpleNamespace(wait=future.wait, is_completed=future.done, get_future=lambda: future)
@@ -123,12 +121,13 @@ def name_of(hook: Callable[..., Any]) -> str:
 
 def require_future(returned: object, *, where: str) -> None:
     """Raises WrongType unless a hook has returned a future."""
-    if not isinstance(returned, torch._C.Future):  # the base class of torch.futures.Future
-        raise WrongType(
-            f"expected the communication hook to return a torch.futures.Future, got {type(returned).__name__}.",
-            where=where,
-            remedy="Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
-        )
+    require(
+        isinstance(returned, torch._C.Future),  # the base class of torch.futures.Future
+        f"expected the communication hook to return a torch.futures.Future, got {type(returned).__name__}.",
+        where=where,
+        remedy="Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
+        error=WrongType,
+    )
 
 
 @torch.no_grad()
@@ -150,8 +149,6 @@ def write_result(result: object, target: Tensor, *, name: str) -> None:
 
 
 class _Calling:
-    """A thread that calls the hooks of some models."""
-
     def __init__(self) -> None:
         self.groups: weakref.WeakSet[OwnGroup] = weakref.WeakSet()
         self.worker = Worker("undertow-hooks", is_broken=partial(are_left, self.groups))
@@ -159,7 +156,7 @@ class _Calling:
 
 def _thread_beside_this_one() -> _Calling:
     """Returns the thread for the hooks of all models that train in this thread, which may share a group and so need one order."""
-    key = os.getpid(), threading.get_ident()  # a child process has none of its parent's threads, only the same ids
+    key = threading.get_native_id()  # differs in a child process, which has none of its parent's threads
     thread = _threads.get(key)
     if thread is None or any(group.is_broken for group in thread.groups):  # the thread may be stuck in a broken group
         thread = _threads[key] = _Calling()
@@ -167,63 +164,34 @@ def _thread_beside_this_one() -> _Calling:
 
 
 # Hooks hold the workers: when the last reference is gone, the worker's thread ends.
-_threads: weakref.WeakValueDictionary[tuple[int, int], _Calling] = weakref.WeakValueDictionary()
+_threads: weakref.WeakValueDictionary[int, _Calling] = weakref.WeakValueDictionary()
 
 
-def no_second_hook(earlier: CommHook | None) -> PhaseError:
-    """Returns the error for a hook registered inside a backward, or after an `earlier` one."""
-    return PhaseError(
-        "register_comm_hook can only be called once, and not within a backward.",
-        where="gradients are being synchronized" if earlier is None else f"{earlier.name} is registered",
-        remedy="Compose hooks with undertow.chain_comm_hooks((state, hook), ...), and register that before training.",
+def _check_signature(hook: Callable[..., Any]) -> None:
+    require(  # as torch does, with torch's messages
+        callable(hook),
+        f"Communication hook must be callable, got {type(hook).__name__}.",
+        where="register_comm_hook(state, hook)",
+        remedy="Pass a function hook(state, bucket) that returns a torch.futures.Future.",
+        error=WrongType,
     )
-
-
-def no_hook_with_wire_dtype(wire: torch.dtype) -> ConfigError:
-    """Returns the error for a hook combined with a wire dtype, from the settings or from torch's mixed_precision."""
-    return ConfigError(
-        f"a communication hook decides in which dtype gradients travel, and they are to travel in {wire}.",
-        where="register_comm_hook, with wire_dtype=... or mixed_precision=...",
-        remedy="Leave wire_dtype out; with mixed_precision let reduce_dtype=torch.float32 say that they travel as they are.",
-    )
-
-
-def _check_signature(hook: object) -> None:
-    """Checks the signature as torch does, with torch's messages."""
-    if not callable(hook):
-        raise WrongType(
-            f"Communication hook must be callable, got {type(hook).__name__}.",
-            where="register_comm_hook(state, hook)",
-            remedy="Pass a function hook(state, bucket) that returns a torch.futures.Future.",
-        )
     signature = inspect.signature(hook)
-    if "bucket" not in signature.parameters:
-        raise ConfigError(
-            f"Communication hook: expected a parameter named 'bucket', got {list(signature.parameters)}.",
-            where="register_comm_hook(state, hook)",
-            remedy="Write def hook(state, bucket).",
-        )
+    require(
+        "bucket" in signature.parameters,
+        f"Communication hook: expected a parameter named 'bucket', got {list(signature.parameters)}.",
+        where="register_comm_hook(state, hook)",
+        remedy="Write def hook(state, bucket).",
+    )
     wanted = {
         "bucket": (signature.parameters["bucket"].annotation, GradBucket, "dist.GradBucket"),
         "return": (signature.return_annotation, torch.futures.Future[Tensor], "torch.futures.Future[torch.Tensor]"),
     }
     for what, (annotation, expected, text) in wanted.items():
-        if annotation not in (inspect.Parameter.empty, expected, text) and not _is_same_text(annotation, text):
-            raise ConfigError(
-                f"Communication hook: {what} annotation should be {text}, got {annotation!r}.",
-                where="register_comm_hook(state, hook)",
-                remedy="Annotate it so, or leave the annotation out.",
-            )
-
-
-def _is_same_text(annotation: object, text: str) -> bool:
-    """Compares annotations under `from __future__ import annotations`, which are text with the file's own prefix."""
-    return isinstance(annotation, str) and text.split(".")[-1].rstrip("]") in annotation
-
-
-def no_hook_with_sums() -> ConfigError:
-    return ConfigError(
-        'a communication hook divides gradients as it sees fit: it goes neither with op="sum" nor with op="weighted".',
-        where="register_comm_hook(state, hook)",
-        remedy="Leave the hook out, or have it divide by what you want.",
-    )
+        # Under `from __future__ import annotations` they are texts, with the prefix that the user's file has.
+        is_same_text = isinstance(annotation, str) and text.split(".")[-1].rstrip("]") in annotation
+        require(
+            is_same_text or annotation in (inspect.Parameter.empty, expected, text),
+            f"Communication hook: {what} annotation should be {text}, got {annotation!r}.",
+            where="register_comm_hook(state, hook)",
+            remedy="Annotate it so, or leave the annotation out.",
+        )

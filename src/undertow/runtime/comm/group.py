@@ -10,15 +10,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import Any, Generic, TypeVar
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.errors import ConfigError, PhaseError, WrongType, require
 from undertow.runtime.comm.handles import ThreadHandle, Work, WorkHandle
 from undertow.runtime.peers import patience
 from undertow.runtime.peers.faults import Activity
@@ -53,11 +54,10 @@ class GroupRef:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> GroupRef:
-        ranks = tuple(dist.get_process_group_ranks(group))
         backend: str = dist.get_backend(group)
         if backend == dist.Backend.UNDEFINED:  # init_process_group() chose the backend
             backend = dist.get_backend_config(group)
-        return cls(ranks, backend, private.timeout_of(group), weakref.ref(group))
+        return cls(tuple(dist.get_process_group_ranks(group)), backend, private.timeout_of(group), weakref.ref(group))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -70,21 +70,21 @@ class GroupRef:
     @property
     def rank(self) -> int:
         """This process's rank in the group; ConfigError if a copy was loaded in a process that is not a member."""
-        if not dist.is_initialized():
-            raise ConfigError(
-                "torch.distributed is not initialized.",
-                where=f"a copy of a model that was wrapped over {len(self.ranks)} ranks",
-                remedy="Call torch.distributed.init_process_group() before loading it, or save model.module instead.",
-            )
-        if dist.get_rank() not in self.ranks:
-            raise ConfigError(
-                f"rank {dist.get_rank()} is not among the ranks of the model, {', '.join(map(str, self.ranks))}.",
-                where="a copy of a wrapped model",
-                remedy="Load it on those ranks only, or save model.module and wrap that.",
-            )
+        require(
+            dist.is_initialized(),
+            "torch.distributed is not initialized.",
+            where=f"a copy of a model that was wrapped over {len(self.ranks)} ranks",
+            remedy="Call torch.distributed.init_process_group() before loading it, or save model.module instead.",
+        )
+        require(
+            dist.get_rank() in self.ranks,
+            f"rank {dist.get_rank()} is not among the ranks of the model, {', '.join(map(str, self.ranks))}.",
+            where="a copy of a wrapped model",
+            remedy="Load it on those ranks only, or save model.module and wrap that.",
+        )
         return self.ranks.index(dist.get_rank())
 
-    @property
+    @cached_property
     def row_places(self) -> tuple[tuple[int, ...], ...]:
         """The rows, with ranks of the group instead of the world."""
         return tuple(tuple(map(self.ranks.index, row)) for row in self.rows)
@@ -101,7 +101,7 @@ class GroupRef:
         column = next((column for column in zip(*self.rows, strict=True) if dist.get_rank() in column), None)
         return None if column is None else GroupRef(tuple(sorted(column)), self.backend, self.timeout)
 
-    @property
+    @cached_property  # every bucket of a step asks
     def can_average(self) -> bool:
         """True if a collective can divide."""
         return any(name in self.backend for name in _BACKENDS_WITH_AVERAGE)
@@ -163,9 +163,8 @@ class OwnGroup:
         if member is not None:
             if self._within is None:
                 member.here = self.here
-                self.trains_here()  # until another thread does
-            interrupt, close = weakref.WeakMethod(self._interrupt), weakref.WeakMethod(self.close)
-            member.groups.append((partial(_call_if_there, interrupt), partial(_call_if_there, close)))
+                self.here.thread = threading.get_ident()  # until another thread trains
+            member.groups.append(weakref.ref(self))
         with self.waiting("all ranks, to make a process group"):
             if member is not None and (all_meet or self._within is None):  # so that no rank waits below for one that is gone
                 timeout = self.user.timeout
@@ -183,8 +182,7 @@ class OwnGroup:
         made, thread = ThreadHandle(self.result), self.worker("undertow-connects")
         thread.submit(made.run, self.user.clone)
         thread.shutdown()
-        group: dist.ProcessGroup = made.wait()
-        return group
+        return cast(dist.ProcessGroup, made.wait())
 
     def waiting(self, what: str = "") -> Waiting:
         """Context in which this rank waits for other ranks; if one is gone, the error says so."""
@@ -229,10 +227,10 @@ class OwnGroup:
 
         Raises RuntimeError if the work cannot complete because a rank is gone.
         """
-        if self.device.type == "cpu":
-            self._wait_until(partial(_ends, work))
-        else:
+        if self.device.type != "cpu" or work.is_completed():
             work.wait()
+        else:
+            self._wait_until(partial(_ends, work))
 
     def result(self, future: Future[_Value]) -> _Value:
         """Waits for the result of a thread that waits for other ranks; RuntimeError if the thread is stuck."""
@@ -258,15 +256,6 @@ class OwnGroup:
     def places(self, mine: str) -> dict[int, str]:
         """Returns the positions of the ranks of this model that call this at about the same time, in their own words."""
         return {} if self.member is None else self.member.places(mine)
-
-    def require_no_fault(self) -> None:
-        """Raises if another rank is gone or has failed, or if this rank was too late."""
-        require_no_fault(self.member)
-
-    def trains_here(self) -> None:
-        """Makes this the training thread: other ranks are told of an exception that ends it and shown its stack if it is late."""
-        if self.member is not None:
-            self.member.here.thread = threading.get_ident()
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -307,13 +296,12 @@ class OwnGroup:
             member.close()
         with self._destroying:
             group = self._existing()
-            if group is None:
-                return
-            if member is not None and member.known_fault is not None:
+            if group is not None and member is not None and member.known_fault is not None:
                 _break(group)  # destroying would otherwise wait for operations in flight
-            dist.destroy_process_group(group)
+            if group is not None:
+                dist.destroy_process_group(group)
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
         """Interrupts the clone and the user's groups over which it waits; called from the thread that listens to other ranks."""
         with self._destroying:  # otherwise this thread might hold the last reference to a group and destroy it too early
             self._break_all()
@@ -358,35 +346,28 @@ def _ends(work: Work, within_s: float) -> bool:
     return True
 
 
-def _call_if_there(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    if (call := method()) is not None:
-        call()
-
-
 def _break(group: dist.ProcessGroup) -> None:
-    """Makes operations in flight fail, as far as possible, so that destroying the group does not wait for the rest."""
     private.interrupt(group)
     FREEING.take(group)
 
 
 def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Returns the given group, or the default one; raises ConfigError if there is none."""
-    if process_group is not None:
-        if not isinstance(process_group, dist.ProcessGroup):
-            raise WrongType(
-                f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}.",
-                where="the group over which gradients are averaged",
-                remedy="Pass what torch.distributed.new_group() returned; a rank outside of the group does not wrap.",
-            )
-        return process_group
-    if not dist.is_available() or not dist.is_initialized():
-        raise ConfigError(
-            "torch.distributed is not initialized.",
-            where="no default process group exists in this process",
-            remedy='Call torch.distributed.init_process_group("gloo") (or "nccl") first, and start the ranks with '
-            "torchrun --nproc-per-node=2 script.py.",
-        )
-    return dist.group.WORLD  # type: ignore[return-value]
+    require(
+        process_group is None or isinstance(process_group, dist.ProcessGroup),
+        f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}.",
+        where="the group over which gradients are averaged",
+        remedy="Pass what torch.distributed.new_group() returned; a rank outside of the group does not wrap.",
+        error=WrongType,
+    )
+    require(
+        process_group is not None or (dist.is_available() and dist.is_initialized()),
+        "torch.distributed is not initialized.",
+        where="no default process group exists in this process",
+        remedy='Call torch.distributed.init_process_group("gloo") (or "nccl") first, and start the ranks with '
+        "torchrun --nproc-per-node=2 script.py.",
+    )
+    return dist.group.WORLD if process_group is None else process_group  # type: ignore[return-value]
 
 
 def chosen_group(
@@ -398,23 +379,23 @@ def chosen_group(
     """
     if isinstance(process_group, GroupRef):
         return process_group
-    if process_group is not None and mesh is not None:
-        raise ConfigError(
-            "Cannot specify both process_group and device_mesh arguments.",
-            where=_WHERE,
-            remedy='Give process_group=, or one dimension of a mesh, such as mesh["dp"].',
-        )
+    require(
+        process_group is None or mesh is None,
+        "Cannot specify both process_group and device_mesh arguments.",
+        where=_WHERE,
+        remedy='Give process_group=, or one dimension of a mesh, such as mesh["dp"].',
+    )
     if strategy == HYBRID.name:
         return _arranged(mesh)
     if mesh is None:
         return GroupRef.of(user_group(process_group))
-    if mesh.ndim != 1:
-        raise ConfigError(
-            f"Only 1D device mesh is supported, but got {mesh}.",
-            where=f"{_WHERE}, with strategy={strategy!r}",
-            remedy='Give one dimension of it, such as mesh["dp"], or set strategy="hybrid", under which the first of two '
-            "dimensions replicates and the second shards.",
-        )
+    require(
+        mesh.ndim == 1,
+        f"Only 1D device mesh is supported, but got {mesh}.",
+        where=f"{_WHERE}, with strategy={strategy!r}",
+        remedy='Give one dimension of it, such as mesh["dp"], or set strategy="hybrid", under which the first of two '
+        "dimensions replicates and the second shards.",
+    )
     return GroupRef.of(mesh.get_group())
 
 
@@ -437,35 +418,36 @@ def warn_of_lone_rank(process_group: object, where: str) -> None:
 
 def other_group(process_group: dist.ProcessGroup, strategy: str | None) -> GroupRef:
     """Returns a reference to the new group; ConfigError if a process group cannot express what the strategy needs."""
-    if strategy == HYBRID.name:
-        raise ConfigError(
-            'strategy="hybrid" needs a mesh of two dimensions, got a process group.',
-            where=_WHERE,
-            remedy="Close the wrapper, and wrap the model anew with another mesh.",
-        )
+    require(
+        strategy != HYBRID.name,
+        'strategy="hybrid" needs a mesh of two dimensions, got a process group.',
+        where=_WHERE,
+        remedy="Close the wrapper, and wrap the model anew with another mesh.",
+    )
     return GroupRef.of(user_group(process_group))
 
 
 def _arranged(mesh: DeviceMesh | None) -> GroupRef:
-    """Returns all ranks of a mesh, whose first dimension replicates and whose second dimension shards."""
     if mesh is None or mesh.ndim != 2:
         raise ConfigError(
             f'strategy="hybrid" needs a mesh of two dimensions, got {"no mesh" if mesh is None else mesh}.',
             where=_WHERE,
             remedy=f"Write {_HOW}: the first dimension replicates, the second shards.",
         )
-    if mesh.get_coordinate() is None:
-        raise ConfigError(
-            f"rank {dist.get_rank()} is not in {mesh}.", where=_WHERE, remedy="Wrap the model on the ranks of the mesh only."
-        )
+    require(
+        mesh.get_coordinate() is not None,
+        f"rank {dist.get_rank()} is not in {mesh}.",
+        where=_WHERE,
+        remedy="Wrap the model on the ranks of the mesh only.",
+    )
     rows = tuple(map(tuple, mesh.mesh.tolist()))
     # Groups number their ranks in ascending order; otherwise the ranks of a column would hold different shards.
-    unordered = next((row for row in rows if list(row) != sorted(row)), None)
-    if unordered is not None:
-        raise ConfigError(
-            f"the second dimension of {mesh} does not count upwards.",
-            where=f"it has the ranks {', '.join(map(str, unordered))}",
-            remedy=f"Write {_HOW}, which puts them in order.",
-        )
+    unordered = next((row for row in rows if list(row) != sorted(row)), ())
+    require(
+        not unordered,
+        f"the second dimension of {mesh} does not count upwards.",
+        where=f"it has the ranks {', '.join(map(str, unordered))}",
+        remedy=f"Write {_HOW}, which puts them in order.",
+    )
     like = GroupRef.of(mesh.get_group(0))
-    return GroupRef(tuple(sorted(rank for row in rows for rank in row)), like.backend, like.timeout, rows=rows)
+    return GroupRef(tuple(sorted(chain.from_iterable(rows))), like.backend, like.timeout, rows=rows)

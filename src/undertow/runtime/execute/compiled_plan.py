@@ -14,7 +14,6 @@ from undertow.runtime.execute.sharded_executor import ShardedExecutor
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import Sharding
-from undertow.runtime.torch_private.compile import cut_bytes
 from undertow.schedule import (
     DDP,
     OpKind,
@@ -26,6 +25,8 @@ from undertow.schedule import (
     lower_in_backward,
     verify,
 )
+
+_LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no smaller graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,8 @@ class CompiledPlan:
     @cached_property
     def cut_bytes(self) -> int:
         """The bucket size at which torch.compile cuts graphs, or 0 if they stay whole."""
-        return cut_bytes(self.plan)
+        largest = max((bucket.num_bytes for bucket in self.plan.buckets), default=0)
+        return largest if self.plan.num_ranks > 1 and largest >= _LEAST_CUT_BYTES else 0
 
     @property
     def in_backward(self) -> StepsInBackward | None:

@@ -243,7 +243,8 @@ class DenseBinding(Binding):
                 sources.append(grad)
         if targets:
             private.copy_each(targets, sources)
-        private.zero_each(absent)
+        if absent:
+            private.zero_each(absent)
 
 
 def _keep(grad: Tensor | None, view: Tensor) -> _Kept:

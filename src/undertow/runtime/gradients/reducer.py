@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.config import SyncConfig
+from undertow.errors import require
 from undertow.plan import Bucket
 from undertow.runtime.comm.collectives import Collectives, cast_for_wire, exchanges_over, travels_narrower
-from undertow.runtime.comm.comm_hook import CommHook, no_hook_with_wire_dtype
+from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle
 
@@ -47,8 +48,12 @@ class Reducer:
         return self.divisor / (1 if op == "sum" else self.mean_divisor)
 
     def __post_init__(self) -> None:
-        if self.hook is not None and self.wire is not None:
-            raise no_hook_with_wire_dtype(self.wire)
+        require(
+            self.hook is None or self.wire is None,
+            f"a communication hook decides in which dtype gradients travel, and they are to travel in {self.wire}.",
+            where="register_comm_hook, with wire_dtype=... or mixed_precision=...",
+            remedy="Leave wire_dtype out; with mixed_precision let reduce_dtype=torch.float32 say that they travel as they are.",
+        )
 
     @property
     def is_active(self) -> bool:

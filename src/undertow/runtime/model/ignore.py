@@ -6,10 +6,7 @@ from typing import NoReturn
 
 from torch import Tensor, nn
 
-from undertow.errors import ConfigError, WrongType
-
-_Places = Mapping[str, Tensor | None]
-_Parts = Mapping[str, nn.Module]
+from undertow.errors import ConfigError, WrongType, require
 
 
 def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor]) -> tuple[str, ...]:
@@ -19,12 +16,13 @@ def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor
     an entry that the module does not have, and WrongType for an entry of another type.
     """
     where = f"ignore, for a model of type {type(module).__name__}"
-    if isinstance(ignore, str | Tensor | nn.Module) or not isinstance(ignore, Iterable):
-        raise WrongType(
-            f"ignore must be a sequence of names, modules and tensors, got {_brief(ignore)}.",
-            where=where,
-            remedy=f"Write ignore=({_brief(ignore)},)." if isinstance(ignore, str) else "Write ignore=(it,).",
-        )
+    require(
+        isinstance(ignore, Iterable) and not isinstance(ignore, str | Tensor | nn.Module),
+        f"ignore must be a sequence of names, modules and tensors, got {_brief(ignore)}.",
+        where=where,
+        remedy=f"Write ignore=({_brief(ignore)},)." if isinstance(ignore, str) else "Write ignore=(it,).",
+        error=WrongType,
+    )
     places = dict(_named_places(module))  # including places that hold None so far
     # Without the module itself: ignoring all of it is never intended.
     parts = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
@@ -39,8 +37,7 @@ def still_there(module: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name in known)
 
 
-def _names_of(entry: object, places: _Places, parts: _Parts, where: str) -> set[str]:
-    """Returns the names of the parameters and buffers that `entry` refers to."""
+def _names_of(entry: object, places: Mapping[str, Tensor | None], parts: Mapping[str, nn.Module], where: str) -> set[str]:
     match entry:
         case str() if entry in places:
             return {entry}

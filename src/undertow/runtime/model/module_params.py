@@ -1,5 +1,6 @@
 """Finds the trained parameters of a module, and detects when they change."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from itertools import chain
@@ -8,20 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import ParamSpec
 from undertow.runtime.comm.agreement import Agreement
-from undertow.runtime.comm.broadcast import BufferOwner, CommonBuffers
+from undertow.runtime.comm.broadcast import CommonBuffers
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.gradients.storage import spec_of
-from undertow.runtime.model.replaced import Replaced
 from undertow.runtime.torch_private import private
 
 _children_of = attrgetter("_modules")
 # Properties of a parameter that are read at every look, and those that take longer.
 _KIND = (attrgetter("requires_grad"), attrgetter("dtype"))
 _LAYOUT = (attrgetter("shape"), Tensor.stride)
+_NUM_STEPS = 10  # steps of an optimizer that holds some old parameters; by then another one would have stepped on the new ones
+_REMEDY = "Make the optimizer after the change, or give it the new parameters by add_param_group()."
+_Named = Sequence[tuple[str, Tensor]]
 
 
 class AnyOf:
@@ -72,6 +76,68 @@ class _Census:
         return bool(self._params) and self._params[0].device != self._device
 
 
+class Replaced:
+    """Former parameters of a module, and its new parameters that no optimizer has stepped on yet.
+
+    Former parameters are referenced weakly; an optimizer that still updates them holds them. Current parameters are referenced
+    strongly: torch.utils.swap_tensors refuses tensors with weak references. `former` becomes empty, and steps check nothing,
+    after nobody holds a former parameter, all new ones have an optimizer, or the warning has been given.
+    """
+
+    def __init__(self) -> None:
+        self.former: dict[int, weakref.ref[Tensor]] = {}  # by id
+        self._last: dict[int, Tensor] = {}
+        self._waiting: set[int] = set()
+        self._num_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._is_told = False
+
+    def note(self, named_params: _Named) -> None:
+        """Records the module's current parameters."""
+        now = {id(param): param for _, param in named_params}
+        gone = {key: weakref.ref(param) for key, param in self._last.items() if param is not now.get(key)}
+        if gone and not self._is_told:
+            # Parameters that return were only swapped out for a call, by torch.func.functional_call.
+            returned = {key for key, param in self.former.items() if key in now and param() is now[key]}
+            self.former = {key: it for key, it in (self.former | gone).items() if key not in now and it() is not None}
+            self._waiting |= now.keys() - (self._last.keys() - gone.keys())
+            self._waiting &= now.keys() - returned
+            self._num_steps.clear()
+        self._last = now
+
+    def before_step(self, optimizer: Optimizer, stepped: Collection[int], named_params: _Named, *, is_sharded: bool) -> None:
+        """Checks the parameters `stepped` (ids) that `optimizer` is about to update against the module's current `named_params`.
+
+        Warns once if it updates no current parameter, or if no other optimizer updates the new ones. Raises PhaseError for a
+        sharded optimizer, which must have all of them.
+        """
+        self._waiting.difference_update(stepped)
+        self.former = {key: param for key, param in self.former.items() if self._waiting and param() is not None}
+        if self.former.keys().isdisjoint(stepped):
+            return
+        now = {id(param) for _, param in named_params}
+        left = [name for name, param in named_params if param.requires_grad and id(param) in self._waiting]
+        if not left or not any(key in self.former and key not in now for key in stepped):
+            return
+        named = repr(left[0]) + (f" and {len(left) - 1} more" if len(left) > 1 else "")
+        require(
+            not is_sharded,
+            "this optimizer updates parameters that the model has no more, and not those that came in their place.",
+            where=f"ShardedOptimizer, parameter {named}",
+            remedy=_REMEDY,
+            error=PhaseError,
+        )
+        self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
+        kind = type(optimizer).__name__
+        if now.isdisjoint(stepped):
+            what = f"{kind} updates none of the parameters that this model has now, but some that it had: {named} are new."
+        elif self._num_steps[optimizer] >= _NUM_STEPS:
+            what = f"{kind} updates parameters that this model had, and nobody updates those that came in their place: {named}."
+        else:
+            return
+        self._is_told, self.former = True, {}
+        warnings.warn(f"{what}\n  {_REMEDY}", stacklevel=2)
+
+
 class ModuleParams:
     """The tensors of `module` that are synchronized: all except the names in `ignored`.
 
@@ -91,7 +157,7 @@ class ModuleParams:
         self.gives_back = self._wide is not None
         self.replaced = Replaced()
         self._see(module)
-        self.common_buffers = CommonBuffers(())
+        self.common_buffers = CommonBuffers()
         self.common_frozen: list[tuple[str, Tensor]] = []  # as of the last comparison between ranks
 
     def trained(self, *, also: Collection[int] = ()) -> list[tuple[str, Tensor]]:
@@ -191,13 +257,13 @@ class ModuleParams:
         """Records that all ranks have the same buffers and frozen parameters as this one now."""
         self.common_frozen = self.frozen()
         parts = dict(self._present_module.named_modules())
-        owners = [
-            BufferOwner(part._buffers, name)
+        places = [
+            (part._buffers, name)
             for prefix, part in parts.items()
             for name in part._buffers
             if f"{prefix}.{name}".removeprefix(".") not in self._ignored
         ]
-        self.common_buffers = CommonBuffers(owners, [part._buffers for part in parts.values()])
+        self.common_buffers = CommonBuffers(places, [part._buffers for part in parts.values()])
 
     @property
     def _present_module(self) -> nn.Module:

@@ -200,8 +200,7 @@ class ModelMonitor:
         self.here = Activity()
         self.fault: Fault | None = None  # of these groups alone
         self.interrupt_s = math.inf  # when waits over the groups are interrupted
-        # For each group, a function that interrupts it and one that destroys it.
-        self.groups: list[tuple[Callable[[], object], Callable[[], object]]] = []
+        self.groups: list[weakref.ref[Any]] = []  # each an OwnGroup
         self.borrowed: Any = None  # a group of the user's that is interrupted as well
         self.left: dict[int, Fault] = {}  # ranks that have closed the model
         self.inquiry: _Inquiry | None = None
@@ -376,12 +375,12 @@ class ModelMonitor:
 
     def interrupt(self) -> None:
         """Interrupts every wait over one of the groups."""
-        for interrupt, _ in tuple(self.groups):
-            interrupt()
+        for group in filter(None, [ref() for ref in self.groups]):
+            group.interrupt()
 
     def destroy(self) -> None:
-        for _, destroy in tuple(self.groups):
-            destroy()
+        for group in filter(None, [ref() for ref in self.groups]):
+            group.close()
 
     def close(self) -> None:
         """Leaves the model; if this rank is failing, tells the ranks that wait for it."""

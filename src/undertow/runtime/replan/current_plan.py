@@ -358,7 +358,10 @@ class CurrentPlan:
     @property
     def has_other_buffers(self) -> bool:
         """True if this rank's buffers differ from those that the ranks have compared."""
-        return self._config.buffers != "off" and self.members.common_buffers.are_others()
+        common = self.members.common_buffers
+        if common.is_empty and not any(common.tables):  # the usual case, in every round
+            return False
+        return self._config.buffers != "off" and common.are_others()
 
     def compare_buffers(self) -> Iterator[None]:
         """Called if all ranks have other buffers: makes them the common ones if they are the same; yields before the wait."""

@@ -16,7 +16,6 @@ from undertow.runtime.replan.order import ObservedOrder
 from undertow.runtime.replan.single_rank import SingleRank, SingleRankProbe
 from undertow.runtime.replan.tuning import Tuning
 from undertow.runtime.torch_private import private
-from undertow.runtime.torch_private.dist_autograd import DistributedBackwards
 from undertow.schedule import Arrivals, SerialArrivals
 from undertow.tune import Tuner
 
@@ -60,7 +59,7 @@ class ParamHooks:
         self.tuning: Tuning | None = None  # if there are rounds
         self.probe: SingleRankProbe | None = None  # on one rank
         self.alone: SingleRank | None = None  # if there are no rounds
-        self.distributed: DistributedBackwards | None = None
+        self.distributed: private.DistributedBackwards | None = None
         self.arrival_hooks = ArrivalHooks([], self.arrivals)
         self._other_hooks: list[tuple[object, RemovableHandle]] = []  # each with an object that must stay alive
 

@@ -18,6 +18,7 @@ from undertow.runtime.comm.collectives import Collectives, P2PCollectives
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle, ThreadHandle
 from undertow.runtime.comm.recorder import Recorder
+from undertow.runtime.peers.waiting import require_no_fault
 from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.shards import FlatParams
@@ -106,7 +107,7 @@ class GathersInBackward(Gathers):
         left = sorted(self.owed.intersection(buckets))
         if left:
             group = self._exchanges.group
-            group.require_no_fault()  # raises the reason if there is one
+            require_no_fault(group.member)  # raises the reason if there is one
             raise PhaseError(
                 "parameters are read that a backward updates: the shards of other ranks are not there yet.",
                 where=f"ShardedOptimizer(..., in_backward=True), bucket {', '.join(map(str, left))}, rank {group.rank}",

@@ -1,9 +1,12 @@
 """The events of a step, and the rounds that they begin and end."""
 
+import threading
+
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.runtime.comm.comm_hook import CommHook, no_second_hook
+from undertow.errors import PhaseError, require
+from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute import agreed_errors
@@ -11,6 +14,7 @@ from undertow.runtime.execute.hooks import OutermostEnd, is_watched
 from undertow.runtime.execute.round import RoundKind
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.model.module_params import ModuleParams
+from undertow.runtime.peers.waiting import require_no_fault
 from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.replan.param_hooks import Listeners, ParamHooks
 from undertow.runtime.step.checks import Checks
@@ -20,7 +24,6 @@ from undertow.runtime.step.progress import Progress
 from undertow.runtime.step.rounds import Phase, RoundRunner
 from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.torch_private import private
-from undertow.runtime.torch_private.dist_autograd import DistributedBackwards
 
 
 class Engine(RoundRunner):
@@ -71,7 +74,7 @@ class Engine(RoundRunner):
     def forward_begins(self, *, is_training: bool) -> None:
         """Called before every forward that a backward may follow."""
         current_plan = self.current_plan
-        current_plan.group.require_no_fault()
+        require_no_fault(current_plan.group.member)
         if self._open is not None:
             self._abandon()
         if self.also_awaited:
@@ -87,7 +90,8 @@ class Engine(RoundRunner):
     def _training_forward_begins(self) -> None:
         current_plan, progress = self.current_plan, self.progress
         now, is_active = current_plan.now, current_plan.is_active
-        current_plan.group.trains_here()
+        # Other ranks are told of an exception that ends this thread, and shown its stack if it is late.
+        current_plan.group.here.thread = threading.get_ident()
         if not is_active and not self.is_accumulating:
             self.recorder.round_ends(())  # there are no rounds that would end a step
         self.recorder.forward_begins()
@@ -105,8 +109,13 @@ class Engine(RoundRunner):
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on; PhaseError in a round, or if there is a hook already."""
         earlier = self.current_plan.now.compiled.reducer.hook
-        if self._open is not None or earlier is not None:
-            raise no_second_hook(earlier)
+        require(
+            self._open is None and earlier is None,
+            "register_comm_hook can only be called once, and not within a backward.",
+            where="gradients are being synchronized" if earlier is None else f"{earlier.name} is registered",
+            remedy="Compose hooks with undertow.chain_comm_hooks((state, hook), ...), and register that before training.",
+            error=PhaseError,
+        )
         self.current_plan.use_hook(hook)
 
     def may_hand_over(self, params: frozenset[int], group: GroupRef) -> bool:
@@ -216,7 +225,9 @@ class Engine(RoundRunner):
         if hooks is not self._optimizers.seen:
             self._optimizers.take_over(hooks)
         if hooks.distributed is None and private.is_rpc_running():
-            hooks.distributed = DistributedBackwards(hooks.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere)
+            hooks.distributed = private.DistributedBackwards(
+                hooks.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere
+            )
         if hooks.distributed is not None:
             hooks.distributed.forward_begins()
 

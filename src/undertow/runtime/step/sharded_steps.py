@@ -21,7 +21,6 @@ from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.step.checks import Arguments, NonFinite
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.rounds import Phase
-from undertow.runtime.torch_private import amp as private_scaling
 from undertow.runtime.torch_private import private
 from undertow.schedule import ZERO1, strategy_named
 
@@ -343,11 +342,11 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
         numbers = finish(optimizer, steps=True, has_closure=any(map(callable, (*args[1:], *kwargs.values()))))
         return None if numbers is None else numbers.before_step(optimizer, args, kwargs)
 
-    def around_unscaling(optimizer: Optimizer, look: private_scaling.Look) -> private_scaling.Found:
+    def around_unscaling(optimizer: Optimizer, look: private.Look) -> private.Found:
         finish(optimizer, steps=False)
         return look()
 
     hooks = contextlib.ExitStack()
     hooks.callback(register_optimizer_step_pre_hook(before_step).remove)
-    hooks.callback(private_scaling.around_unscaling(around_unscaling))
+    hooks.callback(private.around_unscaling(around_unscaling))
     return hooks.close

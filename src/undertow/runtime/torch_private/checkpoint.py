@@ -22,12 +22,11 @@ def write_items(name: str, tensor: torch.Tensor, boxes: Sequence[Box]) -> list[A
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    properties = TensorProperties(dtype=tensor.dtype)
     return [
         WriteItem(
             index=MetadataIndex(name, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape),
+            tensor_data=TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=tensor.dtype), size=tensor.shape),
         )
         for chunk in chunks(boxes)
     ]
@@ -38,5 +37,5 @@ def save_checkpoint(state_dict: dict[str, Any], folder: Path, group: dist.Proces
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    writer = FileSystemWriter(folder)  # returns only after files are on disk
-    save(state_dict, storage_writer=writer, process_group=group, no_dist=group is None)
+    # The writer returns only after files are on disk.
+    save(state_dict, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=group is None)

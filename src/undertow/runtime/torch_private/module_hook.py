@@ -1,11 +1,16 @@
-"""Hooks on modules that do nothing on a copy of the module."""
+"""Hooks on modules that do nothing on a copy of the module; those that cut compiled graphs are private to torch."""
 
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from undertow.runtime.torch_private import private
 
 
 class ModuleHook:
@@ -33,3 +38,26 @@ class OutputHook(ModuleHook):
 
 def _do_nothing(*_arguments: Any) -> None:
     return None
+
+
+def cut_graphs(module: nn.Module, size: Callable[[], int]) -> list[RemovableHandle]:
+    """Makes torch.compile cut graphs in forwards of `module` at every `size()` bytes of parameters, as for torch's wrapper."""
+    around: list[DistributedDataParallel | None] = []  # the previous value for each running forward
+
+    @private.untraced
+    def begin() -> None:
+        around.append(DistributedDataParallel._active_ddp_module)
+        num_bytes = size()
+        if num_bytes:
+            # With the only attribute that torch.compile reads.
+            DistributedDataParallel._active_ddp_module = SimpleNamespace(bucket_bytes_cap=num_bytes)  # type: ignore[assignment]
+
+    @private.untraced
+    def end() -> None:
+        if around:  # empty if an earlier hook has failed
+            DistributedDataParallel._active_ddp_module = around.pop()
+
+    return [
+        module.register_forward_pre_hook(ModuleHook(module, begin)),
+        module.register_forward_hook(ModuleHook(module, end), always_call=True),
+    ]

@@ -4,8 +4,10 @@ import contextlib
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from undertow.errors import ConfigError
+from undertow.errors import require
 
 # The id of this thread's innermost backward; -1 outside of backward.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -32,6 +34,16 @@ as_plain_tensors: Callable[[], contextlib.AbstractContextManager[None]] = torch.
 # Copies source by source (targets, sources); in one launch per device and dtype if torch has a fused kernel.
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
+# Writes zeros into each of its arguments, of which there must be some.
+zero_each: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
+
+# The largest absolute value of each tensor (NaN if it has one), in few launches; no tensor may be empty.
+largest_of_each: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = partial(torch._foreach_norm, ord=float("inf"))
+
+# The backend's own collectives on one tensor; the second names are those of torch < 2.13.
+reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _c10d: Any = torch.distributed.distributed_c10d
 # The store through which the ranks of the default group have met.
 default_store: Callable[[], Any] = _c10d._get_default_store
@@ -39,6 +51,14 @@ default_store: Callable[[], Any] = _c10d._get_default_store
 _NOBODYS_TAG = (1 << 30) + 1  # no message ever has this tag
 # The code of the wrapper that torch puts around an optimizer class's `step` when it constructs the first instance.
 _STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(int).__code__
+
+# Of GradScaler, where it unscales gradients and looks for infinite ones.
+Found = dict[torch.device, torch.Tensor]  # by device: 1.0 if a gradient there is not finite, else 0.0
+Look = Callable[[], Found]
+Around = Callable[[torch.optim.Optimizer, Look], Found]
+_unscale = torch.amp.GradScaler._unscale_grads_
+_changing = threading.RLock()  # reentrant: the garbage collector may call the undo at any time
+_arounds: list[Around] = []  # of everything attached; if empty, torch has its original method
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -64,11 +84,9 @@ def left_alone(function: _Function) -> _Function:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Returns the timeout of `group`'s collectives, or None, which means the backend's default, if it does not tell."""
-    try:
-        options = group._get_backend(group._device_types[0]).options
-    except (AttributeError, IndexError, RuntimeError):
-        return None
-    return getattr(options, "_timeout", None)
+    with contextlib.suppress(AttributeError, IndexError, RuntimeError):
+        return group._get_backend(group._device_types[0]).options._timeout
+    return None
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
@@ -185,24 +203,13 @@ def _gloo_of(group: Any) -> Any | None:
         return None
 
 
-def reduce_scatter_async(shard: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts to write the sum over ranks of this rank's part of `parts` into `shard`, with the backend's own collective."""
-    start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name in torch < 2.13
-    return cast(dist.Work, start(shard, parts, group=group, async_op=True))
-
-
-def all_gather_async(flat: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts to fill `flat` with every rank's `own`, with the backend's own collective."""
-    start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name in torch < 2.13
-    return cast(dist.Work, start(flat, own, group=group, async_op=True))
-
-
 def wrapper_tensor(
     cls: type[_Tensor], like: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> _Tensor:
     """Returns a tensor of class `cls` without storage, with `like`'s shape and strides and, by default, its dtype and device."""
-    make = torch.Tensor._make_wrapper_subclass
-    return make(cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device)
+    return torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
+    )
 
 
 def first_failure(error: BaseException, kind: type[_Error]) -> _Error | None:
@@ -231,17 +238,6 @@ def addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
 def are_shared(addresses: Sequence[int]) -> bool:
     """Returns True if more than one tensor refers to any of these storages, each of which a Python object holds as well."""
     return max(map(torch._C._storage_Use_Count, addresses), default=0) > 2
-
-
-def zero_each(targets: list[torch.Tensor]) -> None:
-    """Writes zeros into each of `targets`, which may be empty."""
-    if targets:
-        torch._foreach_zero_(targets)
-
-
-def largest_of_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the largest absolute value of each tensor (NaN if it has one), in few launches; no tensor may be empty."""
-    return list(torch._foreach_norm(tensors, float("inf")))
 
 
 def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Callable[..., None]]:
@@ -282,12 +278,12 @@ def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def set_gradient_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
     """Makes autograd accumulate in `dtype`; ConfigError if this torch cannot. The parameter has no gradient of another dtype."""
-    if not hasattr(param, "grad_dtype"):
-        raise ConfigError(
-            f"torch {torch.__version__} has no Tensor.grad_dtype, by which gradients have a separate dtype.",
-            where="SyncConfig(reduce_dtype=...)",
-            remedy="Install a newer torch, or leave reduce_dtype out.",
-        )
+    require(
+        hasattr(param, "grad_dtype"),
+        f"torch {torch.__version__} has no Tensor.grad_dtype, by which gradients have a separate dtype.",
+        where="SyncConfig(reduce_dtype=...)",
+        remedy="Install a newer torch, or leave reduce_dtype out.",
+    )
     param.grad_dtype = dtype
 
 
@@ -295,6 +291,49 @@ def accumulating_node(param: torch.Tensor) -> Any:
     """Returns the graph node that adds to the parameter's gradient."""
     with _trained(param), torch.enable_grad():
         return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+class DistributedBackwards:
+    """Backwards of torch.distributed.autograd, which keep gradients in a separate context instead of `.grad`.
+
+    Calls `on_end(gradients by parameter index)` after such a backward has reached some of `params`, until `close`.
+    """
+
+    def __init__(
+        self, params: Sequence[torch.Tensor], *, is_local: Callable[[], bool], on_end: Callable[[dict[int, torch.Tensor]], None]
+    ) -> None:
+        self._params = params
+        self._is_local = is_local
+        self._on_end = on_end
+        self._context: int | None = None
+        self._seen_task = -1
+        # These backwards run the hooks of the accumulating nodes, not of the parameters; only this list keeps the nodes alive.
+        self._hooks = [(node, node.register_hook(self._arrive)) for node in map(accumulating_node, params)]
+
+    def forward_begins(self) -> None:
+        """Remembers the context of the forward, because backward runs in a thread that has none."""
+        try:
+            self._context = int(sys.modules["torch.distributed.autograd"]._current_context()._context_id())
+        except RuntimeError:
+            self._context = None
+
+    def close(self) -> None:
+        for _, hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _arrive(self, *_gradients: Any) -> None:
+        task = graph_task_id()
+        if self._context is not None and task != self._seen_task:
+            self._seen_task = task
+            call_after_backward(self._end)
+
+    def _end(self) -> None:
+        self._seen_task = -1
+        # An ordinary backward has reported its gradients already.
+        if self._context is not None and not self._is_local():
+            gradients = sys.modules["torch.distributed.autograd"].get_gradients(self._context)  # by parameter, no copies
+            self._on_end({index: gradients[param] for index, param in enumerate(self._params) if param in gradients})
 
 
 def before_accumulating(param: torch.Tensor, call: Callable[[], object]) -> tuple[Any, RemovableHandle]:
@@ -328,6 +367,34 @@ def disarm_optimizers_in_backward(param: torch.Tensor) -> Callable[[], None]:
     return rearm
 
 
+def around_unscaling(around: Around) -> Callable[[], None]:
+    """Calls `around(optimizer, look)` whenever a scaler looks at an optimizer's gradients; returns a function that undoes this.
+
+    `look()` does the scaler's own work. The first `around` registered is the outermost. GradScaler.step uses the returned values
+    to decide whether it skips, and GradScaler.update to choose the next scale.
+    """
+    with _changing:
+        _arounds.append(around)
+        torch.amp.GradScaler._unscale_grads_ = _unscale_within  # type: ignore[assignment, method-assign]
+
+    def undo() -> None:
+        with _changing:
+            _arounds.remove(around)
+            # Not if other code has wrapped it since.
+            if not _arounds and torch.amp.GradScaler._unscale_grads_ is _unscale_within:
+                torch.amp.GradScaler._unscale_grads_ = _unscale  # type: ignore[method-assign]
+
+    return undo
+
+
+@untraced
+def _unscale_within(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Found:
+    look: Look = partial(_unscale, scaler, optimizer, *args, **kwargs)
+    for around in reversed(tuple(_arounds)):
+        look = partial(around, optimizer, look)
+    return look()
+
+
 def moved_to_device(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -344,9 +411,9 @@ def is_compiling() -> bool:
 
 def cast_floating(inputs: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Casts every floating-point tensor in the arguments of a forward."""
-
-    moved = tree_map_only(torch.Tensor, lambda it: it.to(dtype) if it.is_floating_point() else it, (inputs, kwargs))
-    return cast(tuple[tuple[Any, ...], dict[str, Any]], moved)
+    return tree_map_only(  # type: ignore[no-any-return]
+        torch.Tensor, lambda it: it.to(dtype) if it.is_floating_point() else it, (inputs, kwargs)
+    )
 
 
 def tensors_in(outputs: object) -> list[torch.Tensor]:

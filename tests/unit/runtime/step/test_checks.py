@@ -19,9 +19,8 @@ from undertow.errors import NonFiniteGradient
 from undertow.plan import plan_from_groups
 from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.trailer import Reading
-from undertow.runtime.model import replicas
-from undertow.runtime.model.replicas import fingerprints
-from undertow.runtime.step.checks import NonFinite
+from undertow.runtime.step import checks
+from undertow.runtime.step.checks import NonFinite, fingerprints
 
 PLAN = plan_from_groups([spec("weight", 6)], ((0,),), num_ranks=2)
 # LBFGS needs a closure, with which a step cannot be skipped.
@@ -181,7 +180,7 @@ def test_signs_of_several_elements_do_not_make_up_for_each_other(dtype: torch.dt
 
 
 def test_chunks_in_another_order_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_HOST_WORDS", 8)  # at least as many as a rest has bytes
+    monkeypatch.setattr(checks, "_HOST_WORDS", 8)  # at least as many as a rest has bytes
     tensor = torch.randn(83, generator=torch.Generator().manual_seed(1))
     tensors = [tensor, torch.cat([tensor[16:32], tensor[:16], tensor[32:]]), tensor[:-1], tensor * 2]
     for index in range(83):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from undertow.runtime.torch_private import amp as private_scaling
 from undertow.runtime.torch_private import private
 
 
@@ -234,14 +233,14 @@ def test_what_is_around_unscaling_is_called_wherever_a_scaler_looks(how: str) ->
     optimizer = torch.optim.SGD([param], lr=1.0, fused=how == "fused step")
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
-    def around(name: str, looking: torch.optim.Optimizer, look: private_scaling.Look) -> private_scaling.Found:
+    def around(name: str, looking: torch.optim.Optimizer, look: private.Look) -> private.Found:
         seen.append(f"{name} begins with {'it' if looking is optimizer else 'another'}")
         found = look()
         seen.append(f"{name} ends")
         return {device: torch.ones_like(value) for device, value in found.items()}
 
     original = torch.amp.GradScaler._unscale_grads_
-    undo = [private_scaling.around_unscaling(partial(around, name)) for name in ("first", "second")]
+    undo = [private.around_unscaling(partial(around, name)) for name in ("first", "second")]
     scaler.scale(param.sum()).backward()
     if how == "unscale_":
         scaler.unscale_(optimizer)
