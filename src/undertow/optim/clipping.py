@@ -79,7 +79,7 @@ class Clipping:
 
     def add_shards(self, sharding: Sharding, parts: list[ShardPart]) -> None:
         """Adds the gradients of these parts."""
-        self._counted += [grad for part in parts if (grad := sharding.gradient(part)) is not None]
+        self._counted += [grad for grad in sharding.gradients(parts) if grad is not None]
         self._shards.append((sharding, parts))
 
     def add_whole(self, grads: Iterable[Tensor | None], *, counts: bool) -> None:

@@ -1,7 +1,8 @@
 """The user's optimizer, running over this rank's parts of the parameters: all of them, or those in one bucket."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.torch_private import private
+
+_part_of = attrgetter("part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,14 @@ class InnerOptimizer:
     owned: Sequence[Owned]
     optimizer: torch.optim.Optimizer
 
-    def step(self, settings: Sequence[dict[str, Any]], gradient_of: Callable[[ShardPart], Tensor | None]) -> None:
+    def step(
+        self, settings: Sequence[dict[str, Any]], gradients_of: Callable[[Iterable[ShardPart]], Sequence[Tensor | None]]
+    ) -> None:
         """Steps with these hyper-parameters, one dict for each group."""
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        for owned in self.owned:
-            grad, target = gradient_of(owned.part), owned.target
+        for owned, grad in zip(self.owned, gradients_of(map(_part_of, self.owned)), strict=True):
+            target = owned.target
             target.grad = None if grad is None else grad.to(target.dtype)
             if target is not owned.values:  # follow values that were written into the parameter, for example by `load_state_dict`
                 is_written = owned.values != target.to(owned.values.dtype)
@@ -59,7 +64,7 @@ class InnerOptimizer:
 
 def owned_part(sharding: Sharding, param: Tensor, part: ShardPart) -> Owned:
     """Returns this rank's part of `param`, with an fp32 copy if its dtype has 16 bits."""
-    values = sharding.values(part)
+    values = part.of_bucket(sharding.flats[part.bucket].flat)
     return Owned(part, param, values, values.to(accumulation_dtype(values.dtype)))
 
 

@@ -118,7 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             sharding.require_synchronized(self._params())
             with self._steps.update():
                 for inner in self._inners.values():
-                    inner.step(settings, sharding.gradient)
+                    inner.step(settings, sharding.gradients)
                 self._stepped.update(param for param in self._params() if param.grad is not None)
         self._steps.step_ends()
         return loss
@@ -143,7 +143,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert sharding is not None  # begin_updates has checked that
         grads = sharding.settled(bucket)
         if bucket in self._inners:
-            self._inners[bucket].step(self._used, partial(sharding.gradient, settled=grads))
+            self._inners[bucket].step(self._used, partial(sharding.gradients, settled=grads))
         settled = ((sharding.params[index], grad) for index, grad in grads.items())
         self._stepped.update(param for param, grad in settled if grad is not None and id(param) in self._ours)
 

@@ -29,7 +29,8 @@ class ShardedExecutor(Executor):
         super().begin(result)
         sharding, this_round, in_backward = self._sharding, result.round, self._sharding.in_backward
         result.steps_in_backward = in_backward is not None
-        sharding.begin_round()
+        for split in sharding.splits.values():
+            split.begin_round()
         sharding.gathers.round_begins()
         if in_backward is not None and this_round.is_synchronized and this_round.kind is not RoundKind.RETIRE:
             result.steps = in_backward.begin_round(sharding, is_last=this_round.is_last)
@@ -38,7 +39,7 @@ class ShardedExecutor(Executor):
         return self._sharding.binding(bucket)
 
     def _packed(self, bucket: LiveBucket) -> None:
-        self._result.keeps_earlier |= bucket.binding.keeps_earlier
+        self._result.keeps_earlier |= bool(bucket.binding.live)
 
     def _reduce_scatter(self, bucket: LiveBucket) -> None:
         binding, layout, result = bucket.binding, bucket.layout, self._result

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
@@ -39,6 +40,7 @@ class GathersInBackward(Gathers):
         super().__init__(flats, exchanges, recorder)
         self.being_stepped: set[int] = set()
         self.steps: dict[int, Handle] = {}
+        self.unready = (self.in_flight.keys(), self.owed, self.being_stepped)
         self._end_backward = end_backward
 
     def launch(self, bucket: int, *, is_read: bool = True, first: Callable[[], object] = int) -> None:
@@ -59,15 +61,14 @@ class GathersInBackward(Gathers):
     def step_begins(self, bucket: int) -> None:
         """Marks that this rank's shard changes from now on, while backward continues in this thread."""
         # Now, not when it is written: from here on, values that this thread has saved and not used yet are invalid.
-        self.flats[bucket].mark_written()
+        increment_version(self.flats[bucket].params)
         with self._lock:
             self._watch(bucket)
         self.being_stepped.add(bucket)
 
     def before_forward(self, buckets: Collection[int]) -> None:
         self._require_unstepped(buckets)
-        if self.in_flight or self.owed:
-            self.wait(buckets)
+        self.wait(buckets)
 
     def wait(self, buckets: Collection[int]) -> None:
         """Waits as in the other form.
@@ -89,9 +90,9 @@ class GathersInBackward(Gathers):
             self._end_backward()
             self._require_whole(buckets)
 
-    def _before_read(self) -> None:
+    def before_read(self) -> None:
         self._require_unstepped(self.being_stepped)
-        super()._before_read()
+        super().before_read()
 
     def _require_unstepped(self, buckets: Iterable[int]) -> None:
         """Raises PhaseError if parameters of these buckets are read in the backward that has stepped them."""

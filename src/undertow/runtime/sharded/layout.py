@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
+from operator import attrgetter
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order, shard_parts
 from undertow.schedule import Strategy
+
+_grad_of = attrgetter("grad")
 
 
 class Sharding:
@@ -58,7 +62,7 @@ class Sharding:
             GradientPlaceholder(param, name=spec.name, group=self.group) for spec, param in zip(plan.params, params, strict=True)
         ]
         num_pieces = Counter(index for bucket in plan.buckets for index in bucket.params)
-        self._splits = {index: SplitParam(params[index], num_pieces[index]) for index in plan.split_params}
+        self.splits = {index: SplitParam(params[index], num_pieces[index]) for index in plan.split_params}
         self.gathers = (
             Gathers(self.flats, groups.shard, recorder) if in_backward is None else in_backward.gathers_over(self.flats, recorder)
         )
@@ -75,7 +79,7 @@ class Sharding:
             self.flats[bucket.index].params,
             self.flats[bucket.index].parts,
             [self._placeholders[index] for index in bucket.params],
-            {position: self._splits[index] for position, index in enumerate(bucket.params) if index in self._splits},
+            {position: self.splits[index] for position, index in enumerate(bucket.params) if index in self.splits},
             shard_numel=self.shard_numel(bucket),
         )
         self._bindings.append(made)
@@ -85,10 +89,6 @@ class Sharding:
         """Returns the number of a bucket's elements that a rank owns, padding included."""
         return bucket.shard_numel * (self.plan.num_ranks // self.group.num_ranks)
 
-    def values(self, part: ShardPart) -> Tensor:
-        """Returns this rank's part of a parameter, in place. [part.numel] of the parameter's dtype"""
-        return part.of_bucket(self.flats[part.bucket].flat)
-
     def follow_parameters(self) -> None:
         """Takes over values written into parameters from outside since the last step; nothing may be in flight."""
         for flat in self.flats:
@@ -96,49 +96,63 @@ class Sharding:
 
     def adopt_gradients(self) -> None:
         """Replaces whole gradients, which are the same on every rank, by placeholders; a single rank keeps them."""
-        self._adopt(
-            {
-                index: in_memory_order(param.grad, self.strides[index])
-                for index, param in enumerate(self.params if self._bindings else ())
-                if param.grad is not None and not isinstance(param.grad, GradientPlaceholder)
-            }
-        )
+        grads = list(map(_grad_of, self.params))
+        if self._bindings and not all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
+            self.take_over(
+                {
+                    index: in_memory_order(grad, self.strides[index])
+                    for index, grad in enumerate(grads)
+                    if grad is not None and not isinstance(grad, GradientPlaceholder)
+                }
+            )
 
-    def _adopt(self, wholes: Mapping[int, Tensor]) -> None:
-        for bucket, binding in zip(self.plan.buckets, self._bindings if wholes else (), strict=False):
-            for position, index in enumerate(bucket.params):
-                if index in wholes:
-                    binding.adopt(position, wholes[index])
+    @torch.no_grad()
+    def take_over(self, wholes: Mapping[int, Tensor]) -> None:
+        """Replaces gradients by placeholders with this rank's parts of `wholes`, which are in memory order, by parameter.
 
-    def gradient(self, part: ShardPart, settled: Mapping[int, Tensor | None] | None = None) -> Tensor | None:
-        """Returns the mean gradient of this rank's part, or None if the parameter has none. [part.numel] of the wide dtype
+        The `.grad` of such a parameter is whole, or a placeholder of an earlier layout.
+        """
+        for part in self.parts:
+            if part.param in wholes:
+                self._placeholders[part.param].parts[part.bucket].copy_(wholes[part.param][part.start : part.stop])
+        for index in wholes:
+            mine, before = self._placeholders[index], self.params[index].grad
+            mine.added, mine.is_cleared = getattr(before, "added", None), getattr(before, "is_cleared", False)
+            self.params[index].grad = mine
+
+    def gradients(self, parts: Iterable[ShardPart], settled: Mapping[int, Tensor | None] | None = None) -> list[Tensor | None]:
+        """Returns the mean gradient of each part, or None if the parameter has none. [part.numel] of the wide dtype
 
         `settled` has the next `.grad` of the parameters of a settled bucket. Raises PhaseError if a later backward has added
         gradients that are not synchronized.
         """
-        grad = self.params[part.param].grad if settled is None else settled[part.param]
-        if isinstance(grad, GradientPlaceholder):
-            if grad.added is not None:
-                raise self._not_synchronized(part.param)
-            mine = grad.parts[part.bucket]
-            return torch.zeros_like(mine) if grad.is_cleared else mine
-        if grad is None:
-            return None
-        whole = in_memory_order(grad, self.strides[part.param])  # on a single rank
-        return whole[part.start : part.stop].to(accumulation_dtype(whole.dtype))
+        found: list[Tensor | None] = []
+        for part in parts:
+            grad = self.params[part.param].grad if settled is None else settled[part.param]
+            if isinstance(grad, GradientPlaceholder):
+                if grad.added is not None:
+                    raise self._not_synchronized(part.param)
+                mine = grad.parts[part.bucket]
+                found.append(torch.zeros_like(mine) if grad.is_cleared else mine)
+            elif grad is None:
+                found.append(None)
+            else:  # on a single rank
+                whole = in_memory_order(grad, self.strides[part.param])
+                found.append(whole[part.start : part.stop].to(accumulation_dtype(whole.dtype)))
+        return found
 
     def settled(self, bucket: int) -> dict[int, Tensor | None]:
         """Returns the next `.grad` of each parameter of a settled bucket."""
         return dict(zip(self.plan.buckets[bucket].params, self._bindings[bucket].settled or (), strict=True))
 
-    def require_synchronized(self, params: Iterable[Tensor]) -> None:
+    def require_synchronized(self, params: Sequence[Tensor]) -> None:
         """Raises PhaseError if a gradient of these parameters has grown since it was reduced, on any rank's part.
 
         Also raises it if a parameter has a gradient but no part in the layout, because it was frozen when gradients were
         synchronized.
         """
-        others = {id(param): param for param in params}
-        stepped = [(index, param) for index, param in enumerate(self.params) if others.pop(id(param), None) is not None]
+        others = dict(zip(map(id, params), params, strict=True))
+        mine = list(map(others.pop, map(id, self.params), repeat(None)))
         for param in others.values():
             if param.requires_grad and param.grad is not None:
                 raise PhaseError(
@@ -146,8 +160,8 @@ class Sharding:
                     where=f"a parameter of shape {tuple(param.shape)}, rank {self.groups.rank}",
                     remedy="Freeze and unfreeze parameters between a step and its next forward, or call zero_grad() then.",
                 )
-        for index, param in stepped:
-            if isinstance(param.grad, GradientPlaceholder) and param.grad.added is not None:
+        for index, stepped in enumerate(mine):
+            if stepped is not None and getattr(stepped.grad, "added", None) is not None:
                 raise self._not_synchronized(index)
 
     def _not_synchronized(self, index: int) -> PhaseError:
@@ -171,11 +185,6 @@ class Sharding:
         for param in self.params:
             if isinstance(param.grad, GradientPlaceholder):
                 param.grad = None
-
-    def begin_round(self) -> None:
-        """Clears state left over by a failed synchronization."""
-        for split in self._splits.values():
-            split.begin_round()
 
     @property
     def holds_gradients(self) -> bool:
@@ -203,25 +212,12 @@ class Sharding:
             for index, param in enumerate(self.params)
             if index in held
         }
-        for bucket in buckets:
-            flat = self.flats[bucket.index]
-            own = flat.flat.new_zeros(self.shard_numel(bucket), dtype=accumulation_dtype(flat.flat.dtype))
-            mine = [(slot, part) for slot, part in zip(bucket.slots, flat.parts, strict=True) if slot.param in found]
-            for slot, part in mine:
-                part.of_shard(own).copy_(self._placeholders[slot.param].parts[bucket.index])
-            whole = self.gathered(bucket.index, own)
-            for slot, _ in mine:
-                found[slot.param][slot.first : slot.first + slot.numel] = whole[slot.start : slot.stop]
+        for bucket in buckets if self._bindings else ():  # a single rank has no placeholders
+            whole = self.gathered(bucket.index, self._bindings[bucket.index].shard)
+            for slot in bucket.slots:
+                if slot.param in found:
+                    found[slot.param][slot.first : slot.first + slot.numel] = whole[slot.start : slot.stop]
         return found
-
-    def take_over(self, held: Mapping[int, Tensor]) -> None:
-        """Takes this rank's parts of gradients that an earlier layout `held`."""
-        before = {index: self.params[index].grad for index in held}
-        self._adopt(held)
-        for index, placeholder in before.items():
-            if isinstance(placeholder, GradientPlaceholder):
-                mine = self._placeholders[index]
-                mine.added, mine.is_cleared = placeholder.added, placeholder.is_cleared
 
     def gathered(self, bucket: int, own: Tensor) -> Tensor:
         """Gathers every rank's shard of data in that bucket's layout; a collective call. [ranks * shard]"""
