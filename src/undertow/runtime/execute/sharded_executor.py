@@ -51,9 +51,8 @@ class ShardedExecutor(Executor):
             pack()
             self._mark_nonfinite(bucket)
 
-        trailer = range(layout.trailer.start, layout.storage_numel)
-        shard_group = self._sharding.groups.shard
-        handle = shard_group.reduce_scatter(binding.storage.flat, target, trailer=trailer, pack=pack_and_look)
+        trailer, exchanges = range(bucket.trailer_start, layout.storage_numel), self._sharding.groups.shard
+        handle = exchanges.reduce_scatter(binding.storage.flat, target, trailer=trailer, pack=pack_and_look)
         bucket.handles = [handle]
         self._recorder.launched(layout.index, handle)
 
@@ -61,7 +60,7 @@ class ShardedExecutor(Executor):
         """Sums the shards of all replicas, after the reduce-scatter inside this one."""
         layout, replicate = bucket.layout, self._sharding.groups.replicate
         assert replicate is not None  # the schedule of a strategy with two axes
-        trailer = bucket.binding.storage.flat[layout.trailer.start : layout.storage_numel]
+        trailer = bucket.binding.storage.flat[bucket.trailer_start : layout.storage_numel]
         handle = replicate.all_reduce_behind(bucket.handles[0], bucket.binding.reduced, trailer=trailer)
         bucket.handles = [handle]
         self._recorder.launched(layout.index, handle)
@@ -89,17 +88,16 @@ class ShardedExecutor(Executor):
 
     def _settle(self, bucket: LiveBucket, result: RoundResult, *, weighs: bool) -> bool:
         """Reads the trailer of a reduced bucket; returns True if the bucket may be stepped, on which all ranks agree."""
-        binding, this_round = bucket.binding, result.round
-        num_readings = len(result.readings)
+        binding, this_round, num_readings = bucket.binding, result.round, len(result.readings)
         if weighs and this_round.weights is not None:
             sums = this_round.weights.sums()
             binding.weigh(divisor=sums.divisor, keep=sums.keep)
         elif this_round.rescale != 1.0:
             binding.reduced.mul_(this_round.rescale)
         binding.settle(self._used_elsewhere(bucket, result))
-        if self._finite is not None and self._finite.stops_updates and bucket.layout.index in result.nonfinite:
-            return False
-        return not any(reading.ranks_differ for reading in result.readings[num_readings:])
+        is_stopped = self._finite is not None and self._finite.stops_updates and bucket.layout.index in result.nonfinite
+        readings = result.readings[num_readings:]
+        return not is_stopped and not (readings and any(reading.ranks_differ for reading in readings))
 
     def _bind(self, bucket: LiveBucket) -> None:
         if self._await(bucket):

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from undertow.config import SyncConfig
-from undertow.errors import ConfigError, PhaseError
+from undertow.errors import PhaseError
 from undertow.runtime.comm.collectives import Collectives, P2PCollectives
-from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle, ThreadHandle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.sharded.gathers import Gathers
@@ -211,35 +209,3 @@ def _require_confirmed(weak: "weakref.ref[StepsInBackward]", _gradients: object)
     steps = weak()
     if steps is not None:
         steps.require_confirmed("a second backward runs")
-
-
-def refusals_in_backward(group: OwnGroup, config: SyncConfig) -> tuple[tuple[bool, ConfigError], ...]:
-    """Returns the reasons why buckets cannot be stepped in backward, each with True if it applies."""
-    where = "ShardedOptimizer"
-    return (
-        (
-            config.nonfinite == "skip",
-            ConfigError(
-                'nonfinite="skip" does not go with in_backward=True: buckets are updated before the last one is known to be '
-                "finite.",
-                where=where,
-                remedy='Leave in_backward=True out, or use nonfinite="raise".',
-            ),
-        ),
-        (
-            not config.overlap,
-            ConfigError(
-                "in_backward=True steps under backward, and overlap=False lets nothing lie there.",
-                where=where,
-                remedy="Leave one of the two out.",
-            ),
-        ),
-        (
-            group.num_ranks > 1 and not group.is_over_gloo,
-            ConfigError(
-                f"in_backward=True is not built yet for {group.backend}: buckets would have to be stepped on a stream.",
-                where=where,
-                remedy="Leave it out: gathers lie under the next forward.",
-            ),
-        ),
-    )

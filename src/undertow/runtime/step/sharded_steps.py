@@ -4,6 +4,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, compress, repeat
 from operator import itemgetter
 from typing import Any
@@ -16,7 +17,7 @@ from undertow.errors import ConfigError, NonFiniteGradient, PhaseError
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.sharded.gathers import ForwardWaits
 from undertow.runtime.sharded.groups import ShardGroups
-from undertow.runtime.sharded.in_backward import StepsInBackward, refusals_in_backward
+from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.step.checks import Arguments, NonFinite
 from undertow.runtime.step.engine import Engine
@@ -37,8 +38,7 @@ class ShardedSteps:
         self, module: nn.Module, engine: Engine, config: SyncConfig, *, is_compiled: bool, steps_in_backward: bool
     ) -> None:
         current_plan = engine.current_plan
-        in_backward = refusals_in_backward(current_plan.group, config) if steps_in_backward else ()
-        for is_refused, error in (*_refusals(engine, config), *in_backward):
+        for is_refused, error in _refusals(engine, config, in_backward=steps_in_backward):
             if is_refused:
                 raise error
         self._strategy = strategy_named(config.strategy or ZERO1.name)
@@ -90,7 +90,7 @@ class ShardedSteps:
 
     def require_stepper(self, optimizer: Optimizer) -> None:
         """Raises PhaseError for an optimizer that is not the one that updates the parameters."""
-        if self._stepper is not None and not self.is_stepper(optimizer):
+        if self._stepper is not None and self._stepper() is not optimizer:
             raise PhaseError(
                 f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
                 where=f"rank {self._groups.rank}: each rank has its shards of the gradients only",
@@ -99,7 +99,8 @@ class ShardedSteps:
 
     def begin(self) -> Sharding:
         """Returns this rank's shards, with nothing in flight, to be stepped: the same object while the layout is the same."""
-        self._require_open("Step before close(), or make a new wrapper and a new optimizer.")
+        if self._is_closed:
+            raise self._closed("Step before close(), or make a new wrapper and a new optimizer.")
         current_plan = self._engine.current_plan
         current_plan.wait_for_parameters()
         sharding = current_plan.shard(self._strategy, self._groups, self.in_backward)
@@ -170,8 +171,9 @@ class ShardedSteps:
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Returns True if the step is to change nothing, on every rank; may raise NonFiniteGradient on every rank."""
+        numbers = self._engine.checks.numbers
         try:
-            return self._engine.checks.numbers.skips(optimizer, has_begun=self.is_stepped)
+            return numbers.is_on and numbers.skips(optimizer, has_begun=self.is_stepped)
         except NonFiniteGradient:
             if self.in_backward is not None:
                 self.in_backward.is_due = False  # there is nothing more to confirm
@@ -187,18 +189,17 @@ class ShardedSteps:
 
         Raises PhaseError if all ranks are to gather the state after that, and cannot any more.
         """
-        if gathers and self.sharding is not None and self._groups.num_ranks > 1:
-            self._require_open("Call state_dict() before close(); save_checkpoint() works afterwards too.")
+        if gathers and self._is_closed and self.sharding is not None and self._groups.num_ranks > 1:
+            raise self._closed("Call state_dict() before close(); save_checkpoint() works afterwards too.")
         if self.in_backward is not None:
             self.in_backward.make_whole()
 
-    def _require_open(self, remedy: str) -> None:
-        if self._is_closed:
-            raise PhaseError(
-                "the model of this optimizer is closed: nobody brings the ranks' shards together.",
-                where=f"ShardedOptimizer, rank {self._groups.rank}",
-                remedy=remedy,
-            )
+    def _closed(self, remedy: str) -> PhaseError:
+        return PhaseError(
+            "the model of this optimizer is closed: nobody brings the ranks' shards together.",
+            where=f"ShardedOptimizer, rank {self._groups.rank}",
+            remedy=remedy,
+        )
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
@@ -223,35 +224,58 @@ class ShardedSteps:
                 part.close()
 
 
-def _refusals(engine: Engine, config: SyncConfig) -> tuple[tuple[bool, ConfigError | PhaseError], ...]:
+def _refusals(engine: Engine, config: SyncConfig, *, in_backward: bool) -> tuple[tuple[bool, ConfigError | PhaseError], ...]:
     """Returns the reasons why no optimizer of these parameters can be sharded, each with True if it applies."""
-    current_plan, strategy = engine.current_plan, strategy_named(config.strategy or ZERO1.name)
-    reducer, is_alone = current_plan.now.compiled.reducer, current_plan.group.num_ranks == 1
+    group, reducer = engine.current_plan.group, engine.current_plan.now.compiled.reducer
+    strategy, is_alone = strategy_named(config.strategy or ZERO1.name), group.num_ranks == 1
+    refusal = partial(ConfigError, where="ShardedOptimizer")
+    experts = next((group.match for group in config.experts), "")
     return (
         (
             strategy.gather is None,
-            ConfigError(
+            refusal(
                 f"strategy={strategy.name!r} keeps all of the optimizer on every rank.",
-                where="ShardedOptimizer",
                 remedy='Set strategy="zero1" or "zero2", or use a plain optimizer.',
             ),
         ),
         (reducer.hook is not None, no_hooks_with_shards()),
-        ("join" in current_plan.group.borrowers, no_join_with_shards()),
+        ("join" in group.borrowers, no_join_with_shards()),
         (
             is_alone and reducer.is_active,
             ConfigError(
                 "these experts are on one rank only, which has nobody to share an optimizer with.",
-                where=f"ShardedOptimizer, ExpertGroup(match={next((group.match for group in config.experts), '')!r})",
+                where=f"ShardedOptimizer, ExpertGroup(match={experts!r})",
                 remedy="Give them to a plain optimizer.",
             ),
         ),
         (
-            is_alone and current_plan.is_active,
+            is_alone and engine.current_plan.is_active,
             ConfigError(
                 "weights with a ShardedOptimizer are not built for a rank alone.",
                 where='ShardedOptimizer, SyncConfig(op="weighted")',
                 remedy="Divide the loss by the weight, or use a plain optimizer there.",
+            ),
+        ),
+        (
+            in_backward and config.nonfinite == "skip",
+            refusal(
+                'nonfinite="skip" does not go with in_backward=True: buckets are updated before the last one is known to be '
+                "finite.",
+                remedy='Leave in_backward=True out, or use nonfinite="raise".',
+            ),
+        ),
+        (
+            in_backward and not config.overlap,
+            refusal(
+                "in_backward=True steps under backward, and overlap=False lets nothing lie there.",
+                remedy="Leave one of the two out.",
+            ),
+        ),
+        (
+            in_backward and not is_alone and not group.is_over_gloo,
+            refusal(
+                f"in_backward=True is not built yet for {group.backend}: buckets would have to be stepped on a stream.",
+                remedy="Leave it out: gathers lie under the next forward.",
             ),
         ),
     )
@@ -271,15 +295,6 @@ def no_join_with_shards() -> PhaseError:
         where="join",
         remedy="Give every rank as many batches: drop_last=True of a DataLoader, or a sampler that pads, as DistributedSampler "
         "does.",
-    )
-
-
-def no_plain_optimizer(config: SyncConfig, optimizer: Optimizer) -> PhaseError:
-    """Returns the error of a plain optimizer if the settings ask for a sharded one."""
-    return PhaseError(
-        f"strategy={config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
-        where="the first step of the optimizer",
-        remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
     )
 
 
@@ -316,7 +331,10 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     needs_shards = strategy_named(sync.config.strategy).gather is not None
     weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process
 
-    def finish(optimizer: Optimizer, *, steps: bool, has_closure: bool = False) -> NonFinite | None:
+    @private.untraced  # if the step is compiled, so would be everything before it
+    def before_step(
+        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool = True
+    ) -> Arguments | None:
         sync, engine = weak_sync(), weak_engine()
         if sync is None or engine is None:
             return None
@@ -331,20 +349,21 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
         if sync._steps is not None:
             sync._steps.require_stepper(optimizer)
         elif needs_shards:
-            raise no_plain_optimizer(sync.config, optimizer)
+            raise PhaseError(
+                f"strategy={sync.config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
+                where="the first step of the optimizer",
+                remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
+            )
         engine.finish_before_step(params, steps=steps)
-        if engine.earlier is not None and steps and not has_closure:  # a closure's backward is still to come
+        if engine.earlier is not None and steps and not any(map(callable, (*args[1:], *kwargs.values()))):
+            # Not before a closure, whose backward is still to come.
             engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")
         numbers: NonFinite = engine.checks.numbers
-        return numbers if sync._steps is None and numbers.is_on else None
-
-    @private.untraced  # if the step is compiled, so would be everything before it
-    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        numbers = finish(optimizer, steps=True, has_closure=any(map(callable, (*args[1:], *kwargs.values()))))
-        return None if numbers is None else numbers.before_step(optimizer, args, kwargs)
+        judges = steps and numbers.is_on and sync._steps is None
+        return numbers.before_step(optimizer, args, kwargs) if judges else None
 
     def around_unscaling(optimizer: Optimizer, look: private_scaling.Look) -> private_scaling.Found:
-        finish(optimizer, steps=False)
+        before_step(optimizer, (), {}, steps=False)
         return look()
 
     hooks = contextlib.ExitStack()
