@@ -130,7 +130,6 @@ class SplitParam:
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Forgets gradients that were taken before."""
         # In time, and late: the former `.grad` and the gradient, once for each bucket that has not taken them yet.
         self._taken: tuple[list[tuple[Any, Tensor | None]], ...] = ([], [])
 
@@ -238,9 +237,6 @@ class ShardedBinding:
     def has_graph(self) -> bool:
         return self._dense.has_graph()
 
-    def values(self) -> Sequence[Tensor]:
-        return ()
-
     @torch.no_grad()
     def settle(self, used_elsewhere: Collection[int] = ()) -> None:
         """Moves the reduced values to their final place without binding them; `bind` does that in autograd's thread."""
@@ -259,7 +255,6 @@ class ShardedBinding:
         self._before, self.settled = {}, settled
 
     def bind(self) -> None:
-        """Binds `.grad` to the settled values."""
         for param, grad in zip(self.params, self.settled or (), strict=True):
             param.grad = grad
         self.settled = None
@@ -318,6 +313,5 @@ class ShardedBinding:
             own.add_(part.of_bucket(values[0]))
 
     def _pack_piece(self, position: int, slot: Slot, grad: Tensor | None) -> None:
-        """Gives the bucket its piece of a gradient, through the parameter's stand-in."""
         whole = None if grad is None else in_memory_order(grad, self._own[position][0].stride())
         self._dense.params[position].grad = None if whole is None else whole[slot.first : slot.first + slot.numel]

@@ -142,7 +142,6 @@ class Gathers:
             self.wait(tuple(self.in_flight))
 
     def before_forward(self, buckets: Collection[int]) -> None:
-        """Called before the forward of a module that reads the parameters of these buckets, unless they are ready."""
         self.wait(buckets)
 
     def wait(self, buckets: Collection[int]) -> None:
@@ -183,7 +182,6 @@ class Gathers:
         return self._is_compiled_in or (may_be_shared and any(flat.is_referred_to for flat in flats))
 
     def _watch(self, bucket: int) -> None:
-        """Makes reads of the bucket's parameters wait."""
         self._watched.add(bucket)
         for param in self.flats[bucket].params:
             kind = type(param)
@@ -193,8 +191,7 @@ class Gathers:
                 param.__class__ = self._classes[kind]
 
     def _release(self, bucket: int) -> None:
-        """Ends that; a parameter with another bucket to come stays watched."""
-        flat, coming = self.flats[bucket], set[int]()
+        flat, coming = self.flats[bucket], set[int]()  # parameters with another bucket to come stay watched
         self._watched.discard(bucket)
         if flat.split_params:
             coming.update(id(param) for other in (*self.in_flight, *self.owed) for param in self.flats[other].split_params)
@@ -237,7 +234,6 @@ class _Reads(TorchFunctionMode):
         ]
 
     def begin(self) -> None:
-        """Records in this thread from now on, until `close`."""
         if not self.is_on:
             self.is_on = True
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -315,7 +311,6 @@ class ForwardWaits:
                 self._wait_in(part, part.parameters(recurse=False))
 
     def root_begins(self, *, is_training: bool) -> None:
-        """Called before a forward of the whole model."""
         if not is_training:
             self._gathers.wait_for_all()  # an evaluation may read other parameters than the training forward showed
             return
@@ -340,7 +335,6 @@ class ForwardWaits:
             self._on_order(_in_order([self._at_root, read]))
 
     def close(self) -> None:
-        """Removes all hooks."""
         if self._reads is not None:
             self._reads.close()
             self._reads = None
@@ -355,5 +349,4 @@ class ForwardWaits:
 
 
 def _in_order(groups: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """Returns each bucket of the groups once, in the order of the first occurrence."""
     return tuple(dict.fromkeys(chain.from_iterable(groups)))

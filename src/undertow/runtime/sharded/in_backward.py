@@ -75,15 +75,14 @@ class GathersInBackward(Gathers):
         here, because other ranks may wait for this one. Raises PhaseError if the backward cannot be ended because it runs in
         another thread.
         """
-        self.make_whole(buckets)
+        self._make_whole(buckets)
         super().wait(buckets)
 
     def wait_for_all(self) -> None:
-        self.make_whole(self.owed)
+        self._make_whole(self.owed)
         super().wait_for_all()
 
-    def make_whole(self, buckets: Collection[int]) -> None:
-        """Ends a failed backward that still owes gathers of these buckets. PhaseError as for `wait`."""
+    def _make_whole(self, buckets: Collection[int]) -> None:
         if not self.owed.isdisjoint(buckets) and private.graph_task_id() == -1:
             self._end_backward()
             self._require_whole(buckets)
@@ -93,7 +92,6 @@ class GathersInBackward(Gathers):
         super().before_read()
 
     def _require_unstepped(self, buckets: Iterable[int]) -> None:
-        """Raises PhaseError if parameters of these buckets are read in the backward that has stepped them."""
         if not self.being_stepped.isdisjoint(buckets) and private.graph_task_id() != -1:
             raise PhaseError(
                 "parameters are read in the backward that has updated them already.",
@@ -116,35 +114,27 @@ class GathersInBackward(Gathers):
 class StepsInBackward:
     """The optimizer that steps the buckets of `module` in backward, and whether its `step()` is due.
 
-    `end_backward` ends a backward that an exception has interrupted, if none is running. The optimizer has two methods for it:
+    `end_backward` ends a backward that an exception has interrupted, if none is running. `make_whole` does so if parameters are
+    partly updated. `stepper` refers to the optimizer, which has two methods for it:
 
     - `begin_updates(sharding)` is called when a synchronization begins; it returns True if it updates these shards, with the
       current hyper-parameters;
     - `update(bucket)` steps this rank's parts of a bucket with settled gradients: one call at a time, not in the training thread.
     """
 
-    _stepper: weakref.ref[Any]  # the user holds it; there is one before there is a layout
+    stepper: weakref.ref[Any]  # there is one before there is a layout
 
-    def __init__(self, module: nn.Module, groups: ShardGroups, end_backward: Callable[[], object]) -> None:
+    def __init__(
+        self, module: nn.Module, groups: ShardGroups, *, end_backward: Callable[[], object], make_whole: Callable[[], object]
+    ) -> None:
         self.is_due = False  # a backward has updated the parameters, and step() has not confirmed it
-        self._gathers: GathersInBackward | None = None  # of the present layout
-        self._groups, self._end_backward = groups, end_backward
+        self.end_backward, self._groups = end_backward, groups
         self._updating = groups.shard.group.worker("undertow-updates")
         # After a failed backward that stepped nothing, no read on this rank waits, but the other ranks wait for its end.
         self._hooks = (
             module.register_forward_hook(OutputHook(module, self.forward_ends)),
-            module.register_state_dict_pre_hook(ModuleHook(module, self.make_whole)),  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(ModuleHook(module, make_whole)),  # type: ignore[no-untyped-call]
         )
-
-    def hand_to(self, stepper: object) -> None:
-        """Makes `stepper` step from now on; raises PhaseError if the previous one has not confirmed a backward."""
-        self.require_confirmed("another optimizer is made")
-        self._stepper = weakref.ref(stepper)
-
-    def gathers_over(self, flats: Sequence[FlatParams], recorder: Recorder) -> GathersInBackward:
-        """Returns the gathers of a new layout."""
-        self._gathers = gathers = GathersInBackward(flats, self._groups.shard, recorder, self._end_backward)
-        return gathers
 
     def begin_round(self, sharding: Any, *, is_last: bool) -> bool:
         """Returns True if this synchronization, the last one of a step if `is_last`, steps buckets.
@@ -153,15 +143,14 @@ class StepsInBackward:
         """
         sharding.gathers.wait_for_all()
         sharding.follow_parameters()
-        stepper = self._stepper()
+        stepper = self.stepper()
         steps = stepper is not None and stepper.begin_updates(sharding) and is_last
         if steps:
             sharding.gathers.owed.update(range(len(sharding.plan.buckets)))
         return steps
 
     def update(self, bucket: int) -> None:
-        """Steps one bucket."""
-        stepper = self._stepper()
+        stepper = self.stepper()
         if stepper is not None:
             stepper.update(bucket)
 
@@ -173,11 +162,6 @@ class StepsInBackward:
         started = ThreadHandle(self._groups.shard.group.result)
         self._updating.submit(started.run, work)
         return started
-
-    def make_whole(self) -> None:
-        """Ends a failed backward that still owes gathers, before parameters or state are read. PhaseError as for `wait`."""
-        if self._gathers is not None:
-            self._gathers.make_whole(self._gathers.owed)
 
     @private.left_alone
     def forward_ends(self, outputs: object) -> None:
@@ -198,7 +182,6 @@ class StepsInBackward:
             )
 
     def close(self) -> None:
-        """Ends the thread and removes the hooks."""
         self._updating.shutdown()
         for hook in self._hooks:
             hook.remove()

@@ -18,7 +18,7 @@ from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding, SplitParam
 from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.groups import ShardGroups
-from undertow.runtime.sharded.in_backward import StepsInBackward
+from undertow.runtime.sharded.in_backward import GathersInBackward, StepsInBackward
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order, shard_parts
 from undertow.schedule import Strategy
 
@@ -41,8 +41,7 @@ class Sharding:
         recorder: Recorder,
         in_backward: StepsInBackward | None = None,
     ) -> None:
-        _require_dense(plan)
-        _require_apart(plan, params)
+        _require_shardable(plan, params)
         self.plan, self.params, self.strategy, self.groups = plan, tuple(params), strategy, groups
         self.in_backward = in_backward
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
@@ -64,7 +63,9 @@ class Sharding:
         num_pieces = Counter(index for bucket in plan.buckets for index in bucket.params)
         self.splits = {index: SplitParam(params[index], num_pieces[index]) for index in plan.split_params}
         self.gathers = (
-            Gathers(self.flats, groups.shard, recorder) if in_backward is None else in_backward.gathers_over(self.flats, recorder)
+            Gathers(self.flats, groups.shard, recorder)
+            if in_backward is None
+            else GathersInBackward(self.flats, groups.shard, recorder, in_backward.end_backward)
         )
 
     @property
@@ -73,7 +74,6 @@ class Sharding:
         return self.groups.shard.group
 
     def binding(self, bucket: Bucket) -> ShardedBinding:
-        """Creates the owner of the `.grad` of a bucket's parameters."""
         made = ShardedBinding(
             bucket,
             self.flats[bucket.index].params,
@@ -181,7 +181,6 @@ class Sharding:
                 mine.mul_(scale.to(grad.device))
 
     def drop_gradients(self) -> None:
-        """Removes all placeholders from `.grad`."""
         for param in self.params:
             if isinstance(param.grad, GradientPlaceholder):
                 param.grad = None
@@ -206,7 +205,6 @@ class Sharding:
         return self._whole_gradients(held, self.plan.buckets)
 
     def _whole_gradients(self, held: Collection[int], buckets: Iterable[Bucket]) -> dict[int, Tensor]:
-        """Gathers the gradients of these parameters, which are placeholders, from these buckets."""
         found = {
             index: torch.zeros(param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device)
             for index, param in enumerate(self.params)
@@ -229,8 +227,15 @@ class Sharding:
         return whole
 
 
-def _require_apart(plan: Plan, params: Sequence[Tensor]) -> None:
-    """Raises ConfigError if two parameters share memory, because each would be updated as if it were alone."""
+def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:
+    for bucket in plan.buckets:
+        if bucket.is_sparse:
+            raise ConfigError(
+                f"the gradient of {plan.params[bucket.slots[0].param].name!r} is sparse: it cannot be cut into shards.",
+                where="ShardedOptimizer",
+                remedy="Make the embedding with sparse=False, or use a plain optimizer.",
+            )
+    # Of two parameters that share memory, each would be updated as if it were alone.
     places = sorted((param.data_ptr(), param.nbytes, index) for index, param in enumerate(params) if param.nbytes)
     for (start, num_bytes, first), (following, _, second) in pairwise(places):
         if following < start + num_bytes:
@@ -239,15 +244,4 @@ def _require_apart(plan: Plan, params: Sequence[Tensor]) -> None:
                 f"parameters {names} lie in the same memory: a sharded optimizer would update each by itself.",
                 where="ShardedOptimizer",
                 remedy="Make them one parameter (second.weight = first.weight), or use a plain optimizer.",
-            )
-
-
-def _require_dense(plan: Plan) -> None:
-    for bucket in plan.buckets:
-        if bucket.is_sparse and bucket.slots:
-            name = plan.params[bucket.slots[0].param].name
-            raise ConfigError(
-                f"the gradient of {name!r} is sparse: it cannot be cut into shards.",
-                where="ShardedOptimizer",
-                remedy="Make the embedding with sparse=False, or use a plain optimizer.",
             )

@@ -61,8 +61,6 @@ def shard_parts(bucket: Bucket, *, rank: int, num_replicas: int = 1) -> list[Sha
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """One parameter of a bucket."""
-
     piece: Slot
     part: ShardPart
     param: Tensor

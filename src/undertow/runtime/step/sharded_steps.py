@@ -48,7 +48,9 @@ class ShardedSteps:
         self.steps_in_backward = steps_in_backward
         self.in_backward: StepsInBackward | None = None  # nor on a single rank, which sends nothing
         if steps_in_backward and self._groups.num_ranks > 1:
-            self.in_backward = StepsInBackward(module, self._groups, engine.end_failed_backward)
+            self.in_backward = StepsInBackward(
+                module, self._groups, end_backward=engine.end_failed_backward, make_whole=self.make_whole
+            )
         self._stepper: weakref.ref[Optimizer] | None = None
         self.sharding: Sharding | None = None
         self._waits: ForwardWaits | None = None
@@ -82,7 +84,8 @@ class ShardedSteps:
             )
         self._stepper = weakref.ref(stepper)
         if self.in_backward is not None:
-            self.in_backward.hand_to(stepper)
+            self.in_backward.require_confirmed("another optimizer is made")
+            self.in_backward.stepper = self._stepper
 
     def is_stepper(self, optimizer: Optimizer) -> bool:
         """Returns True if `optimizer` is the one that updates the parameters."""
@@ -191,8 +194,8 @@ class ShardedSteps:
         """
         if gathers and self._is_closed and self.sharding is not None and self._groups.num_ranks > 1:
             raise self._closed("Call state_dict() before close(); save_checkpoint() works afterwards too.")
-        if self.in_backward is not None:
-            self.in_backward.make_whole()
+        if self.sharding is not None:
+            self.sharding.gathers.wait(tuple(self.sharding.gathers.owed))
 
     def _closed(self, remedy: str) -> PhaseError:
         return PhaseError(
