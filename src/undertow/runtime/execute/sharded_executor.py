@@ -83,7 +83,7 @@ class ShardedExecutor(Executor):
             if result.steps and is_sound and is_alike and (weights is None or weights.is_sound()):
                 in_backward.update(index)
 
-        gathers.steps[index] = in_backward.after_reductions(step)
+        gathers.steps[index] = self._sharding.groups.after_reductions(step)
         bucket.handles.append(gathers.steps[index])
 
     def _settle(self, bucket: LiveBucket, result: RoundResult, *, weighs: bool) -> bool:

@@ -187,18 +187,11 @@ class ShardedBinding:
         for placeholder, part in self._own:
             placeholder.parts[bucket.index] = part.of_shard(self.shard)
 
-    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def pack(self, not_arrived: Collection[int] = (), *, takes_pieces: bool = True) -> list[int]:
         self.settled, before = None, dict[int, Any]()
-        for position, (split, slot) in self._splits.items():
+        for position, (split, slot) in self._splits.items() if takes_pieces else ():
             before[position], grad = split.take()
             self._pack_piece(position, slot, grad)
-        return self._pack_whole(before, not_arrived)
-
-    def pack_local(self) -> None:
-        """Like `pack`, but a gradient with pieces in other buckets stays in place until all of them take it."""
-        self._pack_whole({})
-
-    def _pack_whole(self, before: dict[int, Any], not_arrived: Collection[int] = ()) -> list[int]:
         for position, param in enumerate(self.params):
             if isinstance(param.grad, GradientPlaceholder) and position not in self._splits:
                 before[position] = param.grad
@@ -211,6 +204,10 @@ class ShardedBinding:
         unused = self._dense.pack(not_arrived)
         self._unused = set(unused)
         return unused
+
+    def pack_local(self) -> None:
+        """Like `pack`, but a gradient with pieces in other buckets stays in place until all of them take it."""
+        self.pack(takes_pieces=False)
 
     def packing(self) -> Callable[[], None]:
         """Returns a function that copies the taken gradients into the bucket, for another thread, so that backward continues."""

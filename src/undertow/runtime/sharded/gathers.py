@@ -321,7 +321,8 @@ class ForwardWaits:
 
     def root_ends(self) -> None:
         # This increments versions, so autograd detects a parameter read too early where no earlier training forward read it.
-        self._gathers.wait_for_all()
+        if self._gathers.in_flight or self._gathers.owed:
+            self._gathers.wait_for_all()
         reads = self._reads
         if reads is None or not reads.is_on:
             return

@@ -7,18 +7,17 @@ backward ends ──> bind ──> step(): confirms the updates                 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
 from undertow.errors import PhaseError
-from undertow.runtime.comm.collectives import Collectives, P2PCollectives
-from undertow.runtime.comm.handles import Handle, ThreadHandle
+from undertow.runtime.comm.collectives import Collectives
+from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.sharded.gathers import Gathers
-from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook, OutputHook
@@ -124,12 +123,9 @@ class StepsInBackward:
 
     stepper: weakref.ref[Any]  # there is one before there is a layout
 
-    def __init__(
-        self, module: nn.Module, groups: ShardGroups, *, end_backward: Callable[[], object], make_whole: Callable[[], object]
-    ) -> None:
+    def __init__(self, module: nn.Module, *, end_backward: Callable[[], object], make_whole: Callable[[], object]) -> None:
         self.is_due = False  # a backward has updated the parameters, and step() has not confirmed it
-        self.end_backward, self._groups = end_backward, groups
-        self._updating = groups.shard.group.worker("undertow-updates")
+        self.end_backward = end_backward
         # After a failed backward that stepped nothing, no read on this rank waits, but the other ranks wait for its end.
         self._hooks = (
             module.register_forward_hook(OutputHook(module, self.forward_ends)),
@@ -154,15 +150,6 @@ class StepsInBackward:
         if stepper is not None:
             stepper.update(bucket)
 
-    def after_reductions(self, work: Callable[[], object]) -> Handle:
-        """Runs `work` in a thread that delays no reduction; `work` waits for the last reduction started. One call at a time."""
-        if self._groups.replicate is None:
-            return cast(P2PCollectives, self._groups.shard).after_reductions(work)
-        # The threads that complete exchanges over `replicate` must complete the next reduction.
-        started = ThreadHandle(self._groups.shard.group.result)
-        self._updating.submit(started.run, work)
-        return started
-
     @private.left_alone
     def forward_ends(self, outputs: object) -> None:
         """Makes a second backward through these outputs raise a clear error, instead of autograd's, after an update."""
@@ -182,7 +169,6 @@ class StepsInBackward:
             )
 
     def close(self) -> None:
-        self._updating.shutdown()
         for hook in self._hooks:
             hook.remove()
 

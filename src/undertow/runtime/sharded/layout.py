@@ -1,7 +1,13 @@
-"""This rank's shards of parameters and gradients in a plan's buckets."""
+"""This rank's shards of parameters and gradients in a plan's buckets, and the groups that they are exchanged over.
+
+               shard ──>
+replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, then all-reduce of the shards over `replicate`
+    │       rank 2  rank 3      parameters: all-gather over `shard`
+    v
+"""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise, repeat
 from operator import attrgetter
 from types import NoneType
@@ -9,20 +15,58 @@ from types import NoneType
 import torch
 from torch import Tensor
 
+from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Bucket, Plan
-from undertow.runtime.comm.collectives import accumulation_dtype
+from undertow.runtime.comm.collectives import P2PCollectives, accumulation_dtype, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
+from undertow.runtime.comm.handles import Handle, ThreadHandle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding, SplitParam
 from undertow.runtime.sharded.gathers import Gathers
-from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.in_backward import GathersInBackward, StepsInBackward
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order, shard_parts
 from undertow.schedule import Strategy
 
 _grad_of = attrgetter("grad")
+
+
+class ShardGroups:
+    """Exchanges over separate groups: `shard` and, on a mesh, `replicate`. Construction is a collective call.
+
+    `all_ranks` is the group of all these ranks. Reductions give sums over all of them, divided by `divisor`. `close` ends the
+    threads and destroys the groups.
+    """
+
+    def __init__(self, all_ranks: OwnGroup, config: SyncConfig, *, divisor: float) -> None:
+        user = all_ranks.user
+        self.rank, self.num_ranks = user.rank, len(user.ranks)
+        # Inner sums are not divided: the mean is rounded once, after all summands are added.
+        axes = [(user, divisor)] if user.replicate is None else [(user.shard, 1), (user.replicate, divisor)]
+        groups = [OwnGroup(ref, device=all_ranks.device, within=all_ranks) for ref, _ in axes]
+        for group in groups if self.num_ranks > 1 else ():
+            group.open(all_meet=True)  # every rank creates each of them
+        exchanges = [exchanges_over(group, config, divisor=divisor) for group, (_, divisor) in zip(groups, axes, strict=True)]
+        self.shard, self.replicate = exchanges[0], exchanges[1] if len(exchanges) > 1 else None
+        self._updating = groups[0].worker("undertow-updates")
+
+    def after_reductions(self, work: Callable[[], object]) -> Handle:
+        """Runs `work` in a thread that delays no reduction; `work` waits for the last reduction started. One call at a time."""
+        if self.replicate is None and isinstance(self.shard, P2PCollectives):
+            return self.shard.after_reductions(work)
+        # The threads that complete exchanges over `replicate` must complete the next reduction.
+        started = ThreadHandle(self.shard.group.result)
+        self._updating.submit(started.run, work)
+        return started
+
+    def close(self) -> None:
+        self._updating.shutdown()
+        axes = [axis for axis in (self.shard, self.replicate) if axis is not None]
+        for axis in axes:
+            axis.close()
+        for axis in axes:
+            axis.group.close()
 
 
 class Sharding:

@@ -97,7 +97,6 @@ class FlatParams:
             _Slot(slot, part, param, self.flat[slot.start : slot.stop], strides_of_gradient(param), slot.numel == param.numel())
             for slot, part, param in zip(bucket.slots, parts, params, strict=True)
         ]
-        self.whole_params = tuple(slot.param for slot in self._slots if slot.is_whole)
         self.split_params = tuple(slot.param for slot in self._slots if not slot.is_whole)
         self._apart: dict[int, _Slot] = {}  # by position, parameters with separate memory
         self._pointers = [-1] * len(params)  # data pointers at the last look
@@ -119,10 +118,8 @@ class FlatParams:
             self._storages = [param.untyped_storage() for param in self.params]
             self.addresses = private.addresses_of(self._storages)
         for slot in self._apart.values():  # the other ranks' parts of these come with the next gather
-            if slot.is_whole:
-                slot.place.copy_(slot.param)
-            else:
-                slot.part.of_bucket(self.flat).copy_(slot.in_memory()[slot.part.start : slot.part.stop])
+            values = in_memory_order(slot.param, slot.strides) if slot.is_whole else slot.in_memory()
+            slot.part.of_bucket(self.flat).copy_(values[slot.part.start : slot.part.stop])
 
     def copy_out(self) -> None:
         """Copies gathered values to parameters with separate memory, maybe from another thread; all of `flat` must be there."""

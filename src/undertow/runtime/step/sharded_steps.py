@@ -16,9 +16,8 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError, NonFiniteGradient, PhaseError
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.sharded.gathers import ForwardWaits
-from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.in_backward import StepsInBackward
-from undertow.runtime.sharded.layout import Sharding
+from undertow.runtime.sharded.layout import ShardGroups, Sharding
 from undertow.runtime.step.checks import Arguments, NonFinite
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.rounds import Phase
@@ -48,9 +47,7 @@ class ShardedSteps:
         self.steps_in_backward = steps_in_backward
         self.in_backward: StepsInBackward | None = None  # nor on a single rank, which sends nothing
         if steps_in_backward and self._groups.num_ranks > 1:
-            self.in_backward = StepsInBackward(
-                module, self._groups, end_backward=engine.end_failed_backward, make_whole=self.make_whole
-            )
+            self.in_backward = StepsInBackward(module, end_backward=engine.end_failed_backward, make_whole=self.make_whole)
         self._stepper: weakref.ref[Optimizer] | None = None
         self.sharding: Sharding | None = None
         self._waits: ForwardWaits | None = None
@@ -109,20 +106,17 @@ class ShardedSteps:
         sharding = current_plan.shard(self._strategy, self._groups, self.in_backward)
         if sharding is not self.sharding:
             self.sharding = sharding
-            self._watch(sharding)
+            if self._waits is not None:
+                self._waits.close()
+            self._waits, module = None, self._module()
+            if self._groups.num_ranks > 1 and module is not None:
+                # Ranks may find different orders: where gathers may start in different orders, they have numbers.
+                is_free = self._groups.shard.may_differ_in_order and self.in_backward is None  # else the lane's order is planned
+                follow = current_plan.now.compiled.gather_in if is_free else None
+                self._waits = ForwardWaits(module, sharding.gathers, on_order=follow, only_root=self._is_compiled)
         sharding.follow_parameters()
         sharding.adopt_gradients()
         return sharding
-
-    def _watch(self, sharding: Sharding) -> None:
-        if self._waits is not None:
-            self._waits.close()
-        self._waits, module = None, self._module()
-        if self._groups.num_ranks > 1 and module is not None:
-            # Ranks that find different orders still agree on what goes with what: gathers have numbers, where they may differ.
-            is_free = self._groups.shard.may_differ_in_order and sharding.in_backward is None  # else the lane's order is planned
-            follow = self._engine.current_plan.now.compiled.gather_in if is_free else None
-            self._waits = ForwardWaits(module, sharding.gathers, on_order=follow, only_root=self._is_compiled)
 
     def begin_clipping(self) -> Sharding:
         """Like `begin`, before the optimizer steps; raises PhaseError in backward, because it has stepped already."""
