@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from undertow.plan import Bucket, Plan
@@ -43,7 +44,8 @@ class ShardedExecutor(Executor):
 
     def _reduce_scatter(self, bucket: LiveBucket) -> None:
         binding, layout, result = bucket.binding, bucket.layout, self._result
-        target = binding.target(is_apart=result.has_failed or result.round.rebinds is not None)
+        is_apart = result.has_failed or result.round.rebinds is not None or binding.live
+        binding.reduced = torch.empty_like(binding.shard) if is_apart else binding.shard
         self._recorder.mark(layout.index, "launched")
         pack = binding.packing()
 
@@ -52,7 +54,7 @@ class ShardedExecutor(Executor):
             self._mark_nonfinite(bucket)
 
         trailer, exchanges = range(bucket.trailer_start, layout.storage_numel), self._sharding.groups.shard
-        handle = exchanges.reduce_scatter(binding.storage.flat, target, trailer=trailer, pack=pack_and_look)
+        handle = exchanges.reduce_scatter(binding.storage.flat, binding.reduced, trailer=trailer, pack=pack_and_look)
         bucket.handles = [handle]
         self._recorder.launched(layout.index, handle)
 

@@ -178,7 +178,7 @@ class ShardedBinding:
         self._own = tuple(zip(placeholders, parts, strict=True))
         self._splits = {position: (split, bucket.slots[position]) for position, split in splits.items()}
         self.shard = torch.zeros(shard_numel, dtype=accumulation_dtype(dtype), device=device)
-        self.reduced = self.shard  # the last `target`: other memory if `shard` has values that must be kept
+        self.reduced = self.shard  # the executor sets it to other memory if `shard` may have values that must be kept
         self.live: set[int] = set()  # positions with an earlier part, to which the result is added
         self._before: dict[int, Any] = {}  # by position, the former `.grad`: placeholders, and gradients of split parameters
         self._unused: set[int] = set()
@@ -218,11 +218,6 @@ class ShardedBinding:
                 postponed.pop(0)()  # popping also frees the gradients
 
         return pack
-
-    def target(self, *, is_apart: bool) -> Tensor:
-        """Returns the tensor for this rank's shard of the reduced bucket; `is_apart` if a placeholder may hold an earlier one."""
-        self.reduced = torch.empty_like(self.shard) if is_apart or self.live else self.shard
-        return self.reduced
 
     @torch.no_grad()
     def weigh(self, *, divisor: float, keep: float) -> None:

@@ -163,9 +163,9 @@ class Gathers:
                     self._release(bucket)
 
     def wait_for_all(self) -> None:
-        """Waits until nothing is in flight."""
-        if self.in_flight or self._watched:
-            self.wait(tuple(self.in_flight))
+        """Waits until nothing is in flight or owed."""
+        if self.in_flight or self.owed or self._watched:
+            self.wait((*self.in_flight, *self.owed))
             with self._lock:  # except buckets that another thread has launched again
                 for bucket in self._watched.difference(self.in_flight, self.owed):
                     self._release(bucket)

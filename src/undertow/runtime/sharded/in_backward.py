@@ -74,17 +74,10 @@ class GathersInBackward(Gathers):
         here, because other ranks may wait for this one. Raises PhaseError if the backward cannot be ended because it runs in
         another thread.
         """
-        self._make_whole(buckets)
-        super().wait(buckets)
-
-    def wait_for_all(self) -> None:
-        self._make_whole(self.owed)
-        super().wait_for_all()
-
-    def _make_whole(self, buckets: Collection[int]) -> None:
         if not self.owed.isdisjoint(buckets) and private.graph_task_id() == -1:
             self._end_backward()
             self._require_whole(buckets)
+        super().wait(buckets)
 
     def before_read(self) -> None:
         self._require_unstepped(self.being_stepped)
