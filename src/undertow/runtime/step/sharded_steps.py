@@ -110,7 +110,7 @@ class ShardedSteps:
                 self._waits.close()
             self._waits, module = None, self._module()
             if self._groups.num_ranks > 1 and module is not None:
-                # Ranks may find different orders: where gathers may start in different orders, they have numbers.
+                # Ranks may find different orders. If they may start gathers in different orders, gathers have numbers.
                 is_free = self._groups.shard.may_differ_in_order and self.in_backward is None  # else the lane's order is planned
                 follow = current_plan.now.compiled.gather_in if is_free else None
                 self._waits = ForwardWaits(module, sharding.gathers, on_order=follow, only_root=self._is_compiled)
