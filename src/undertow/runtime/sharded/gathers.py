@@ -163,7 +163,6 @@ class Gathers:
                     self._release(bucket)
 
     def wait_for_all(self) -> None:
-        """Waits until nothing is in flight or owed."""
         if self.in_flight or self.owed or self._watched:
             self.wait((*self.in_flight, *self.owed))
             with self._lock:  # except buckets that another thread has launched again
@@ -274,12 +273,12 @@ class _WaitHook(ModuleHook):
         self._has_none_of_these, self._unready = methodcaller("isdisjoint", buckets), gathers.unready
 
     def __call__(self, called: nn.Module, *_arguments: Any) -> None:
-        if not all(map(self._has_none_of_these, self._unready)):
-            super().__call__(called)
+        if not all(map(self._has_none_of_these, self._unready)) and called is self._module():
+            self._then()
 
 
 class ForwardWaits:
-    """Makes every module wait for the parameters that its forward reads. Any other read waits for all (`AwaitedReads`).
+    """Makes every module wait for the parameters that its forward reads. Any other read waits for all of them.
 
     A module waits for its own parameters. The first training forward shows which others it reads (tied weights, or a layer that
     computes with another one's parameters). Until then, and for parameters that this forward did not read, the forward of the

@@ -217,7 +217,6 @@ class Sharding:
 
     @torch.no_grad()
     def scale_gradients(self, parts: Sequence[ShardPart], scale: Tensor) -> None:
-        """Multiplies the gradients of these parts by `scale`."""
         for part in parts:
             grad = self.params[part.param].grad
             if grad is not None:  # on a single rank, parts are whole parameters

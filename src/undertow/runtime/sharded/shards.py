@@ -70,7 +70,6 @@ class _Slot:
 
     @property
     def place(self) -> Tensor:
-        """The memory of a whole parameter in `flat`, in its shape."""
         return self.memory.as_strided(self.param.shape, self.strides)
 
     def in_memory(self) -> Tensor:

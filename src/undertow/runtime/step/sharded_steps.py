@@ -85,11 +85,9 @@ class ShardedSteps:
             self.in_backward.stepper = self._stepper
 
     def is_stepper(self, optimizer: Optimizer) -> bool:
-        """Returns True if `optimizer` is the one that updates the parameters."""
         return self._stepper is not None and self._stepper() is optimizer
 
     def require_stepper(self, optimizer: Optimizer) -> None:
-        """Raises PhaseError for an optimizer that is not the one that updates the parameters."""
         if self._stepper is not None and self._stepper() is not optimizer:
             raise PhaseError(
                 f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
@@ -178,7 +176,6 @@ class ShardedSteps:
 
     @private.untraced
     def wait(self) -> None:
-        """Waits until every parameter has the optimizer's new value."""
         self._engine.current_plan.wait_for_parameters()
 
     def make_whole(self, *, gathers: bool = False) -> None:
