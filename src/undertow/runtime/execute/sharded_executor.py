@@ -54,18 +54,16 @@ class ShardedExecutor(Executor):
             self._mark_nonfinite(bucket)
 
         trailer, exchanges = range(bucket.trailer_start, layout.storage_numel), self._sharding.groups.shard
-        handle = exchanges.reduce_scatter(binding.storage.flat, binding.reduced, trailer=trailer, pack=pack_and_look)
-        bucket.handles = [handle]
-        self._recorder.launched(layout.index, handle)
+        bucket.handles = [exchanges.reduce_scatter(binding.storage.flat, binding.reduced, trailer=trailer, pack=pack_and_look)]
+        self._recorder.launched(layout.index, bucket.handles[0])
 
     def _all_reduce_shard(self, bucket: LiveBucket) -> None:
         """Sums the shards of all replicas, after the reduce-scatter inside this one."""
         layout, replicate = bucket.layout, self._sharding.groups.replicate
         assert replicate is not None  # the schedule of a strategy with two axes
         trailer = bucket.binding.storage.flat[bucket.trailer_start : layout.storage_numel]
-        handle = replicate.all_reduce_behind(bucket.handles[0], bucket.binding.reduced, trailer=trailer)
-        bucket.handles = [handle]
-        self._recorder.launched(layout.index, handle)
+        bucket.handles = [replicate.all_reduce_behind(bucket.handles[0], bucket.binding.reduced, trailer=trailer)]
+        self._recorder.launched(layout.index, bucket.handles[0])
 
     def _step(self, bucket: LiveBucket) -> None:
         in_backward, gathers = self._sharding.in_backward, self._sharding.gathers

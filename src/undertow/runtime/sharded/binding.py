@@ -87,11 +87,9 @@ class GradientPlaceholder(Tensor):
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Does a GradScaler's work on all gradients at once, on every rank, because each sees only its shards."""
     group = next(grad.group for grad in grads if isinstance(grad, GradientPlaceholder))
-    parts: dict[torch.dtype, list[Tensor]] = {}  # parts of 16-bit parameters are wider
-    for grad in grads:
-        for part in grad.parts.values() if isinstance(grad, GradientPlaceholder) else [grad]:
-            parts.setdefault(part.dtype, []).append(part)
-    for of_dtype in parts.values():
+    parts = [part for grad in grads for part in (grad.parts.values() if isinstance(grad, GradientPlaceholder) else [grad])]
+    for dtype in {part.dtype for part in parts}:  # parts of 16-bit parameters are wider
+        of_dtype = [part for part in parts if part.dtype == dtype]
         torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, inv_scale)
     if group is not None:
         with group.waiting("whether gradients are finite"):

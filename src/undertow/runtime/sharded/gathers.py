@@ -13,8 +13,9 @@ import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter, methodcaller
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -92,12 +93,7 @@ def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
 
 def _is_parameter_made() -> bool:
     """Returns True inside `nn.Parameter(param)`, which has seen the parameter's other class and expects to see it again."""
-    frame = sys._getframe(1)
-    for _ in range(4):
-        if frame.f_back is None or frame.f_code is nn.Parameter.__new__.__code__:
-            break
-        frame = frame.f_back
-    return frame.f_code is nn.Parameter.__new__.__code__
+    return any(frame.f_code is nn.Parameter.__new__.__code__ for frame, _ in islice(walk_stack(sys._getframe(1)), 5))
 
 
 class Gathers:
@@ -129,8 +125,7 @@ class Gathers:
         if params.flat.numel() == 0:
             return
         self._recorder.gather_launches(bucket, num_bytes=params.flat.nbytes)
-        then = params.copy_out if is_read else int
-        handle = self._exchanges.all_gather(params.flat, number=bucket, then=then, first=first)
+        handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else int, first=first)
         self._recorder.launched(bucket, handle, is_gather=True)
         with self._lock:
             self.in_flight[bucket] = handle

@@ -6,7 +6,6 @@ replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, then all
     v
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise, repeat
 from operator import attrgetter
@@ -104,8 +103,10 @@ class Sharding:
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=self.group) for spec, param in zip(plan.params, params, strict=True)
         ]
-        num_pieces = Counter(index for bucket in plan.buckets for index in bucket.params)
-        self.splits = {index: SplitParam(params[index], num_pieces[index]) for index in plan.split_params}
+        self.splits = {
+            index: SplitParam(params[index], sum(bucket.params.count(index) for bucket in plan.buckets))
+            for index in plan.split_params
+        }
         self.gathers = (
             Gathers(self.flats, groups.shard, recorder)
             if in_backward is None
@@ -177,12 +178,11 @@ class Sharding:
                 if grad.added is not None:
                     raise self._not_synchronized(part.param)
                 mine = grad.parts[part.bucket]
-                found.append(torch.zeros_like(mine) if grad.is_cleared else mine)
-            elif grad is None:
-                found.append(None)
-            else:  # on a single rank
+                grad = torch.zeros_like(mine) if grad.is_cleared else mine
+            elif grad is not None:  # on a single rank
                 whole = in_memory_order(grad, self.strides[part.param])
-                found.append(whole[part.start : part.stop].to(accumulation_dtype(whole.dtype)))
+                grad = whole[part.start : part.stop].to(accumulation_dtype(whole.dtype))
+            found.append(grad)
         return found
 
     def settled(self, bucket: int) -> dict[int, Tensor | None]:

@@ -36,14 +36,13 @@ class ShardedSteps:
     def __init__(
         self, module: nn.Module, engine: Engine, config: SyncConfig, *, is_compiled: bool, steps_in_backward: bool
     ) -> None:
-        current_plan = engine.current_plan
         for is_refused, error in _refusals(engine, config, in_backward=steps_in_backward):
             if is_refused:
                 raise error
         self._strategy = strategy_named(config.strategy or ZERO1.name)
         self._engine, self._config, self._is_compiled = engine, config, is_compiled
         self._module = weakref.ref(module)  # which holds this object, by its hooks
-        self._groups = ShardGroups(current_plan.group, config, divisor=current_plan.now.compiled.reducer.divisor)
+        self._groups = ShardGroups(engine.current_plan.group, config, divisor=engine.current_plan.now.compiled.reducer.divisor)
         self.steps_in_backward = steps_in_backward
         self.in_backward: StepsInBackward | None = None  # nor on a single rank, which sends nothing
         if steps_in_backward and self._groups.num_ranks > 1:
