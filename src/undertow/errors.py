@@ -96,7 +96,7 @@ class StallTimeout(UndertowError, TimeoutError):
     """A rank has waited for others longer than the limit; raised on every rank that has wrapped its model."""
 
 
-def require(holds: object, what: str, *, where: str, remedy: str = "") -> None:
-    """Raises ConfigError unless `holds` is true."""
+def require(holds: object, what: str, *, where: str, remedy: str = "", error: type[UndertowError] = ConfigError) -> None:
+    """Raises `error` unless `holds` is true."""
     if not holds:
-        raise ConfigError(what, where=where, remedy=remedy)
+        raise error(what, where=where, remedy=remedy)

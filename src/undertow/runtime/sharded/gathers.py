@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from undertow.errors import PhaseError
+from undertow.errors import PhaseError, require
 from undertow.runtime.comm.collectives import Collectives
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
@@ -195,12 +195,13 @@ class Gathers:
 
     def before_read(self) -> None:
         """Called before a parameter in flight is read; afterwards none of the model's is."""
-        if os.getpid() != self._process:
-            raise PhaseError(
-                "a parameter is read in a child process, and was on its way when that was started.",
-                where=f"process {os.getpid()}, a child of rank {self._exchanges.group.rank}",
-                remedy="Call wait() of the model before processes are started that use it.",
-            )
+        require(
+            os.getpid() == self._process,
+            "a parameter is read in a child process, and was on its way when that was started.",
+            where=f"process {os.getpid()}, a child of rank {self._exchanges.group.rank}",
+            remedy="Call wait() of the model before processes are started that use it.",
+            error=PhaseError,
+        )
         # Compiled code would be compiled again each time for the class of a parameter in flight.
         self._is_compiled_in |= private.is_compiling()
         self.wait_for_all()

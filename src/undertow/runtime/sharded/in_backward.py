@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from undertow.errors import PhaseError
+from undertow.errors import PhaseError, require
 from undertow.runtime.comm.collectives import Collectives
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
@@ -84,12 +84,13 @@ class GathersInBackward(Gathers):
         super().before_read()
 
     def _require_unstepped(self, buckets: Iterable[int]) -> None:
-        if not self.being_stepped.isdisjoint(buckets) and private.graph_task_id() != -1:
-            raise PhaseError(
-                "parameters are read in the backward that has updated them already.",
-                where="ShardedOptimizer(..., in_backward=True), in a checkpointed part of the model or a function's backward",
-                remedy="Let every step use a parameter as often as the first one did, or leave in_backward=True out.",
-            )
+        require(
+            self.being_stepped.isdisjoint(buckets) or private.graph_task_id() == -1,
+            "parameters are read in the backward that has updated them already.",
+            where="ShardedOptimizer(..., in_backward=True), in a checkpointed part of the model or a function's backward",
+            remedy="Let every step use a parameter as often as the first one did, or leave in_backward=True out.",
+            error=PhaseError,
+        )
 
     def _require_whole(self, buckets: Collection[int]) -> None:
         left = sorted(self.owed.intersection(buckets))

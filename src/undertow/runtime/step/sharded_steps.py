@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, NonFiniteGradient, PhaseError
+from undertow.errors import ConfigError, NonFiniteGradient, PhaseError, require
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.sharded.gathers import ForwardWaits
 from undertow.runtime.sharded.in_backward import StepsInBackward
@@ -57,12 +57,12 @@ class ShardedSteps:
 
         Raises ConfigError while an earlier one exists.
         """
-        if steps_in_backward != self.steps_in_backward:
-            raise ConfigError(
-                f"an optimizer of this model was made with in_backward={self.steps_in_backward} before.",
-                where=f"ShardedOptimizer(..., in_backward={steps_in_backward})",
-                remedy="Wrap the model anew, or make both alike.",
-            )
+        require(
+            steps_in_backward == self.steps_in_backward,
+            f"an optimizer of this model was made with in_backward={self.steps_in_backward} before.",
+            where=f"ShardedOptimizer(..., in_backward={steps_in_backward})",
+            remedy="Wrap the model anew, or make both alike.",
+        )
         if self._stepper is not None and self._stepper() is not None:
             gc.collect()  # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
         earlier: Any = None if self._stepper is None else self._stepper()
@@ -117,12 +117,13 @@ class ShardedSteps:
 
     def begin_clipping(self) -> Sharding:
         """Like `begin`, before the optimizer steps; raises PhaseError in backward, because it has stepped already."""
-        if self.steps_in_backward:
-            raise PhaseError(
-                "clip_grad_norm_ does not go with in_backward=True: the norm is known when parameters are updated already.",
-                where=f"clip_grad_norm_, rank {self._groups.rank}",
-                remedy="Leave in_backward=True out: gathers lie under the next forward, and updates between them and backward.",
-            )
+        require(
+            not self.steps_in_backward,
+            "clip_grad_norm_ does not go with in_backward=True: the norm is known when parameters are updated already.",
+            where=f"clip_grad_norm_, rank {self._groups.rank}",
+            remedy="Leave in_backward=True out: gathers lie under the next forward, and updates between them and backward.",
+            error=PhaseError,
+        )
         return self.begin()
 
     @contextlib.contextmanager
@@ -300,12 +301,13 @@ def finish_before_look(sync: Any, params: Iterable[Tensor]) -> None:
 
 def require_synchronized(sync: Any) -> None:
     """Raises PhaseError if gradients were accumulated since the last synchronization: each rank has different ones."""
-    if sync._engine.current_plan.now.hooks.arrived_before:
-        raise PhaseError(
-            "gradients were accumulated and are not synchronized: each rank would find another norm.",
-            where=f"clip_grad_norm_, rank {sync.rank}",
-            remedy="Run the last backward of a step outside of accumulate() and no_sync().",
-        )
+    require(
+        not sync._engine.current_plan.now.hooks.arrived_before,
+        "gradients were accumulated and are not synchronized: each rank would find another norm.",
+        where=f"clip_grad_norm_, rank {sync.rank}",
+        remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+        error=PhaseError,
+    )
 
 
 def full_gradient(sync: Any, param: Tensor) -> Tensor | None:
