@@ -387,9 +387,8 @@ def interrupted_steps() -> contextlib.AbstractContextManager[object]:
 
 def reads_that_wait(model: Model) -> list[str]:
     """A list that every read of a parameter on its way, for which it waits, is added to from now on."""
-    reads, found = gathers_of(model)._reads, []
-    reads._before_read = _after(lambda: found.append("a read"), reads._before_read)
-    reads._classes.clear()
+    gathers, found = gathers_of(model), []
+    gathers.before_read = _after(lambda: found.append("a read"), gathers.before_read)  # type: ignore[method-assign]
     return found
 
 

@@ -56,7 +56,7 @@ def clip_grad_norm_(
     whole: list[Tensor] = []
     for each, sharding in zip(syncs, shardings, strict=True):
         if sharding is not None:
-            counted += map(sharding.gradient, sharding.parts)
+            counted += sharding.gradients(sharding.parts)
         else:
             grads = [param.grad for _, param in each.named_parameters() if param.grad is not None]
             whole += grads

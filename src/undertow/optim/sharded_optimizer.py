@@ -121,7 +121,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             sharding.require_synchronized(params_of(self))
             with self._steps.update():
                 for inner in self._inners.values():
-                    inner.step(settings, sharding.gradient)
+                    inner.step(settings, sharding.gradients)
                 self._stepped.update(param for param in params_of(self) if param.grad is not None)
         self._steps.step_ends()
         return loss
@@ -141,7 +141,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         assert sharding is not None  # begin_updates has checked that
         grads = sharding.settled(bucket)
         if bucket in self._inners:
-            self._inners[bucket].step(self._used, partial(sharding.gradient, settled=grads))
+            self._inners[bucket].step(self._used, partial(sharding.gradients, settled=grads))
         reduced = (sharding.params[index] for index, grad in grads.items() if grad is not None)
         self._stepped.update(param for param in reduced if id(param) in self._ours)
 
@@ -167,7 +167,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         sharding.require_synchronized(params_of(self))
         parts = [owned.part for inner in self._inners.values() for owned in inner.owned]
         norm, scale = norm_and_scale(
-            map(sharding.gradient, parts),
+            sharding.gradients(parts),
             max_norm,
             norm_type,
             sharding.group,

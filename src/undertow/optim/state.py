@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -46,6 +47,8 @@ _KNOWN = frozenset(["SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RM
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # takes parameters or parameter groups
 _SHAPE, _CUT, _NUM_STEPS = (4, 6), 9, 3
 
+_shard_part = attrgetter("part")
+
 
 @dataclass(frozen=True, slots=True)
 class Owned:
@@ -64,12 +67,14 @@ class InnerOptimizer:
     owned: Sequence[Owned]
     optimizer: torch.optim.Optimizer
 
-    def step(self, settings: Sequence[dict[str, Any]], gradient_of: Callable[[ShardPart], Tensor | None]) -> None:
+    def step(
+        self, settings: Sequence[dict[str, Any]], gradients_of: Callable[[Iterable[ShardPart]], Sequence[Tensor | None]]
+    ) -> None:
         """Steps with these hyper-parameters, one dict for each group."""
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        for owned in self.owned:
-            grad, target = gradient_of(owned.part), owned.target
+        for owned, grad in zip(self.owned, gradients_of(map(_shard_part, self.owned)), strict=True):
+            target = owned.target
             target.grad = None if grad is None else grad.to(target.dtype)
             if target is not owned.values:  # follow values that were written into the parameter, for example by `load_state_dict`
                 is_written = owned.values != target.to(owned.values.dtype)
@@ -92,7 +97,7 @@ class InnerOptimizer:
 
 def owned_part(sharding: Sharding, param: Tensor, part: ShardPart) -> Owned:
     """Returns this rank's part of `param`, with an fp32 copy if its dtype has 16 bits."""
-    values = sharding.values(part)
+    values = part.of_bucket(sharding.flats[part.bucket].flat)
     return Owned(part, param, values, values.to(accumulation_dtype(values.dtype)))
 
 

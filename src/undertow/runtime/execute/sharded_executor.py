@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from undertow.plan import Bucket, Plan
@@ -29,7 +30,8 @@ class ShardedExecutor(Executor):
         super().begin(result)
         sharding, this_round, in_backward = self._sharding, result.round, self._sharding.in_backward
         result.steps_in_backward = in_backward is not None
-        sharding.begin_round()
+        for split in sharding.splits.values():
+            split.begin_round()
         sharding.gathers.round_begins()
         if in_backward is not None and this_round.is_synchronized and this_round.kind is not RoundKind.RETIRE:
             result.steps = in_backward.begin_round(sharding, is_last=this_round.is_last)
@@ -38,11 +40,12 @@ class ShardedExecutor(Executor):
         return self._sharding.binding(bucket)
 
     def _packed(self, bucket: LiveBucket) -> None:
-        self._result.keeps_earlier |= bucket.binding.keeps_earlier
+        self._result.keeps_earlier |= bool(bucket.binding.live)
 
     def _reduce_scatter(self, bucket: LiveBucket) -> None:
         binding, layout, result = bucket.binding, bucket.layout, self._result
-        target = binding.target(is_apart=result.has_failed or result.round.rebinds is not None)
+        is_apart = result.has_failed or result.round.rebinds is not None or binding.live
+        binding.reduced = torch.empty_like(binding.shard) if is_apart else binding.shard
         self._recorder.mark(layout.index, "launched")
         pack = binding.packing()
 
@@ -50,20 +53,17 @@ class ShardedExecutor(Executor):
             pack()
             self._mark_nonfinite(bucket)
 
-        trailer = range(layout.trailer.start, layout.storage_numel)
-        shard_group = self._sharding.groups.shard
-        handle = shard_group.reduce_scatter(binding.storage.flat, target, trailer=trailer, pack=pack_and_look)
-        bucket.handles = [handle]
-        self._recorder.launched(layout.index, handle)
+        trailer, exchanges = range(bucket.trailer_start, layout.storage_numel), self._sharding.groups.shard
+        bucket.handles = [exchanges.reduce_scatter(binding.storage.flat, binding.reduced, trailer=trailer, pack=pack_and_look)]
+        self._recorder.launched(layout.index, bucket.handles[0])
 
     def _all_reduce_shard(self, bucket: LiveBucket) -> None:
         """Sums the shards of all replicas, after the reduce-scatter inside this one."""
         layout, replicate = bucket.layout, self._sharding.groups.replicate
         assert replicate is not None  # the schedule of a strategy with two axes
-        trailer = bucket.binding.storage.flat[layout.trailer.start : layout.storage_numel]
-        handle = replicate.all_reduce_behind(bucket.handles[0], bucket.binding.reduced, trailer=trailer)
-        bucket.handles = [handle]
-        self._recorder.launched(layout.index, handle)
+        trailer = bucket.binding.storage.flat[bucket.trailer_start : layout.storage_numel]
+        bucket.handles = [replicate.all_reduce_behind(bucket.handles[0], bucket.binding.reduced, trailer=trailer)]
+        self._recorder.launched(layout.index, bucket.handles[0])
 
     def _step(self, bucket: LiveBucket) -> None:
         in_backward, gathers = self._sharding.in_backward, self._sharding.gathers
@@ -83,22 +83,21 @@ class ShardedExecutor(Executor):
             if result.steps and is_sound and is_alike and (weights is None or weights.is_sound()):
                 in_backward.update(index)
 
-        gathers.steps[index] = in_backward.after_reductions(step)
+        gathers.steps[index] = self._sharding.groups.after_reductions(step)
         bucket.handles.append(gathers.steps[index])
 
     def _settle(self, bucket: LiveBucket, result: RoundResult, *, weighs: bool) -> bool:
         """Reads the trailer of a reduced bucket; returns True if the bucket may be stepped, on which all ranks agree."""
-        binding, this_round = bucket.binding, result.round
-        num_readings = len(result.readings)
+        binding, this_round, num_readings = bucket.binding, result.round, len(result.readings)
         if weighs and this_round.weights is not None:
             sums = this_round.weights.sums()
             binding.weigh(divisor=sums.divisor, keep=sums.keep)
         elif this_round.rescale != 1.0:
             binding.reduced.mul_(this_round.rescale)
         binding.settle(self._used_elsewhere(bucket, result))
-        if self._finite is not None and self._finite.stops_updates and bucket.layout.index in result.nonfinite:
-            return False
-        return not any(reading.ranks_differ for reading in result.readings[num_readings:])
+        is_stopped = self._finite is not None and self._finite.stops_updates and bucket.layout.index in result.nonfinite
+        readings = result.readings[num_readings:]
+        return not is_stopped and not (readings and any(reading.ranks_differ for reading in readings))
 
     def _bind(self, bucket: LiveBucket) -> None:
         if self._await(bucket):

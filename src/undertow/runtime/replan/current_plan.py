@@ -34,9 +34,8 @@ from undertow.runtime.replan.param_hooks import Listeners, ParamHooks, params_of
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
 from undertow.runtime.replan.single_rank import SingleRank
 from undertow.runtime.sharded.binding import make_gradients_whole
-from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.in_backward import StepsInBackward
-from undertow.runtime.sharded.layout import Sharding
+from undertow.runtime.sharded.layout import ShardGroups, Sharding
 from undertow.schedule import Strategy, strategy_named
 
 

@@ -6,8 +6,8 @@
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import repeat
+from operator import attrgetter
 from types import NoneType
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import PhaseError, ShardedGradientError
-from undertow.plan import Bucket
+from undertow.plan import Bucket, Slot
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.gradients.binding import DenseBinding
@@ -25,6 +25,7 @@ from undertow.runtime.gradients.written import Known, has_values
 from undertow.runtime.sharded.shards import ShardPart, in_memory_order
 from undertow.runtime.torch_private import private
 
+_grad_of = attrgetter("grad")
 _ADDING = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 _UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -46,12 +47,8 @@ class GradientPlaceholder(Tensor):
     def __new__(cls, param: Tensor, *, name: str, group: OwnGroup | None = None) -> "GradientPlaceholder":
         made = private.wrapper_tensor(cls, param, dtype=private.gradient_dtype(param))
         made.parts, made.param_name, made.group = {}, name, group
-        made.renew()
+        made.added, made.is_cleared = None, False
         return made
-
-    def renew(self) -> None:
-        """Resets it to the state of a new placeholder."""
-        self.added, self.is_cleared = None, False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's method is untyped
         return f"GradientPlaceholder({self.param_name!r}, shape={tuple(self.shape)}, dtype={self.dtype}): a shard of it is here"
@@ -90,11 +87,9 @@ class GradientPlaceholder(Tensor):
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Does a GradScaler's work on all gradients at once, on every rank, because each sees only its shards."""
     group = next(grad.group for grad in grads if isinstance(grad, GradientPlaceholder))
-    parts: dict[torch.dtype, list[Tensor]] = {}  # parts of 16-bit parameters are wider
-    for grad in grads:
-        for part in grad.parts.values() if isinstance(grad, GradientPlaceholder) else [grad]:
-            parts.setdefault(part.dtype, []).append(part)
-    for of_dtype in parts.values():
+    parts = [part for grad in grads for part in (grad.parts.values() if isinstance(grad, GradientPlaceholder) else [grad])]
+    for dtype in {part.dtype for part in parts}:  # parts of 16-bit parameters are wider
+        of_dtype = [part for part in parts if part.dtype == dtype]
         torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, inv_scale)
     if group is not None:
         with group.waiting("whether gradients are finite"):
@@ -126,47 +121,31 @@ def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:
 
 
 class SplitParam:
-    """A parameter in several buckets: each takes the same gradient out of `.grad`, and the same late one.
-
-    `is_held`: `.grad` was a placeholder when the gradient was taken. `is_live`: that placeholder had an earlier part.
-    """
+    """A parameter in several buckets: each takes the same gradient out of `.grad`, and the same late one."""
 
     def __init__(self, param: Tensor, num_pieces: int) -> None:
         self._param, self._num_pieces = param, num_pieces
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Forgets gradients that were taken before."""
-        # The same gradient for each bucket that has not taken it yet.
-        self._taken: list[Tensor | None] = []
-        self._late: list[Tensor | None] = []
-        self.is_held = self.is_live = False
+        # In time, and late: the former `.grad` and the gradient, once for each bucket that has not taken them yet.
+        self._taken: tuple[list[tuple[Any, Tensor | None]], ...] = ([], [])
 
-    def take(self) -> Tensor | None:
-        """Returns the gradient; of a placeholder, the one that was added to it."""
-        if not self._taken:
-            grad, self._param.grad = self._param.grad, None
-            if isinstance(grad, GradientPlaceholder):
-                self.is_held, self.is_live, placeholder = True, not grad.is_cleared, grad
-                grad, placeholder.added = placeholder.added, None
-            self._taken = [grad] * self._num_pieces
-        return self._taken.pop()
-
-    def take_late(self) -> Tensor | None:
-        """Returns the gradient that arrived after `take`."""
-        if not self._late:
-            self._late, self._param.grad = [self._param.grad] * self._num_pieces, None
-        return self._late.pop()
+    def take(self, *, is_late: bool = False) -> tuple[Any, Tensor | None]:
+        """Returns the former `.grad`, and the gradient; of a placeholder, the gradient that was added to it."""
+        taken = self._taken[is_late]
+        if not taken:
+            before, self._param.grad = self._param.grad, None
+            taken += [(before, _new_gradient(before))] * self._num_pieces
+        return taken.pop()
 
 
-@dataclass(slots=True)
-class _Packed:
-    """The state of a bucket from `pack` to `settle`, by position."""
-
-    held: set[int] = field(default_factory=set)  # positions whose `.grad` was the placeholder
-    live: set[int] = field(default_factory=set)  # of these, positions with an earlier part, to which the new one is added
-    wholes: dict[int, Tensor | None] = field(default_factory=dict)  # gradients of split parameters
-    unused: set[int] = field(default_factory=set)
+def _new_gradient(grad: Tensor | None) -> Tensor | None:
+    """Takes the added gradient out of a placeholder; any other gradient is new itself."""
+    if not isinstance(grad, GradientPlaceholder):
+        return grad
+    added, grad.added = grad.added, None
+    return added
 
 
 class ShardedBinding:
@@ -194,46 +173,39 @@ class ShardedBinding:
         self.storage = BucketStorage(bucket, packed)
         self.params: Sequence[Tensor] = tuple(params)
         self._dense = DenseBinding(self.storage, packed)
-        self._layout, self._parts, self._placeholders, self._splits = bucket, tuple(parts), tuple(placeholders), dict(splits)
-        self._shard = torch.zeros(shard_numel, dtype=accumulation_dtype(dtype), device=device)
-        self._aside: Tensor | None = None  # used instead of `_shard` if that holds values that must be kept
-        self._packed = _Packed()
+        self._own = tuple(zip(placeholders, parts, strict=True))
+        self._splits = {position: (split, bucket.slots[position]) for position, split in splits.items()}
+        self.shard = torch.zeros(shard_numel, dtype=accumulation_dtype(dtype), device=device)
+        self.reduced = self.shard  # the executor sets it to other memory if `shard` may have values that must be kept
+        self.live: set[int] = set()  # positions with an earlier part, to which the result is added
+        self._before: dict[int, Any] = {}  # by position, the former `.grad`: placeholders, and gradients of split parameters
+        self._unused: set[int] = set()
         self.settled: list[Tensor | None] | None = None  # by position, the next `.grad`
-        self._known = Known()  # known tensors in `.grad` that are not placeholders
         self.look()
-        for placeholder, part in zip(placeholders, parts, strict=True):
-            placeholder.parts[bucket.index] = part.of_shard(self._shard)
+        for placeholder, part in self._own:
+            placeholder.parts[bucket.index] = part.of_shard(self.shard)
 
-    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
-        splits, self.settled = self._splits.items(), None
-        wholes = {position: split.take() for position, split in splits}
-        self._packed = _Packed(
-            held={position for position, split in splits if split.is_held},
-            live={position for position, split in splits if split.is_live},
-            wholes=wholes,
-        )
-        for position, grad in wholes.items():
-            self._pack_piece(position, grad)
-        return self._pack_whole(not_arrived)
+    def pack(self, not_arrived: Collection[int] = (), *, takes_pieces: bool = True) -> list[int]:
+        self.settled, before = None, dict[int, Any]()
+        for position, (split, slot) in self._splits.items() if takes_pieces else ():
+            before[position], grad = split.take()
+            self._pack_piece(position, slot, grad)
+        for position, param in enumerate(self.params):
+            if isinstance(param.grad, GradientPlaceholder) and position not in self._splits:
+                before[position] = param.grad
+                param.grad = _new_gradient(param.grad)
+        self._before, self.live = before, set[int]()
+        for position, grad in before.items():
+            if isinstance(grad, GradientPlaceholder) and not grad.is_cleared:
+                self.live.add(position)
+        self._dense.postponed = []
+        unused = self._dense.pack(not_arrived)
+        self._unused = set(unused)
+        return unused
 
     def pack_local(self) -> None:
         """Like `pack`, but a gradient with pieces in other buckets stays in place until all of them take it."""
-        self._packed = _Packed()
-        self._pack_whole()
-
-    def _pack_whole(self, not_arrived: Collection[int] = ()) -> list[int]:
-        packed = self._packed
-        for position, param in enumerate(self.params):
-            grad = param.grad
-            if isinstance(grad, GradientPlaceholder) and position not in self._splits:
-                packed.held.add(position)
-                if not grad.is_cleared:
-                    packed.live.add(position)
-                param.grad, grad.added = grad.added, None
-        self._dense.postponed = []
-        unused = self._dense.pack(not_arrived)
-        packed.unused.update(unused)
-        return unused
+        self.pack(takes_pieces=False)
 
     def packing(self) -> Callable[[], None]:
         """Returns a function that copies the taken gradients into the bucket, for another thread, so that backward continues."""
@@ -245,59 +217,38 @@ class ShardedBinding:
 
         return pack
 
-    def target(self, *, is_apart: bool) -> Tensor:
-        """Returns the tensor for this rank's shard of the reduced bucket; `is_apart` if a placeholder may hold an earlier one."""
-        self._aside = torch.empty_like(self._shard) if is_apart or self._packed.live else None
-        return self.reduced
-
-    @property
-    def keeps_earlier(self) -> bool:
-        """True if the taken gradients will be added to the result of an earlier reduction."""
-        return bool(self._packed.live)
-
-    @property
-    def reduced(self) -> Tensor:
-        """The last `target`."""
-        return self._shard if self._aside is None else self._aside
-
     @torch.no_grad()
     def weigh(self, *, divisor: float, keep: float) -> None:
         """Divides the reduced values, and multiplies the earlier ones in placeholders, to which they will be added."""
         self.reduced.div_(divisor)
-        for position in self._packed.live:
-            self._placeholders[position].parts[self._layout.index].mul_(keep)
+        for position in self.live:
+            self._own[position][1].of_shard(self.shard).mul_(keep)
 
     def has_graph(self) -> bool:
         return self._dense.has_graph()
 
-    def values(self) -> Sequence[Tensor]:
-        return ()
-
     @torch.no_grad()
     def settle(self, used_elsewhere: Collection[int] = ()) -> None:
         """Moves the reduced values to their final place without binding them; `bind` does that in autograd's thread."""
-        packed, reduced, settled = self._packed, self._aside, list[Tensor | None]()
-        unused = {**self._dense.release(), **packed.wholes}
-        for position, (placeholder, part) in enumerate(zip(self._placeholders, self._parts, strict=True)):
-            if position in packed.unused and position not in used_elsewhere:
-                settled.append(placeholder if position in packed.held else unused[position])
+        reduced, self.reduced, settled = self.reduced, self.shard, list[Tensor | None]()
+        restored = {**self._dense.release(), **self._before} if self._unused else {}
+        for position, (placeholder, part) in enumerate(self._own):
+            if position in self._unused and position not in used_elsewhere:
+                settled.append(restored[position])
                 continue
-            if reduced is not None and position in packed.live:
-                placeholder.parts[part.bucket].add_(part.of_shard(reduced))
-            elif reduced is not None:
-                placeholder.parts[part.bucket].copy_(part.of_shard(reduced))
-            placeholder.renew()
+            if reduced is not self.shard:
+                own = part.of_shard(self.shard)
+                write = own.add_ if position in self.live else own.copy_
+                write(part.of_shard(reduced))
+            placeholder.added, placeholder.is_cleared = None, False
             settled.append(placeholder)
-        packed.wholes.clear()
-        self._aside, self.settled = None, settled
+        self._before, self.settled = {}, settled
 
-    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
-        if self.settled is None:
-            self.settle(used_elsewhere)
+    def bind(self) -> None:
         for param, grad in zip(self.params, self.settled or (), strict=True):
             param.grad = grad
         self.settled = None
-        if self._packed.unused:
+        if self._unused:
             self.look()
 
     @torch.no_grad()
@@ -306,38 +257,36 @@ class ShardedBinding:
         self._dense.bind_local()
         for position in self._splits:
             self._dense.params[position].grad = None
-        for position in self._packed.held:
-            param, placeholder = self.params[position], self._placeholders[position]
+        for position, placeholder in self._before.items():
+            param = self.params[position]
             param.grad, placeholder.added = placeholder, param.grad
-
-    @torch.no_grad()
-    def adopt(self, position: int, whole: Tensor) -> None:
-        """Replaces the gradient at `position` by a placeholder; `whole` is its value, in memory order, the same on every rank."""
-        placeholder, part = self._placeholders[position], self._parts[position]
-        placeholder.parts[part.bucket].copy_(whole[part.start : part.stop])
-        placeholder.renew()
-        self.params[position].grad = placeholder
 
     def has_result(self) -> bool:
         return any(
             grad is not None and not (isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None)
-            for grad in (param.grad for param in self.params)
+            for grad in map(_grad_of, self.params)
         )
 
     def look(self) -> None:
-        grads = [param.grad for param in self.params]
-        is_known = all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType))))
-        self._known.look(() if is_known else enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
+        with private.as_plain_tensors():  # parameters may be on their way
+            grads = list(map(_grad_of, self.params))
+        self._known: Known | None = None  # known tensors in `.grad` that are not placeholders
+        if not all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
+            self._known = Known()
+            self._known.look(enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
 
     def is_written(self, position: int) -> bool:
         grad = self.params[position].grad
         if isinstance(grad, GradientPlaceholder):
             return grad.added is not None and has_values(grad.added)
-        return grad is not None and not self._known.has(position, grad) and has_values(grad)
+        if grad is None or (self._known is not None and self._known.has(position, grad)):
+            return False
+        return has_values(grad)
 
     def catch_late(self) -> bool:
-        for position, split in self._splits.items():
-            self._pack_piece(position, split.take_late())
+        for position, (split, slot) in self._splits.items():
+            _, late = split.take(is_late=True)
+            self._pack_piece(position, slot, late)
         return self._dense.catch_late()
 
     def late_values(self) -> Sequence[Tensor]:
@@ -345,16 +294,14 @@ class ShardedBinding:
 
     @torch.no_grad()
     def add_late(self, values: Sequence[Tensor]) -> None:
-        for param, placeholder, part in zip(self.params, self._placeholders, self._parts, strict=True):
-            mine = placeholder.parts[part.bucket]
+        for param, (placeholder, part) in zip(self.params, self._own, strict=True):
+            own = part.of_shard(self.shard)
             if not isinstance(param.grad, GradientPlaceholder):
                 param.grad = placeholder
-                placeholder.renew()
-                mine.zero_()
-            mine.add_(part.of_bucket(values[0]))
+                placeholder.added, placeholder.is_cleared = None, False
+                own.zero_()
+            own.add_(part.of_bucket(values[0]))
 
-    def _pack_piece(self, position: int, grad: Tensor | None) -> None:
-        """Gives the bucket its piece of a gradient, through the parameter's stand-in."""
-        slot = self._layout.slots[position]
-        whole = None if grad is None else in_memory_order(grad, self._placeholders[position].stride())
+    def _pack_piece(self, position: int, slot: Slot, grad: Tensor | None) -> None:
+        whole = None if grad is None else in_memory_order(grad, self._own[position][0].stride())
         self._dense.params[position].grad = None if whole is None else whole[slot.first : slot.first + slot.numel]

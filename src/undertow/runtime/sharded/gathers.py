@@ -11,17 +11,21 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
+from operator import attrgetter, methodcaller
+from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from undertow.errors import PhaseError
+from undertow.errors import PhaseError, require
 from undertow.runtime.comm.collectives import Collectives
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
@@ -29,6 +33,7 @@ from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook
 
+_addresses_of = attrgetter("addresses")
 _T: Any = Tensor  # its attributes are descriptors on the class
 
 # These read no values of a parameter. Every `zero_grad()` uses the first two, and forwards use devices and dtypes. `dim()` is not
@@ -42,37 +47,16 @@ _READ_NO_VALUES = frozenset(
 )
 
 
-class AwaitedReads:
-    """Calls `before_read` before a watched parameter is read; afterwards that parameter is not watched any more."""
+def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
+    """Returns a subclass whose tensors wait before they are read; the gathers may be freed before the parameters."""
 
-    def __init__(self, before_read: Callable[[], object], ids: Collection[int]) -> None:
-        """`before_read` is a method of an owner that may be freed before its parameters; `ids` are all parameters to watch."""
-        self._before_read = weakref.WeakMethod(before_read)
-        self._ids = ids
-        self._classes: dict[type, type] = {}
-
-    def watch(self, params: Iterable[Tensor]) -> None:
-        for param in params:
-            kind = type(param)
-            if not hasattr(kind, "arrived_class"):
-                if kind not in self._classes:
-                    self._classes[kind] = _awaited_class(kind, self._before_read, self._ids)
-                param.__class__ = self._classes[kind]
-
-    def release(self, params: Iterable[Tensor]) -> None:
-        """Stops watching: they have arrived, or nothing will gather them any more."""
-        for param in params:
-            param.__class__ = getattr(type(param), "arrived_class", type(param))
-
-
-def _awaited_class(kind: type, before_read: Callable[[], Callable[[], object] | None], ids: Collection[int]) -> type:
     def arrive(cls: type, values: Any) -> None:
-        wait = before_read()
-        if wait is not None:
-            wait()
+        gathers = weak()
+        if gathers is not None:
+            gathers.before_read()
         # Nothing will gather these: torch.utils.swap_tensors gives the class to other tensors.
         for leaf in tree_leaves(values):
-            if isinstance(leaf, cls) and (wait is None or id(leaf) not in ids):
+            if isinstance(leaf, cls) and (gathers is None or id(leaf) not in gathers.ids):
                 leaf.__class__ = kind
 
     def read(cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -109,12 +93,7 @@ def _awaited_class(kind: type, before_read: Callable[[], Callable[[], object] | 
 
 def _is_parameter_made() -> bool:
     """Returns True inside `nn.Parameter(param)`, which has seen the parameter's other class and expects to see it again."""
-    frame = sys._getframe(1)
-    for _ in range(4):
-        if frame.f_back is None or frame.f_code is nn.Parameter.__new__.__code__:
-            break
-        frame = frame.f_back
-    return frame.f_code is nn.Parameter.__new__.__code__
+    return any(frame.f_code is nn.Parameter.__new__.__code__ for frame, _ in islice(walk_stack(sys._getframe(1)), 5))
 
 
 class Gathers:
@@ -126,9 +105,11 @@ class Gathers:
     def __init__(self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder) -> None:
         self.in_flight: dict[int, Handle] = {}
         self.owed: set[int] = set()
+        self.unready: tuple[AbstractSet[int], ...] = (self.in_flight.keys(),)  # sets of buckets that a forward must not just read
         self.flats, self._exchanges, self._recorder = flats, exchanges, recorder
+        self.ids = frozenset(id(param) for flat in flats for param in flat.params)
         self._process = os.getpid()
-        self._reads = AwaitedReads(self._before_read, {id(param) for flat in flats for param in flat.params})
+        self._classes: dict[type, type] = {}  # of parameters in flight, by their own class
         self._watched: set[int] = set()  # buckets whose parameters wait when they are read
         self._is_compiled_in = False  # code of torch.compile reads the parameters
         # `in_flight` and `_watched` must change together: other threads read them, and so do signal handlers in this one.
@@ -140,12 +121,11 @@ class Gathers:
         `first` is called before anything is sent. The result is copied to the parameters only if it `is_read`.
         """
         params = self.flats[bucket]
-        params.mark_written()
+        increment_version(params.params)
         if params.flat.numel() == 0:
             return
         self._recorder.gather_launches(bucket, num_bytes=params.flat.nbytes)
-        then = params.copy_out if is_read else int
-        handle = self._exchanges.all_gather(params.flat, number=bucket, then=then, first=first)
+        handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else int, first=first)
         self._recorder.launched(bucket, handle, is_gather=True)
         with self._lock:
             self.in_flight[bucket] = handle
@@ -153,12 +133,11 @@ class Gathers:
 
     def round_begins(self) -> None:
         """Waits if no forward has; autograd then detects most parameters that were read too early."""
-        self.wait(tuple(self.in_flight))
+        if self.in_flight:
+            self.wait(tuple(self.in_flight))
 
     def before_forward(self, buckets: Collection[int]) -> None:
-        """Called before the forward of a module that reads the parameters of these buckets."""
-        if self.in_flight:
-            self.wait(buckets)
+        self.wait(buckets)
 
     def wait(self, buckets: Collection[int]) -> None:
         """Waits until the parameters of these buckets have the optimizer's new values."""
@@ -175,44 +154,54 @@ class Gathers:
                 if self.in_flight.get(bucket) is handle:
                     del self.in_flight[bucket]
                     # Again, so that a forward that has read too early fails in its backward.
-                    self.flats[bucket].mark_written()
+                    increment_version(self.flats[bucket].params)
                     self._release(bucket)
 
     def wait_for_all(self) -> None:
-        """Waits until nothing is in flight."""
-        self.wait(tuple(self.in_flight))
-        with self._lock:  # except buckets that another thread has launched again
-            for bucket in self._watched.difference(self.in_flight, self.owed):
-                self._release(bucket)
+        if self.in_flight or self.owed or self._watched:
+            self.wait((*self.in_flight, *self.owed))
+            with self._lock:  # except buckets that another thread has launched again
+                for bucket in self._watched.difference(self.in_flight, self.owed):
+                    self._release(bucket)
 
     def let_go(self) -> None:
         """Ends all waits for reads, because nothing will gather the parameters."""
-        for params in self.flats:
-            self._reads.release(params.params)
+        for param in chain.from_iterable(flat.params for flat in self.flats):
+            param.__class__ = getattr(type(param), "arrived_class", type(param))
 
     def is_read_unseen(self) -> bool:
         """Returns True if other tensors share the memory of parameters in flight, or compiled code guards their class."""
-        return self._is_compiled_in or any(self.flats[bucket].is_referred_to for bucket in self.in_flight)
+        flats = list(map(self.flats.__getitem__, self.in_flight))
+        may_be_shared = private.are_shared(list(chain.from_iterable(map(_addresses_of, flats))))
+        return self._is_compiled_in or (may_be_shared and any(flat.is_referred_to for flat in flats))
 
     def _watch(self, bucket: int) -> None:
         self._watched.add(bucket)
-        self._reads.watch(self.flats[bucket].params)
+        for param in self.flats[bucket].params:
+            kind = type(param)
+            if not hasattr(kind, "arrived_class"):
+                if kind not in self._classes:
+                    self._classes[kind] = _awaited_class(kind, weakref.ref(self))
+                param.__class__ = self._classes[kind]
 
     def _release(self, bucket: int) -> None:
-        flat = self.flats[bucket]
+        flat, coming = self.flats[bucket], set[int]()  # parameters with another bucket to come stay watched
         self._watched.discard(bucket)
-        self._reads.release(flat.whole_params)
         if flat.split_params:
-            coming = {id(param) for other in (*self.in_flight, *self.owed) for param in self.flats[other].split_params}
-            self._reads.release(param for param in flat.split_params if id(param) not in coming)
+            coming.update(id(param) for other in (*self.in_flight, *self.owed) for param in self.flats[other].split_params)
+        for param in flat.params:
+            if id(param) not in coming:
+                param.__class__ = getattr(type(param), "arrived_class", type(param))
 
-    def _before_read(self) -> None:
-        if os.getpid() != self._process:
-            raise PhaseError(
-                "a parameter is read in a child process, and was on its way when that was started.",
-                where=f"process {os.getpid()}, a child of rank {self._exchanges.group.rank}",
-                remedy="Call wait() of the model before processes are started that use it.",
-            )
+    def before_read(self) -> None:
+        """Called before a parameter in flight is read; afterwards none of the model's is."""
+        require(
+            os.getpid() == self._process,
+            "a parameter is read in a child process, and was on its way when that was started.",
+            where=f"process {os.getpid()}, a child of rank {self._exchanges.group.rank}",
+            remedy="Call wait() of the model before processes are started that use it.",
+            error=PhaseError,
+        )
         # Compiled code would be compiled again each time for the class of a parameter in flight.
         self._is_compiled_in |= private.is_compiling()
         self.wait_for_all()
@@ -240,7 +229,6 @@ class _Reads(TorchFunctionMode):
         ]
 
     def begin(self) -> None:
-        """Records in this thread from now on, until `close`."""
         if not self.is_on:
             self.is_on = True
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -273,8 +261,20 @@ class _Reads(TorchFunctionMode):
         del self._running[-1:]  # empty if an earlier hook has raised
 
 
+class _WaitHook(ModuleHook):
+    """Waits for buckets before the forward of a module. If they are there, as for most modules of a step, it costs one frame."""
+
+    def __init__(self, module: nn.Module, gathers: Gathers, buckets: Collection[int]) -> None:
+        super().__init__(module, partial(gathers.before_forward, buckets))
+        self._has_none_of_these, self._unready = methodcaller("isdisjoint", buckets), gathers.unready
+
+    def __call__(self, called: nn.Module, *_arguments: Any) -> None:
+        if not all(map(self._has_none_of_these, self._unready)) and called is self._module():
+            self._then()
+
+
 class ForwardWaits:
-    """Makes every module wait for the parameters that its forward reads. Any other read waits for all (`AwaitedReads`).
+    """Makes every module wait for the parameters that its forward reads. Any other read waits for all of them.
 
     A module waits for its own parameters. The first training forward shows which others it reads (tied weights, or a layer that
     computes with another one's parameters). Until then, and for parameters that this forward did not read, the forward of the
@@ -306,17 +306,18 @@ class ForwardWaits:
                 self._wait_in(part, part.parameters(recurse=False))
 
     def root_begins(self, *, is_training: bool) -> None:
-        """Called before a forward of the whole model."""
         if not is_training:
             self._gathers.wait_for_all()  # an evaluation may read other parameters than the training forward showed
             return
-        self._gathers.wait(self._at_root)
+        if self._at_root:
+            self._gathers.wait(self._at_root)
         if self._reads is not None:
             self._reads.begin()
 
     def root_ends(self) -> None:
         # This increments versions, so autograd detects a parameter read too early where no earlier training forward read it.
-        self._gathers.wait_for_all()
+        if self._gathers.in_flight or self._gathers.owed:
+            self._gathers.wait_for_all()
         reads = self._reads
         if reads is None or not reads.is_on:
             return
@@ -330,7 +331,6 @@ class ForwardWaits:
             self._on_order(_in_order([self._at_root, read]))
 
     def close(self) -> None:
-        """Removes all hooks."""
         if self._reads is not None:
             self._reads.close()
             self._reads = None
@@ -340,11 +340,9 @@ class ForwardWaits:
     def _wait_in(self, part: nn.Module, params: Iterable[Tensor]) -> None:
         buckets = _in_order(self._buckets_of.get(id(param), ()) for param in params)
         if buckets:
-            hook = ModuleHook(part, partial(self._gathers.before_forward, buckets))
             # First, because other hooks may read parameters, such as weight_norm's.
-            self._hooks.append(part.register_forward_pre_hook(hook, prepend=True))
+            self._hooks.append(part.register_forward_pre_hook(_WaitHook(part, self._gathers, buckets), prepend=True))
 
 
 def _in_order(groups: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """Returns each bucket of the groups once, in the order of the first occurrence."""
     return tuple(dict.fromkeys(chain.from_iterable(groups)))

@@ -7,20 +7,18 @@ backward ends ──> bind ──> step(): confirms the updates                 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
-from undertow.config import SyncConfig
-from undertow.errors import ConfigError, PhaseError
-from undertow.runtime.comm.collectives import Collectives, P2PCollectives
-from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.comm.handles import Handle, ThreadHandle
+from undertow.errors import PhaseError, require
+from undertow.runtime.comm.collectives import Collectives
+from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.peers.waiting import require_no_fault
 from undertow.runtime.sharded.gathers import Gathers
-from undertow.runtime.sharded.groups import ShardGroups
 from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook, OutputHook
@@ -40,6 +38,7 @@ class GathersInBackward(Gathers):
         super().__init__(flats, exchanges, recorder)
         self.being_stepped: set[int] = set()
         self.steps: dict[int, Handle] = {}
+        self.unready = (self.in_flight.keys(), self.owed, self.being_stepped)
         self._end_backward = end_backward
 
     def launch(self, bucket: int, *, is_read: bool = True, first: Callable[[], object] = int) -> None:
@@ -60,15 +59,14 @@ class GathersInBackward(Gathers):
     def step_begins(self, bucket: int) -> None:
         """Marks that this rank's shard changes from now on, while backward continues in this thread."""
         # Now, not when it is written: from here on, values that this thread has saved and not used yet are invalid.
-        self.flats[bucket].mark_written()
+        increment_version(self.flats[bucket].params)
         with self._lock:
             self._watch(bucket)
         self.being_stepped.add(bucket)
 
     def before_forward(self, buckets: Collection[int]) -> None:
         self._require_unstepped(buckets)
-        if self.in_flight or self.owed:
-            self.wait(buckets)
+        self.wait(buckets)
 
     def wait(self, buckets: Collection[int]) -> None:
         """Waits as in the other form.
@@ -77,31 +75,23 @@ class GathersInBackward(Gathers):
         here, because other ranks may wait for this one. Raises PhaseError if the backward cannot be ended because it runs in
         another thread.
         """
-        self.make_whole(buckets)
-        super().wait(buckets)
-
-    def wait_for_all(self) -> None:
-        self.make_whole(self.owed)
-        super().wait_for_all()
-
-    def make_whole(self, buckets: Collection[int]) -> None:
-        """Ends a failed backward that still owes gathers of these buckets. PhaseError as for `wait`."""
         if not self.owed.isdisjoint(buckets) and private.graph_task_id() == -1:
             self._end_backward()
             self._require_whole(buckets)
+        super().wait(buckets)
 
-    def _before_read(self) -> None:
+    def before_read(self) -> None:
         self._require_unstepped(self.being_stepped)
-        super()._before_read()
+        super().before_read()
 
     def _require_unstepped(self, buckets: Iterable[int]) -> None:
-        """Raises PhaseError if parameters of these buckets are read in the backward that has stepped them."""
-        if not self.being_stepped.isdisjoint(buckets) and private.graph_task_id() != -1:
-            raise PhaseError(
-                "parameters are read in the backward that has updated them already.",
-                where="ShardedOptimizer(..., in_backward=True), in a checkpointed part of the model or a function's backward",
-                remedy="Let every step use a parameter as often as the first one did, or leave in_backward=True out.",
-            )
+        require(
+            self.being_stepped.isdisjoint(buckets) or private.graph_task_id() == -1,
+            "parameters are read in the backward that has updated them already.",
+            where="ShardedOptimizer(..., in_backward=True), in a checkpointed part of the model or a function's backward",
+            remedy="Let every step use a parameter as often as the first one did, or leave in_backward=True out.",
+            error=PhaseError,
+        )
 
     def _require_whole(self, buckets: Collection[int]) -> None:
         left = sorted(self.owed.intersection(buckets))
@@ -118,35 +108,24 @@ class GathersInBackward(Gathers):
 class StepsInBackward:
     """The optimizer that steps the buckets of `module` in backward, and whether its `step()` is due.
 
-    `end_backward` ends a backward that an exception has interrupted, if none is running. The optimizer has two methods for it:
+    `end_backward` ends a backward that an exception has interrupted, if none is running. `make_whole` does so if parameters are
+    partly updated. `stepper` refers to the optimizer, which has two methods for it:
 
     - `begin_updates(sharding)` is called when a synchronization begins; it returns True if it updates these shards, with the
       current hyper-parameters;
     - `update(bucket)` steps this rank's parts of a bucket with settled gradients: one call at a time, not in the training thread.
     """
 
-    _stepper: weakref.ref[Any]  # the user holds it; there is one before there is a layout
+    stepper: weakref.ref[Any]  # there is one before there is a layout
 
-    def __init__(self, module: nn.Module, groups: ShardGroups, end_backward: Callable[[], object]) -> None:
+    def __init__(self, module: nn.Module, *, end_backward: Callable[[], object], make_whole: Callable[[], object]) -> None:
         self.is_due = False  # a backward has updated the parameters, and step() has not confirmed it
-        self._gathers: GathersInBackward | None = None  # of the present layout
-        self._groups, self._end_backward = groups, end_backward
-        self._updating = groups.shard.group.worker("undertow-updates")
+        self.end_backward = end_backward
         # After a failed backward that stepped nothing, no read on this rank waits, but the other ranks wait for its end.
         self._hooks = (
             module.register_forward_hook(OutputHook(module, self.forward_ends)),
-            module.register_state_dict_pre_hook(ModuleHook(module, self.make_whole)),  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(ModuleHook(module, make_whole)),  # type: ignore[no-untyped-call]
         )
-
-    def hand_to(self, stepper: object) -> None:
-        """Makes `stepper` step from now on; raises PhaseError if the previous one has not confirmed a backward."""
-        self.require_confirmed("another optimizer is made")
-        self._stepper = weakref.ref(stepper)
-
-    def gathers_over(self, flats: Sequence[FlatParams], recorder: Recorder) -> GathersInBackward:
-        """Returns the gathers of a new layout."""
-        self._gathers = gathers = GathersInBackward(flats, self._groups.shard, recorder, self._end_backward)
-        return gathers
 
     def begin_round(self, sharding: Any, *, is_last: bool) -> bool:
         """Returns True if this synchronization, the last one of a step if `is_last`, steps buckets.
@@ -155,31 +134,16 @@ class StepsInBackward:
         """
         sharding.gathers.wait_for_all()
         sharding.follow_parameters()
-        stepper = self._stepper()
+        stepper = self.stepper()
         steps = stepper is not None and stepper.begin_updates(sharding) and is_last
         if steps:
             sharding.gathers.owed.update(range(len(sharding.plan.buckets)))
         return steps
 
     def update(self, bucket: int) -> None:
-        """Steps one bucket."""
-        stepper = self._stepper()
+        stepper = self.stepper()
         if stepper is not None:
             stepper.update(bucket)
-
-    def after_reductions(self, work: Callable[[], object]) -> Handle:
-        """Runs `work` in a thread that delays no reduction; `work` waits for the last reduction started. One call at a time."""
-        if self._groups.replicate is None:
-            return cast(P2PCollectives, self._groups.shard).after_reductions(work)
-        # The threads that complete exchanges over `replicate` must complete the next reduction.
-        started = ThreadHandle(self._groups.shard.group.result)
-        self._updating.submit(started.run, work)
-        return started
-
-    def make_whole(self) -> None:
-        """Ends a failed backward that still owes gathers, before parameters or state are read. PhaseError as for `wait`."""
-        if self._gathers is not None:
-            self._gathers.make_whole(self._gathers.owed)
 
     @private.left_alone
     def forward_ends(self, outputs: object) -> None:
@@ -200,8 +164,6 @@ class StepsInBackward:
             )
 
     def close(self) -> None:
-        """Ends the thread and removes the hooks."""
-        self._updating.shutdown()
         for hook in self._hooks:
             hook.remove()
 
@@ -211,35 +173,3 @@ def _require_confirmed(weak: "weakref.ref[StepsInBackward]", _gradients: object)
     steps = weak()
     if steps is not None:
         steps.require_confirmed("a second backward runs")
-
-
-def refusals_in_backward(group: OwnGroup, config: SyncConfig) -> tuple[tuple[bool, ConfigError], ...]:
-    """Returns the reasons why buckets cannot be stepped in backward, each with True if it applies."""
-    where = "ShardedOptimizer"
-    return (
-        (
-            config.nonfinite == "skip",
-            ConfigError(
-                'nonfinite="skip" does not go with in_backward=True: buckets are updated before the last one is known to be '
-                "finite.",
-                where=where,
-                remedy='Leave in_backward=True out, or use nonfinite="raise".',
-            ),
-        ),
-        (
-            not config.overlap,
-            ConfigError(
-                "in_backward=True steps under backward, and overlap=False lets nothing lie there.",
-                where=where,
-                remedy="Leave one of the two out.",
-            ),
-        ),
-        (
-            group.num_ranks > 1 and not group.is_over_gloo,
-            ConfigError(
-                f"in_backward=True is not built yet for {group.backend}: buckets would have to be stepped on a stream.",
-                where=where,
-                remedy="Leave it out: gathers lie under the next forward.",
-            ),
-        ),
-    )

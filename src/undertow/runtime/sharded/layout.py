@@ -1,24 +1,71 @@
-"""This rank's shards of parameters and gradients in a plan's buckets."""
+"""This rank's shards of parameters and gradients in a plan's buckets, and the groups that they are exchanged over.
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
+               shard ──>
+replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, then all-reduce of the shards over `replicate`
+    │       rank 2  rank 3      parameters: all-gather over `shard`
+    v
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import pairwise, repeat
+from operator import attrgetter
+from types import NoneType
 
 import torch
 from torch import Tensor
 
+from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Bucket, Plan
-from undertow.runtime.comm.collectives import accumulation_dtype
+from undertow.runtime.comm.collectives import P2PCollectives, accumulation_dtype, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
+from undertow.runtime.comm.handles import Handle, ThreadHandle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding, SplitParam
 from undertow.runtime.sharded.gathers import Gathers
-from undertow.runtime.sharded.groups import ShardGroups
-from undertow.runtime.sharded.in_backward import StepsInBackward
+from undertow.runtime.sharded.in_backward import GathersInBackward, StepsInBackward
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order, shard_parts
 from undertow.schedule import Strategy
+
+_grad_of = attrgetter("grad")
+
+
+class ShardGroups:
+    """Exchanges over separate groups: `shard` and, on a mesh, `replicate`. Construction is a collective call.
+
+    `all_ranks` is the group of all these ranks. Reductions give sums over all of them, divided by `divisor`. `close` ends the
+    threads and destroys the groups.
+    """
+
+    def __init__(self, all_ranks: OwnGroup, config: SyncConfig, *, divisor: float) -> None:
+        user = all_ranks.user
+        self.rank, self.num_ranks = user.rank, len(user.ranks)
+        # Inner sums are not divided: the mean is rounded once, after all summands are added.
+        axes = [(user, divisor)] if user.replicate is None else [(user.shard, 1), (user.replicate, divisor)]
+        groups = [OwnGroup(ref, device=all_ranks.device, within=all_ranks) for ref, _ in axes]
+        for group in groups if self.num_ranks > 1 else ():
+            group.open(all_meet=True)  # every rank creates each of them
+        exchanges = [exchanges_over(group, config, divisor=divisor) for group, (_, divisor) in zip(groups, axes, strict=True)]
+        self.shard, self.replicate = exchanges[0], exchanges[1] if len(exchanges) > 1 else None
+        self._updating = groups[0].worker("undertow-updates")
+
+    def after_reductions(self, work: Callable[[], object]) -> Handle:
+        """Runs `work` in a thread that delays no reduction; `work` waits for the last reduction started. One call at a time."""
+        if self.replicate is None and isinstance(self.shard, P2PCollectives):
+            return self.shard.after_reductions(work)
+        # The threads that complete exchanges over `replicate` must complete the next reduction.
+        started = ThreadHandle(self.shard.group.result)
+        self._updating.submit(started.run, work)
+        return started
+
+    def close(self) -> None:
+        self._updating.shutdown()
+        axes = [axis for axis in (self.shard, self.replicate) if axis is not None]
+        for axis in axes:
+            axis.close()
+        for axis in axes:
+            axis.group.close()
 
 
 class Sharding:
@@ -37,8 +84,7 @@ class Sharding:
         recorder: Recorder,
         in_backward: StepsInBackward | None = None,
     ) -> None:
-        _require_dense(plan)
-        _require_apart(plan, params)
+        _require_shardable(plan, params)
         self.plan, self.params, self.strategy, self.groups = plan, tuple(params), strategy, groups
         self.in_backward = in_backward
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
@@ -57,10 +103,14 @@ class Sharding:
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=self.group) for spec, param in zip(plan.params, params, strict=True)
         ]
-        num_pieces = Counter(index for bucket in plan.buckets for index in bucket.params)
-        self._splits = {index: SplitParam(params[index], num_pieces[index]) for index in plan.split_params}
+        self.splits = {
+            index: SplitParam(params[index], sum(bucket.params.count(index) for bucket in plan.buckets))
+            for index in plan.split_params
+        }
         self.gathers = (
-            Gathers(self.flats, groups.shard, recorder) if in_backward is None else in_backward.gathers_over(self.flats, recorder)
+            Gathers(self.flats, groups.shard, recorder)
+            if in_backward is None
+            else GathersInBackward(self.flats, groups.shard, recorder, in_backward.end_backward)
         )
 
     @property
@@ -69,13 +119,12 @@ class Sharding:
         return self.groups.shard.group
 
     def binding(self, bucket: Bucket) -> ShardedBinding:
-        """Creates the owner of the `.grad` of a bucket's parameters."""
         made = ShardedBinding(
             bucket,
             self.flats[bucket.index].params,
             self.flats[bucket.index].parts,
             [self._placeholders[index] for index in bucket.params],
-            {position: self._splits[index] for position, index in enumerate(bucket.params) if index in self._splits},
+            {position: self.splits[index] for position, index in enumerate(bucket.params) if index in self.splits},
             shard_numel=self.shard_numel(bucket),
         )
         self._bindings.append(made)
@@ -85,10 +134,6 @@ class Sharding:
         """Returns the number of a bucket's elements that a rank owns, padding included."""
         return bucket.shard_numel * (self.plan.num_ranks // self.group.num_ranks)
 
-    def values(self, part: ShardPart) -> Tensor:
-        """Returns this rank's part of a parameter, in place. [part.numel] of the parameter's dtype"""
-        return part.of_bucket(self.flats[part.bucket].flat)
-
     def follow_parameters(self) -> None:
         """Takes over values written into parameters from outside since the last step; nothing may be in flight."""
         for flat in self.flats:
@@ -96,49 +141,62 @@ class Sharding:
 
     def adopt_gradients(self) -> None:
         """Replaces whole gradients, which are the same on every rank, by placeholders; a single rank keeps them."""
-        self._adopt(
-            {
-                index: in_memory_order(param.grad, self.strides[index])
-                for index, param in enumerate(self.params if self._bindings else ())
-                if param.grad is not None and not isinstance(param.grad, GradientPlaceholder)
-            }
-        )
+        grads = list(map(_grad_of, self.params))
+        if self._bindings and not all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
+            self.take_over(
+                {
+                    index: in_memory_order(grad, self.strides[index])
+                    for index, grad in enumerate(grads)
+                    if grad is not None and not isinstance(grad, GradientPlaceholder)
+                }
+            )
 
-    def _adopt(self, wholes: Mapping[int, Tensor]) -> None:
-        for bucket, binding in zip(self.plan.buckets, self._bindings if wholes else (), strict=False):
-            for position, index in enumerate(bucket.params):
-                if index in wholes:
-                    binding.adopt(position, wholes[index])
+    @torch.no_grad()
+    def take_over(self, wholes: Mapping[int, Tensor]) -> None:
+        """Replaces gradients by placeholders with this rank's parts of `wholes`, which are in memory order, by parameter.
 
-    def gradient(self, part: ShardPart, settled: Mapping[int, Tensor | None] | None = None) -> Tensor | None:
-        """Returns the mean gradient of this rank's part, or None if the parameter has none. [part.numel] of the wide dtype
+        The `.grad` of such a parameter is whole, or a placeholder of an earlier layout.
+        """
+        for part in self.parts:
+            if part.param in wholes:
+                self._placeholders[part.param].parts[part.bucket].copy_(wholes[part.param][part.start : part.stop])
+        for index in wholes:
+            mine, before = self._placeholders[index], self.params[index].grad
+            mine.added, mine.is_cleared = getattr(before, "added", None), getattr(before, "is_cleared", False)
+            self.params[index].grad = mine
+
+    def gradients(self, parts: Iterable[ShardPart], settled: Mapping[int, Tensor | None] | None = None) -> list[Tensor | None]:
+        """Returns the mean gradient of each part, or None if the parameter has none. [part.numel] of the wide dtype
 
         `settled` has the next `.grad` of the parameters of a settled bucket. Raises PhaseError if a later backward has added
         gradients that are not synchronized.
         """
-        grad = self.params[part.param].grad if settled is None else settled[part.param]
-        if isinstance(grad, GradientPlaceholder):
-            if grad.added is not None:
-                raise self._not_synchronized(part.param)
-            mine = grad.parts[part.bucket]
-            return torch.zeros_like(mine) if grad.is_cleared else mine
-        if grad is None:
-            return None
-        whole = in_memory_order(grad, self.strides[part.param])  # on a single rank
-        return whole[part.start : part.stop].to(accumulation_dtype(whole.dtype))
+        found: list[Tensor | None] = []
+        for part in parts:
+            grad = self.params[part.param].grad if settled is None else settled[part.param]
+            if isinstance(grad, GradientPlaceholder):
+                if grad.added is not None:
+                    raise self._not_synchronized(part.param)
+                mine = grad.parts[part.bucket]
+                grad = torch.zeros_like(mine) if grad.is_cleared else mine
+            elif grad is not None:  # on a single rank
+                whole = in_memory_order(grad, self.strides[part.param])
+                grad = whole[part.start : part.stop].to(accumulation_dtype(whole.dtype))
+            found.append(grad)
+        return found
 
     def settled(self, bucket: int) -> dict[int, Tensor | None]:
         """Returns the next `.grad` of each parameter of a settled bucket."""
         return dict(zip(self.plan.buckets[bucket].params, self._bindings[bucket].settled or (), strict=True))
 
-    def require_synchronized(self, params: Iterable[Tensor]) -> None:
+    def require_synchronized(self, params: Sequence[Tensor]) -> None:
         """Raises PhaseError if a gradient of these parameters has grown since it was reduced, on any rank's part.
 
         Also raises it if a parameter has a gradient but no part in the layout, because it was frozen when gradients were
         synchronized.
         """
-        others = {id(param): param for param in params}
-        stepped = [(index, param) for index, param in enumerate(self.params) if others.pop(id(param), None) is not None]
+        others = dict(zip(map(id, params), params, strict=True))
+        mine = list(map(others.pop, map(id, self.params), repeat(None)))
         for param in others.values():
             if param.requires_grad and param.grad is not None:
                 raise PhaseError(
@@ -146,8 +204,8 @@ class Sharding:
                     where=f"a parameter of shape {tuple(param.shape)}, rank {self.groups.rank}",
                     remedy="Freeze and unfreeze parameters between a step and its next forward, or call zero_grad() then.",
                 )
-        for index, param in stepped:
-            if isinstance(param.grad, GradientPlaceholder) and param.grad.added is not None:
+        for index, stepped in enumerate(mine):
+            if stepped is not None and getattr(stepped.grad, "added", None) is not None:
                 raise self._not_synchronized(index)
 
     def _not_synchronized(self, index: int) -> PhaseError:
@@ -159,7 +217,6 @@ class Sharding:
 
     @torch.no_grad()
     def scale_gradients(self, parts: Sequence[ShardPart], scale: Tensor) -> None:
-        """Multiplies the gradients of these parts by `scale`."""
         for part in parts:
             grad = self.params[part.param].grad
             if grad is not None:  # on a single rank, parts are whole parameters
@@ -167,15 +224,9 @@ class Sharding:
                 mine.mul_(scale.to(grad.device))
 
     def drop_gradients(self) -> None:
-        """Removes all placeholders from `.grad`."""
         for param in self.params:
             if isinstance(param.grad, GradientPlaceholder):
                 param.grad = None
-
-    def begin_round(self) -> None:
-        """Clears state left over by a failed synchronization."""
-        for split in self._splits.values():
-            split.begin_round()
 
     @property
     def holds_gradients(self) -> bool:
@@ -197,31 +248,17 @@ class Sharding:
         return self._whole_gradients(held, self.plan.buckets)
 
     def _whole_gradients(self, held: Collection[int], buckets: Iterable[Bucket]) -> dict[int, Tensor]:
-        """Gathers the gradients of these parameters, which are placeholders, from these buckets."""
         found = {
             index: torch.zeros(param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device)
             for index, param in enumerate(self.params)
             if index in held
         }
-        for bucket in buckets:
-            flat = self.flats[bucket.index]
-            own = flat.flat.new_zeros(self.shard_numel(bucket), dtype=accumulation_dtype(flat.flat.dtype))
-            mine = [(slot, part) for slot, part in zip(bucket.slots, flat.parts, strict=True) if slot.param in found]
-            for slot, part in mine:
-                part.of_shard(own).copy_(self._placeholders[slot.param].parts[bucket.index])
-            whole = self.gathered(bucket.index, own)
-            for slot, _ in mine:
-                found[slot.param][slot.first : slot.first + slot.numel] = whole[slot.start : slot.stop]
+        for bucket in buckets if self._bindings else ():  # a single rank has no placeholders
+            whole = self.gathered(bucket.index, self._bindings[bucket.index].shard)
+            for slot in bucket.slots:
+                if slot.param in found:
+                    found[slot.param][slot.first : slot.first + slot.numel] = whole[slot.start : slot.stop]
         return found
-
-    def take_over(self, held: Mapping[int, Tensor]) -> None:
-        """Takes this rank's parts of gradients that an earlier layout `held`."""
-        before = {index: self.params[index].grad for index in held}
-        self._adopt(held)
-        for index, placeholder in before.items():
-            if isinstance(placeholder, GradientPlaceholder):
-                mine = self._placeholders[index]
-                mine.added, mine.is_cleared = placeholder.added, placeholder.is_cleared
 
     def gathered(self, bucket: int, own: Tensor) -> Tensor:
         """Gathers every rank's shard of data in that bucket's layout; a collective call. [ranks * shard]"""
@@ -233,8 +270,15 @@ class Sharding:
         return whole
 
 
-def _require_apart(plan: Plan, params: Sequence[Tensor]) -> None:
-    """Raises ConfigError if two parameters share memory, because each would be updated as if it were alone."""
+def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:
+    for bucket in plan.buckets:
+        if bucket.is_sparse:
+            raise ConfigError(
+                f"the gradient of {plan.params[bucket.slots[0].param].name!r} is sparse: it cannot be cut into shards.",
+                where="ShardedOptimizer",
+                remedy="Make the embedding with sparse=False, or use a plain optimizer.",
+            )
+    # Of two parameters that share memory, each would be updated as if it were alone.
     places = sorted((param.data_ptr(), param.nbytes, index) for index, param in enumerate(params) if param.nbytes)
     for (start, num_bytes, first), (following, _, second) in pairwise(places):
         if following < start + num_bytes:
@@ -243,15 +287,4 @@ def _require_apart(plan: Plan, params: Sequence[Tensor]) -> None:
                 f"parameters {names} lie in the same memory: a sharded optimizer would update each by itself.",
                 where="ShardedOptimizer",
                 remedy="Make them one parameter (second.weight = first.weight), or use a plain optimizer.",
-            )
-
-
-def _require_dense(plan: Plan) -> None:
-    for bucket in plan.buckets:
-        if bucket.is_sparse and bucket.slots:
-            name = plan.params[bucket.slots[0].param].name
-            raise ConfigError(
-                f"the gradient of {name!r} is sparse: it cannot be cut into shards.",
-                where="ShardedOptimizer",
-                remedy="Make the embedding with sparse=False, or use a plain optimizer.",
             )

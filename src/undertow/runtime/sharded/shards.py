@@ -61,8 +61,6 @@ def shard_parts(bucket: Bucket, *, rank: int, num_replicas: int = 1) -> list[Sha
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """One parameter of a bucket."""
-
     piece: Slot
     part: ShardPart
     param: Tensor
@@ -72,7 +70,6 @@ class _Slot:
 
     @property
     def place(self) -> Tensor:
-        """The memory of a whole parameter in `flat`, in its shape."""
         return self.memory.as_strided(self.param.shape, self.strides)
 
     def in_memory(self) -> Tensor:
@@ -99,31 +96,29 @@ class FlatParams:
             _Slot(slot, part, param, self.flat[slot.start : slot.stop], strides_of_gradient(param), slot.numel == param.numel())
             for slot, part, param in zip(bucket.slots, parts, params, strict=True)
         ]
-        self.whole_params = tuple(slot.param for slot in self._slots if slot.is_whole)
         self.split_params = tuple(slot.param for slot in self._slots if not slot.is_whole)
         self._apart: dict[int, _Slot] = {}  # by position, parameters with separate memory
         self._pointers = [-1] * len(params)  # data pointers at the last look
         self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay valid
-        self._addresses: list[int] = []
+        self.addresses: list[int] = []  # of these, for `private.are_shared`
         self._copying = threading.Lock()
         self.follow()
 
     @torch.no_grad()
     def follow(self) -> None:
         """Takes over values written from outside, in new memory (`param.data = ...`) or in the separate memory of parameters."""
-        moved = {position for position, slot in self._apart.items() if slot.is_whole}  # other code may have released them
+        # Other code may have released these.
+        moved = {position for position, slot in self._apart.items() if slot.is_whole} if self._apart else set()
         if moved or list(map(Tensor.data_ptr, self.params)) != self._pointers:
             for position, slot in enumerate(self._slots):
                 if position in moved or slot.param.data_ptr() != self._pointers[position]:
                     self._take_over(position, slot)
             self._pointers = list(map(Tensor.data_ptr, self.params))
             self._storages = [param.untyped_storage() for param in self.params]
-            self._addresses = private.addresses_of(self._storages)
+            self.addresses = private.addresses_of(self._storages)
         for slot in self._apart.values():  # the other ranks' parts of these come with the next gather
-            if slot.is_whole:
-                slot.place.copy_(slot.param)
-            else:
-                slot.part.of_bucket(self.flat).copy_(slot.in_memory()[slot.part.start : slot.part.stop])
+            values = in_memory_order(slot.param, slot.strides) if slot.is_whole else slot.in_memory()
+            slot.part.of_bucket(self.flat).copy_(values[slot.part.start : slot.part.stop])
 
     def copy_out(self) -> None:
         """Copies gathered values to parameters with separate memory, maybe from another thread; all of `flat` must be there."""
@@ -137,15 +132,8 @@ class FlatParams:
     @property
     def is_referred_to(self) -> bool:
         """True if other tensors share a parameter's memory, so that reads of it cannot be detected."""
-        if not private.are_shared(self._addresses):
-            return False
         with self._copying:  # another thread that copies out refers to that memory too
-            return private.are_shared(self._addresses)
-
-    def mark_written(self) -> None:
-        """Tells autograd that the parameters have new values."""
-        if self.params:
-            torch.autograd.graph.increment_version(self.params)
+            return private.are_shared(self.addresses)
 
     def _take_over(self, position: int, slot: _Slot) -> None:
         param, storage = slot.param, slot.param.untyped_storage()
@@ -155,8 +143,11 @@ class FlatParams:
             return
         self._apart.pop(position, None)
         slot.place.copy_(param)
+        # A storage of exactly its size over the same memory, which it keeps alive: savers write whole storages, and safetensors
+        # refuses tensors that cover only part of theirs. As bytes, because DLPack does not support every dtype.
+        memory = from_dlpack(slot.memory.view(torch.uint8)).view(slot.memory.dtype)
         # This keeps the version counter: the values have not changed, and autograd must not see a change.
-        param.data = _over(slot.memory).as_strided(param.shape, slot.strides)
+        param.data = memory.as_strided(param.shape, slot.strides)
 
 
 def in_memory_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -166,11 +157,3 @@ def in_memory_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     flat.as_strided(tensor.shape, strides).copy_(tensor.detach())
     return flat
-
-
-def _over(part: Tensor) -> Tensor:
-    """Returns a tensor over the memory of `part`, with a storage of exactly that size; it keeps the whole memory alive.
-
-    Savers write whole storages, and safetensors refuses tensors that cover only part of theirs.
-    """
-    return from_dlpack(part.view(torch.uint8)).view(part.dtype)  # as bytes, because DLPack does not support every dtype

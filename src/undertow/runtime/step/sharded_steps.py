@@ -4,6 +4,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, compress, repeat
 from operator import itemgetter
 from typing import Any
@@ -12,12 +13,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, NonFiniteGradient, PhaseError
+from undertow.errors import ConfigError, NonFiniteGradient, PhaseError, require
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.sharded.gathers import ForwardWaits
-from undertow.runtime.sharded.groups import ShardGroups
-from undertow.runtime.sharded.in_backward import StepsInBackward, refusals_in_backward
-from undertow.runtime.sharded.layout import Sharding
+from undertow.runtime.sharded.in_backward import StepsInBackward
+from undertow.runtime.sharded.layout import ShardGroups, Sharding
 from undertow.runtime.step.checks import Arguments, NonFinite
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.rounds import Phase
@@ -35,19 +35,17 @@ class ShardedSteps:
     def __init__(
         self, module: nn.Module, engine: Engine, config: SyncConfig, *, is_compiled: bool, steps_in_backward: bool
     ) -> None:
-        current_plan = engine.current_plan
-        in_backward = refusals_in_backward(current_plan.group, config) if steps_in_backward else ()
-        for is_refused, error in (*_refusals(engine, config), *in_backward):
+        for is_refused, error in _refusals(engine, config, in_backward=steps_in_backward):
             if is_refused:
                 raise error
         self._strategy = strategy_named(config.strategy or ZERO1.name)
         self._engine, self._config, self._is_compiled = engine, config, is_compiled
         self._module = weakref.ref(module)  # which holds this object, by its hooks
-        self._groups = ShardGroups(current_plan.group, config, divisor=current_plan.now.compiled.reducer.divisor)
+        self._groups = ShardGroups(engine.current_plan.group, config, divisor=engine.current_plan.now.compiled.reducer.divisor)
         self.steps_in_backward = steps_in_backward
         self.in_backward: StepsInBackward | None = None  # nor on a single rank, which sends nothing
         if steps_in_backward and self._groups.num_ranks > 1:
-            self.in_backward = StepsInBackward(module, self._groups, engine.end_failed_backward)
+            self.in_backward = StepsInBackward(module, end_backward=engine.end_failed_backward, make_whole=self.make_whole)
         self._stepper: weakref.ref[Optimizer] | None = None
         self.sharding: Sharding | None = None
         self._waits: ForwardWaits | None = None
@@ -58,12 +56,12 @@ class ShardedSteps:
 
         Raises ConfigError while an earlier one exists.
         """
-        if steps_in_backward != self.steps_in_backward:
-            raise ConfigError(
-                f"an optimizer of this model was made with in_backward={self.steps_in_backward} before.",
-                where=f"ShardedOptimizer(..., in_backward={steps_in_backward})",
-                remedy="Wrap the model anew, or make both alike.",
-            )
+        require(
+            steps_in_backward == self.steps_in_backward,
+            f"an optimizer of this model was made with in_backward={self.steps_in_backward} before.",
+            where=f"ShardedOptimizer(..., in_backward={steps_in_backward})",
+            remedy="Wrap the model anew, or make both alike.",
+        )
         if self._stepper is not None and self._stepper() is not None:
             gc.collect()  # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
         earlier: Any = None if self._stepper is None else self._stepper()
@@ -81,15 +79,14 @@ class ShardedSteps:
             )
         self._stepper = weakref.ref(stepper)
         if self.in_backward is not None:
-            self.in_backward.hand_to(stepper)
+            self.in_backward.require_confirmed("another optimizer is made")
+            self.in_backward.stepper = self._stepper
 
     def is_stepper(self, optimizer: Optimizer) -> bool:
-        """Returns True if `optimizer` is the one that updates the parameters."""
         return self._stepper is not None and self._stepper() is optimizer
 
     def require_stepper(self, optimizer: Optimizer) -> None:
-        """Raises PhaseError for an optimizer that is not the one that updates the parameters."""
-        if self._stepper is not None and not self.is_stepper(optimizer):
+        if self._stepper is not None and self._stepper() is not optimizer:
             raise PhaseError(
                 f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
                 where=f"rank {self._groups.rank}: each rank has its shards of the gradients only",
@@ -98,35 +95,34 @@ class ShardedSteps:
 
     def begin(self) -> Sharding:
         """Returns this rank's shards, with nothing in flight, to be stepped: the same object while the layout is the same."""
-        self._require_open("Step before close(), or make a new wrapper and a new optimizer.")
+        if self._is_closed:
+            raise self._closed("Step before close(), or make a new wrapper and a new optimizer.")
         current_plan = self._engine.current_plan
         current_plan.wait_for_parameters()
         sharding = current_plan.shard(self._strategy, self._groups, self.in_backward)
         if sharding is not self.sharding:
             self.sharding = sharding
-            self._watch(sharding)
+            if self._waits is not None:
+                self._waits.close()
+            self._waits, module = None, self._module()
+            if self._groups.num_ranks > 1 and module is not None:
+                # Ranks may find different orders. If they may start gathers in different orders, gathers have numbers.
+                is_free = self._groups.shard.may_differ_in_order and self.in_backward is None  # else the lane's order is planned
+                follow = current_plan.now.compiled.gather_in if is_free else None
+                self._waits = ForwardWaits(module, sharding.gathers, on_order=follow, only_root=self._is_compiled)
         sharding.follow_parameters()
         sharding.adopt_gradients()
         return sharding
 
-    def _watch(self, sharding: Sharding) -> None:
-        if self._waits is not None:
-            self._waits.close()
-        self._waits, module = None, self._module()
-        if self._groups.num_ranks > 1 and module is not None:
-            # Ranks that find different orders still agree on what goes with what: gathers have numbers, where they may differ.
-            is_free = self._groups.shard.may_differ_in_order and sharding.in_backward is None  # else the lane's order is planned
-            follow = self._engine.current_plan.now.compiled.gather_in if is_free else None
-            self._waits = ForwardWaits(module, sharding.gathers, on_order=follow, only_root=self._is_compiled)
-
     def begin_clipping(self) -> Sharding:
         """Like `begin`, before the optimizer steps; raises PhaseError in backward, because it has stepped already."""
-        if self.steps_in_backward:
-            raise PhaseError(
-                "clip_grad_norm_ does not go with in_backward=True: the norm is known when parameters are updated already.",
-                where=f"clip_grad_norm_, rank {self._groups.rank}",
-                remedy="Leave in_backward=True out: gathers lie under the next forward, and updates between them and backward.",
-            )
+        require(
+            not self.steps_in_backward,
+            "clip_grad_norm_ does not go with in_backward=True: the norm is known when parameters are updated already.",
+            where=f"clip_grad_norm_, rank {self._groups.rank}",
+            remedy="Leave in_backward=True out: gathers lie under the next forward, and updates between them and backward.",
+            error=PhaseError,
+        )
         return self.begin()
 
     @contextlib.contextmanager
@@ -169,8 +165,9 @@ class ShardedSteps:
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Returns True if the step is to change nothing, on every rank; may raise NonFiniteGradient on every rank."""
+        numbers = self._engine.checks.numbers
         try:
-            return self._engine.checks.numbers.skips(optimizer, has_begun=self.is_stepped)
+            return numbers.is_on and numbers.skips(optimizer, has_begun=self.is_stepped)
         except NonFiniteGradient:
             if self.in_backward is not None:
                 self.in_backward.is_due = False  # there is nothing more to confirm
@@ -178,7 +175,6 @@ class ShardedSteps:
 
     @private.untraced
     def wait(self) -> None:
-        """Waits until every parameter has the optimizer's new value."""
         self._engine.current_plan.wait_for_parameters()
 
     def make_whole(self, *, gathers: bool = False) -> None:
@@ -186,18 +182,17 @@ class ShardedSteps:
 
         Raises PhaseError if all ranks are to gather the state after that, and cannot any more.
         """
-        if gathers and self.sharding is not None and self._groups.num_ranks > 1:
-            self._require_open("Call state_dict() before close(); save_checkpoint() works afterwards too.")
-        if self.in_backward is not None:
-            self.in_backward.make_whole()
+        if gathers and self._is_closed and self.sharding is not None and self._groups.num_ranks > 1:
+            raise self._closed("Call state_dict() before close(); save_checkpoint() works afterwards too.")
+        if self.sharding is not None:
+            self.sharding.gathers.wait(tuple(self.sharding.gathers.owed))
 
-    def _require_open(self, remedy: str) -> None:
-        if self._is_closed:
-            raise PhaseError(
-                "the model of this optimizer is closed: nobody brings the ranks' shards together.",
-                where=f"ShardedOptimizer, rank {self._groups.rank}",
-                remedy=remedy,
-            )
+    def _closed(self, remedy: str) -> PhaseError:
+        return PhaseError(
+            "the model of this optimizer is closed: nobody brings the ranks' shards together.",
+            where=f"ShardedOptimizer, rank {self._groups.rank}",
+            remedy=remedy,
+        )
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
@@ -222,35 +217,58 @@ class ShardedSteps:
                 part.close()
 
 
-def _refusals(engine: Engine, config: SyncConfig) -> tuple[tuple[bool, ConfigError | PhaseError], ...]:
+def _refusals(engine: Engine, config: SyncConfig, *, in_backward: bool) -> tuple[tuple[bool, ConfigError | PhaseError], ...]:
     """Returns the reasons why no optimizer of these parameters can be sharded, each with True if it applies."""
-    current_plan, strategy = engine.current_plan, strategy_named(config.strategy or ZERO1.name)
-    reducer, is_alone = current_plan.now.compiled.reducer, current_plan.group.num_ranks == 1
+    group, reducer = engine.current_plan.group, engine.current_plan.now.compiled.reducer
+    strategy, is_alone = strategy_named(config.strategy or ZERO1.name), group.num_ranks == 1
+    refusal = partial(ConfigError, where="ShardedOptimizer")
+    experts = next((group.match for group in config.experts), "")
     return (
         (
             strategy.gather is None,
-            ConfigError(
+            refusal(
                 f"strategy={strategy.name!r} keeps all of the optimizer on every rank.",
-                where="ShardedOptimizer",
                 remedy='Set strategy="zero1" or "zero2", or use a plain optimizer.',
             ),
         ),
         (reducer.hook is not None, no_hooks_with_shards()),
-        ("join" in current_plan.group.borrowers, no_join_with_shards()),
+        ("join" in group.borrowers, no_join_with_shards()),
         (
             is_alone and reducer.is_active,
             ConfigError(
                 "these experts are on one rank only, which has nobody to share an optimizer with.",
-                where=f"ShardedOptimizer, ExpertGroup(match={next((group.match for group in config.experts), '')!r})",
+                where=f"ShardedOptimizer, ExpertGroup(match={experts!r})",
                 remedy="Give them to a plain optimizer.",
             ),
         ),
         (
-            is_alone and current_plan.is_active,
+            is_alone and engine.current_plan.is_active,
             ConfigError(
                 "weights with a ShardedOptimizer are not built for a rank alone.",
                 where='ShardedOptimizer, SyncConfig(op="weighted")',
                 remedy="Divide the loss by the weight, or use a plain optimizer there.",
+            ),
+        ),
+        (
+            in_backward and config.nonfinite == "skip",
+            refusal(
+                'nonfinite="skip" does not go with in_backward=True: buckets are updated before the last one is known to be '
+                "finite.",
+                remedy='Leave in_backward=True out, or use nonfinite="raise".',
+            ),
+        ),
+        (
+            in_backward and not config.overlap,
+            refusal(
+                "in_backward=True steps under backward, and overlap=False lets nothing lie there.",
+                remedy="Leave one of the two out.",
+            ),
+        ),
+        (
+            in_backward and not is_alone and not group.is_over_gloo,
+            refusal(
+                f"in_backward=True is not built yet for {group.backend}: buckets would have to be stepped on a stream.",
+                remedy="Leave it out: gathers lie under the next forward.",
             ),
         ),
     )
@@ -273,15 +291,6 @@ def no_join_with_shards() -> PhaseError:
     )
 
 
-def no_plain_optimizer(config: SyncConfig, optimizer: Optimizer) -> PhaseError:
-    """Returns the error of a plain optimizer if the settings ask for a sharded one."""
-    return PhaseError(
-        f"strategy={config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
-        where="the first step of the optimizer",
-        remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
-    )
-
-
 def finish_before_look(sync: Any, params: Iterable[Tensor]) -> None:
     """Runs a synchronization if one is owed, before gradients of these parameters are read: other ranks may be in theirs."""
     ids, engine = set(map(id, params)), sync._engine
@@ -291,12 +300,13 @@ def finish_before_look(sync: Any, params: Iterable[Tensor]) -> None:
 
 def require_synchronized(sync: Any) -> None:
     """Raises PhaseError if gradients were accumulated since the last synchronization: each rank has different ones."""
-    if sync._engine.current_plan.now.hooks.arrived_before:
-        raise PhaseError(
-            "gradients were accumulated and are not synchronized: each rank would find another norm.",
-            where=f"clip_grad_norm_, rank {sync.rank}",
-            remedy="Run the last backward of a step outside of accumulate() and no_sync().",
-        )
+    require(
+        not sync._engine.current_plan.now.hooks.arrived_before,
+        "gradients were accumulated and are not synchronized: each rank would find another norm.",
+        where=f"clip_grad_norm_, rank {sync.rank}",
+        remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+        error=PhaseError,
+    )
 
 
 def full_gradient(sync: Any, param: Tensor) -> Tensor | None:
@@ -315,7 +325,10 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
     needs_shards = strategy_named(sync.config.strategy).gather is not None
     weak_sync, weak_engine = weakref.ref(sync), weakref.ref(engine)  # torch keeps such hooks for the life of the process
 
-    def finish(optimizer: Optimizer, *, steps: bool, has_closure: bool = False) -> NonFinite | None:
+    @private.untraced  # if the step is compiled, so would be everything before it
+    def before_step(
+        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], *, steps: bool = True
+    ) -> Arguments | None:
         sync, engine = weak_sync(), weak_engine()
         if sync is None or engine is None:
             return None
@@ -330,20 +343,21 @@ def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
         if sync._steps is not None:
             sync._steps.require_stepper(optimizer)
         elif needs_shards:
-            raise no_plain_optimizer(sync.config, optimizer)
+            raise PhaseError(
+                f"strategy={sync.config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
+                where="the first step of the optimizer",
+                remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
+            )
         engine.finish_before_step(params, steps=steps)
-        if engine.earlier is not None and steps and not has_closure:  # a closure's backward is still to come
+        if engine.earlier is not None and steps and not any(map(callable, (*args[1:], *kwargs.values()))):
+            # Not before a closure, whose backward is still to come.
             engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")
         numbers: NonFinite = engine.checks.numbers
-        return numbers if sync._steps is None and numbers.is_on else None
-
-    @private.untraced  # if the step is compiled, so would be everything before it
-    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        numbers = finish(optimizer, steps=True, has_closure=any(map(callable, (*args[1:], *kwargs.values()))))
-        return None if numbers is None else numbers.before_step(optimizer, args, kwargs)
+        judges = steps and numbers.is_on and sync._steps is None
+        return numbers.before_step(optimizer, args, kwargs) if judges else None
 
     def around_unscaling(optimizer: Optimizer, look: private.Look) -> private.Found:
-        finish(optimizer, steps=False)
+        before_step(optimizer, (), {}, steps=False)
         return look()
 
     hooks = contextlib.ExitStack()

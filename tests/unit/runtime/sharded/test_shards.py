@@ -73,12 +73,12 @@ def test_an_interrupted_update_of_sixteen_bits_loses_nothing() -> None:
     grad: Any = torch.full((64,), 0.5)
     (expected, whole), (actual, mine) = sixteen_bits(), sixteen_bits()
     for step in range(3):
-        expected.step([{}], lambda _part: grad)
+        expected.step([{}], lambda _parts: [grad])
         if step == 1:
             with mock.patch.object(private, "step_unwatched", interrupted), pytest.raises(KeyboardInterrupt):
-                actual.step([{}], lambda _part: grad)
+                actual.step([{}], lambda _parts: [grad])
         else:
-            actual.step([{}], lambda _part: grad)
+            actual.step([{}], lambda _parts: [grad])
         assert (torch.equal(mine.target, whole.target), torch.equal(mine.values, whole.target.bfloat16())) == (True, True)
 
 
@@ -172,11 +172,11 @@ def test_every_bucket_of_a_split_parameter_takes_the_same_gradient() -> None:
     param.grad, held.added = held, added
     taken = [split.take(), split.take()]
     param.grad = late
-    taken += [split.take_late(), split.take_late()]
-    assert (list(map(id, taken)), param.grad, held.added, split.is_held, split.is_live) == (
+    taken += [split.take(is_late=True), split.take(is_late=True)]
+    before, gradients = zip(*taken, strict=True)
+    assert (list(map(id, before)), list(map(id, gradients)), param.grad, held.added) == (
+        list(map(id, (held, held, late, late))),
         list(map(id, (added, added, late, late))),
         None,
         None,
-        True,
-        True,
     )
