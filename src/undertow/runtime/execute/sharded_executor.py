@@ -37,13 +37,10 @@ class ShardedExecutor(Executor):
     def _binding(self, bucket: Bucket) -> Any:
         return self._sharding.binding(bucket)
 
-    def _packed(self, bucket: LiveBucket) -> None:
-        self._result.keeps_earlier |= bucket.binding.keeps_earlier
-
     def _reduce_scatter(self, bucket: LiveBucket) -> None:
         binding, layout, result = bucket.binding, bucket.layout, self._result
         target = binding.target(is_apart=result.has_failed or result.round.rebinds is not None)
-        self._recorder.mark(layout.index, "launched")
+        bucket.marks.launched = self._recorder.mark()
         pack = binding.packing()
 
         def pack_and_look() -> None:
@@ -54,7 +51,7 @@ class ShardedExecutor(Executor):
         shard_group = self._sharding.groups.shard
         handle = shard_group.reduce_scatter(binding.storage.flat, target, trailer=trailer, pack=pack_and_look)
         bucket.handles = [handle]
-        self._recorder.launched(layout.index, handle)
+        self._recorder.completes(bucket.marks, handle)
 
     def _all_reduce_shard(self, bucket: LiveBucket) -> None:
         """Sums the shards of all replicas, after the reduce-scatter inside this one."""
@@ -63,7 +60,7 @@ class ShardedExecutor(Executor):
         trailer = bucket.binding.storage.flat[layout.trailer.start : layout.storage_numel]
         handle = replicate.all_reduce_behind(bucket.handles[0], bucket.binding.reduced, trailer=trailer)
         bucket.handles = [handle]
-        self._recorder.launched(layout.index, handle)
+        self._recorder.completes(bucket.marks, handle)
 
     def _step(self, bucket: LiveBucket) -> None:
         in_backward, gathers = self._sharding.in_backward, self._sharding.gathers
@@ -101,7 +98,9 @@ class ShardedExecutor(Executor):
         return not any(reading.ranks_differ for reading in result.readings[num_readings:])
 
     def _bind(self, bucket: LiveBucket) -> None:
-        if self._await(bucket):
+        with self._group.waiting(bucket.label):
+            if not self._await(bucket):
+                return
             if bucket.binding.settled is None:
                 self._settle(bucket, self._result, weighs=not self._result.has_failed)
             bucket.binding.bind()

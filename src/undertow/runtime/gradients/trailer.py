@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from undertow.plan import Bucket, Trailer, ranks_differ
+from undertow.plan import NUM_STEPS, SIGNATURE_BITS, Bucket, Trailer, ranks_differ
 from undertow.runtime.gradients.storage import BucketStorage
+
+_BITS = 1 << torch.arange(2 * SIGNATURE_BITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,23 +55,29 @@ class TrailerCodec:
         fields = {name: getattr(layout.trailer, name) for name in Trailer.__slots__}
         self._places = {name: slice(field.start - start, field.stop - start) for name, field in fields.items()}
         self._mine = storage.flat.new_zeros(stop - start)
+        self._told = slice(0, self._places["busy"].start)  # without the times
+        self._mine_told = self._mine[self._told]
         self._mine[self._places["used"]] = 1
         self._unused: Sequence[int] = ()
+        self._signature = 0
 
-    def write(self, *, unused: Sequence[int], signature: Tensor, verdict: Verdict | None) -> None:
-        """Writes this rank's trailer; `signature` has the flags of `signature_bits` in the bucket's dtype and device."""
+    def write(self, *, unused: Sequence[int], signature: int, step: int, verdict: Verdict | None) -> None:
+        """Writes this rank's trailer; `signature` comes from `signature_of`."""
         if self._unused or unused:
             used = self._mine[self._places["used"]].fill_(1)
             used[list(unused)] = 0
-        self._unused = unused
-        self._mine[self._places["signature"]] = signature
+            self._unused = unused
+        signature ^= step % NUM_STEPS * (1 + 2**SIGNATURE_BITS)  # a bit that changes also changes its complement
+        if signature != self._signature:
+            bits = (_BITS & signature).ne(0)
+            self._mine[self._places["signature"]].copy_(bits if self._mine.device.type == "cpu" else to_device(bits.tolist(), self._mine.dtype, self._mine.device))
+            self._signature = signature
         trailer = self._storage.flat[self._span]
         trailer.copy_(self._mine)
         if verdict is not None:
             # Not into `_mine`: reports that are the same on all ranks must still be read.
-            first = self._places["failed"].start
-            values = self._verdict(verdict)
-            trailer[first:].copy_(to_device(values[first:], trailer.dtype, trailer.device))
+            for place, value in self._reports(verdict):
+                trailer[place] = value
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""
@@ -96,8 +104,7 @@ class TrailerCodec:
     def parse(self, trailer: Tensor, mine: Tensor) -> Reading | None:
         """Reads `trailer` on a rank that wrote `mine`; None if every rank wrote the same and none had anything to report."""
         places = self._places
-        stop = places["busy"].start
-        reduced, written = trailer[:stop], mine[:stop]
+        reduced, written = trailer[self._told], self._mine_told if mine is self._mine else mine[self._told]
         if torch.equal(reduced, written):  # the usual case if the sum was divided
             return None
         # Only zeros and ones were written.
@@ -120,19 +127,22 @@ class TrailerCodec:
 
     def busy_ms(self) -> tuple[float, ...]:
         """Waits for the device; returns how long each rank was busy since the previous synchronization."""
-        busy = self._storage.flat[self._span][self._places["busy"]]
-        return tuple((busy.abs().double() * self._divisor).tolist())
+        busy: list[float] = self._storage.flat[self._span][self._places["busy"]].tolist()
+        return tuple(abs(of_rank) * self._divisor for of_rank in busy)
 
-    def _verdict(self, verdict: Verdict) -> list[float]:
-        places, rank, values = self._places, verdict.rank, [0.0] * len(self._mine)
-        values[places["failed"].start + rank] = float(verdict.misuse or verdict.has_failed)
-        values[places["changed"].start + rank] = float(verdict.has_changed)
-        values[places["buffers"].start + rank] = float(verdict.has_other_buffers)
+    def _reports(self, verdict: Verdict) -> Iterator[tuple[int, float]]:
+        """Yields the places in the trailer that are not 0, and their values."""
+        places, rank = self._places, verdict.rank
+        if verdict.misuse or verdict.has_failed:
+            yield places["failed"].start + rank, float(verdict.misuse or 1)
+        if verdict.has_changed:
+            yield places["changed"].start + rank, 1.0
+        if verdict.has_other_buffers:
+            yield places["buffers"].start + rank, 1.0
         for bucket in verdict.late_buckets:
-            values[places["late"].start + bucket] = 1.0
+            yield places["late"].start + bucket, 1.0
         # fp16 ends at 65504: longer times are clipped, because an infinity would spoil the sum.
-        values[places["busy"].start + rank] = min(verdict.busy_ms, 60_000.0)
-        return values
+        yield places["busy"].start + rank, min(verdict.busy_ms, 60_000.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
