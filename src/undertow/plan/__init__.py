@@ -12,13 +12,22 @@ from undertow.plan.grouping import (
     plan_in_order,
     reverse_registration,
 )
-from undertow.plan.layout import NUM_STEPS, SIGNATURE_BITS, GroupEntry, Groups, ParamSpec, Piece, Slot, Trailer, ranks_differ, signature_of
+from undertow.plan.layout import (
+    SIGNATURE_BITS,
+    GroupEntry,
+    Groups,
+    ParamSpec,
+    Piece,
+    Slot,
+    Trailer,
+    ranks_differ,
+    signature_of,
+)
 from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
 from undertow.plan.timing import StepTiming, finish_us, in_backward_limit_us
 
 __all__ = [
-    "NUM_STEPS",
     "SIGNATURE_BITS",
     "Bucket",
     "GathersBehind",

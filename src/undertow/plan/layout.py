@@ -26,7 +26,6 @@ from undertow.errors import ConfigError
 
 _ALIGN_BYTES = 16
 _STEP_BITS, _GENERATION_BITS, _MODE_BITS = 12, 8, 4
-NUM_STEPS = 2**_STEP_BITS  # that a signature tells apart
 SIGNATURE_BITS = _STEP_BITS + _GENERATION_BITS + _MODE_BITS
 
 
@@ -184,9 +183,9 @@ def signature_of(*, generation: int, mode: int | None, has_other_op: bool = Fals
     settings'. Summed over ranks, a bit and its complement are both non-zero exactly if ranks differ.
     """
     generation ^= has_other_op << (_GENERATION_BITS - 1)  # ranks have the same generation
-    bits = generation % 2**_GENERATION_BITS << _STEP_BITS | (mode or 0) % 2**_MODE_BITS << _STEP_BITS + _GENERATION_BITS
+    bits = generation % (1 << _GENERATION_BITS) << _STEP_BITS | (mode or 0) % (1 << _MODE_BITS) << _STEP_BITS + _GENERATION_BITS
     told = SIGNATURE_BITS if mode is not None else SIGNATURE_BITS - _MODE_BITS
-    return bits | (~bits & (2**told - 1)) << SIGNATURE_BITS
+    return bits | (~bits & (1 << told) - 1) << SIGNATURE_BITS
 
 
 def ranks_differ(signature: Sequence[bool]) -> bool:

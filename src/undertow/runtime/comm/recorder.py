@@ -254,9 +254,7 @@ def _bucket_record(bucket: int, row: BucketMarks, us: Callable[[Mark], float]) -
     )
 
 
-def _behind(
-    others: Iterable[BucketMarks], rows: Sequence[BucketRecord], us: Callable[[Mark], float]
-) -> tuple[BucketRecord, ...]:
+def _behind(others: Iterable[BucketMarks], rows: Sequence[BucketRecord], us: Callable[[Mark], float]) -> tuple[BucketRecord, ...]:
     """Delays each launch to the end of other transfers that occupied the link before it."""
     done_us = [us(other.done) for other in others if other.done is not None]
     return tuple(

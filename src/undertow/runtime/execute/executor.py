@@ -272,7 +272,8 @@ class Executor:
         # includes the last bucket, just packed: of a parameter in pieces it has taken what had arrived by then.
         result = self._result
         arrivals = result.round.arrivals
-        has_late = (arrivals is not None and arrivals.has_repeats) or any(map(is_not, map(_gradient_of, self._params), repeat(None)))
+        has_repeats = arrivals is not None and arrivals.has_repeats
+        has_late = has_repeats or any(map(is_not, map(_gradient_of, self._params), repeat(None)))
         return Verdict(
             rank=self._reducer.group.rank,
             has_failed=result.has_failed,

@@ -159,7 +159,7 @@ class DenseBinding(Binding):
         self._versions_seen = list(map(_version_of, self.storage.views))
         grads = list(map(_grad_of, self.params))
         if all(map(is_, grads, repeat(None))):  # the usual case
-            self._known.forget()
+            self._known.entries.clear()
             return
         pairs = zip(grads, self.storage.views, strict=True)
         self._known.look(enumerate(None if grad is view else grad for grad, view in pairs))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from undertow.plan import NUM_STEPS, SIGNATURE_BITS, Bucket, Trailer, ranks_differ
+from undertow.plan import SIGNATURE_BITS, Bucket, Trailer, ranks_differ
 from undertow.runtime.gradients.storage import BucketStorage
 
-_BITS = 1 << torch.arange(2 * SIGNATURE_BITS)
+_NUM_STEPS = 64  # that a signature tells apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +56,11 @@ class TrailerCodec:
         fields = {name: getattr(layout.trailer, name) for name in Trailer.__slots__}
         self._places = {name: slice(field.start - start, field.stop - start) for name, field in fields.items()}
         self._mine = storage.flat.new_zeros(stop - start)
+        self._mine[self._places["used"]] = 1
+        self._signature = self._mine[self._places["signature"]]
         self._told = slice(0, self._places["busy"].start)  # without the times
         self._mine_told = self._mine[self._told]
-        self._mine[self._places["used"]] = 1
         self._unused: Sequence[int] = ()
-        self._signature = 0
 
     def write(self, *, unused: Sequence[int], signature: int, step: int, verdict: Verdict | None) -> None:
         """Writes this rank's trailer; `signature` comes from `signature_of`."""
@@ -67,17 +68,14 @@ class TrailerCodec:
             used = self._mine[self._places["used"]].fill_(1)
             used[list(unused)] = 0
             self._unused = unused
-        signature ^= step % NUM_STEPS * (1 + 2**SIGNATURE_BITS)  # a bit that changes also changes its complement
-        if signature != self._signature:
-            bits = (_BITS & signature).ne(0)
-            self._mine[self._places["signature"]].copy_(bits if self._mine.device.type == "cpu" else to_device(bits.tolist(), self._mine.dtype, self._mine.device))
-            self._signature = signature
+        # Ranks that differ do so by a few steps. A bit that changes also changes its complement.
+        signature ^= step % _NUM_STEPS * (1 + 2**SIGNATURE_BITS)
+        self._signature.copy_(_flags(signature, self._mine.dtype, self._mine.device))
         trailer = self._storage.flat[self._span]
         trailer.copy_(self._mine)
         if verdict is not None:
             # Not into `_mine`: reports that are the same on all ranks must still be read.
-            for place, value in self._reports(verdict):
-                trailer[place] = value
+            self._report(verdict, trailer)
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""
@@ -130,19 +128,18 @@ class TrailerCodec:
         busy: list[float] = self._storage.flat[self._span][self._places["busy"]].tolist()
         return tuple(abs(of_rank) * self._divisor for of_rank in busy)
 
-    def _reports(self, verdict: Verdict) -> Iterator[tuple[int, float]]:
-        """Yields the places in the trailer that are not 0, and their values."""
+    def _report(self, verdict: Verdict, trailer: Tensor) -> None:
         places, rank = self._places, verdict.rank
         if verdict.misuse or verdict.has_failed:
-            yield places["failed"].start + rank, float(verdict.misuse or 1)
+            trailer[places["failed"]][rank].fill_(float(verdict.misuse or 1))
         if verdict.has_changed:
-            yield places["changed"].start + rank, 1.0
+            trailer[places["changed"]][rank].fill_(1)
         if verdict.has_other_buffers:
-            yield places["buffers"].start + rank, 1.0
-        for bucket in verdict.late_buckets:
-            yield places["late"].start + bucket, 1.0
+            trailer[places["buffers"]][rank].fill_(1)
+        if verdict.late_buckets:
+            trailer[places["late"]][list(verdict.late_buckets)] = 1
         # fp16 ends at 65504: longer times are clipped, because an infinity would spoil the sum.
-        yield places["busy"].start + rank, min(verdict.busy_ms, 60_000.0)
+        trailer[places["busy"].start + rank].fill_(min(verdict.busy_ms, 60_000.0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +167,12 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
         return on_host
     # The caching allocator reuses pinned memory only after the copy has run.
     return on_host.pin_memory().to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=1024)
+def _flags(signature: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the bits of a signature, lowest first. [2 * SIGNATURE_BITS]"""
+    return to_device([signature >> bit & 1 for bit in range(2 * SIGNATURE_BITS)], dtype, device)
 
 
 def _indices(flags: Sequence[bool]) -> tuple[int, ...]:

@@ -388,5 +388,3 @@ def run_last(param: torch.Tensor, hook: RemovableHandle) -> bool:
         return False
     hooks[hook.id] = hooks.pop(hook.id)  # C++ calls them in insertion order
     return True
-
-
