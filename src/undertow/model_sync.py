@@ -278,7 +278,6 @@ class ModelSync:
             *cut_graphs(self._module, self._cut_bytes),
         ]
 
-    @private.untraced
     def _cut_bytes(self) -> int:
         """Returns the bucket size at which torch.compile cuts graphs of the module, or 0 if they stay whole."""
         return self._engine.current_plan.now.compiled.cut_bytes

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import PhaseError, PlanMismatch, WrongType, require
-from undertow.plan import Bucket, SizeCaps, group_by_size, plan_from_groups, signature_bits
+from undertow.plan import Bucket, SizeCaps, group_by_size, plan_from_groups, signature_of
 from undertow.runtime.comm.group import GroupRef, user_group, warn_of_lone_rank
 from undertow.runtime.comm.handles import WorkHandle, all_reduce_async
 from undertow.runtime.gradients.storage import BucketStorage, spec_of
-from undertow.runtime.gradients.trailer import TrailerCodec, to_device
+from undertow.runtime.gradients.trailer import TrailerCodec
 from undertow.runtime.torch_private import private
 
 _WHERE = "average_gradients(gradients, parameters)"
@@ -102,9 +102,8 @@ class _Shipment:
     def send(self, group: dist.ProcessGroup, reference: GroupRef, *, fingerprint: int) -> WorkHandle:
         """Starts the mean over ranks; `fingerprint`, of 24 bits, must be the same on all."""
         # Signatures have fields for step, generation and mode of a training run; here all of their bits hold the fingerprint.
-        bits = signature_bits(step=fingerprint, generation=fingerprint >> 12, mode=fingerprint >> 20)
-        signature = to_device(bits, self._flat.dtype, self._flat.device)
-        self._trailer.write(unused=sorted(self._missing), signature=signature, verdict=None)
+        signature = signature_of(generation=fingerprint >> 12, mode=fingerprint >> 20)
+        self._trailer.write(unused=sorted(self._missing), signature=signature, step=fingerprint, verdict=None)
         if reference.can_average:
             return all_reduce_async(self._flat, group, dist.ReduceOp.AVG)
         return all_reduce_async(self._flat.div_(len(reference.ranks)), group)

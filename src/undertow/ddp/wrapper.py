@@ -198,15 +198,14 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         return list(self.named_module_buffers.values())
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._forward_begins(is_compiled=private.is_compiling())
+        # torch.compile cuts graphs at the ends of buckets, so that a bucket is sent before the next graph's backward.
+        is_cut = self._forward_begins(is_compiled=private.is_compiling())
         if self.device_ids:
             inputs, kwargs = private.moved_to_device(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]))
         call = _call if self._precision is None else self._precision.call
-        # torch.compile cuts graphs at the ends of buckets, so that a bucket is sent before the next graph's backward.
-        is_cut = self.sync._cut_bytes()
         try:
             with self._inside_ddp_forward() if is_cut else nullcontext():
-                outputs = call(self.module, inputs, kwargs)
+                outputs = call(self._modules["module"], inputs, kwargs)  # type: ignore[arg-type]  # without a search for it
         finally:
             if not torch.compiler.is_compiling():  # nothing is timed between compiled parts
                 self.sync._forward_ends()
@@ -369,7 +368,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         return self.require_forward_param_sync and self.forward_sync_buffers and self._buffer_hook is None
 
     @private.untraced
-    def _forward_begins(self, *, is_compiled: bool) -> None:
+    def _forward_begins(self, *, is_compiled: bool) -> bool:
+        """Called before each forward; returns True if torch.compile is to cut graphs."""
         sync, follows = self.sync, self._buffers_follow_a_rank and not self.sync.is_accumulating
         source = 0 if follows else None
         if self._shadow is not None and self._join_config.enable and sync._is_training_forward:
@@ -377,6 +377,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         sync._forward_begins(buffers_follow=source, is_compiled=is_compiled)
         if self._buffer_hook is not None:
             self._run_buffer_hook("PRE_FORWARD")
+        return sync._cut_bytes() > 0
 
     def _run_buffer_hook(self, location: str) -> None:
         sync, hook = self.sync, self._buffer_hook

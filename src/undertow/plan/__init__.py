@@ -12,12 +12,23 @@ from undertow.plan.grouping import (
     plan_in_order,
     reverse_registration,
 )
-from undertow.plan.layout import GroupEntry, Groups, ParamSpec, Piece, Slot, Trailer, ranks_differ, signature_bits
+from undertow.plan.layout import (
+    SIGNATURE_BITS,
+    GroupEntry,
+    Groups,
+    ParamSpec,
+    Piece,
+    Slot,
+    Trailer,
+    ranks_differ,
+    signature_of,
+)
 from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
 from undertow.plan.timing import StepTiming, finish_us, in_backward_limit_us
 
 __all__ = [
+    "SIGNATURE_BITS",
     "Bucket",
     "GathersBehind",
     "GroupEntry",
@@ -46,5 +57,5 @@ __all__ = [
     "plan_in_order",
     "ranks_differ",
     "reverse_registration",
-    "signature_bits",
+    "signature_of",
 ]

@@ -17,6 +17,7 @@ any dtype too.
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from reprlib import repr as brief
 from typing import Any
@@ -137,7 +138,7 @@ class Trailer:
     """
 
     used: range  # one flag per slot: a gradient arrived since the last synchronization. NaN: it arrived and is not finite
-    signature: range  # the bits of `signature_bits`, followed by their complements
+    signature: range  # the bits of `signature_of` and the step, lowest first
     failed: range  # one small number per rank: non-zero if it failed in this step, above 1 to give the reason
     changed: range  # one flag per rank, set if its parameters differ from the plan's
     buffers: range  # one flag per rank, set if its buffers differ from the ones that were compared
@@ -165,19 +166,17 @@ def trailer_at(start: int, *, num_slots: int, num_late: int = 0, num_ranks: int 
     return Trailer(**{name: range(first, stop) for name, (first, stop) in zip(names, pairwise(ends), strict=True)})
 
 
-def signature_bits(*, step: int, generation: int, mode: int | None, has_other_op: bool = False) -> tuple[int, ...]:
-    """Returns bits that encode a rank's step, generation and mode, then their complements.
+@lru_cache(maxsize=256)
+def signature_of(*, generation: int, mode: int | None, has_other_op: bool = False) -> int:
+    """Returns an integer whose bits encode a rank's step (0), generation and mode, and above them their complements.
 
     A rank whose mode is None accepts the mode of the others. `has_other_op` marks a synchronization with another op than the
     settings'. Summed over ranks, a bit and its complement are both non-zero exactly if ranks differ.
     """
     generation ^= has_other_op << (_GENERATION_BITS - 1)  # ranks have the same generation
-    numbers = [(step, _STEP_BITS), (generation, _GENERATION_BITS), (mode or 0, _MODE_BITS)]
-    bits = [(value >> bit) & 1 for value, width in numbers for bit in range(width)]
-    complements = [1 - bit for bit in bits]
-    if mode is None:
-        complements[-_MODE_BITS:] = [0] * _MODE_BITS
-    return (*bits, *complements)
+    bits = generation % (1 << _GENERATION_BITS) << _STEP_BITS | (mode or 0) % (1 << _MODE_BITS) << _STEP_BITS + _GENERATION_BITS
+    told = SIGNATURE_BITS if mode is not None else SIGNATURE_BITS - _MODE_BITS
+    return bits | (~bits & (1 << told) - 1) << SIGNATURE_BITS
 
 
 def ranks_differ(signature: Sequence[bool]) -> bool:

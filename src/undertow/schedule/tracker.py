@@ -14,6 +14,7 @@ from undertow.schedule.op import COMPUTE, EXTERNAL, Op, OpKind, Schedule
 
 # States of a parameter. All except the first are true, so that arrive() tells the usual case from the others with one test.
 _ABSENT, _ARRIVED, _ABSENT_AND_UNUSUAL = 0, 1, 2  # unusual: in pieces, or its arrival is noted
+_MOST_REMEMBERED = 1024
 
 
 class Arrivals:
@@ -68,7 +69,7 @@ class Arrivals:
     def reset(self) -> None:
         """Starts the next synchronization: nothing has arrived."""
         states, num_pending, _ = self._fresh
-        self._states, self._num_pending = bytearray(states), list(num_pending)
+        self._states, self.num_pending = bytearray(states), list(num_pending)
         self._repeats.clear()
 
     def forget_traversal(self) -> None:
@@ -89,8 +90,8 @@ class Arrivals:
             return
         self._states[param] = 1  # _ARRIVED, without looking up a global name
         bucket = self._bucket_of_param[param]
-        num_pending = self._num_pending[bucket] - 1
-        self._num_pending[bucket] = num_pending
+        num_pending = self.num_pending[bucket] - 1
+        self.num_pending[bucket] = num_pending
         if not num_pending:
             self._on_full(bucket)
 
@@ -119,7 +120,7 @@ class Arrivals:
 
     def missing(self, bucket: int) -> frozenset[int]:
         """Returns the parameters of `bucket` that have not arrived in this synchronization."""
-        if self._num_pending[bucket] <= 0:
+        if self.num_pending[bucket] <= 0:
             return frozenset()
         return frozenset(param for param in self._params_of_bucket[bucket] if self._states[param] != _ARRIVED)
 
@@ -127,7 +128,7 @@ class Arrivals:
     def has_repeats(self) -> bool:
         """True if some parameter arrived more often in this synchronization than expected."""
         _, _, expected = self._fresh
-        return any(count > expected[param] for param, count in self._repeats.items())
+        return bool(self._repeats) and any(count > expected[param] for param, count in self._repeats.items())
 
     def learn_repeats(self) -> None:
         """Expects each parameter to arrive as often as in this synchronization, from the next one on.
@@ -165,8 +166,8 @@ class Arrivals:
     def _count_down(self, param: int) -> list[int]:
         """Returns the buckets that the gradient of `param` has filled. All are counted before any callback runs."""
         for bucket in self._buckets_of_param[param]:
-            self._num_pending[bucket] -= 1
-        return [bucket for bucket in self._buckets_of_param[param] if not self._num_pending[bucket]]
+            self.num_pending[bucket] -= 1
+        return [bucket for bucket in self._buckets_of_param[param] if not self.num_pending[bucket]]
 
 
 class SerialArrivals(Arrivals):
@@ -205,47 +206,58 @@ class Releases:
         self._is_computed = [op.lane == COMPUTE and op.kind not in EXTERNAL for op in schedule.ops]
         self._fills = [op.id for op in sorted(of_kind[OpKind.FILL], key=lambda op: op.bucket or 0)]
         self._end, self._join = of_kind[OpKind.END][0].id, of_kind[OpKind.JOIN][0].id
+        # Most steps repeat the one before. Ops that have happened, as bits by id, and those that happen now -> the bits after
+        # them, and the ops that they release.
+        self._steps: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[Op, ...]]] = {}
         self.reset()
 
     def reset(self) -> None:
         """Starts the next synchronization: nothing has happened."""
-        self._happened: set[int] = set()
-        self._num_blockers = [len(op.after) for op in self._ops]
-        self._queues = [deque(ids) for ids in self._lanes]
+        self._happened = 0
 
     def fill(self, bucket: int) -> Sequence[Op]:
         """Returns the ops to issue after all gradients of `bucket` have arrived."""
-        return self._happen(self._fills[bucket])
+        return self._happen((self._fills[bucket],))
 
     def end_backward(self) -> Sequence[Op]:
         """Ends backward: gradients that have not arrived are unused on this rank, and all remaining buckets are launched."""
-        return [op for happened in (*self._fills, self._end) for op in self._happen(happened)]
+        return self._happen((*self._fills, self._end))
 
     def join(self) -> Sequence[Op]:
         """Returns the ops that wait for the network, after every engine of this process has launched."""
-        return self._happen(self._join)
+        return self._happen((self._join,))
 
-    def _happen(self, op_id: int) -> list[Op]:
-        """Marks an op as happened and returns the ops that this releases, transitively, in the order to issue them."""
-        if op_id in self._happened:
-            return []
-        released: list[Op] = []
-        # By id, so that a bucket is launched before the next one is packed.
-        worklist = [op_id]
-        while worklist:
-            done = heappop(worklist)
-            self._happened.add(done)
-            if done != op_id:
-                released.append(self._ops[done])
-            for successor in self._successors[done]:
-                self._num_blockers[successor] -= 1
-                if self._num_blockers[successor] == 0 and self._is_computed[successor]:
-                    heappush(worklist, successor)
-            # The head of a queue holds back all later ops: launch order must not depend on arrival.
-            for queue in self._queues:
-                while queue and self._num_blockers[queue[0]] == 0:
-                    heappush(worklist, queue.popleft())
+    def _happen(self, op_ids: tuple[int, ...]) -> tuple[Op, ...]:
+        """Marks ops as happened, in turn, and returns the ops that this releases, transitively, in the order to issue them."""
+        key = self._happened, op_ids
+        if key not in self._steps:
+            if len(self._steps) >= _MOST_REMEMBERED:  # gradients arrive in another order in every step
+                self._steps.clear()
+            self._steps[key] = self._released(*key)
+        self._happened, released = self._steps[key]
         return released
+
+    def _released(self, before: int, op_ids: Sequence[int]) -> tuple[int, tuple[Op, ...]]:
+        happened, released = {op.id for op in self._ops if before >> op.id & 1}, list[Op]()
+        num_blockers = [len(set(op.after) - happened) for op in self._ops]
+        queues = [deque(op_id for op_id in lane if op_id not in happened) for lane in self._lanes]
+        for op_id in op_ids:
+            # By id, so that a bucket is launched before the next one is packed.
+            worklist = [] if op_id in happened else [op_id]
+            while worklist:
+                done = heappop(worklist)
+                happened.add(done)
+                if done != op_id:
+                    released.append(self._ops[done])
+                for successor in self._successors[done]:
+                    num_blockers[successor] -= 1
+                    if num_blockers[successor] == 0 and self._is_computed[successor]:
+                        heappush(worklist, successor)
+                # The head of a queue holds back all later ops: launch order must not depend on arrival.
+                for queue in queues:
+                    while queue and num_blockers[queue[0]] == 0:
+                        heappush(worklist, queue.popleft())
+        return sum(1 << op_id for op_id in happened), tuple(released)
 
 
 class Tracker:

@@ -56,7 +56,9 @@ class CudaClock:
 
 
 @dataclass(slots=True)
-class _BucketMarks:
+class BucketMarks:
+    """Marks of one collective."""
+
     num_bytes: int
     kind: str
     ready: Mark
@@ -76,12 +78,12 @@ class _StepMarks:
     arrivals: dict[int, Mark] = field(default_factory=dict)
     forwards: list[list[Mark]] = field(default_factory=list)
     backwards: list[list[Mark]] = field(default_factory=list)
-    buckets: dict[int, _BucketMarks] = field(default_factory=dict)
-    gathers: dict[int, _BucketMarks] = field(default_factory=dict)
+    buckets: dict[int, BucketMarks] = field(default_factory=dict)
+    gathers: dict[int, BucketMarks] = field(default_factory=dict)
     # Other collectives on the link meanwhile: the previous step's reductions, and the gathers of this step, which run during the
     # next.
-    reductions_before: dict[int, _BucketMarks] = field(default_factory=dict)
-    gathers_after: dict[int, _BucketMarks] = field(default_factory=dict)
+    reductions_before: dict[int, BucketMarks] = field(default_factory=dict)
+    gathers_after: dict[int, BucketMarks] = field(default_factory=dict)
     busy_ms: tuple[float, ...] = ()
     is_synchronized: bool = False
     stop: Mark = None
@@ -104,9 +106,10 @@ class Recorder:
         self._clock: HostClock | CudaClock = CudaClock(group.device) if has_streams else HostClock()
         self._rank = group.rank
         self.is_on = level != "off"
+        self.mark: Callable[[], Mark] = self._clock.mark if self.is_on else float  # of this moment
         self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT_IN_SUMMARY if level == "summary" else None)
         self._now = _StepMarks(step=0)
-        self._gathers: dict[int, _BucketMarks] = {}  # since the last step
+        self._gathers: dict[int, BucketMarks] = {}  # since the last step
         self._are_gathers_seen = False
         self._round_stop: Mark = None
         self._round_stop_s = time.perf_counter()
@@ -114,34 +117,34 @@ class Recorder:
     def forward_begins(self) -> None:
         if not self.is_on:
             return
-        mark = self._clock.mark()
+        mark = self.mark()
         if self._now.is_synchronized:
             self._step_begins(mark)
         self._now.forwards.append([mark, None])
 
     def forward_ends(self) -> None:
         if self.is_on and self._now.forwards and self._now.forwards[-1][1] is None:
-            self._now.forwards[-1][1] = self._clock.mark()
+            self._now.forwards[-1][1] = self.mark()
 
     def backward_begins(self, *, generation: int) -> None:
         """Called at the first gradient. A backward is measured from the end of its forward, if there is one."""
         if not self.is_on:
             return
         if self._now.is_synchronized:  # a second backward without a forward counts as a separate step
-            self._step_begins(self._clock.mark())
+            self._step_begins(self.mark())
         now = self._now
         now.generation = generation
         forward = now.forwards[-1][1] if len(now.forwards) > len(now.backwards) else None
-        now.backwards.append([forward if forward is not None else self._clock.mark(), None])
+        now.backwards.append([forward if forward is not None else self.mark(), None])
 
     def backward_ends(self) -> None:
         if self.is_on:
-            self._now.backwards[-1][1] = self._clock.mark()
+            self._now.backwards[-1][1] = self.mark()
 
     def gradient_arrives(self, param: int) -> None:
         """Called in some steps only, because it takes time with many parameters."""
         if self.is_on:
-            self._now.arrivals[param] = self._clock.mark()
+            self._now.arrivals[param] = self.mark()
 
     def forgets_buckets(self) -> None:
         """Discards the buckets launched so far in this step, because they were empty."""
@@ -151,33 +154,37 @@ class Recorder:
         """Discards recorded gathers, because they belong to another plan than the following steps."""
         self._gathers, self._are_gathers_seen = {}, False
 
-    def ready(self, bucket: int, *, num_bytes: int, kind: str = "all_reduce") -> None:
+    def ready(self, bucket: int, *, num_bytes: int, kind: str) -> BucketMarks:
+        """Marks a full bucket; returns the marks of its reduction, into which the caller writes the later ones."""
+        marks = BucketMarks(num_bytes, kind, ready=self.mark())
         if self.is_on:
-            self._now.buckets[bucket] = _BucketMarks(num_bytes, kind, ready=self._clock.mark())
+            self._now.buckets[bucket] = marks
+        return marks
 
-    def mark(self, bucket: int, event: Event, *, is_gather: bool = False) -> None:
-        """Marks an event of a bucket's reduction or gather.
+    def mark_gather(self, bucket: int, event: Event) -> None:
+        """Marks an event of a gather.
 
-        A gather that was launched before its bucket was stepped is launched again, from another thread, when it starts.
+        One that was launched before its bucket was stepped is launched again, from another thread, when it starts.
         """
         if self.is_on:
-            setattr((self._gathers if is_gather else self._now.buckets)[bucket], event, self._clock.mark())
+            setattr(self._gathers[bucket], event, self.mark())
 
-    def launched(self, bucket: int, handle: Handle, *, is_gather: bool = False) -> None:
-        """Marks the completion of a bucket's reduction or gather, now or later."""
+    def completes(self, marks: BucketMarks, handle: Handle) -> None:
+        """Marks the completion of a collective, now or later."""
         if self.is_on:
-            row = (self._gathers if is_gather else self._now.buckets)[bucket]
-            self._clock.mark_done(handle, partial(setattr, row, "done"))
+            self._clock.mark_done(handle, partial(setattr, marks, "done"))
 
-    def gather_launches(self, bucket: int, *, num_bytes: int) -> None:
-        """Records a gather after an optimizer step; it counts for the step whose forward it overlaps."""
+    def gather_launches(self, bucket: int, *, num_bytes: int) -> BucketMarks:
+        """Records a gather after an optimizer step; it counts for the step whose forward it overlaps. Returns its marks."""
+        mark = self.mark()
+        marks = BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
         if not self.is_on:
-            return
+            return marks
         if self._are_gathers_seen:
             self._gathers, self._are_gathers_seen = {}, False
         self._now.gathers_after = self._gathers
-        mark = self._clock.mark()
-        self._gathers[bucket] = _BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
+        self._gathers[bucket] = marks
+        return marks
 
     def busy_ms(self) -> float:
         """Host time since the previous synchronization ended, for the trailer; works without recording."""
@@ -189,7 +196,7 @@ class Recorder:
             self._now.busy_ms = busy_ms
             self._now.is_synchronized = True
             self._steps.append(self._now)
-            self._round_stop = self._clock.mark()
+            self._round_stop = self.mark()
 
     def _step_begins(self, mark: Mark) -> None:
         self._now.stop = mark
@@ -234,7 +241,7 @@ class Recorder:
         )
 
 
-def _bucket_record(bucket: int, row: _BucketMarks, us: Callable[[Mark], float]) -> BucketRecord:
+def _bucket_record(bucket: int, row: BucketMarks, us: Callable[[Mark], float]) -> BucketRecord:
     return BucketRecord(
         bucket=bucket,
         kind=row.kind,
@@ -247,9 +254,7 @@ def _bucket_record(bucket: int, row: _BucketMarks, us: Callable[[Mark], float]) 
     )
 
 
-def _behind(
-    others: Iterable[_BucketMarks], rows: Sequence[BucketRecord], us: Callable[[Mark], float]
-) -> tuple[BucketRecord, ...]:
+def _behind(others: Iterable[BucketMarks], rows: Sequence[BucketRecord], us: Callable[[Mark], float]) -> tuple[BucketRecord, ...]:
     """Delays each launch to the end of other transfers that occupied the link before it."""
     done_us = [us(other.done) for other in others if other.done is not None]
     return tuple(

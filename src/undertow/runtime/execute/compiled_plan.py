@@ -9,7 +9,7 @@ from torch import Tensor
 from undertow.plan import GathersBehind, Plan
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.executor import Executor
-from undertow.runtime.execute.round import Round, RoundKind
+from undertow.runtime.execute.round import Round
 from undertow.runtime.execute.sharded_executor import ShardedExecutor
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.sharded.in_backward import StepsInBackward
@@ -56,6 +56,7 @@ class CompiledPlan:
         self.params = tuple(params)
         self.strides = tuple(param.stride() for param in params)  # of this moment, as buckets are laid out
         self.reducer, self.sharding = reducer, sharding
+        self.strategy: Strategy = DDP if sharding is None else sharding.strategy
         self.present = Present(
             plan=plan, generation=generation, has_shards=sharding is not None, steps_in_backward=self.in_backward is not None
         )
@@ -68,10 +69,6 @@ class CompiledPlan:
             self._follow(lower_in_backward(num_buckets, self.strategy))
         else:
             self.gather_in()
-
-    @property
-    def strategy(self) -> Strategy:
-        return DDP if self.sharding is None else self.sharding.strategy
 
     @cached_property
     def cut_bytes(self) -> int:
@@ -95,8 +92,7 @@ class CompiledPlan:
         """Returns the ops for this kind of round; none of them has happened."""
         # Under some strategies a micro-batch is reduced to shards, and nothing more.
         adds_up_shards = not this_round.is_last and self.strategy.reduces_micro_batches
-        is_accumulating = this_round.kind is RoundKind.ACCUMULATE or adds_up_shards
-        releases = self._accumulating if is_accumulating else self._synchronizing
+        releases = self._synchronizing if this_round.is_synchronized and not adds_up_shards else self._accumulating
         releases.reset()
         return releases
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from undertow.plan import Bucket, Plan, signature_bits
+from undertow.plan import Bucket, Plan, signature_of
 from undertow.runtime.comm.comm_hook import HookedBucket
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
@@ -21,7 +21,7 @@ from undertow.runtime.gradients.binding import DenseBinding, SparseBinding
 from undertow.runtime.gradients.finite import FiniteCheck
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.storage import BucketStorage
-from undertow.runtime.gradients.trailer import Snapshot, TrailerCodec, Verdict, to_device
+from undertow.runtime.gradients.trailer import Snapshot, TrailerCodec, Verdict
 from undertow.runtime.peers.waiting import Launching, label_of
 from undertow.runtime.torch_private import private
 from undertow.schedule import Op, OpKind
@@ -43,6 +43,7 @@ class LiveBucket:
     wire_bytes: int
     trailer_start: int  # in the bucket's memory
     is_on_host: bool
+    marks: Any = None  # BucketMarks of its last reduction
     handles: list[Handle] = field(default_factory=list)
     late: tuple[Sequence[Tensor], list[Handle]] | None = None  # gradients that arrived after the launch, in a second collective
     is_packed: bool = False  # by a round that only accumulates
@@ -61,7 +62,6 @@ class Executor:
         self._params = tuple(params)
         self.buckets = [self._live(bucket, plan, self._binding(bucket)) for bucket in plan.buckets]
         self._finite = None if reducer.nonfinite == "ignore" else FiniteCheck(reducer)
-        self._signatures: dict[tuple[torch.dtype, torch.device, bool], Tensor] = {}
         self._snapshots: list[Snapshot] = []
         self._num_rounds = 0
         self._is_profiling = False
@@ -75,22 +75,23 @@ class Executor:
         self._num_rounds += result.round.is_synchronized
         if self._finite is not None:
             self._finite.begin()
-        self._signatures.clear()
         if self._snapshots:
             there = [snapshot for snapshot in self._snapshots if snapshot.is_there()]
             self._snapshots = [snapshot for snapshot in self._snapshots if snapshot not in there]
             result.readings += filter(None, (snapshot.read() for snapshot in there))
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Issues `ops` in the given order, and tells the observer of each, if there is one."""
-        if not ops:
-            return
-        observer, is_profiling = self._recorder.observer, self._is_profiling
-        # A bucket names its own wait; on a device the host may wait for a trailer after it.
-        with self._group.waiting() if ops[0].kind is OpKind.BIND else Launching(self._group.member):
+        """Issues `ops`, at least one, in the given order, and tells the observer of each, if there is one."""
+        observer = self._recorder.observer
+        # A bucket names its own wait.
+        with nullcontext() if ops[0].kind is OpKind.BIND else Launching(self._group.member):
+            if observer is None and not self._is_profiling:
+                for op in ops:
+                    self.ops[op.kind](self, self.buckets[op.bucket or 0])
+                return
             for op in ops:
                 with (
-                    torch.profiler.record_function(f"undertow.{op.label}") if is_profiling else nullcontext(),
+                    torch.profiler.record_function(f"undertow.{op.label}") if self._is_profiling else nullcontext(),
                     nullcontext() if observer is None else observer(op),
                 ):
                     self.ops[op.kind](self, self.buckets[op.bucket or 0])
@@ -170,33 +171,44 @@ class Executor:
                 bucket.is_packed = True
                 binding.pack_local()
             return
-        self._recorder.ready(index, num_bytes=bucket.wire_bytes, kind=self.reduction)
-        bucket.is_unsound = result.steps_in_backward and result.is_unsound
-        unused = result.unused[index] = binding.pack(result.round.not_arrived(index))
-        verdict = self._verdict() if bucket.layout.trailer.late else None
-        bucket.trailer.write(unused=unused, signature=self._signature(bucket), verdict=verdict)
-        self._packed(bucket)
-
-    def _packed(self, bucket: LiveBucket) -> None:
-        if self._finite is not None:
-            self._mark_nonfinite(bucket)
+        bucket.marks = self._recorder.ready(index, num_bytes=bucket.wire_bytes, kind=self.reduction)
+        this_round = result.round
+        unsound = bucket.is_unsound = result.steps_in_backward and result.is_unsound
+        arrivals = this_round.arrivals
+        has_all = arrivals is not None and arrivals.num_pending[index] <= 0
+        unused = result.unused[index] = binding.pack(() if has_all else this_round.not_arrived(index))
+        result.keeps_earlier |= bool(binding.live)
+        bucket.trailer.write(
+            unused=unused,
+            signature=signature_of(
+                generation=this_round.generation, mode=this_round.mode, has_other_op=this_round.op is not None
+            ),
+            # A step that no rank has makes the others leave a bucket unstepped long before the verdict arrives.
+            step=~this_round.number if unsound else this_round.number,
+            verdict=self._verdict() if bucket.layout.trailer.late else None,
+        )
 
     def _all_reduce(self, bucket: LiveBucket) -> None:
+        if self._finite is not None:
+            self._mark_nonfinite(bucket)
         flat = bucket.binding.storage.flat
-        self._recorder.mark(bucket.layout.index, "launched")
+        bucket.marks.launched = self._recorder.mark()
         if bucket.layout.slots and (bucket.layout.is_sparse or self._reducer.hook is not None):
             # Values outside of the bucket, or for the hook alone, leave the trailer to a separate small collective.
             values = bucket.binding.values()
             bucket.handles = [*self._reduce(bucket, values), self._reducer.reduce(flat[bucket.trailer_start :], numel=0)]
         else:
             bucket.handles = [self._reducer.reduce(flat, numel=bucket.trailer_start)]
-        self._recorder.launched(bucket.layout.index, bucket.handles[0])
+        self._recorder.completes(bucket.marks, bucket.handles[0])
 
     def _bind(self, bucket: LiveBucket) -> None:
-        if self._await(bucket):
-            if self._result.round.weights is not None or self._result.round.rescale != 1.0:
+        result = self._result
+        with self._group.waiting(bucket.label):
+            if not self._await(bucket):
+                return
+            if result.round.weights is not None or result.round.rescale != 1.0:
                 self._rescale(bucket.binding.values())
-            bucket.binding.bind(self._used_elsewhere(bucket, self._result))
+            bucket.binding.bind(self._used_elsewhere(bucket, result))
 
     def _await(self, bucket: LiveBucket) -> bool:
         """Waits for the collective of a bucket; returns False if it was only packed, and is bound now, or not at all."""
@@ -206,11 +218,10 @@ class Executor:
                 bucket.is_packed = False
                 bucket.binding.bind_local()
             return False
-        self._recorder.mark(bucket.layout.index, "wait_start")
-        with self._group.waiting(bucket.label):
-            for handle in handles:
-                handle.wait()
-        self._recorder.mark(bucket.layout.index, "wait_stop")
+        bucket.marks.wait_start = self._recorder.mark()
+        for handle in handles:
+            handle.wait()
+        bucket.marks.wait_stop = self._recorder.mark()
         return True
 
     def _used_elsewhere(self, bucket: LiveBucket, result: RoundResult) -> Collection[int]:
@@ -255,17 +266,6 @@ class Executor:
                 value.div_(this_round.weights.sums().divisor)
             elif this_round.rescale != 1.0:
                 value.mul_(this_round.rescale)
-
-    def _signature(self, bucket: LiveBucket) -> Tensor:
-        like, is_sound, this_round = bucket.binding.storage.flat, not bucket.is_unsound, self._result.round
-        key = like.dtype, like.device, is_sound
-        if key not in self._signatures:
-            # A step that no rank has makes the others leave a bucket unstepped long before the verdict arrives.
-            step = this_round.number if is_sound else ~this_round.number
-            has_other_op = this_round.op is not None
-            bits = signature_bits(step=step, generation=this_round.generation, mode=this_round.mode, has_other_op=has_other_op)
-            self._signatures[key] = to_device(bits, like.dtype, like.device)
-        return self._signatures[key]
 
     def _verdict(self) -> Verdict:
         # No `.grad` holds anything except late gradients, from autograd or written by some function, which no hook reports. This

@@ -39,14 +39,11 @@ class ShardedExecutor(Executor):
     def _binding(self, bucket: Bucket) -> Any:
         return self._sharding.binding(bucket)
 
-    def _packed(self, bucket: LiveBucket) -> None:
-        self._result.keeps_earlier |= bool(bucket.binding.live)
-
     def _reduce_scatter(self, bucket: LiveBucket) -> None:
         binding, layout, result = bucket.binding, bucket.layout, self._result
         is_apart = result.has_failed or result.round.rebinds is not None or binding.live
         binding.reduced = torch.empty_like(binding.shard) if is_apart else binding.shard
-        self._recorder.mark(layout.index, "launched")
+        bucket.marks.launched = self._recorder.mark()
         pack = binding.packing()
 
         def pack_and_look() -> None:
@@ -55,7 +52,7 @@ class ShardedExecutor(Executor):
 
         trailer, exchanges = range(bucket.trailer_start, layout.storage_numel), self._sharding.groups.shard
         bucket.handles = [exchanges.reduce_scatter(binding.storage.flat, binding.reduced, trailer=trailer, pack=pack_and_look)]
-        self._recorder.launched(layout.index, bucket.handles[0])
+        self._recorder.completes(bucket.marks, bucket.handles[0])
 
     def _all_reduce_shard(self, bucket: LiveBucket) -> None:
         """Sums the shards of all replicas, after the reduce-scatter inside this one."""
@@ -63,7 +60,7 @@ class ShardedExecutor(Executor):
         assert replicate is not None  # the schedule of a strategy with two axes
         trailer = bucket.binding.storage.flat[bucket.trailer_start : layout.storage_numel]
         bucket.handles = [replicate.all_reduce_behind(bucket.handles[0], bucket.binding.reduced, trailer=trailer)]
-        self._recorder.launched(layout.index, bucket.handles[0])
+        self._recorder.completes(bucket.marks, bucket.handles[0])
 
     def _step(self, bucket: LiveBucket) -> None:
         in_backward, gathers = self._sharding.in_backward, self._sharding.gathers
@@ -100,7 +97,9 @@ class ShardedExecutor(Executor):
         return not is_stopped and not (readings and any(reading.ranks_differ for reading in readings))
 
     def _bind(self, bucket: LiveBucket) -> None:
-        if self._await(bucket):
+        with self._group.waiting(bucket.label):
+            if not self._await(bucket):
+                return
             if bucket.binding.settled is None:
                 self._settle(bucket, self._result, weighs=not self._result.has_failed)
             bucket.binding.bind()

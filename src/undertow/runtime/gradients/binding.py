@@ -37,6 +37,8 @@ class _Kept:
 class Binding(ABC):
     """Owns the `.grad` of one bucket's parameters. Positions count the bucket's slots."""
 
+    live: Collection[int] = ()  # positions whose results of earlier synchronizations are added to this one's
+
     def __init__(self, storage: BucketStorage, params: Sequence[Tensor]) -> None:
         self.storage = storage
         self.params: Sequence[Tensor] = tuple(params)
@@ -156,9 +158,11 @@ class DenseBinding(Binding):
     def look(self) -> None:
         self._versions_seen = list(map(_version_of, self.storage.views))
         grads = list(map(_grad_of, self.params))
+        if all(map(is_, grads, repeat(None))):  # the usual case
+            self._known.entries.clear()
+            return
         pairs = zip(grads, self.storage.views, strict=True)
-        is_cleared = all(map(is_, grads, repeat(None)))
-        self._known.look(() if is_cleared else enumerate(None if grad is view else grad for grad, view in pairs))
+        self._known.look(enumerate(None if grad is view else grad for grad, view in pairs))
 
     def is_written(self, position: int) -> bool:
         grad, view = self.params[position].grad, self.storage.views[position]

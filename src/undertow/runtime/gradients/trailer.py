@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from undertow.plan import Bucket, Trailer, ranks_differ
+from undertow.plan import SIGNATURE_BITS, Bucket, Trailer, ranks_differ
 from undertow.runtime.gradients.storage import BucketStorage
+
+_NUM_STEPS = 64  # that a signature tells apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,22 +57,25 @@ class TrailerCodec:
         self._places = {name: slice(field.start - start, field.stop - start) for name, field in fields.items()}
         self._mine = storage.flat.new_zeros(stop - start)
         self._mine[self._places["used"]] = 1
+        self._signature = self._mine[self._places["signature"]]
+        self._told = slice(0, self._places["busy"].start)  # without the times
+        self._mine_told = self._mine[self._told]
         self._unused: Sequence[int] = ()
 
-    def write(self, *, unused: Sequence[int], signature: Tensor, verdict: Verdict | None) -> None:
-        """Writes this rank's trailer; `signature` has the flags of `signature_bits` in the bucket's dtype and device."""
+    def write(self, *, unused: Sequence[int], signature: int, step: int, verdict: Verdict | None) -> None:
+        """Writes this rank's trailer; `signature` comes from `signature_of`."""
         if self._unused or unused:
             used = self._mine[self._places["used"]].fill_(1)
             used[list(unused)] = 0
-        self._unused = unused
-        self._mine[self._places["signature"]] = signature
+            self._unused = unused
+        # Ranks that differ do so by a few steps. A bit that changes also changes its complement.
+        signature ^= step % _NUM_STEPS * (1 + 2**SIGNATURE_BITS)
+        self._signature.copy_(_flags(signature, self._mine.dtype, self._mine.device))
         trailer = self._storage.flat[self._span]
         trailer.copy_(self._mine)
         if verdict is not None:
             # Not into `_mine`: reports that are the same on all ranks must still be read.
-            first = self._places["failed"].start
-            values = self._verdict(verdict)
-            trailer[first:].copy_(to_device(values[first:], trailer.dtype, trailer.device))
+            self._report(verdict, trailer)
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""
@@ -96,8 +102,7 @@ class TrailerCodec:
     def parse(self, trailer: Tensor, mine: Tensor) -> Reading | None:
         """Reads `trailer` on a rank that wrote `mine`; None if every rank wrote the same and none had anything to report."""
         places = self._places
-        stop = places["busy"].start
-        reduced, written = trailer[:stop], mine[:stop]
+        reduced, written = trailer[self._told], self._mine_told if mine is self._mine else mine[self._told]
         if torch.equal(reduced, written):  # the usual case if the sum was divided
             return None
         # Only zeros and ones were written.
@@ -120,19 +125,21 @@ class TrailerCodec:
 
     def busy_ms(self) -> tuple[float, ...]:
         """Waits for the device; returns how long each rank was busy since the previous synchronization."""
-        busy = self._storage.flat[self._span][self._places["busy"]]
-        return tuple((busy.abs().double() * self._divisor).tolist())
+        busy: list[float] = self._storage.flat[self._span][self._places["busy"]].tolist()
+        return tuple(abs(of_rank) * self._divisor for of_rank in busy)
 
-    def _verdict(self, verdict: Verdict) -> list[float]:
-        places, rank, values = self._places, verdict.rank, [0.0] * len(self._mine)
-        values[places["failed"].start + rank] = float(verdict.misuse or verdict.has_failed)
-        values[places["changed"].start + rank] = float(verdict.has_changed)
-        values[places["buffers"].start + rank] = float(verdict.has_other_buffers)
-        for bucket in verdict.late_buckets:
-            values[places["late"].start + bucket] = 1.0
+    def _report(self, verdict: Verdict, trailer: Tensor) -> None:
+        places, rank = self._places, verdict.rank
+        if verdict.misuse or verdict.has_failed:
+            trailer[places["failed"]][rank].fill_(float(verdict.misuse or 1))
+        if verdict.has_changed:
+            trailer[places["changed"]][rank].fill_(1)
+        if verdict.has_other_buffers:
+            trailer[places["buffers"]][rank].fill_(1)
+        if verdict.late_buckets:
+            trailer[places["late"]][list(verdict.late_buckets)] = 1
         # fp16 ends at 65504: longer times are clipped, because an infinity would spoil the sum.
-        values[places["busy"].start + rank] = min(verdict.busy_ms, 60_000.0)
-        return values
+        trailer[places["busy"].start + rank].fill_(min(verdict.busy_ms, 60_000.0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,6 +167,12 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
         return on_host
     # The caching allocator reuses pinned memory only after the copy has run.
     return on_host.pin_memory().to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=1024)
+def _flags(signature: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the bits of a signature, lowest first. [2 * SIGNATURE_BITS]"""
+    return to_device([signature >> bit & 1 for bit in range(2 * SIGNATURE_BITS)], dtype, device)
 
 
 def _indices(flags: Sequence[bool]) -> tuple[int, ...]:

@@ -14,15 +14,15 @@ class Known:
     """The `.grad` of some parameters at the last look, by position; holds the tensors."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.entries: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def look(self, grads: Iterable[tuple[int, Tensor | None]]) -> None:
         """Makes these the only known gradients."""
-        self._known = {position: (weakref.ref(grad), grad._version) for position, grad in grads if grad is not None}
+        self.entries = {position: (weakref.ref(grad), grad._version) for position, grad in grads if grad is not None}
 
     def has(self, position: int, grad: Tensor) -> bool:
         """Returns True if it is the same tensor, without writes since."""
-        ref, version = self._known.get(position, (None, -1))
+        ref, version = self.entries.get(position, (None, -1))
         return ref is not None and ref() is grad and version == grad._version
 
 

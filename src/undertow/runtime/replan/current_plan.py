@@ -76,7 +76,7 @@ class CurrentPlan:
         self.members, self.group = members, group
         self._config, self._recorder, self._listeners = config, recorder, listeners
         self._before: InForce | None = None  # the plan before a change that does not count yet
-        self._is_stale = False  # the module is to be looked at
+        self.is_stale = False  # the module is to be looked at, or a change that was found does not count yet
         self._call_before: Callable[[], object] | None = None  # see call_before
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         self._begin(members.trained(), Reducer.of(group, config))
@@ -136,11 +136,11 @@ class CurrentPlan:
 
     def mark_stale(self) -> None:
         """Makes the next `look` compare the module's parameters, if there are rounds."""
-        self._is_stale |= self.is_active
+        self.is_stale |= self.is_active
 
     def look(self) -> None:
         """Called by a forward: follows the parameters of the module if they have changed."""
-        self._is_stale = False
+        self.is_stale = self._before is not None
         if self.members.has_changed():
             self._follow(self.members.trained())
 
@@ -151,10 +151,11 @@ class CurrentPlan:
         of the other parts are unused.
         """
         announced = self._before  # by a forward, since which gradients of new parameters are counted
-        if self._is_stale or announced is not None:
-            self._is_stale = False
-            if self.members.has_changed():
-                self._follow_added(self.members.trained())
+        if not self.is_stale:
+            return
+        self.is_stale = False
+        if self.members.has_changed():
+            self._follow_added(self.members.trained())
         if self._before is None:
             return
         try:
@@ -162,7 +163,7 @@ class CurrentPlan:
         except ConfigError:  # refused, and looked at again
             self._go_back(self._before)
             self.members.unsee()
-            self._is_stale = True
+            self.is_stale = True
             raise
         before, old, hooks = self._before.hooks, self._before.compiled, self.now.hooks
         if self.is_active and self._before is not announced:
@@ -170,7 +171,7 @@ class CurrentPlan:
             hooks.arrived_before |= {
                 index for index, param in enumerate(hooks.params) if id(param) not in before.ids and param.grad is not None
             }
-        self._before = None
+        self._before, self.is_stale = None, False
         before.close()
         accumulated = before.accumulated_ids()
         if self.is_active:
@@ -408,14 +409,14 @@ class CurrentPlan:
             compiled = self._compile(named_params, reducer, generation=generation)
             hooks = self._hook(named_params, compiled, before=before.hooks)
         except BaseException:  # a change that cannot be followed is refused again, and not forgotten
-            self._is_stale = True
+            self.is_stale = True
             self.members.unsee()
             raise
-        self.now, self._before = InForce(compiled, hooks, retiring, retiring_hooks), before
+        self.now, self._before, self.is_stale = InForce(compiled, hooks, retiring, retiring_hooks), before, True
 
     def _go_back(self, before: InForce) -> None:
         self.now.hooks.close()
-        self.now, self._before = dataclasses.replace(before, retiring_hooks=None), None
+        self.now, self._before, self.is_stale = dataclasses.replace(before, retiring_hooks=None), None, False
 
     def _is_in_force(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
         return len(named_params) == len(of.params) and self._has_all(named_params, of=of)

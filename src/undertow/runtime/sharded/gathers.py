@@ -124,9 +124,9 @@ class Gathers:
         increment_version(params.params)
         if params.flat.numel() == 0:
             return
-        self._recorder.gather_launches(bucket, num_bytes=params.flat.nbytes)
+        marks = self._recorder.gather_launches(bucket, num_bytes=params.flat.nbytes)
         handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else int, first=first)
-        self._recorder.launched(bucket, handle, is_gather=True)
+        self._recorder.completes(marks, handle)
         with self._lock:
             self.in_flight[bucket] = handle
             self._watch(bucket)
@@ -145,10 +145,10 @@ class Gathers:
             handle = self.in_flight.get(bucket)
             if handle is None:
                 continue
-            self._recorder.mark(bucket, "wait_start", is_gather=True)
+            self._recorder.mark_gather(bucket, "wait_start")
             with self._exchanges.group.waiting(f"the parameters of bucket {bucket}"):
                 handle.wait()
-            self._recorder.mark(bucket, "wait_stop", is_gather=True)
+            self._recorder.mark_gather(bucket, "wait_stop")
             # Only now, so that a wait that failed fails again. Another thread may have waited too, and launched the next gather.
             with self._lock:
                 if self.in_flight.get(bucket) is handle:

@@ -48,7 +48,7 @@ class GathersInBackward(Gathers):
 
     def _end_step(self, bucket: int, step: Handle) -> None:
         step.wait()
-        self._recorder.mark(bucket, "launched", is_gather=True)
+        self._recorder.mark_gather(bucket, "launched")
 
     def round_begins(self) -> None:
         """Resets the buckets being stepped; raises PhaseError if the last backward left parameters partly updated."""

@@ -252,10 +252,11 @@ class Engine(RoundRunner):
         """Called with the first gradient in backward `task`, of `param` of `hooks`."""
         current_plan, gradient_of = self.current_plan, id(hooks.named_params[param][1])
         before = current_plan.now.hooks
-        if self._is_between_rounds():
+        if self._open is None or self._is_between_rounds():
             if before.frozen and before.has_thawed():
                 current_plan.mark_stale()
-            current_plan.apply_changes()
+            if current_plan.is_stale:
+                current_plan.apply_changes()
             if gradient_of not in current_plan.now.hooks.ids:
                 return  # it was in the module for one forward only, or no longer is
             self._take_part_all(task)
@@ -298,7 +299,8 @@ class Engine(RoundRunner):
         """Begins a round in backward `task`, unless one is under way, with or without gradients for this engine."""
         if self.current_plan.now.hooks.alone is not None:
             self.current_plan.now.hooks.alone.backward_runs()
-        if self.current_plan.is_active and self.phase < Phase.CLOSED and self._is_between_rounds():
+        is_open = self.current_plan.is_active and self.phase < Phase.CLOSED
+        if is_open and (self._open is None or self._is_between_rounds()):
             self._end.watch(task)  # first: a round that is open without an end to come counts as a failed backward
             accumulates = self.is_accumulating and not self.synchronizes
             self._begin(RoundKind.ACCUMULATE if accumulates else RoundKind.REDUCE)

@@ -55,7 +55,7 @@ class Progress:
         """Called before a training forward."""
         self.unused = ()
         if self._is_last_run:
-            self.forgets_unused()
+            self._unused_so_far = None
         self.is_owed = not is_accumulating
         self.has_begun = True
         self.has_accumulated |= is_accumulating

@@ -79,7 +79,8 @@ class RoundRunner:
 
     def _begin(self, kind: RoundKind, *, op: str | None = None) -> None:
         current_plan, progress = self.current_plan, self.progress
-        current_plan.apply_changes()
+        if current_plan.is_stale:
+            current_plan.apply_changes()
         if current_plan.now.hooks is not self._optimizers.seen:
             self._optimizers.take_over(current_plan.now.hooks)
         is_synchronized = kind is not RoundKind.ACCUMULATE
@@ -125,8 +126,8 @@ class RoundRunner:
 
     @private.untraced
     def _fill(self, bucket: int) -> None:
-        if self._open is not None and not self._open.holds_back:
-            self.current_plan.now.compiled.executor.run(self._open.releases.fill(bucket))
+        if self._open is not None and not self._open.holds_back and (ops := self._open.releases.fill(bucket)):
+            self.current_plan.now.compiled.executor.run(ops)
 
     def _launch_rest(self) -> None:
         """Called at the end of backward: parameters without a gradient are unused here; launches the remaining buckets."""
@@ -171,9 +172,11 @@ class RoundRunner:
             self.progress.num_rounds += current_plan.is_counted_apart
             yield from current_plan.retire(this.round)
         executor, hooks = current_plan.now.compiled.executor, current_plan.now.hooks
-        executor.run(this.releases.end_backward())
+        if ops := this.releases.end_backward():
+            executor.run(ops)
         yield
-        executor.run(this.releases.join())
+        if ops := this.releases.join():
+            executor.run(ops)
         if self.also_awaited:
             self._await_others()
         if result.readings and result.late_buckets:
@@ -247,7 +250,7 @@ class RoundRunner:
         hooks, plan = current_plan.now.hooks, current_plan.now.compiled.plan
         if not result.has_failed:
             hooks.arrived_before.clear()
-            current_plan.mark_stale()
+            current_plan.is_stale |= current_plan.is_active
         names = hooks.names_of(plan, result.unused) if any(result.unused.values()) else ()
         progress.notes_unused(names, is_last=this_round.is_last, params=hooks.named_params)
         if self.earlier is not None and this_round.weights is not None:

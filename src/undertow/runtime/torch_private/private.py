@@ -48,6 +48,12 @@ _c10d: Any = torch.distributed.distributed_c10d
 # The store through which the ranks of the default group have met.
 default_store: Callable[[], Any] = _c10d._get_default_store
 
+# A number that grows whenever a hook is registered anywhere. Asked in every step, hence without a frame, as is the next one.
+num_hooks_ever: Callable[[], int] = partial(getattr, RemovableHandle, "next_id")
+
+# True if a torch profiler is recording; otherwise ranges are not created and cost nothing.
+is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
+
 _NOBODYS_TAG = (1 << 30) + 1  # no message ever has this tag
 # The code of the wrapper that torch puts around an optimizer class's `step` when it constructs the first instance.
 _STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(int).__code__
@@ -441,11 +447,6 @@ def step_unwatched(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def num_hooks_ever() -> int:
-    """Returns a number that grows whenever a hook is registered anywhere."""
-    return int(RemovableHandle.next_id)
-
-
 def run_last(param: torch.Tensor, hook: RemovableHandle) -> bool:
     """Moves a post-accumulate hook of `param` after all its others; returns False if it was last already."""
     hooks = param._post_accumulate_grad_hooks
@@ -453,8 +454,3 @@ def run_last(param: torch.Tensor, hook: RemovableHandle) -> bool:
         return False
     hooks[hook.id] = hooks.pop(hook.id)  # C++ calls them in insertion order
     return True
-
-
-def is_profiling() -> bool:
-    """Returns True if a torch profiler is recording; otherwise ranges are not created and cost nothing."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)
