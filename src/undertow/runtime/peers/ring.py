@@ -236,17 +236,15 @@ class ModelMonitor:
 
     def _is_asked(self, asking: State, rank: int) -> None:
         """Answers a rank that has waited long; if several ask at once, the first counts."""
-        inquiry = self.inquiry
-        if inquiry is not None and not inquiry.has_answers:
-            inquiry.states[asking["rank"]] = asking
-            inquiry.asking = min(inquiry.asking, asking, key=lambda state: state["rank"])
-            return
-        self.inquiry = _Inquiry(asking, {asking["rank"]: asking}, time.monotonic())
-        if rank != self.ring.rank:
-            self.say("does", **self.here.state(self.ring.rank))
-        for neighbor in self.ring.neighbors:
-            if neighbor.is_stopped():  # it cannot answer for itself
-                self.say("does", **faults.stopped(neighbor.rank))
+        if self.inquiry is None or self.inquiry.has_answers:
+            self.inquiry = _Inquiry(asking, {}, time.monotonic())
+            if rank != self.ring.rank:
+                self.say("does", **self.here.state(self.ring.rank))
+            for neighbor in self.ring.neighbors:
+                if neighbor.is_stopped():  # it cannot answer for itself
+                    self.say("does", **faults.stopped(neighbor.rank))
+        self.inquiry.asking = min(self.inquiry.asking, asking, key=lambda state: state["rank"])
+        self.inquiry.states[asking["rank"]] = asking
 
     def meet(self, patience_s: float) -> None:
         """Waits until all ranks are about to create a group; latches a fault if one does not arrive in time."""
@@ -359,8 +357,13 @@ class ModelMonitor:
         return faults.stall_text(inquiry.asking, inquiry.states, texts, ranks=range(self.ring.num_ranks))
 
     def interrupt(self) -> None:
+        """Interrupts every wait over one of the groups."""
         for interrupt, _ in tuple(self.groups):
             interrupt()
+
+    def destroy(self) -> None:
+        for _, destroy in tuple(self.groups):
+            destroy()
 
     def close(self) -> None:
         """Leaves the model; if this rank is failing, tells the ranks that wait for it."""

@@ -260,8 +260,7 @@ class PeerMonitor:
             if member.known_fault is not None:  # the process may abort if broken groups still exist when it ends
                 # An error in one group must not stop the rest of the exit.
                 with contextlib.suppress(RuntimeError, ValueError):
-                    for _, destroy in tuple(member.groups):
-                        destroy()
+                    member.destroy()
         for ranks in list(self._rings):
             self._end(ranks)
         self._is_over = True
