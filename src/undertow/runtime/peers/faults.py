@@ -88,8 +88,11 @@ class Activity:
 def failed(rank: int, error: BaseException) -> Fault:
     """A rank has ended with an exception, or is about to."""
     text = "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]
-    remedy = f"The step is incomplete on every rank. The traceback is in the log of rank {rank}."
-    return Fault(PeerFailed, f"rank {rank} has failed: {text}", remedy)
+    return Fault(
+        PeerFailed,
+        f"rank {rank} has failed: {text}",
+        f"The step is incomplete on every rank. The traceback is in the log of rank {rank}.",
+    )
 
 
 def lost(rank: int) -> Fault:
@@ -113,8 +116,12 @@ def left(rank: int, error: BaseException | None, num_steps: int) -> Fault:
 
 def stalled(text: str) -> Fault:
     first, _, rest = text.partition("\n")
-    remedy = "Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be."
-    return Fault(StallTimeout, first, remedy, told=rest.strip())
+    return Fault(
+        StallTimeout,
+        first,
+        "Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be.",
+        told=rest.strip(),
+    )
 
 
 def timed_out(rank: int, report: str) -> Fault:

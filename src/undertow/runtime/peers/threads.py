@@ -86,7 +86,7 @@ class LeakedGroups:
     """
 
     def __init__(self) -> None:
-        # With the group that torch has to release.
+        # Each with the group that torch has to release first.
         self._threads: list[tuple[threading.Thread, weakref.ref[dist.ProcessGroup]]] = []
         self._taking = threading.RLock()  # a garbage collection in between may call this again
 
@@ -96,15 +96,15 @@ class LeakedGroups:
         with self._taking:
             if gloo is None or any(known() is gloo for _, known in self._threads):
                 return
-            is_let_go, held = threading.Event(), [backend]
-            waited_for = weakref.ref(gloo, lambda _: is_let_go.set())
-            thread = threading.Thread(target=_free, args=(is_let_go, held), name="undertow-frees", daemon=True)
+            is_let_go = threading.Event()
+            weakref.finalize(gloo, is_let_go.set).atexit = False
+            thread = threading.Thread(target=_free, args=(is_let_go, [backend]), name="undertow-frees", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # too many threads, or the interpreter is shutting down
                 private.keep_for_ever(backend)
                 return
-            self._threads = [*(known for known in self._threads if known[0].is_alive()), (thread, waited_for)]
+            self._threads = [*(known for known in self._threads if known[0].is_alive()), (thread, weakref.ref(gloo))]
 
     def finish(self) -> None:
         """Waits until all groups that torch has released are freed, but at most half a second.
@@ -112,8 +112,8 @@ class LeakedGroups:
         A new initialization needs the old groups' store to be gone, and no thread may return after the interpreter has ended.
         """
         until_s = time.monotonic() + patience.FREES_S
-        for thread, waited_for in self._threads:
-            if waited_for() is None:
+        for thread, known in self._threads:
+            if known() is None:
                 thread.join(max(0.0, until_s - time.monotonic()))
 
 

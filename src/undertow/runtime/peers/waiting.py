@@ -139,8 +139,8 @@ def join_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> ModelMon
 
 
 def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> Ring | None:
-    world, where = dist.group.WORLD, f"the making of a process group, rank {rank}"
-    of_groups = None if world is None else private.timeout_of(world)
+    where = f"the making of a process group, rank {rank}"
+    of_groups = None if dist.group.WORLD is None else private.timeout_of(dist.group.WORLD)
     patience_s = min(limits.stall_timeout_s, patience.GLOO_WAITS_S if of_groups is None else of_groups.total_seconds())
     began_s = told_s = time.monotonic()
 
@@ -177,7 +177,7 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> Ring | N
         _log.warning("rank %d reaches no ring of connections: lost ranks are found by the backend and its timeout alone.", rank)
         return None
     ring = Ring(neighbors, rank=rank, num_ranks=len(ranks), wake=GUARD.wake)
-    GUARD.adopt(ranks, ring, world)
+    GUARD.adopt(ranks, ring, dist.group.WORLD)
     return ring
 
 
