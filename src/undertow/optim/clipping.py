@@ -51,7 +51,7 @@ def clip_grad_norm_(
     for each in syncs:
         finish_before_look(each, [param for _, param in each.named_parameters()])
         require_synchronized(each)
-    shardings = [None if each.steps is None else each.steps.begin_clipping() for each in syncs]
+    shardings = [None if each._steps is None else each._steps.begin_clipping() for each in syncs]
     for each, sharding in zip(syncs, shardings, strict=True):
         if sharding is not None:
             clipping.add_shards(sharding, sharding.parts)
