@@ -313,12 +313,10 @@ def readings_of_trailers() -> Iterator[list[object]]:
 def hearing_rank() -> Callable[[bytes], None]:
     """A rank that has heard nothing: what is called receives these bytes of its neighbor, and answers what they ask."""
     source, ring = Neighbor.__new__(Neighbor), Ring([], rank=1, num_ranks=2, wake=int)
-    source.rank = 0
     member = ring.join(SyncConfig(stall_warning_s=0.001))
 
     def hear(data: bytes) -> None:
-        found = [source._message(line) for line in data.split(b"\n")]
-        ring.hear(source, [message for message in found if message is not None], is_there=True)
+        ring.hear(source, data.split(b"\n"), is_there=True)
         if member.inquiry is not None:
             member.report(member.inquiry)
 

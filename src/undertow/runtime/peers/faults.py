@@ -68,15 +68,14 @@ class Activity:
     is_idle: Callable[[], bool] = bool  # True if no step has begun since the last one
     module: Callable[[], Any] | None = None  # a weak reference
     thread: int = field(default_factory=threading.get_ident)  # the training thread as far as known: this one until another trains
-    waits_for: str = ""  # empty if this rank does not wait
-    since_s: float = 0.0
+    wait: tuple[str, float] = "", 0.0  # its name, and when it began; without a name if this rank does not wait
 
     def waited_s(self) -> float:
-        return time.monotonic() - self.since_s if self.waits_for else 0.0
+        waits_for, since_s = self.wait
+        return time.monotonic() - since_s if waits_for else 0.0
 
     def state(self, rank: int) -> State:
-        """Returns the current state of this rank."""
-        step, waits_for, waited_s = self.num_steps(), self.waits_for, self.waited_s()
+        step, waits_for, waited_s = self.num_steps(), self.wait[0], self.waited_s()
         frames, model, names = frames_of(self.thread), self.module and self.module(), dict[int, str]()
         with contextlib.suppress(RuntimeError):  # the model may be changing at this moment
             names = {} if model is None else {id(module): name for name, module in model.named_modules()}
@@ -88,12 +87,15 @@ class Activity:
 
 def failed(rank: int, error: BaseException) -> Fault:
     """A rank has ended with an exception, or is about to."""
-    remedy = f"The step is incomplete on every rank. The traceback is in the log of rank {rank}."
-    return Fault(PeerFailed, f"rank {rank} has failed: {text_of(error)}", remedy)
+    text = "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]
+    return Fault(
+        PeerFailed,
+        f"rank {rank} has failed: {text}",
+        f"The step is incomplete on every rank. The traceback is in the log of rank {rank}.",
+    )
 
 
 def lost(rank: int) -> Fault:
-    """A rank's process died without a message."""
     return Fault(
         RankLost,
         f"rank {rank} is gone: its process has ended without a word, or was killed.",
@@ -113,10 +115,13 @@ def left(rank: int, error: BaseException | None, num_steps: int) -> Fault:
 
 
 def stalled(text: str) -> Fault:
-    """A rank has waited too long."""
     first, _, rest = text.partition("\n")
-    remedy = "Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be."
-    return Fault(StallTimeout, first, remedy, told=rest.strip())
+    return Fault(
+        StallTimeout,
+        first,
+        "Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be.",
+        told=rest.strip(),
+    )
 
 
 def timed_out(rank: int, report: str) -> Fault:
@@ -132,10 +137,9 @@ def timed_out(rank: int, report: str) -> Fault:
 
 def never_came(ranks: Sequence[int], waited_s: float) -> Fault:
     """Some ranks have not created the wrapper that others wait for."""
-    named = ", ".join(map(str, ranks))
     return Fault(
         StallTimeout,
-        f"rank {named} has made no such wrapper within {waited_s:.0f} s, and other ranks wait for it.",
+        f"rank {', '.join(map(str, ranks))} has made no such wrapper within {waited_s:.0f} s, and other ranks wait for it.",
         "Wrap the model on every rank of the group. "
         "If that takes longer, set stall_timeout_s and the process group's timeout higher.",
     )
@@ -162,11 +166,6 @@ def without_model(rank: int, thread: int) -> State:
     return State(rank=rank, step=_NO_MODEL, doing=doing, waits_for="", waited_s=0.0, stack=stack_lines(frames))
 
 
-def text_of(error: BaseException) -> str:
-    """Returns an exception as one line, or a few."""
-    return "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]
-
-
 def raised() -> BaseException | None:
     """Returns the exception that this thread is leaving with, or None if the script ends normally."""
     error = sys.exc_info()[1]
@@ -184,8 +183,8 @@ def stall_text(asking: State, states: Mapping[int, State], gone: Mapping[int, st
     """Describes each rank's wait or activity; ranks with the same states produce the same text."""
     late = late_ranks(asking, states, ranks=ranks)
     late = late - gone.keys() or late
-    has_no_model = all(rank in states and states[rank]["step"] == _NO_MODEL for rank in late)
-    how = "has made no such wrapper" if has_no_model else "has not come"
+    are_without = all(rank in states and states[rank]["step"] == _NO_MODEL for rank in late)
+    how = "has made no such wrapper" if are_without else "has not come"
     named = f"rank {', '.join(map(str, sorted(late)))} {how}" if late else "all ranks wait, for different things"
     lines = [f"rank {asking['rank']} has waited {asking['waited_s']:.0f} s for {asking['waits_for']}: {named}."]
     for rank in ranks:
@@ -221,11 +220,10 @@ def frames_of(thread: int) -> list[FrameType]:
 
 def stack_lines(frames: Sequence[FrameType]) -> list[str]:
     """Returns file, line and function of the innermost frames, without values (maybe secret) or source (maybe stale)."""
-    lines = []
-    for frame in frames[-_NUM_FRAMES:]:
-        path = os.sep.join(frame.f_code.co_filename.split(os.sep)[-3:])
-        lines.append(f"{path}, line {frame.f_lineno}, in {frame.f_code.co_name}"[:200])
-    return lines
+    return [
+        f"{os.sep.join(frame.f_code.co_filename.split(os.sep)[-3:])}, line {frame.f_lineno}, in {frame.f_code.co_name}"[:200]
+        for frame in frames[-_NUM_FRAMES:]
+    ]
 
 
 def fault_from(message: Mapping[str, Any]) -> Fault:
@@ -248,8 +246,7 @@ def state_from(message: Mapping[str, Any]) -> State:
 def tell(text: str) -> None:
     """Logs a report, or prints it to standard error if no logging handler is set up: users must see it."""
     text = printable_lines(text)
-    is_heard = any(not isinstance(handler, logging.NullHandler) for handler in (*_log.handlers, *logging.getLogger().handlers))
-    if is_heard:
+    if any(not isinstance(handler, logging.NullHandler) for handler in (*_log.handlers, *logging.getLogger().handlers)):
         _log.warning("%s", text)
     else:
         print(f"undertow: {text}", file=sys.stderr, flush=True)

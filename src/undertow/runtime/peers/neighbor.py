@@ -8,17 +8,15 @@ is made.
 """
 
 import contextlib
-import json
-import logging
 import os
 import platform
-import stat
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from undertow.foreign import parsed_json, printable
 from undertow.runtime.peers import patience
 from undertow.runtime.torch_private import private
 
-__all__ = ["Message", "Neighbor", "close_all", "make_ring"]
-
-Message = dict[str, Any]
-Socket = tuple[int, int]  # descriptor and inode, because descriptors are reused
-
-_log = logging.getLogger("undertow")
+Socket = tuple[str, str]  # descriptor and name with the inode, because descriptors are reused
 
 _MAX_LINE = 1 << 16
 _HEADER = struct.Struct("<QH")  # number of frames taken from the opposite direction, bytes used
@@ -48,9 +40,9 @@ _FOR_EVER = timedelta(days=3650)  # gloo's "no limit" means the group's timeout
 
 
 class Neighbor:
-    """The connection to the next or the previous rank. Messages are lines of JSON; nothing is unpickled.
+    """The connection to the next or the previous rank. Messages are lines of text.
 
-    Lines are sent in frames of one size. A send ends when the other side has a receive for it, so several receives are posted
+    They are sent in frames of one size. A send ends when the other side has a receive for it, so several receives are posted
     ahead and a sender never waits. Gloo cannot tell without waiting whether a send has ended, so the other side acknowledges it.
     """
 
@@ -68,58 +60,58 @@ class Neighbor:
         self._num_taken = 0
         self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._received = b""
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread()  # not started
         for _ in range(_NUM_POSTED):
             self._post()
 
-    def send(self, message: Message) -> None:
-        """Sends a message from any thread. Drops it if the connection is gone, because reading detects that."""
-        line = json.dumps(message).encode() + b"\n"
-        if len(line) > _MAX_LINE:
-            return
+    def send(self, line: bytes) -> None:
+        """Sends a line from any thread. Drops it if the connection is gone, because reading detects that."""
         room = _FRAME - _HEADER.size
-        parts = [line[start : start + room] for start in range(0, len(line), room)]
+        parts = [(line + b"\n")[start : start + room] for start in range(0, len(line) + 1, room)]
         with self._sending:
-            if len(self._sent) + len(parts) <= _MAX_SENT:  # otherwise the neighbor is stopped
+            if len(line) < _MAX_LINE and len(self._sent) + len(parts) <= _MAX_SENT:  # otherwise the neighbor is stopped
                 for part in parts:
                     self._send(part)
 
-    def read(self) -> tuple[list[Message], bool]:
-        """Waits for messages; returns them, and False if the connection is closed."""
+    def read(self) -> tuple[list[bytes], bool]:
+        """Waits for lines; returns them, and False if the connection is closed."""
         try:
             work, frame = self._posted.popleft()
             work.wait(_FOR_EVER)
         except (IndexError, RuntimeError):
             return [], False
         self._post()
-        self._take(frame.numpy().tobytes())
-        *lines, self._received = self._received.split(b"\n")
+        data = frame.numpy().tobytes()
+        num_taken, size = _HEADER.unpack_from(data)
+        with self._sending:
+            while self._sent and self._num_sent - len(self._sent) < num_taken:
+                self._sent.popleft()
+            self._num_taken += 1
+            if self._num_taken % _NUM_UNTOLD == 0:
+                self._send(b"")
+        *lines, self._received = (self._received + data[_HEADER.size : _HEADER.size + size]).split(b"\n")
         if len(self._received) > _MAX_LINE:
-            self._received = b""
-            self._drop("it is too long")
-        return [message for line in lines if (message := self._message(line)) is not None], True
+            lines, self._received = [*lines, self._received], b""  # a part of a line cannot be parsed and is dropped
+        return lines, True
 
-    def listen(self, hear: Callable[["Neighbor", list[Message], bool], object]) -> None:
+    def listen(self, hear: Callable[["Neighbor", list[bytes], bool], object]) -> None:
         """Reads in a separate thread until the connection is closed."""
 
         def reads() -> None:
             is_there = True
             while is_there:
-                messages, is_there = self.read()
-                if messages or not is_there:
-                    hear(self, messages, is_there)
+                lines, is_there = self.read()
+                if lines or not is_there:
+                    hear(self, lines, is_there)
 
-        thread = threading.Thread(target=reads, name=f"undertow-hears-{self.rank}", daemon=True)
-        thread.start()
-        self._thread = thread  # set after the start, because `close` joins it and cannot join a thread that has not started
+        self._thread = threading.Thread(target=reads, name=f"undertow-hears-{self.rank}", daemon=True)
+        self._thread.start()
 
     def is_stopped(self) -> bool:
         """Returns True if a signal has stopped the neighbor's process, as far as this machine can see."""
-        try:
-            status = Path(f"/proc/{self._process}/stat").read_text()
-        except OSError:
-            return False
-        return status.rpartition(")")[2].split()[0] in ("T", "t")
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        return False
 
     def flush(self, within_s: float) -> None:
         """Waits until all messages are sent; a timeout closes the connection."""
@@ -133,19 +125,16 @@ class Neighbor:
         group, self._group = self._group, None
         if group is not None:
             private.disconnect(group)
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(patience.HEARS_S)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(patience.HEARS_S)
 
     def forget(self) -> None:
         """Closes the sockets in a child process, which would keep the connection open after its parent has ended.
 
         It sends nothing.
         """
-        for number, inode in self._sockets:
-            with contextlib.suppress(OSError):
-                if os.fstat(number).st_ino == inode:
-                    os.close(number)
+        for descriptor, _ in self._sockets & open_sockets():
+            os.close(int(descriptor))
         # Never freed: gloo would wait for threads that do not exist in the child.
         private.keep_for_ever(self)
 
@@ -163,30 +152,6 @@ class Neighbor:
                 self._sent.append(group.send([torch.frombuffer(frame, dtype=torch.uint8)], self._other, _TAG))
                 self._num_sent += 1
 
-    def _message(self, line: bytes) -> Message | None:
-        try:
-            message = parsed_json(line)
-            if isinstance(message, dict):
-                return message
-            reason = f"it is a {type(message).__name__}"
-        except ValueError as error:
-            reason = str(error)
-        self._drop(reason)
-        return None
-
-    def _drop(self, reason: str) -> None:
-        _log.warning("a message of rank %d cannot be read and is dropped: %s.", self.rank, printable(reason))
-
-    def _take(self, frame: bytes) -> None:
-        num_taken, size = _HEADER.unpack_from(frame)
-        self._received += frame[_HEADER.size : _HEADER.size + size]
-        with self._sending:
-            while self._sent and self._num_sent - len(self._sent) < num_taken:
-                self._sent.popleft()
-            self._num_taken += 1
-            if self._num_taken % _NUM_UNTOLD == 0:
-                self._send(b"")
-
 
 def make_ring(
     store: Store, key: str, *, rank: int, num_ranks: int, look: Callable[[Sequence[int]], object]
@@ -196,33 +161,32 @@ def make_ring(
     Returns None on every rank if gloo cannot connect some pair. Calls `look` from time to time with the ranks that have not
     arrived; it may raise. The store is asked for nothing that waits.
     """
-    _meet(store, f"{key}/at", f"{platform.node()} {os.getpid()}", rank=rank, num_ranks=num_ranks, look=look)
-    neighbors = _connect(store, key, rank=rank, num_ranks=num_ranks)
+    meet = partial(_meet, store, rank=rank, num_ranks=num_ranks, look=look)
+    meet(f"{key}/at", f"{platform.node()} {os.getpid()}")
+    before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
+    host, _, process = store.get(f"{key}/at/{after}").decode().rpartition(" ")
+    others = (after, int(process) if host == platform.node() else None), (before, None)  # by this rank's place in the pair
+    neighbors, within = dict[int, Neighbor](), timedelta(seconds=patience.CONNECT_S)
     with contextlib.ExitStack() as undo:
-        undo.callback(close_all, neighbors)
-        store.add(f"{key}/apart", int(not neighbors))
-        _meet(store, f"{key}/through", "", rank=rank, num_ranks=num_ranks, look=look)
+        with contextlib.suppress(RuntimeError):
+            device = private.gloo_device()
+            # Each line needs both of its ranks. Adjacent lines have different turns; otherwise all ranks could wait in a circle.
+            for line in sorted((rank, before), key=lambda line: (line == num_ranks - 1, line % 2)):
+                place, were_open = int(line != rank), open_sockets()
+                group = private.pair(store, f"{key}/line/{line}", place, device, within)
+                neighbors[place] = Neighbor(group, place, *others[place], open_sockets() - were_open)
+                undo.callback(neighbors[place].close)
+        store.add(f"{key}/apart", int(len(neighbors) < 2))
+        meet(f"{key}/through", "")
         if store.add(f"{key}/apart", 0) == 0:
             undo.pop_all()
-            return neighbors
+            return [neighbors[0], neighbors[1]]
     return None
 
 
 def open_sockets() -> frozenset[Socket]:
-    """Returns all sockets of this process."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the descriptor of the listing itself
-                status = os.fstat(int(name))
-                if stat.S_ISSOCK(status.st_mode):
-                    found.add((int(name), status.st_ino))
-    return frozenset(found)
-
-
-def close_all(neighbors: Sequence[Neighbor]) -> None:
-    for neighbor in neighbors:
-        neighbor.close()
+    opened = ((path.name, os.path.basename(os.path.realpath(path))) for path in Path("/proc/self/fd").glob("*"))
+    return frozenset(one for one in opened if one[1].startswith("socket:"))
 
 
 def _meet(store: Store, key: str, told: str, *, rank: int, num_ranks: int, look: Callable[[Sequence[int]], object]) -> None:
@@ -236,25 +200,3 @@ def _meet(store: Store, key: str, told: str, *, rank: int, num_ranks: int, look:
         if num_here < num_ranks and time.monotonic() > look_s:
             look_s = time.monotonic() + patience.PROBE_S
             look([other for other in range(num_ranks) if not store.check([f"{key}/{other}"])])
-
-
-def _connect(store: Store, key: str, *, rank: int, num_ranks: int) -> list[Neighbor]:
-    """Returns the neighbors of `rank`, or none if gloo cannot connect it to one of them."""
-    before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
-    host, _, process = store.get(f"{key}/at/{after}").decode().rpartition(" ")
-    groups, sockets, within = {}, {}, timedelta(seconds=patience.CONNECT_S)
-    try:
-        device = private.gloo_device()
-        # Each line needs both of its ranks. Adjacent lines have different turns; otherwise all ranks could wait in a circle.
-        for line in sorted((rank, before), key=lambda line: (line == num_ranks - 1, line % 2)):
-            were_open = open_sockets()
-            groups[line] = private.pair(store, f"{key}/line/{line}", int(line != rank), device, within)
-            sockets[line] = open_sockets() - were_open
-    except RuntimeError:
-        for group in groups.values():
-            private.disconnect(group)
-        return []
-    return [
-        Neighbor(groups[rank], 0, after, int(process) if host == platform.node() else None, sockets[rank]),
-        Neighbor(groups[before], 1, before, None, sockets[before]),
-    ]

@@ -9,6 +9,7 @@ A fault is latched here before the groups are interrupted, so that a thread whos
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import re
@@ -23,9 +24,12 @@ from typing import Any
 
 from undertow.config import SyncConfig
 from undertow.errors import PeerFailed, UndertowError
+from undertow.foreign import parsed_json
 from undertow.runtime.peers import faults, patience
 from undertow.runtime.peers.faults import Activity, Fault, State
-from undertow.runtime.peers.neighbor import Message, Neighbor
+from undertow.runtime.peers.neighbor import Neighbor
+
+Message = dict[str, Any]
 
 _log = logging.getLogger("undertow")
 _MAX_SEEN = 4096
@@ -48,7 +52,7 @@ class Ring:
         self.condition = threading.Condition(threading.RLock())
         self.fault: Fault | None = None  # of every group
         self.members: weakref.WeakValueDictionary[int, ModelMonitor] = weakref.WeakValueDictionary()
-        self.ended: dict[int, Fault] = {}  # ranks whose process has ended without an error that is fatal to the others
+        self.left: dict[int, Fault] = {}  # ranks whose process has ended without an error that is fatal to the others
         self._num_members = 0  # models that this rank has created
         self._early: defaultdict[int, list[Message]] = defaultdict(list)  # about models that this rank has not created yet
         self._said = itertools.count()
@@ -67,21 +71,19 @@ class Ring:
 
     def say(self, kind: str, **content: Any) -> None:
         """Tells every rank, including this one. A message about one model has its `number`."""
-        message = {"kind": kind, "from": self.rank, "id": f"{self.rank}/{next(self._said)}", **content}
-        with self.condition:
-            self._seen[message["id"]] = None
-        for neighbor in tuple(self.neighbors):
-            neighbor.send(message)
-        self._handle(message)
+        self._spread({"kind": kind, "from": self.rank, "id": f"{self.rank}/{next(self._said)}", **content})
 
     def says_failed(self, error: BaseException) -> None:
-        """Tells every rank that this one fails."""
         self.say("stops", **faults.failed(self.rank, error).content())
 
-    def hear(self, source: Neighbor, messages: Sequence[Message], is_there: bool) -> None:
-        """Handles the messages of a neighbor, and the end of the connection to it."""
-        for message in messages:
-            self._receive(message, source)
+    def hear(self, source: Neighbor, lines: Sequence[bytes], is_there: bool) -> None:
+        """Handles the messages of a neighbor, lines of JSON, and the end of the connection to it."""
+        for line in lines:
+            try:
+                self._spread(parsed_json(line), source)
+            except Exception as error:  # a malformed message can raise any exception
+                reason = f"{type(error).__name__}: {brief(str(error))}"
+                _log.warning("a message of another rank made no sense and is dropped (%s): %s", reason, brief(line))
         if is_there:
             return
         with self.condition:
@@ -89,10 +91,10 @@ class Ring:
                 return
             self.neighbors.remove(source)
         source.close()
-        if source.rank not in self.ended and self.fault is None:
+        if source.rank not in self.left and self.fault is None:
             self.say("stops", **faults.lost(source.rank).content())
 
-    def _receive(self, message: Message, source: Neighbor) -> None:
+    def _spread(self, message: Message, source: Neighbor | None = None) -> None:
         """Forwards a new message before handling it, because this process may not live long."""
         number = str(message.get("id"))
         with self.condition:
@@ -101,14 +103,13 @@ class Ring:
             self._seen[number] = None
             if len(self._seen) > _MAX_SEEN:
                 del self._seen[next(iter(self._seen))]
-        for neighbor in self.neighbors:
+        line = json.dumps(message).encode()
+        for neighbor in tuple(self.neighbors):
             if neighbor is not source:
-                neighbor.send(message)
-        try:
-            self._handle(message)
-        except Exception as error:  # a malformed message can raise any exception
-            reason = f"{type(error).__name__}: {brief(str(error))}"
-            _log.warning("a message of another rank made no sense and is dropped (%s): %s", reason, brief(message))
+                neighbor.send(line)
+        self._handle(message)
+        with self.condition:
+            self.condition.notify_all()
 
     def _handle(self, message: Message) -> None:
         kind, rank, number = message["kind"], message["from"], message.get("number")
@@ -116,38 +117,30 @@ class Ring:
             raise ValueError(f"there is no rank {brief(rank)}")
         with self.condition:  # `join` must not create the model between the look for it and the note
             member = None if number is None else self.members.get(number)
-            is_early = number is not None and member is None and number >= self._num_members
+            is_early = number is not None and number >= self._num_members
             if is_early and kind in ("opens", "stops", "left"):
                 self._early[int(message["number"])].append(message)
         if number is not None and member is None:
             if is_early and kind == "asks":  # so that a waiting rank learns that this one has not created the model
-                threads = (other.here.thread for other in list(self.members.values()))
-                thread = next(threads, threading.main_thread().ident or 0)
+                thread = next((other.here.thread for other in list(self.members.values())), threading.main_thread().ident or 0)
                 self.say("does", number=number, **faults.without_model(self.rank, thread))
         elif kind == "stops":
             self.latch(faults.fault_from(message), member)
         elif kind == "left":
-            self._leaves_us(rank, faults.fault_from(message), member)
+            fault = (member or self).left[rank] = faults.fault_from(message)
+            for other in list(self.members.values()):
+                if fault.kind is PeerFailed and other.borrowed is not None:
+                    self.latch(fault, other)  # its connections last as long as that process
         elif member is not None:
             member.handle(kind, rank, message)
 
-    def _leaves_us(self, rank: int, fault: Fault, member: ModelMonitor | None) -> None:
-        with self.condition:
-            (self.ended if member is None else member.left)[rank] = fault
-            self.condition.notify_all()
-        for other in list(self.members.values()):
-            if fault.kind is PeerFailed and other.borrowed is not None:
-                self.latch(fault, other)  # its connections last as long as that process
-
     def latch(self, fault: Fault, member: ModelMonitor | None = None) -> None:
         """Latches the first fault, of one model or of all, wakes all waits, and has those over groups interrupted."""
+        latching = member or self
         with self.condition:
-            if self.fault is not None or (member is not None and member.fault is not None):
+            if self.fault is not None or latching.fault is not None:
                 return
-            if member is None:
-                self.fault = fault
-            else:
-                member.fault = fault
+            latching.fault = fault
             self.condition.notify_all()
         for broken in list(self.members.values()) if member is None else [member]:
             broken.interrupt_s = time.monotonic() + patience.GRACE_S
@@ -155,7 +148,7 @@ class Ring:
 
     def leave(self, error: BaseException | None) -> None:
         """Sends this rank's last message before the process ends, once."""
-        if self.fault is not None or self.rank in self.ended:
+        if self.fault is not None or self.rank in self.left:
             return
         # All ranks are about to raise an UndertowError themselves, so it is fatal only if a rank waits for this one.
         if error is not None and not isinstance(error, UndertowError):
@@ -183,7 +176,6 @@ class _Inquiry:
     asking: State  # of the lowest rank of those that have asked
     states: dict[int, State]  # all answers
     asked_s: float
-    is_told: bool = False
 
     @property
     def has_answers(self) -> bool:
@@ -213,7 +205,7 @@ class ModelMonitor:
 
     def gone(self) -> dict[int, Fault]:
         """Returns the ranks that have left. A model's last message replaces a process's, because it tells the progress."""
-        return self.ring.ended | self.left
+        return self.ring.left | self.left
 
     def failures(self) -> list[Fault]:
         """Returns the errors of ranks that have left, which count only if this rank waits for them."""
@@ -227,7 +219,6 @@ class ModelMonitor:
         self.say("stops", **fault.content())
 
     def handle(self, kind: str, rank: int, message: Message) -> None:
-        """Handles a message about this model from `rank`."""
         peer = self._peers[rank]
         match kind:
             case "opens":
@@ -241,22 +232,18 @@ class ModelMonitor:
             case "does" if self.inquiry is not None:
                 state = faults.state_from(message)
                 self.inquiry.states[state["rank"]] = state
-        with self.ring.condition:
-            self.ring.condition.notify_all()
 
     def _is_asked(self, asking: State, rank: int) -> None:
         """Answers a rank that has waited long; if several ask at once, the first counts."""
-        inquiry = self.inquiry
-        if inquiry is not None and not inquiry.has_answers:
-            inquiry.states[asking["rank"]] = asking
-            inquiry.asking = min(inquiry.asking, asking, key=lambda state: state["rank"])
-            return
-        self.inquiry = _Inquiry(asking, {asking["rank"]: asking}, time.monotonic())
-        if rank != self.ring.rank:
-            self.say("does", **self.here.state(self.ring.rank))
-        for neighbor in self.ring.neighbors:
-            if neighbor.is_stopped():  # it cannot answer for itself
-                self.say("does", **faults.stopped(neighbor.rank))
+        if self.inquiry is None or self.inquiry.has_answers:
+            self.inquiry = _Inquiry(asking, {}, time.monotonic())
+            if rank != self.ring.rank:
+                self.say("does", **self.here.state(self.ring.rank))
+            for neighbor in self.ring.neighbors:
+                if neighbor.is_stopped():  # it cannot answer for itself
+                    self.say("does", **faults.stopped(neighbor.rank))
+        self.inquiry.asking = min(self.inquiry.asking, asking, key=lambda state: state["rank"])
+        self.inquiry.states[asking["rank"]] = asking
 
     def meet(self, patience_s: float) -> None:
         """Waits until all ranks are about to create a group; latches a fault if one does not arrive in time."""
@@ -266,8 +253,7 @@ class ModelMonitor:
         def late() -> list[int]:
             return [rank for rank, peer in enumerate(self._peers) if peer.num_meetings < number]
 
-        with self.ring.condition:
-            self.ring.condition.wait_for(lambda: self.known_fault or not late(), timeout=patience_s)
+        self._wait_for(lambda: not late(), patience_s)
         if late() and self.known_fault is None:
             self.fails(faults.never_came(late(), patience_s))
 
@@ -279,14 +265,16 @@ class ModelMonitor:
         def placed() -> dict[int, str]:
             return {rank: peer.place for rank, peer in enumerate(self._peers) if peer.placed_s >= earliest_s}
 
-        with self.ring.condition:
-            self.ring.condition.wait_for(
-                lambda: self.known_fault or len(placed()) == self.ring.num_ranks, timeout=patience.ANSWERS_S
-            )
-            found = placed()
-            for peer in self._peers:
-                peer.placed_s = -math.inf
+        self._wait_for(lambda: len(placed()) == self.ring.num_ranks, patience.ANSWERS_S)
+        found = placed()
+        for peer in self._peers:
+            peer.placed_s = -math.inf
         return found
+
+    def _wait_for(self, arrived: Callable[[], object], patience_s: float) -> None:
+        """Waits until a message makes `arrived` true or brings a fault."""
+        with self.ring.condition:
+            self.ring.condition.wait_for(lambda: self.known_fault or arrived(), timeout=patience_s)
 
     def gathers_state(self) -> None:
         """Registers that this rank needs the other ranks' parts of an optimizer's state; between two steps it tells them."""
@@ -300,36 +288,31 @@ class ModelMonitor:
         if self.here.is_idle():
             return None
         num_mine, step = self._peers[self.ring.rank].num_gathers, self.here.num_steps()
-        peers = enumerate(self._peers)
-        return next((rank for rank, peer in peers if peer.gathers_at == step and peer.num_gathers > num_mine), None)
+        missed = (rank for rank, peer in enumerate(self._peers) if peer.gathers_at == step and peer.num_gathers > num_mine)
+        return next(missed, None)
 
     def reason(self, error: BaseException) -> Fault | None:
         """Returns why a collective failed with `error` and tells all ranks, or None if the reason is not known."""
         is_over = _TIME_IS_OVER.search(str(error)) is not None
         # After a timeout no rank need be gone. It must be reported before ranks speak whose connections the timeout has closed.
-        patience_s = patience.ANSWERS_S if is_over else patience.VERDICT_S
-        with self.ring.condition:
-            self.ring.condition.wait_for(lambda: self.known_fault or self.gone(), timeout=patience_s)
-            # A message that a rank exited normally cannot be overtaken by one that says it did not.
-            fault = self.known_fault or next(iter(self.gone().values()), None)
+        self._wait_for(self.gone, patience.ANSWERS_S if is_over else patience.VERDICT_S)
+        # A message that a rank exited normally cannot be overtaken by one that says it did not.
+        fault = self.known_fault or next(iter(self.gone().values()), None)
         if fault is None and is_over:
-            fault = faults.timed_out(self.ring.rank, self._last_report())
+            step, told_s, text = self.told
+            waits_for, since_s = self.here.wait
+            is_about_this = waits_for and step == self.here.num_steps() and told_s > since_s
+            fault = faults.timed_out(self.ring.rank, text if is_about_this else "")
         if fault is None:
             self.ring.says_failed(error)
         elif self.known_fault is None:
             self.fails(fault)
         return fault
 
-    def _last_report(self) -> str:
-        """Returns the report on the wait that has just ended, or "" if there was none."""
-        step, told_s, text = self.told
-        return text if self.here.waits_for and step == self.here.num_steps() and told_s > self.here.since_s else ""
-
     def pause_s(self) -> float:
-        """Returns the time until the next `look`."""
         if self.interrupt_s < math.inf:
             return max(0.0, self.interrupt_s - time.monotonic())
-        if self.inquiry is not None and not self.inquiry.is_told:
+        if self.inquiry is not None and self.told[1] < self.inquiry.asked_s:
             return 0.1 * patience.ANSWERS_S
         return min(patience.TICK_S, 0.25 * self.limits.stall_warning_s, 0.25 * self.limits.stall_timeout_s)
 
@@ -347,9 +330,8 @@ class ModelMonitor:
         if waited_s > patience.WAITS_S and (alone := self._missed_gather_of()) is not None:
             self.fails(faults.gathers_alone(alone, missed_by=self.ring.rank))
         inquiry = self.inquiry
-        if inquiry is not None and inquiry.has_answers and not inquiry.is_told:
+        if inquiry is not None and inquiry.has_answers and self.told[1] < inquiry.asked_s:
             self.told = inquiry.asking["step"], now_s, self.report(inquiry)
-            inquiry.is_told = True
             faults.tell(self.told[-1])
         self._look_at_stall(now_s, waited_s)
 
@@ -370,8 +352,8 @@ class ModelMonitor:
 
     def report(self, inquiry: _Inquiry) -> str:
         """Returns the report for the rank that asked, from all answers."""
-        gone = {rank: fault.what for rank, fault in self.gone().items()}
-        return faults.stall_text(inquiry.asking, inquiry.states, gone, ranks=range(self.ring.num_ranks))
+        texts = {rank: fault.what for rank, fault in self.gone().items()}
+        return faults.stall_text(inquiry.asking, inquiry.states, texts, ranks=range(self.ring.num_ranks))
 
     def interrupt(self) -> None:
         """Interrupts every wait over one of the groups."""

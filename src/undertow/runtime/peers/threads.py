@@ -15,10 +15,8 @@ import torch.distributed as dist
 from undertow.runtime.peers import patience
 from undertow.runtime.torch_private import private
 
-__all__ = ["FREEING", "Worker"]
 
-
-class _Thread(threading.Thread):
+class WorkerThread(threading.Thread):
     """A daemon, which the interpreter does not join at exit: this class joins it, before other ranks are told of the exit."""
 
     def __init__(self, name: str, is_broken: Callable[[], bool]) -> None:
@@ -58,7 +56,7 @@ class Worker:
     def __init__(self, name: str, *, is_broken: Callable[[], bool]) -> None:
         self._name = name
         self._is_broken = is_broken
-        self._thread: _Thread | None = None
+        self._thread: WorkerThread | None = None
         self._is_over = False
 
     def submit(self, work: Callable[..., object], *args: Any) -> None:
@@ -66,7 +64,7 @@ class Worker:
         if self._is_over:
             raise RuntimeError("cannot schedule new futures after shutdown")
         if self._thread is None:
-            thread = _Thread(self._name, self._is_broken)
+            thread = WorkerThread(self._name, self._is_broken)
             thread.start()  # before the assignment: joining a thread that could not start would fail
             self._thread = thread
             weakref.finalize(self, thread.work.put, None).atexit = False
@@ -79,11 +77,6 @@ class Worker:
             self._thread.work.put(None)
 
 
-def in_worker() -> bool:
-    """Returns True in a worker's thread."""
-    return isinstance(threading.current_thread(), _Thread)
-
-
 class LeakedGroups:
     """Threads that hold gloo's resources of broken groups, each until torch has released its group.
 
@@ -93,26 +86,25 @@ class LeakedGroups:
     """
 
     def __init__(self) -> None:
-        self._threads: list[tuple[threading.Thread, threading.Event]] = []  # with the event that torch has released the group
-        self._taken: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        # Each with the group that torch has to release first.
+        self._threads: list[tuple[threading.Thread, weakref.ref[dist.ProcessGroup]]] = []
         self._taking = threading.RLock()  # a garbage collection in between may call this again
 
     def take(self, group: dist.ProcessGroup) -> None:
         """Moves the wait for freeing `group` to a separate thread; does nothing for backends other than gloo."""
         gloo, backend = private.held_by_gloo(group) or (None, None)
         with self._taking:
-            if gloo is None or gloo in self._taken:
+            if gloo is None or any(known() is gloo for _, known in self._threads):
                 return
-            self._taken.add(gloo)
-            is_let_go, held = threading.Event(), [backend]
+            is_let_go = threading.Event()
             weakref.finalize(gloo, is_let_go.set).atexit = False
-            thread = threading.Thread(target=_free, args=(is_let_go, held), name="undertow-frees", daemon=True)
+            thread = threading.Thread(target=_free, args=(is_let_go, [backend]), name="undertow-frees", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # too many threads, or the interpreter is shutting down
                 private.keep_for_ever(backend)
                 return
-            self._threads = [*(known for known in self._threads if known[0].is_alive()), (thread, is_let_go)]
+            self._threads = [*(known for known in self._threads if known[0].is_alive()), (thread, weakref.ref(gloo))]
 
     def finish(self) -> None:
         """Waits until all groups that torch has released are freed, but at most half a second.
@@ -120,8 +112,8 @@ class LeakedGroups:
         A new initialization needs the old groups' store to be gone, and no thread may return after the interpreter has ended.
         """
         until_s = time.monotonic() + patience.FREES_S
-        for thread, is_let_go in self._threads:
-            if is_let_go.is_set():
+        for thread, known in self._threads:
+            if known() is None:
                 thread.join(max(0.0, until_s - time.monotonic()))
 
 

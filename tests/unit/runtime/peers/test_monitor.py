@@ -1,6 +1,7 @@
 """Threads beside the one that trains: what the guard hears, what a rank waits for, workers, and broken groups that are freed."""
 
 import atexit
+import json
 import logging
 import multiprocessing.util
 import os
@@ -20,11 +21,10 @@ from support.ranks import in_ranks
 from undertow import DistributedDataParallel, RankLost, StallTimeout, SyncConfig
 from undertow.runtime.comm import comm_hook
 from undertow.runtime.peers import faults, patience
-from undertow.runtime.peers.monitor import PeerMonitor
 from undertow.runtime.peers.neighbor import Neighbor
 from undertow.runtime.peers.ring import ModelMonitor, Ring
 from undertow.runtime.peers.threads import FREEING, LeakedGroups, Worker
-from undertow.runtime.peers.waiting import Waiting
+from undertow.runtime.peers.waiting import PeerMonitor, Waiting
 from undertow.runtime.torch_private import private
 
 WORLD = dist.HashStore()  # a ring ends with it
@@ -71,16 +71,19 @@ GOOD = {"kind": "opens", "from": 0, "id": "0/1", "number": 3}
         pytest.param({"number": float("inf")}, id="of an infinite number"),
         pytest.param({"kind": "stops", "number": None}, id="of a failure without a text"),
         pytest.param({"kind": "left", "number": None, **faults.lost(0).content(), "error": "int"}, id="of a fault of no kind"),
+        *("no json", "[1]", "[" * 1500 + "]" * 1500, '{"a":' * 600, "1" * 4400, '{"a": 1, "a": 2}', "\udcff{}", "\ufeff{}"),
     ],
+    ids=lambda line: ascii(line)[:9],
 )
 def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplog: pytest.LogCaptureFixture) -> None:
     ring, source = Ring([], rank=1, num_ranks=2, wake=int), Neighbor.__new__(Neighbor)
+    line = change if isinstance(change, str) else json.dumps({**GOOD, **change})
     with caplog.at_level(logging.WARNING, "undertow"):
-        ring.hear(source, [{**GOOD, **change}], is_there=True)
-    assert (ring.fault, ring.ended, ring._early) == (None, {}, {})
+        ring.hear(source, [line.encode("utf-8", "surrogateescape")], is_there=True)
+    assert (ring.fault, ring.left, ring._early) == (None, {}, {})
     # One without a kind is of a later version, which says more than this one knows.
     assert change == {"kind": None} or "made no sense" in caplog.messages[0]
-    ring.hear(source, [{**GOOD, "id": "0/2"}], is_there=True)
+    ring.hear(source, [json.dumps({**GOOD, "id": "0/2"}).encode()], is_there=True)
     assert ring._early == {3: [{**GOOD, "id": "0/2"}]}
 
 
@@ -146,7 +149,7 @@ def test_the_last_report_is_told_with_the_wait_that_it_is_about(
     step: int, waits_for: str, since_s: float, told: str, alone: ModelMonitor
 ) -> None:
     alone.told = 0, 100.0, "rank 1 has waited 30 s."
-    alone.here = faults.Activity(num_steps=lambda: step, waits_for=waits_for, since_s=since_s)
+    alone.here = faults.Activity(num_steps=lambda: step, wait=(waits_for, since_s))
     assert alone.reason(RuntimeError("Operation timed out!")).told == told
 
 
@@ -176,34 +179,34 @@ def test_a_thread_of_ours_takes_no_name(which_ends_first: str, member: Any) -> N
     worker.submit(is_over.set_result, None)
     worker.shutdown()
     assert begins.wait(10.0)
-    said = [member.here.waits_for]
+    said = [member.here.wait[0]]
     with Waiting(member, "bucket 3"):
-        said.append(member.here.waits_for)
+        said.append(member.here.wait[0])
         if which_ends_first == "the worker's":
             ends.set()
             is_over.result(10.0)
-        said.append(member.here.waits_for)
+        said.append(member.here.wait[0])
     ends.set()
     is_over.result(10.0)
-    assert [*said, member.here.waits_for, member.here.since_s] == ["", "bucket 3", "bucket 3", "", 0.0]
+    assert (said, member.here.wait) == (["", "bucket 3", "bucket 3"], ("", 0.0))
 
 
 def test_any_other_thread_may_be_the_one_that_trains(member: Any) -> None:
     begins, ends = threading.Event(), threading.Event()
     with ThreadPoolExecutor() as threads:
         threads.submit(wait_here, member, "bucket 3", begins, ends)
-        assert (begins.wait(10.0), member.here.waits_for) == (True, "bucket 3")
+        assert (begins.wait(10.0), member.here.wait[0]) == (True, "bucket 3")
         ends.set()
-    assert member.here.waits_for == ""
+    assert member.here.wait[0] == ""
 
 
 def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(member: Any) -> None:
     # Others would count it as late.
     waits_for = []
-    member.reason = lambda _error: waits_for.append(member.here.waits_for)
+    member.reason = lambda _error: waits_for.append(member.here.wait[0])
     with pytest.raises(RuntimeError, match="Connection closed"), Waiting(member, "bucket 3"):
         raise RuntimeError("Connection closed by peer")
-    assert (waits_for, member.here.waits_for) == (["bucket 3"], "")
+    assert (waits_for, member.here.wait[0]) == (["bucket 3"], "")
 
 
 def test_a_process_may_end_while_a_worker_starts(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
