@@ -31,6 +31,7 @@ _WORTHWHILE = 0.005
 # no curve includes.
 _FEWER = 0.75
 _HOST_US = 200.0  # per bucket, at least: 0.2 to 0.5 ms on the machine of docs/benchmarks.md
+_QUICK_US = 10 * _HOST_US
 # The gain of this many steps must pay for a move of optimizer state.
 _PAID_BACK_AFTER_STEPS = 1_000
 _NUM_STATES = 2  # tensors per parameter that an optimizer such as Adam has
@@ -124,7 +125,7 @@ class Tuner:
             return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
         self._is_new = False
         if not knows_enough(profile, has_shards=has_shards):
-            return self._try_other_sizes(plan, has_shards=has_shards)
+            return self._try_other_sizes(plan, now, has_shards=has_shards)
         best, present_us = self.best_and_present(profile, plan, has_shards=has_shards, steps_in_backward=steps_in_backward)
         # Gradients and optimizer state move to their owners under another plan.
         move_us = (1 + _NUM_STATES) * float(profile.costs().collective_us("all_gather", _num_bytes(plan))) if has_shards else 0.0
@@ -162,9 +163,12 @@ class Tuner:
         )
         return best, finish_us(plan.params, plan.groups, timing, costs, has_shards=has_shards)
 
-    def _try_other_sizes(self, plan: Plan, *, has_shards: bool) -> Decision:
+    def _try_other_sizes(self, plan: Plan, now: Measurement, *, has_shards: bool) -> Decision:
         """Tries another bucket size, once per network: buckets of one size do not show the cost of other sizes."""
-        groups = None if self._has_varied or not _may_move(plan, has_shards=has_shards) else _varied(plan)
+        # The whole model is sent so fast that a second bucket would cost the host more than it could hide.
+        least_us = [min(time_us for _, time_us in samples) for samples in now.samples.values() if samples]
+        is_quick = len(plan.buckets) == 1 and max(least_us, default=0.0) < _QUICK_US
+        groups = None if self._has_varied or is_quick or not _may_move(plan, has_shards=has_shards) else _varied(plan)
         if groups is None:
             return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
         self._has_varied = True
@@ -185,13 +189,14 @@ class Tuner:
             self._promised_us = 0.0
             return Outcome.BACK, fastest
         # Every move requires more gain than the previous one, so that random differences between checks soon stop causing moves.
-        least_us = max(_WORTHWHILE * 2**self._num_moves * now.synchronized_us, self._overrated_us)
+        host_us = _HOST_US * (len(best) - len(present))  # in backward, for more buckets
+        least_us = max(_WORTHWHILE * 2**self._num_moves * now.synchronized_us, self._overrated_us, host_us)
         if best not in usual and gain_us > least_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._num_moves, self._promised_us = self._num_moves + 1, gain_us
             return Outcome.MOVE, best
         # Once per network: the next measurement shows whether it pays.
-        host_us, is_tried = _HOST_US * (len(present) - len(best)), self._has_tried_fewer or best in usual
-        if len(best) <= _FEWER * len(present) and not is_tried and host_us * _PAID_BACK_AFTER_STEPS > move_us:
+        is_tried = self._has_tried_fewer or best in usual
+        if len(best) <= _FEWER * len(present) and not is_tried and -host_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._has_tried_fewer, self._promised_us = True, 0.0
             return Outcome.FEWER, best
         return Outcome.KEEP, None

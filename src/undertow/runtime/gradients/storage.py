@@ -29,7 +29,7 @@ class BucketStorage:
         self._shapes = [tensor.shape for tensor in like]
         self._strides = [strides_of_gradient(tensor) for tensor in like]
         self._starts = [0, *accumulate(tensor.numel() for tensor in like)]
-        self.flat, self.views = torch.empty(0), list[Tensor]()
+        self.flat, self.views, self.trailer = torch.empty(0), list[Tensor](), list[Tensor]()
         self._pointers, self._num_sharing = list[int](), 0
         self.reallocate()
         self._row_shape = _row_shape(self.views)
@@ -54,6 +54,10 @@ class BucketStorage:
         self.flat = torch.zeros(self._layout.storage_numel, dtype=getattr(torch, self._layout.dtype), device=self._device)
         # `.data` gives each view a separate version counter; plain views share one with their base.
         self.views = [view.data for view in self.views_of(self.flat)]
+        trailer = self._layout.trailer
+        # The trailer, its part without the times, and the times.
+        parts = ((trailer.start, trailer.stop), (trailer.start, trailer.busy.start), (trailer.busy.start, trailer.busy.stop))
+        self.trailer = [self.flat[start:stop] for start, stop in parts]
         self._pointers = list(map(Tensor.data_ptr, self.views))
         self._num_sharing = private.storage_use_count(self.flat)
 

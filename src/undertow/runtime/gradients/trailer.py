@@ -52,7 +52,6 @@ class TrailerCodec:
         start, stop = layout.trailer.start, layout.trailer.stop
         self._storage = storage
         self._divisor = divisor
-        self._span = slice(start, stop)  # in the bucket's memory
         fields = {name: getattr(layout.trailer, name) for name in Trailer.__slots__}
         self._places = {name: slice(field.start - start, field.stop - start) for name, field in fields.items()}
         self._mine = storage.flat.new_zeros(stop - start)
@@ -71,38 +70,43 @@ class TrailerCodec:
         # Ranks that differ do so by a few steps. A bit that changes also changes its complement.
         signature ^= step % _NUM_STEPS * (1 + 2**SIGNATURE_BITS)
         self._signature.copy_(_flags(signature, self._mine.dtype, self._mine.device))
-        trailer = self._storage.flat[self._span]
+        trailer, _, busy = self._storage.trailer
         trailer.copy_(self._mine)
         if verdict is not None:
-            # Not into `_mine`: reports that are the same on all ranks must still be read.
-            self._report(verdict, trailer)
+            # fp16 ends at 65504: longer times are clipped, because an infinity would spoil the sum.
+            busy[verdict.rank].fill_(min(verdict.busy_ms, 60_000.0))
+            if verdict.misuse or verdict.has_failed or verdict.has_changed or verdict.has_other_buffers or verdict.late_buckets:
+                self._report(verdict, trailer)
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""
-        self._storage.flat[self._span][self._places["used"]].masked_fill_(are_bad, math.nan)
+        self._storage.trailer[0][self._places["used"]].masked_fill_(are_bad, math.nan)
 
     def tell_nonfinite(self, has_any: Tensor, *, rank: int) -> None:
         """Tells, with the last bucket, whether this rank has such gradients in any bucket. [] bool"""
-        self._storage.flat[self._span][self._places["nonfinite"]][rank].copy_(has_any)
+        self._storage.trailer[0][self._places["nonfinite"]][rank].copy_(has_any)
 
     def read(self) -> Reading | None:
         """Waits, and reads the reduced trailer; None if every rank used the same parameters and none had anything to report."""
-        return self.parse(self._storage.flat[self._span], self._mine)
+        trailer, told, _ = self._storage.trailer
+        return self.parse(trailer, told, self._mine_told)
 
     def snapshot(self) -> Snapshot:
         """Starts to copy the reduced trailer to the host, on the current stream."""
         reduced, mine = (
             torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
-            for part in (self._storage.flat[self._span], self._mine)
+            for part in (self._storage.trailer[0], self._mine_told)
         )
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
         return Snapshot(self, reduced, mine, copied)
 
-    def parse(self, trailer: Tensor, mine: Tensor) -> Reading | None:
-        """Reads `trailer` on a rank that wrote `mine`; None if every rank wrote the same and none had anything to report."""
+    def parse(self, trailer: Tensor, reduced: Tensor, written: Tensor) -> Reading | None:
+        """Reads `trailer`, of which `reduced` is the part without times, on a rank that wrote `written` there.
+
+        Returns None if every rank wrote the same and none had anything to report.
+        """
         places = self._places
-        reduced, written = trailer[self._told], self._mine_told if mine is self._mine else mine[self._told]
         if torch.equal(reduced, written):  # the usual case if the sum was divided
             return None
         # Only zeros and ones were written.
@@ -125,21 +129,16 @@ class TrailerCodec:
 
     def busy_ms(self) -> tuple[float, ...]:
         """Waits for the device; returns how long each rank was busy since the previous synchronization."""
-        busy: list[float] = self._storage.flat[self._span][self._places["busy"]].tolist()
-        return tuple(abs(of_rank) * self._divisor for of_rank in busy)
+        busy: list[float] = self._storage.trailer[2].tolist()
+        return tuple([abs(of_rank) * self._divisor for of_rank in busy])
 
     def _report(self, verdict: Verdict, trailer: Tensor) -> None:
         places, rank = self._places, verdict.rank
-        if verdict.misuse or verdict.has_failed:
-            trailer[places["failed"]][rank].fill_(float(verdict.misuse or 1))
-        if verdict.has_changed:
-            trailer[places["changed"]][rank].fill_(1)
-        if verdict.has_other_buffers:
-            trailer[places["buffers"]][rank].fill_(1)
-        if verdict.late_buckets:
-            trailer[places["late"]][list(verdict.late_buckets)] = 1
-        # fp16 ends at 65504: longer times are clipped, because an infinity would spoil the sum.
-        trailer[places["busy"].start + rank].fill_(min(verdict.busy_ms, 60_000.0))
+        # Not into `_mine`: reports that are the same on all ranks must still be read.
+        trailer[places["failed"]][rank] = verdict.misuse or verdict.has_failed
+        trailer[places["changed"]][rank] = verdict.has_changed
+        trailer[places["buffers"]][rank] = verdict.has_other_buffers
+        trailer[places["late"]][list(verdict.late_buckets)] = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +155,7 @@ class Snapshot:
 
     def read(self) -> Reading | None:
         """Reads the trailer after the copy is complete."""
-        reading = self.codec.parse(self.reduced, self.mine)
+        reading = self.codec.parse(self.reduced, self.reduced[: len(self.mine)], self.mine)
         return None if reading is None else replace(reading, is_overdue=True)
 
 
