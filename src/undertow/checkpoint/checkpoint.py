@@ -93,7 +93,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torc
 
     def put() -> None:
         # Load the model first: an optimizer derives its fp32 values from 16-bit parameters if none were saved.
-        names.module.load_state_dict({key: found[_MODEL][name] for name, key in names.keys.items()})
+        names.module.load_state_dict({key: found[_MODEL][_plain(key)] for key in names.keys})
         if optimizer is not None and of_optimizer is not None:
             optimizer.load_state_dict(of_optimizer)
 
@@ -117,12 +117,11 @@ class _Ranks:
         _require_no_experts(model, optimizer)
         if not dist.is_available() or not dist.is_initialized():
             return cls()
-        group = _group_of(model, optimizer) or dist.group.WORLD
-        assert group is not None  # torch.distributed is initialized
-        device = next((param.device for param in model.parameters()), torch.device("cpu"))
-        is_sent_from_device = GroupRef.of(group).backend_for(device) == "nccl"
         engines = tuple(earlier_watchers(model.named_parameters()).values())
-        return cls(group, device if is_sent_from_device else _HOST, engines)
+        group = _group_of(model, optimizer, engines) or dist.group.WORLD
+        assert group is not None  # torch.distributed is initialized
+        device = next((param.device for param in model.parameters()), _HOST)
+        return cls(group, device if GroupRef.of(group).backend_for(device) == "nccl" else _HOST, engines)
 
     @property
     def is_first(self) -> bool:
@@ -182,7 +181,7 @@ class _Ranks:
         return [bytes(row[: int(size)].tolist()).decode().strip("\0") for row, size in zip(rows, sizes, strict=True)]
 
 
-def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dist.ProcessGroup | None:
+def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, engines: Sequence[Any]) -> dist.ProcessGroup | None:
     """Returns the group of the ranks that have this model.
 
     Returns None, for the default group, if nothing synchronizes the model or different groups synchronize parts of it.
@@ -191,7 +190,6 @@ def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dist
     if isinstance(given, ShardedOptimizer | nn.parallel.DistributedDataParallel):
         return given.process_group
     # A bare model does not know its group. Two groups whose models have the same names would write one mixed checkpoint.
-    engines = earlier_watchers(model.named_parameters()).values()
     watching: list[OwnGroup] = [engine.current_plan.group for engine in engines if engine.current_plan.group.num_ranks > 1]
     if len({own.user.ranks for own in watching}) != 1:
         return None
@@ -214,7 +212,7 @@ class _Names:
     def __init__(self, model: nn.Module) -> None:
         self.module = private.unwrapped(model)
         state = self.module.state_dict()
-        self.keys = {_plain(key): key for key in state}
+        self.keys = tuple(state)
         self.values = {_plain(key): value for key, value in state.items()}
         self.of_param = {id(param): _plain(name) for name, param in self.module.named_parameters()}
 
@@ -254,8 +252,11 @@ def _state_of(names: _Names, optimizer: torch.optim.Optimizer | None, *, is_firs
         return {_MODEL: mine}
     packed = optimizer.sharded_state_dict() if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict()
     of_groups = [names.of_group(group["params"]) for group in optimizer.param_groups]
-    numbers = [number for group in packed[_GROUPS] for number in group["params"]]
-    name_of = dict(zip(numbers, (name for group in of_groups for name in group), strict=True))
+    name_of = {
+        number: name
+        for group, of_group in zip(packed[_GROUPS], of_groups, strict=True)
+        for number, name in zip(group["params"], of_group, strict=True)
+    }
     state = {name_of[number]: of_param for number, of_param in packed[_STATE].items()}
     groups = [{**group, "params": params} for group, params in zip(packed[_GROUPS], of_groups, strict=True)]
     return {_MODEL: mine, _OPTIMIZER: {_STATE: state, _GROUPS: groups}}
@@ -271,18 +272,17 @@ def _room_for_model(stored: Stored, names: _Names) -> dict[str, Tensor | None]:
     saved: dict[str, list[Entry]] = defaultdict(list)
     for (of, *_), entry in _below(stored, _MODEL):
         saved[of].append(entry)
+    other = next((name for name in (*names.values, *saved) if (name in saved) != (name in names.values)), None)
+    if other is not None:
+        difference = f"{other!r}, which the model has not" if other in saved else f"no {other!r}, which the model has"
+        raise _other_model(stored, f"has {difference}")
     for name, value in names.values.items():
-        if name not in saved:
-            raise _other_model(stored, f"has no {name!r}, which the model has")
         shape, dtype = saved[name][0].shape, saved[name][0].dtype
         if isinstance(value, Tensor) and shape != value.shape:
             text = "no tensor" if shape is None else f"of shape {shape}"
             raise _other_model(stored, f"has {name!r} {text}, and the model's is of shape {tuple(value.shape)}")
         if isinstance(value, Tensor) and dtype is not None and not torch.can_cast(dtype, value.dtype):
             raise _other_model(stored, f"has {name!r} of {dtype}, and the model's is of {value.dtype}")
-    unexpected = next((name for name in saved if name not in names.values), None)
-    if unexpected is not None:
-        raise _other_model(stored, f"has {unexpected!r}, which the model has not")
     return {
         entry.name: torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else _whole(entry)
         for name, value in names.values.items()

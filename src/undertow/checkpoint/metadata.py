@@ -149,6 +149,8 @@ def _entry(name: str, path: tuple[str | int, ...], found: Any, places: dict[tupl
     shape = _sizes(fields["size"])
     chunks = [_state(chunk, _CHUNK) for chunk in fields["chunks"]]
     extents = [(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks]
+    if any(len(numbers) != len(shape) for extent in extents for numbers in extent):
+        raise ValueError(f"{brief(name)} has a shape that cannot be")
     if not _is_whole(extents, shape):
         raise ValueError(f"the pieces of {brief(name)} do not make up all of it")
     pieces = tuple(replace(places.pop((name, offsets)), sizes=sizes) for offsets, sizes in extents)
@@ -174,7 +176,7 @@ def _is_whole(extents: Sequence[Extent], shape: Sizes) -> bool:
     The first dimension is cut where a box begins or ends. In each slab, the boxes must cover the other dimensions.
     """
     if not shape:
-        return list(extents) == [((), ())]
+        return len(extents) == 1
     begins: dict[int, list[Extent]] = {0: []}
     for offsets, sizes in extents:
         begins.setdefault(offsets[0], []).append((offsets, sizes))
