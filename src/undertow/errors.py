@@ -18,6 +18,9 @@ Every message has three parts: what happened, where, and what to do. All are Run
 distributed training: code that catches those keeps working.
 """
 
+import difflib
+from collections.abc import Collection
+
 from undertow.foreign import printable_lines
 
 __all__ = [
@@ -96,7 +99,13 @@ class StallTimeout(UndertowError, TimeoutError):
     """A rank has waited for others longer than the limit; raised on every rank that has wrapped its model."""
 
 
-def require(holds: object, what: str, *, where: str, remedy: str = "") -> None:
+def require(holds: object, what: str, *, where: str = "", remedy: str = "") -> None:
     """Raises ConfigError unless `holds` is true."""
     if not holds:
         raise ConfigError(what, where=where, remedy=remedy)
+
+
+def suggestion(name: object, known: Collection[str], *, all_known: str = "Known") -> str:
+    """Returns the remedy for a name that is not known: the one it resembles, or all."""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f"Did you mean {close[0]!r}?" if close else f"{all_known}: {', '.join(known)}."

@@ -4,11 +4,12 @@ Everything that is shown passes through `printable`: in a terminal, an error, a 
 """
 
 import json
+import math
 import unicodedata
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["MOST_LEVELS", "parsed_json", "printable", "printable_lines"]
+__all__ = ["MOST_LEVELS", "as_float", "parsed_json", "printable", "printable_lines"]
 
 MOST_LEVELS = 100  # of nested lists and objects; readers of a value may recurse once per level
 _TOO_DEEP = f"it is nested too deeply, in more than {MOST_LEVELS} levels"
@@ -50,6 +51,14 @@ def parsed_json(text: str | bytes, *, object_of: Callable[[list[tuple[str, Any]]
             return value
         level = [child for part in level for child in (part.values() if isinstance(part, dict) else part)]
     raise ValueError(_TOO_DEEP)
+
+
+def as_float(value: object) -> float:
+    """Returns a number as a float; NaN for other values, for True and False, and for an integer beyond all floats."""
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _visible(character: str) -> str:
