@@ -5,7 +5,7 @@ Entries are stored under the parameters' names:  model.<name>,  optimizer.state.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -50,8 +50,7 @@ def save_checkpoint(
 
     Raises CheckpointError on every rank if saving fails on one.
     """
-    target, ranks = Path(path), _Ranks.of(model, optimizer)
-    ranks.meet("save a checkpoint")
+    target, ranks = Path(path), _Ranks.meet(model, optimizer, to="save a checkpoint")
     cls = None if optimizer is None else _class_of(optimizer).__name__
     header = ranks.agree(lambda: files.header_text(optimizer=cls, extra=extra))
     state = ranks.agree(lambda: _state_of(_Names(model), optimizer, is_first=ranks.is_first))
@@ -82,8 +81,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torc
     Raises the same CheckpointError on every rank if a file is missing, truncated or foreign, or if the model or the optimizer
     does not match the checkpoint. In that case nothing is changed.
     """
-    target, ranks = Path(path), _Ranks.of(model, optimizer)
-    ranks.meet("load a checkpoint")
+    target, ranks = Path(path), _Ranks.meet(model, optimizer, to="load a checkpoint")
     folder = ranks.agree_on_first(lambda: files.folder_for_loading(target))
     stored = ranks.agree(lambda: files.read_stored(folder))
     names = _Names(model)
@@ -110,31 +108,29 @@ class _Ranks:
 
     group: dist.ProcessGroup | None = None
     device: torch.device = _HOST  # of messages: the model's if the backend is NCCL
-    engines: Sequence[Any] = ()  # the engines that synchronize the model
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Self:
-        _require_no_experts(model, optimizer)
-        if not dist.is_available() or not dist.is_initialized():
-            return cls()
-        engines = tuple(earlier_watchers(model.named_parameters()).values())
-        group = _group_of(model, optimizer, engines) or dist.group.WORLD
-        assert group is not None  # torch.distributed is initialized
-        device = next((param.device for param in model.parameters()), _HOST)
-        return cls(group, device if GroupRef.of(group).backend_for(device) == "nccl" else _HOST, engines)
-
-    @property
-    def is_first(self) -> bool:
-        return self.group is None or dist.get_rank(self.group) == 0
-
-    def meet(self, doing: str) -> None:
+    def meet(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, to: str) -> Self:
         """Waits for all ranks, without a time limit for the work that follows: files may be large, and disks slow.
 
         It first ends a backward that has failed here: other ranks are still in theirs and arrive only after that.
         """
-        for engine in self.engines:
+        _require_no_experts(model, optimizer)
+        if not dist.is_available() or not dist.is_initialized():
+            return cls()
+        engines = earlier_watchers(model.named_parameters()).values()
+        for engine in engines:
             engine.siblings.wait_for_parameters()
-        self._from_all("", waits_for=f"all ranks, to {doing}")
+        group = _group_of(model, optimizer, engines) or dist.group.WORLD
+        assert group is not None  # torch.distributed is initialized
+        device = next((param.device for param in model.parameters()), _HOST)
+        ranks = cls(group, device if GroupRef.of(group).backend_for(device) == "nccl" else _HOST)
+        ranks._from_all("", waits_for=f"all ranks, to {to}")
+        return ranks
+
+    @property
+    def is_first(self) -> bool:
+        return self.group is None or dist.get_rank(self.group) == 0
 
     def agree(self, work: Callable[[], _Result]) -> _Result:
         """Returns the result of `work`; if it fails on a rank, raises the same CheckpointError on every rank."""
@@ -170,18 +166,18 @@ class _Ranks:
         """Returns the texts of all ranks. As bytes: an object would be unpickled, and run code of whoever has sent it."""
         if self.group is None:
             return [text]
-        mine = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(self.device)
-        num_ranks = dist.get_world_size(self.group)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(num_ranks)]
+        mine = text.encode()
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(dist.get_world_size(self.group))]
         with over_users(self.group, waits_for):
-            dist.all_gather(sizes, torch.tensor([mine.numel()], device=self.device), group=self.group)
-            longest = max(int(size) for size in sizes)
-            rows = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(num_ranks)]
-            dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - mine.numel())]), group=self.group)
-        return [bytes(row[: int(size)].tolist()).decode().strip("\0") for row, size in zip(rows, sizes, strict=True)]
+            dist.all_gather(sizes, torch.tensor([len(mine)], device=self.device), group=self.group)
+            padded = mine.ljust(max(1, *map(int, sizes)), b"\0")
+            sent = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
+            rows = [torch.empty_like(sent) for _ in sizes]
+            dist.all_gather(rows, sent, group=self.group)
+        return [bytes(row.tolist()).decode().rstrip("\0") for row in rows]
 
 
-def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, engines: Sequence[Any]) -> dist.ProcessGroup | None:
+def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, engines: Iterable[Any]) -> dist.ProcessGroup | None:
     """Returns the group of the ranks that have this model.
 
     Returns None, for the default group, if nothing synchronizes the model or different groups synchronize parts of it.
