@@ -7,6 +7,7 @@ path.old    the previous one, between the two renames:  path -> path.old,  path.
 If a save is interrupted at any point, one of the three is complete.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -133,18 +134,15 @@ def read_entries(folder: Path, entries: Mapping[str, Entry], targets: Mapping[st
 def header_text(*, optimizer: str | None, extra: Any) -> str:
     """Returns the JSON stored alongside the tensors; raises CheckpointError if it would not read back the same."""
     header = {"format": _FORMAT, "optimizer": optimizer, "extra": extra}
-    try:
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
         text = json.dumps(header)
-        is_kept = parsed_json(text) == header
-    except (TypeError, ValueError, RecursionError):
-        is_kept = False
-    if not is_kept:
-        raise CheckpointError(
-            f"extra does not survive being written as JSON: {brief(extra)}.",
-            where="save_checkpoint(extra=...)",
-            remedy="Give numbers, strings, lists and dicts with strings as keys.",
-        )
-    return text
+        if parsed_json(text) == header:
+            return text
+    raise CheckpointError(
+        f"extra does not survive being written as JSON: {brief(extra)}.",
+        where="save_checkpoint(extra=...)",
+        remedy="Give numbers, strings, lists and dicts with strings as keys.",
+    )
 
 
 def _header(path: Path) -> dict[str, Any]:

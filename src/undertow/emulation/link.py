@@ -60,38 +60,6 @@ class Transfer:
 
 
 @final
-class EmulatedLink:
-    """This process's link to the network, full duplex; it carries one transfer after another, of all its groups."""
-
-    def __init__(self, link: Link, *, burst_bytes: int = 0) -> None:
-        """`burst_bytes` of payload pass at once after a rest: the contents of a full token bucket."""
-        self.link = link
-        self._burst_s = burst_bytes / link.bytes_per_s
-        self._lock = threading.Lock()
-        self._free_at_s = 0.0
-        self._paid_at_s = 0.0  # when the tokens for everything carried so far are there: the bucket as a virtual clock
-        self.log: deque[Transfer] = deque(maxlen=_LOG_LENGTH)  # of transfers that have ended
-
-    def reserve(self, *, ready_s: float, bytes_s: float, latency_s: float = 0.0) -> tuple[float, float]:
-        """Reserves the link's next free interval from `ready_s` on, for bytes and then a latency; returns its start and end.
-
-        The bucket is the generic cell rate algorithm (ITU-T I.371). Latencies refill it; here they all follow the bytes.
-        """
-        with self._lock:
-            started_s = max(self._free_at_s, ready_s)
-            self._paid_at_s = max(self._paid_at_s, started_s - self._burst_s) + bytes_s
-            self._free_at_s = max(self._paid_at_s, started_s) + latency_s
-            return started_s, self._free_at_s
-
-    def take_log(self) -> tuple[Transfer, ...]:
-        """Returns all transfers that ended since the last call, in the order in which they ended.
-
-        On a free link, receives are missing: gloo's own handles do not tell when they end.
-        """
-        return tuple(self.log.popleft() for _ in range(len(self.log)))
-
-
-@final
 class LinkWork(dist.Work):
     """Handle of a transfer on the link; a thread of the emulation completes it.
 
@@ -130,6 +98,45 @@ class LinkWork(dist.Work):
     def _source_rank(self) -> int:
         """Returns the sender; torch.distributed.recv asks if the caller named none."""
         return super()._source_rank() if self._ask_source is None else self._ask_source()
+
+
+@final
+class EmulatedLink:
+    """This process's link to the network, full duplex; it carries one transfer after another, of all its groups."""
+
+    def __init__(self, link: Link, *, burst_bytes: int = 0) -> None:
+        """`burst_bytes` of payload pass at once after a rest: the contents of a full token bucket."""
+        self.link = link
+        self._burst_s = burst_bytes / link.bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+        self._paid_at_s = 0.0  # when the tokens for everything carried so far are there: the bucket as a virtual clock
+        self.log: deque[Transfer] = deque(maxlen=_LOG_LENGTH)  # transfers that have ended
+
+    def reserve(self, *, ready_s: float, bytes_s: float, latency_s: float = 0.0) -> tuple[float, float]:
+        """Reserves the link's next free interval from `ready_s` on, for bytes and then a latency; returns its start and end.
+
+        The bucket is the generic cell rate algorithm (ITU-T I.371). Latencies refill it; here they all follow the bytes.
+        """
+        with self._lock:
+            started_s = max(self._free_at_s, ready_s)
+            self._paid_at_s = max(self._paid_at_s, started_s - self._burst_s) + bytes_s
+            self._free_at_s = max(self._paid_at_s, started_s) + latency_s
+            return started_s, self._free_at_s
+
+    def deliver(self, work: LinkWork, *, kind: str, num_bytes: int, launched_s: float, started_s: float, due_s: float) -> None:
+        """Waits until `due_s`, logs the transfer, and ends its handle."""
+        while (now_s := time.perf_counter()) < due_s:
+            time.sleep(due_s - now_s)
+        self.log.append(Transfer(kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=started_s, done_s=now_s))
+        work.finish()
+
+    def take_log(self) -> tuple[Transfer, ...]:
+        """Returns all transfers that ended since the last call, in the order in which they ended.
+
+        On a free link, receives are missing: gloo's own handles do not tell when they end.
+        """
+        return tuple(self.log.popleft() for _ in range(len(self.log)))
 
 
 @final
@@ -199,19 +206,8 @@ class Receives:
         with self._lock:
             bytes_s = num_bytes / self._link.link.bytes_per_s
             started_s, due_s = self._link.reserve(ready_s=time.perf_counter(), bytes_s=bytes_s)
-            self._delivery.submit(work, partial(self._deliver, work, num_bytes, posted_s, started_s, due_s))
-
-    def _deliver(self, work: LinkWork, num_bytes: int, posted_s: float, started_s: float, due_s: float) -> None:
-        done_s = _sleep_until(due_s + self._link.link.hop_s)
-        self._link.log.append(Transfer(kind="send", num_bytes=num_bytes, launched_s=posted_s, started_s=started_s, done_s=done_s))
-        work.finish()
-
-
-def _sleep_until(due_s: float) -> float:
-    """Sleeps until that time of `time.perf_counter` if it is in the future; returns the time afterwards."""
-    while (now_s := time.perf_counter()) < due_s:
-        time.sleep(due_s - now_s)
-    return now_s
+            deliver = partial(self._link.deliver, work, kind="send", num_bytes=num_bytes, launched_s=posted_s)
+            self._delivery.submit(work, partial(deliver, started_s=started_s, due_s=due_s + self._link.link.hop_s))
 
 
 def _num_bytes(payload: Any) -> int:
@@ -317,9 +313,7 @@ class _EmulatedGroup(dist.ProcessGroup):
         complete()
         cost_s, latency_s = (collective_seconds(link, kind, num_bytes=it, num_ranks=self.size()) for it in (num_bytes, 0))
         started_s, due_s = self._link.reserve(ready_s=ready_s, bytes_s=cost_s - latency_s, latency_s=latency_s)
-        done_s = _sleep_until(due_s)
-        self._link.log.append(Transfer(kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=started_s, done_s=done_s))
-        work.finish()
+        self._link.deliver(work, kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=started_s, due_s=due_s)
 
     def _last_launch_s(self, launched_s: float) -> float:
         """Returns the time of the last rank's launch; ranks run on one machine and share its monotonic clock."""
