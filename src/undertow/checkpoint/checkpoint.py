@@ -85,7 +85,9 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torc
     folder = ranks.agree_on_first(lambda: files.folder_for_loading(target))
     stored = ranks.agree(lambda: files.read_stored(folder))
     names = _Names(model)
-    room = ranks.agree(lambda: _room_for_model(stored, names) | _room_for_optimizer(stored, names, optimizer))
+    room = ranks.agree(
+        lambda: _room_for_model(stored, names) | ({} if optimizer is None else _room_for_optimizer(stored, names, optimizer))
+    )
     found = ranks.agree(lambda: _read(stored, room))
     of_optimizer = ranks.agree(lambda: None if optimizer is None else _for_optimizer(found[_OPTIMIZER], names, optimizer))
 
@@ -268,10 +270,11 @@ def _room_for_model(stored: Stored, names: _Names) -> dict[str, Tensor | None]:
     saved: dict[str, list[Entry]] = defaultdict(list)
     for (of, *_), entry in _below(stored, _MODEL):
         saved[of].append(entry)
-    other = next((name for name in (*names.values, *saved) if (name in saved) != (name in names.values)), None)
-    if other is not None:
-        difference = f"{other!r}, which the model has not" if other in saved else f"no {other!r}, which the model has"
-        raise _other_model(stored, f"has {difference}")
+    for name in (*names.values, *saved):
+        if name not in saved:
+            raise _other_model(stored, f"has no {name!r}, which the model has")
+        if name not in names.values:
+            raise _other_model(stored, f"has {name!r}, which the model has not")
     for name, value in names.values.items():
         shape, dtype = saved[name][0].shape, saved[name][0].dtype
         if isinstance(value, Tensor) and shape != value.shape:
@@ -286,10 +289,8 @@ def _room_for_model(stored: Stored, names: _Names) -> dict[str, Tensor | None]:
     }
 
 
-def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor | None]:
+def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | None]:
     """Allocates tensors for this rank's parts of a sharded optimizer, or for the whole state of a plain one."""
-    if optimizer is None:
-        return {}
     given = _class_of(optimizer).__name__
     if stored.optimizer != given:
         has = "no optimizer" if stored.optimizer is None else f"the state of {stored.optimizer}"
@@ -311,8 +312,11 @@ def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Op
         param, dtype = params[of], entry.dtype
         is_of_elements = entry.shape == param.shape and keys[-1] not in OF_THE_WHOLE
         if (parts is not None and entry.shape and not is_of_elements) or (keys == [MASTER] and entry.shape != param.shape):
-            what = f"has {'.'.join(map(str, keys))!r} of shape {entry.shape} in the state of {of!r}"
-            raise _other_model(stored, f"{what}, and the parameter is of shape {tuple(param.shape)}")
+            raise _other_model(
+                stored,
+                f"has {'.'.join(map(str, keys))!r} of shape {entry.shape} in the state of {of!r}, "
+                f"and the parameter is of shape {tuple(param.shape)}",
+            )
         if parts is not None and dtype is not None and is_of_elements and param in parts:
             pieces = [(part, torch.zeros(part.numel, dtype=dtype, device=param.device)) for part in parts[param]]
             room[entry.name] = ShardedState(param, dtype, pieces)

@@ -89,10 +89,8 @@ def stored_entries(data: bytes) -> dict[str, Entry]:
 
 def file_sizes(entries: Iterable[Entry]) -> dict[str, int]:
     """Returns the files that hold the entries, with their sizes in bytes."""
-    sizes: dict[str, int] = {}
-    for piece in itertools.chain.from_iterable(entry.pieces for entry in entries):
-        sizes[piece.file] = max(sizes.get(piece.file, 0), piece.start + piece.num_bytes)
-    return sizes
+    # Sorted, so that the end of a file's last piece replaces the earlier ones.
+    return dict(sorted((piece.file, piece.start + piece.num_bytes) for entry in entries for piece in entry.pieces))
 
 
 class _Made:
