@@ -20,7 +20,7 @@ from undertow.plan.layout import ITEMSIZES, MOST
 from undertow.plan.plan import member_from_json, member_to_json
 from undertow.schedule import strategy_named
 
-__all__ = ["Profile", "profile_from_file", "profile_from_json", "source_from_file"]
+__all__ = ["Profile", "profile_from_file", "profile_from_json"]
 
 FORMAT_FIELD, FORMAT = "undertow_profile", 1  # the first entry of a file, and the version of the format
 _REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
