@@ -5,6 +5,7 @@ Profiles are written by `Profile.save` or by hand: every error names the field o
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -254,10 +255,8 @@ def _parsed(text: str | bytes, where: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, value in pairs:
-        fields[name] = _GIVEN_TWICE if name in fields else value
-    return fields
+    counts = Counter(name for name, _ in pairs)
+    return {name: _GIVEN_TWICE if counts[name] > 1 else value for name, value in pairs}
 
 
 def _profile(data: Any) -> Profile:

@@ -55,7 +55,14 @@ def save_checkpoint(
     header = ranks.agree(lambda: files.header_text(optimizer=cls, extra=extra))
     state = ranks.agree(lambda: _state_of(_Names(model), optimizer, is_first=ranks.is_first))
     folder = ranks.agree_on_first(lambda: files.folder_for_saving(target, header=header))
-    ranks.call(lambda: private_checkpoint.save_checkpoint(state, folder, ranks.group), doing=f"save {target}")
+    try:  # torch agrees on errors across ranks itself
+        with warnings.catch_warnings(), over_users(ranks.group):
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            private_checkpoint.save_checkpoint(state, folder, ranks.group)
+    except (UndertowError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # torch's CheckpointException is not a subclass of Exception
+        raise private.first_failure(error, CheckpointError) or _failed(f"save {target}", error) from error
     ranks.agree_on_first(lambda: files.put_in_place(target))
 
 
@@ -151,18 +158,6 @@ class _Ranks:
         """Runs `work` on the first rank only, and returns its path on every rank."""
         mine = self.agree(work if self.is_first else lambda: None)
         return Path(self._from_all(str(mine))[0])
-
-    def call(self, work: Callable[[], None], *, doing: str) -> None:
-        """Runs `work`, a function of torch's that agrees across ranks itself, and converts its error to Undertow's."""
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                with over_users(self.group):
-                    work()
-        except (UndertowError, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # torch's CheckpointException is not a subclass of Exception
-            raise private.first_failure(error, CheckpointError) or _failed(doing, error) from error
 
     def _from_all(self, text: str, *, waits_for: str = "") -> list[str]:
         """Returns the texts of all ranks. As bytes: an object would be unpickled, and run code of whoever has sent it."""
