@@ -1,7 +1,6 @@
 """Settings: frozen, validated, with a JSON form."""
 
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -11,8 +10,8 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import Any, Literal, Protocol, Self, get_args, get_origin, runtime_checkable
 
-from undertow.errors import ConfigError, WrongType, require
-from undertow.foreign import parsed_json
+from undertow.errors import ConfigError, WrongType, require, suggestion
+from undertow.foreign import as_float, parsed_json
 
 _MAX_SHOWN = 200  # characters of a path
 _READ, _WRITTEN = "SyncConfig.from_json", "Use text that to_json() has written."
@@ -55,7 +54,7 @@ class ExpertGroup:
             remedy='Write match="*.experts.*"; for several patterns give several groups.',
         )
         require(
-            self.divisor is None or (_is_positive(self.divisor) and math.isfinite(self.divisor)),
+            self.divisor is None or 0 < as_float(self.divisor) < math.inf,
             f"divisor must be a positive number, got {self.divisor!r}.",
             where=f"ExpertGroup(match={self.match!r})",
             remedy="Give the number of ranks whose tokens reach the experts, or leave it out for the size of the group.",
@@ -154,38 +153,45 @@ class SyncConfig:
         for cap in (caps or (None,)) if isinstance(caps, tuple) else () if caps is None else (caps,):
             bytes_from_mib(cap, name="bucket_cap_mb")
         ignored = tuple(self.ignore) if isinstance(self.ignore, Iterable) and not isinstance(self.ignore, str) else (None,)
-        require(
-            all(isinstance(name, str) for name in ignored),
-            f"ignore must be a tuple of names, got {self.ignore!r}.",
-            where="SyncConfig",
-            remedy='Write ignore=("embedding.weight",).',
-        )
-        require(
-            isinstance(self.experts, tuple | list) and all(isinstance(group, ExpertGroup) for group in self.experts),
-            f"experts must be a tuple of ExpertGroup, got {self.experts!r}.",
-            where="SyncConfig",
-            remedy='Write experts=(ExpertGroup(match="*.experts.*", process_group=group),).',
-        )
-        values = {name: _dtype_name(getattr(self, name)) for name in _DTYPES}
-        # Sorted, because the order of a set of names differs from process to process.
-        values |= {"bucket_cap_mb": caps, "ignore": tuple(sorted(ignored)), "experts": tuple(self.experts)}
-        for name, value in {**values, "plan": _text_of_plan(self.plan)}.items():
+        is_of_experts = isinstance(self.experts, tuple | list) and all(isinstance(group, ExpertGroup) for group in self.experts)
+        every = self.check_replicas_every
+        for holds, what, remedy in (
+            (
+                all(isinstance(name, str) for name in ignored),
+                f"ignore must be a tuple of names, got {self.ignore!r}.",
+                'Write ignore=("embedding.weight",).',
+            ),
+            (
+                is_of_experts,
+                f"experts must be a tuple of ExpertGroup, got {self.experts!r}.",
+                'Write experts=(ExpertGroup(match="*.experts.*", process_group=group),).',
+            ),
+            (
+                every is None or (type(every) is int and every > 0),
+                f"check_replicas_every must be a whole number of synchronizations from 1 on, got {every!r}.",
+                "Give a number, such as 100, or leave it out for no comparison.",
+            ),
+            *(
+                (
+                    as_float(getattr(self, name)) > 0,
+                    f"{name} must be a positive number of seconds, got {brief(getattr(self, name))}.",
+                    "Give a number above zero, or math.inf to switch it off.",
+                )
+                for name in ("stall_warning_s", "stall_timeout_s")
+            ),
+        ):
+            require(holds, what, where="SyncConfig", remedy=remedy)
+        values: dict[str, Any] = {
+            **{name: _dtype_name(getattr(self, name)) for name in _DTYPES},
+            "bucket_cap_mb": caps,
+            "ignore": tuple(sorted(ignored)),  # the order of a set of names differs from process to process
+            "experts": tuple(self.experts),
+            "plan": _text_of_plan(self.plan),
+        }
+        for name, value in values.items():
             object.__setattr__(self, name, value)
         for field in dataclasses.fields(self):
             _check_choice(field, getattr(self, field.name))
-        for name in ("stall_warning_s", "stall_timeout_s"):
-            require(
-                _is_positive(getattr(self, name)),
-                f"{name} must be a positive number of seconds, got {brief(getattr(self, name))}.",
-                where="SyncConfig",
-                remedy="Give a number above zero, or math.inf to switch it off.",
-            )
-        require(
-            self.check_replicas_every is None or (type(self.check_replicas_every) is int and self.check_replicas_every > 0),
-            f"check_replicas_every must be a whole number of synchronizations from 1 on, got {self.check_replicas_every!r}.",
-            where="SyncConfig",
-            remedy="Give a number, such as 100, or leave it out for no comparison.",
-        )
         for group in self.experts:
             _check_goes_with_experts(self, group)
 
@@ -213,16 +219,13 @@ class SyncConfig:
             where=_READ,
             remedy="Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
         )
-        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        return cls(**values)
+        return cls(**data)
 
 
 def _require_known(names: Iterable[str], *, where: str) -> None:
     for name in names:
         if name not in SyncConfig.__dataclass_fields__:
-            known = sorted(SyncConfig.__dataclass_fields__)
-            close = difflib.get_close_matches(name, known, n=1)
-            remedy = f"Did you mean {close[0]!r}?" if close else f"Known settings: {', '.join(known)}."
+            remedy = suggestion(name, sorted(SyncConfig.__dataclass_fields__), all_known="Known settings")
             raise ConfigError(f"setting {name!r} does not exist.", where=where, remedy=remedy)
 
 
@@ -237,8 +240,7 @@ def _text_of_plan(plan: object) -> str | None:
         try:
             return Path(plan).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            what = f"the plan cannot be read from {str(plan)[:_MAX_SHOWN]!r}: {reason}."
+            what = f"the plan cannot be read from {str(plan)[:_MAX_SHOWN]!r}: {getattr(error, 'strerror', None) or error}."
     raise ConfigError(
         what, where="SyncConfig(plan=...)", remedy="Give the path of a file that save_plan() has written, its text, or a Plan."
     )
@@ -253,20 +255,12 @@ def _dtype_name(value: object) -> object:
 def bytes_from_mib(value: Any, *, name: str) -> float:
     """Converts `value` MiB to bytes; raises ConfigError, naming the setting, unless it is a positive number."""
     require(
-        _is_positive(value),
+        as_float(value) > 0,
         f"{name} must be a positive number of MiB, got {brief(value)}.",
         where="SyncConfig",
         remedy="Give a size above zero, or leave it out for a planned one.",
     )
     return value * 1024 * 1024  # type: ignore[no-any-return]  # a number
-
-
-def _is_positive(value: object) -> bool:
-    """Returns True for a number above zero, infinity included; an integer beyond all floats is not one."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and float(value) > 0
-    except OverflowError:
-        return False
 
 
 def _check_choice(field: dataclasses.Field[Any], value: object) -> None:
@@ -275,21 +269,34 @@ def _check_choice(field: dataclasses.Field[Any], value: object) -> None:
     choices = _DTYPES.get(field.name, (True, False) if field.type is bool else literals)
     if choices is None or any(type(value) is type(choice) and value == choice for choice in choices):
         return
-    allowed = ", ".join(map(repr, choices))
-    shards_parameters = field.name == "strategy" and value in ("zero3", "fsdp")
-    remedy = "Use torch.distributed.fsdp.fully_shard to shard parameters." if shards_parameters else f"Choose one of: {allowed}."
+    remedy = f"Choose one of: {', '.join(map(repr, choices))}."
+    if field.name == "strategy" and value in ("zero3", "fsdp"):
+        remedy = "Use torch.distributed.fsdp.fully_shard to shard parameters."
     raise ConfigError(f"{field.name} cannot be {value!r}.", where="SyncConfig", remedy=remedy)
 
 
 def _check_goes_with_experts(config: SyncConfig, group: ExpertGroup) -> None:
-    divides_sum = config.op == "sum" and group.divisor is not None
-    skips = 'nonfinite="skip" does not go with experts: only some ranks would know that a step is to be skipped.'
-    weighs = 'op="weighted" does not go with experts: their ranks know only the weights in their group.'
     for is_given, what, remedy in (
-        (config.strategy == "hybrid", 'experts do not go with strategy="hybrid".', 'Use "ddp", "zero1" or "zero2".'),
-        (config.nonfinite == "skip", skips, 'Use "raise" or "warn".'),
-        (config.op == "weighted", weighs, "Divide the loss by the number of tokens of all ranks, over the number of ranks."),
-        (divides_sum, 'op="sum" does not divide, and a group of experts has a divisor.', 'Leave op="sum" or the divisor out.'),
+        (
+            config.strategy == "hybrid",
+            'experts do not go with strategy="hybrid".',
+            'Use "ddp", "zero1" or "zero2".',
+        ),
+        (
+            config.nonfinite == "skip",
+            'nonfinite="skip" does not go with experts: only some ranks would know that a step is to be skipped.',
+            'Use "raise" or "warn".',
+        ),
+        (
+            config.op == "weighted",
+            'op="weighted" does not go with experts: their ranks know only the weights in their group.',
+            "Divide the loss by the number of tokens of all ranks, over the number of ranks.",
+        ),
+        (
+            config.op == "sum" and group.divisor is not None,
+            'op="sum" does not divide, and a group of experts has a divisor.',
+            'Leave op="sum" or the divisor out.',
+        ),
     ):
         require(not is_given, what, where=f"SyncConfig, ExpertGroup(match={group.match!r})", remedy=remedy)
 

@@ -18,6 +18,9 @@ Every message has three parts: what happened, where, and what to do. All are Run
 distributed training: code that catches those keeps working.
 """
 
+import difflib
+from collections.abc import Collection
+
 from undertow.foreign import printable_lines
 
 __all__ = [
@@ -100,3 +103,9 @@ def require(holds: object, what: str, *, where: str = "", remedy: str = "", erro
     """Raises `error` unless `holds` is true."""
     if not holds:
         raise error(what, where=where, remedy=remedy)
+
+
+def suggestion(name: object, known: Collection[str], *, all_known: str = "Known") -> str:
+    """Returns the remedy for a name that is not known: the one it resembles, or all."""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f"Did you mean {close[0]!r}?" if close else f"{all_known}: {', '.join(known)}."

@@ -4,6 +4,7 @@ Everything that is shown passes through `printable`: in a terminal, an error, a 
 """
 
 import json
+import math
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
@@ -47,6 +48,14 @@ def parsed_json(text: str | bytes, *, object_of: Callable[[list[tuple[str, Any]]
             return value
         level = [child for part in level for child in (part.values() if isinstance(part, dict) else part)]
     raise ValueError(_TOO_DEEP)
+
+
+def as_float(value: object) -> float:
+    """Returns a number as a float; NaN for other values, for True and False, and for an integer beyond all floats."""
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _visible(character: str) -> str:

@@ -20,8 +20,7 @@ from support.pages import Snippet, execute, snippets, titles
 from support.project import ROOT, SOURCES
 from support.ranks import Ranks
 from undertow import UndertowError
-from undertow.profile import profile_from_file, profile_from_json
-from undertow.profile.profile import FIELDS, PARAM_FIELDS
+from undertow.profile import FIELDS, PARAM_FIELDS, profile_from_file, profile_from_json
 
 RANKS = {"two ranks": "two_ranks", "three ranks": "three_ranks", "four ranks": "four_ranks"}
 GPU, FAILS, SCRIPT, BEFORE = "needs a GPU", "two ranks, fails", "script", "before"

@@ -17,8 +17,7 @@ from undertow import ConfigError, SyncConfig, UndertowError, errors
 from undertow.cost import CostCurve
 from undertow.foreign import MOST_LEVELS, parsed_json, printable, printable_lines
 from undertow.plan import ParamSpec, Plan, plan_from_groups
-from undertow.profile import Profile, profile_from_file, profile_from_json
-from undertow.profile.profile import source_from_file
+from undertow.profile import Profile, profile_from_file, profile_from_json, source_from_file
 from undertow.report.timeline import save_timeline
 from undertow.trace import Event, Trace, summarize
 from undertow.tune import Explanation

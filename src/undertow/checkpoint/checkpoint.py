@@ -5,7 +5,7 @@ Entries are stored under the parameters' names:  model.<name>,  optimizer.state.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -50,13 +50,19 @@ def save_checkpoint(
 
     Raises CheckpointError on every rank if saving fails on one.
     """
-    target, ranks = Path(path), _Ranks.of(model, optimizer)
-    ranks.meet("save a checkpoint")
+    target, ranks = Path(path), _Ranks.meet(model, optimizer, to="save a checkpoint")
     cls = None if optimizer is None else _class_of(optimizer).__name__
     header = ranks.agree(lambda: files.header_text(optimizer=cls, extra=extra))
     state = ranks.agree(lambda: _state_of(_Names(model), optimizer, is_first=ranks.is_first))
     folder = ranks.agree_on_first(lambda: files.folder_for_saving(target, header=header))
-    ranks.call(lambda: private_checkpoint.save_checkpoint(state, folder, ranks.group), doing=f"save {target}")
+    try:  # torch agrees on errors across ranks itself
+        with warnings.catch_warnings(), over_users(ranks.group):
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            private_checkpoint.save_checkpoint(state, folder, ranks.group)
+    except (UndertowError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # torch's CheckpointException is not a subclass of Exception
+        raise private.first_failure(error, CheckpointError) or _failed(f"save {target}", error) from error
     ranks.agree_on_first(lambda: files.put_in_place(target))
 
 
@@ -82,18 +88,19 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torc
     Raises the same CheckpointError on every rank if a file is missing, truncated or foreign, or if the model or the optimizer
     does not match the checkpoint. In that case nothing is changed.
     """
-    target, ranks = Path(path), _Ranks.of(model, optimizer)
-    ranks.meet("load a checkpoint")
+    target, ranks = Path(path), _Ranks.meet(model, optimizer, to="load a checkpoint")
     folder = ranks.agree_on_first(lambda: files.folder_for_loading(target))
     stored = ranks.agree(lambda: files.read_stored(folder))
     names = _Names(model)
-    room = ranks.agree(lambda: _room_for_model(stored, names) | _room_for_optimizer(stored, names, optimizer))
+    room = ranks.agree(
+        lambda: _room_for_model(stored, names) | ({} if optimizer is None else _room_for_optimizer(stored, names, optimizer))
+    )
     found = ranks.agree(lambda: _read(stored, room))
     of_optimizer = ranks.agree(lambda: None if optimizer is None else _for_optimizer(found[_OPTIMIZER], names, optimizer))
 
     def put() -> None:
         # Load the model first: an optimizer derives its fp32 values from 16-bit parameters if none were saved.
-        names.module.load_state_dict({key: found[_MODEL][name] for name, key in names.keys.items()})
+        names.module.load_state_dict({key: found[_MODEL][_plain(key)] for key in names.keys})
         if optimizer is not None and of_optimizer is not None:
             optimizer.load_state_dict(of_optimizer)
 
@@ -110,32 +117,29 @@ class _Ranks:
 
     group: dist.ProcessGroup | None = None
     device: torch.device = _HOST  # of messages: the model's if the backend is NCCL
-    engines: Sequence[Any] = ()  # the engines that synchronize the model
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Self:
-        _require_no_experts(model, optimizer)
-        if not dist.is_available() or not dist.is_initialized():
-            return cls()
-        group = _group_of(model, optimizer) or dist.group.WORLD
-        assert group is not None  # torch.distributed is initialized
-        device = next((param.device for param in model.parameters()), torch.device("cpu"))
-        is_sent_from_device = GroupRef.of(group).backend_for(device) == "nccl"
-        engines = tuple(earlier_watchers(model.named_parameters()).values())
-        return cls(group, device if is_sent_from_device else _HOST, engines)
-
-    @property
-    def is_first(self) -> bool:
-        return self.group is None or dist.get_rank(self.group) == 0
-
-    def meet(self, doing: str) -> None:
+    def meet(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, to: str) -> Self:
         """Waits for all ranks, without a time limit for the work that follows: files may be large, and disks slow.
 
         It first ends a backward that has failed here: other ranks are still in theirs and arrive only after that.
         """
-        for engine in self.engines:
+        _require_no_experts(model, optimizer)
+        if not dist.is_available() or not dist.is_initialized():
+            return cls()
+        engines = earlier_watchers(model.named_parameters()).values()
+        for engine in engines:
             engine.siblings.wait_for_parameters()
-        self._from_all("", waits_for=f"all ranks, to {doing}")
+        group = _group_of(model, optimizer, engines) or dist.group.WORLD
+        assert group is not None  # torch.distributed is initialized
+        device = next((param.device for param in model.parameters()), _HOST)
+        ranks = cls(group, device if GroupRef.of(group).backend_for(device) == "nccl" else _HOST)
+        ranks._from_all("", waits_for=f"all ranks, to {to}")
+        return ranks
+
+    @property
+    def is_first(self) -> bool:
+        return self.group is None or dist.get_rank(self.group) == 0
 
     def agree(self, work: Callable[[], _Result]) -> _Result:
         """Returns the result of `work`; if it fails on a rank, raises the same CheckpointError on every rank."""
@@ -155,34 +159,22 @@ class _Ranks:
         mine = self.agree(work if self.is_first else lambda: None)
         return Path(self._from_all(str(mine))[0])
 
-    def call(self, work: Callable[[], None], *, doing: str) -> None:
-        """Runs `work`, a function of torch's that agrees across ranks itself, and converts its error to Undertow's."""
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                with over_users(self.group):
-                    work()
-        except (UndertowError, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # torch's CheckpointException is not a subclass of Exception
-            raise private.first_failure(error, CheckpointError) or _failed(doing, error) from error
-
     def _from_all(self, text: str, *, waits_for: str = "") -> list[str]:
         """Returns the texts of all ranks. As bytes: an object would be unpickled, and run code of whoever has sent it."""
         if self.group is None:
             return [text]
-        mine = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(self.device)
-        num_ranks = dist.get_world_size(self.group)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(num_ranks)]
+        mine = text.encode()
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(dist.get_world_size(self.group))]
         with over_users(self.group, waits_for):
-            dist.all_gather(sizes, torch.tensor([mine.numel()], device=self.device), group=self.group)
-            longest = max(int(size) for size in sizes)
-            rows = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(num_ranks)]
-            dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - mine.numel())]), group=self.group)
-        return [bytes(row[: int(size)].tolist()).decode().strip("\0") for row, size in zip(rows, sizes, strict=True)]
+            dist.all_gather(sizes, torch.tensor([len(mine)], device=self.device), group=self.group)
+            padded = mine.ljust(max(1, *map(int, sizes)), b"\0")
+            sent = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
+            rows = [torch.empty_like(sent) for _ in sizes]
+            dist.all_gather(rows, sent, group=self.group)
+        return [bytes(row.tolist()).decode().rstrip("\0") for row in rows]
 
 
-def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dist.ProcessGroup | None:
+def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, engines: Iterable[Any]) -> dist.ProcessGroup | None:
     """Returns the group of the ranks that have this model.
 
     Returns None, for the default group, if nothing synchronizes the model or different groups synchronize parts of it.
@@ -191,7 +183,6 @@ def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dist
     if isinstance(given, ShardedOptimizer | nn.parallel.DistributedDataParallel):
         return given.process_group
     # A bare model does not know its group. Two groups whose models have the same names would write one mixed checkpoint.
-    engines = earlier_watchers(model.named_parameters()).values()
     watching: list[OwnGroup] = [engine.current_plan.group for engine in engines if engine.current_plan.group.num_ranks > 1]
     if len({own.user.ranks for own in watching}) != 1:
         return None
@@ -214,7 +205,7 @@ class _Names:
     def __init__(self, model: nn.Module) -> None:
         self.module = private.unwrapped(model)
         state = self.module.state_dict()
-        self.keys = {_plain(key): key for key in state}
+        self.keys = tuple(state)
         self.values = {_plain(key): value for key, value in state.items()}
         self.of_param = {id(param): _plain(name) for name, param in self.module.named_parameters()}
 
@@ -254,8 +245,11 @@ def _state_of(names: _Names, optimizer: torch.optim.Optimizer | None, *, is_firs
         return {_MODEL: mine}
     packed = optimizer.sharded_state_dict() if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict()
     of_groups = [names.of_group(group["params"]) for group in optimizer.param_groups]
-    numbers = [number for group in packed[_GROUPS] for number in group["params"]]
-    name_of = dict(zip(numbers, (name for group in of_groups for name in group), strict=True))
+    name_of = {
+        number: name
+        for group, of_group in zip(packed[_GROUPS], of_groups, strict=True)
+        for number, name in zip(group["params"], of_group, strict=True)
+    }
     state = {name_of[number]: of_param for number, of_param in packed[_STATE].items()}
     groups = [{**group, "params": params} for group, params in zip(packed[_GROUPS], of_groups, strict=True)]
     return {_MODEL: mine, _OPTIMIZER: {_STATE: state, _GROUPS: groups}}
@@ -271,18 +265,18 @@ def _room_for_model(stored: Stored, names: _Names) -> dict[str, Tensor | None]:
     saved: dict[str, list[Entry]] = defaultdict(list)
     for (of, *_), entry in _below(stored, _MODEL):
         saved[of].append(entry)
-    for name, value in names.values.items():
+    for name in (*names.values, *saved):
         if name not in saved:
             raise _other_model(stored, f"has no {name!r}, which the model has")
+        if name not in names.values:
+            raise _other_model(stored, f"has {name!r}, which the model has not")
+    for name, value in names.values.items():
         shape, dtype = saved[name][0].shape, saved[name][0].dtype
         if isinstance(value, Tensor) and shape != value.shape:
             text = "no tensor" if shape is None else f"of shape {shape}"
             raise _other_model(stored, f"has {name!r} {text}, and the model's is of shape {tuple(value.shape)}")
         if isinstance(value, Tensor) and dtype is not None and not torch.can_cast(dtype, value.dtype):
             raise _other_model(stored, f"has {name!r} of {dtype}, and the model's is of {value.dtype}")
-    unexpected = next((name for name in saved if name not in names.values), None)
-    if unexpected is not None:
-        raise _other_model(stored, f"has {unexpected!r}, which the model has not")
     return {
         entry.name: torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else _whole(entry)
         for name, value in names.values.items()
@@ -290,10 +284,8 @@ def _room_for_model(stored: Stored, names: _Names) -> dict[str, Tensor | None]:
     }
 
 
-def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor | None]:
+def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | None]:
     """Allocates tensors for this rank's parts of a sharded optimizer, or for the whole state of a plain one."""
-    if optimizer is None:
-        return {}
     given = _class_of(optimizer).__name__
     if stored.optimizer != given:
         has = "no optimizer" if stored.optimizer is None else f"the state of {stored.optimizer}"
@@ -315,8 +307,11 @@ def _room_for_optimizer(stored: Stored, names: _Names, optimizer: torch.optim.Op
         param, dtype = params[of], entry.dtype
         is_of_elements = entry.shape == param.shape and keys[-1] not in OF_THE_WHOLE
         if (parts is not None and entry.shape and not is_of_elements) or (keys == [MASTER] and entry.shape != param.shape):
-            what = f"has {'.'.join(map(str, keys))!r} of shape {entry.shape} in the state of {of!r}"
-            raise _other_model(stored, f"{what}, and the parameter is of shape {tuple(param.shape)}")
+            raise _other_model(
+                stored,
+                f"has {'.'.join(map(str, keys))!r} of shape {entry.shape} in the state of {of!r}, "
+                f"and the parameter is of shape {tuple(param.shape)}",
+            )
         if parts is not None and dtype is not None and is_of_elements and param in parts:
             pieces = [(part, torch.zeros(part.numel, dtype=dtype, device=param.device)) for part in parts[param]]
             room[entry.name] = ShardedState(param, dtype, pieces)

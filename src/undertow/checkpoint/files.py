@@ -7,15 +7,17 @@ path.old    the previous one, between the two renames:  path -> path.old,  path.
 If a save is interrupted at any point, one of the three is complete.
 """
 
+import contextlib
 import io
 import json
 import os
 import re
 import stat
 import zipfile
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from reprlib import repr as brief
 from typing import Any, BinaryIO, cast, final
@@ -55,16 +57,14 @@ def folder_for_saving(path: Path, *, header: str) -> Path:
         _require_ours(folder)
     if not _is_complete(path):
         _remove(path)
-        whole = _left_beside(path)
+        whole = found_at(path)
         if whole is not None:
             os.rename(whole, path)
     for folder in (new, old):
         _remove(folder)
     new.mkdir(parents=True)
-    with (new / _HEADER).open("w", encoding="utf-8") as file:
-        file.write(header)
-        file.flush()
-        os.fsync(file.fileno())
+    (new / _HEADER).write_text(header, encoding="utf-8")
+    _sync(new / _HEADER)
     return new
 
 
@@ -81,7 +81,8 @@ def put_in_place(path: Path) -> None:
 
 def found_at(path: Path) -> Path | None:
     """Returns `path`, damaged or not, or the complete folder that an interrupted save left next to it, or None."""
-    return path if path.exists() or path.is_symlink() else _left_beside(path)
+    is_there = path.exists() or path.is_symlink()
+    return path if is_there else next((folder for folder in _beside(path) if _is_complete(folder)), None)
 
 
 def folder_for_loading(path: Path) -> Path:
@@ -92,11 +93,6 @@ def folder_for_loading(path: Path) -> Path:
             "there is no checkpoint.", where=str(path.absolute()), remedy="Look for it in another place; every rank must see it."
         )
     return found
-
-
-def _left_beside(path: Path) -> Path | None:
-    """Returns the complete folder of a save that was interrupted between its renames."""
-    return next((folder for folder in _beside(path) if _is_complete(folder)), None)
 
 
 def read_stored(folder: Path) -> Stored:
@@ -121,18 +117,15 @@ def read_entries(folder: Path, entries: Mapping[str, Entry], targets: Mapping[st
     Raises CheckpointError if the contents of a file do not match `entries`.
     """
     values: dict[str, Any] = {}
-    by_file: dict[str, list[tuple[Piece, Entry, Sequence[Target]]]] = defaultdict(list)
-    for name, wanted in targets.items():
-        for piece in entries[name].pieces:
-            by_file[piece.file].append((piece, entries[name], wanted))
-    for file, reads in sorted(by_file.items()):
+    reads = sorted(((it.file, it.start, name, it) for name in targets for it in entries[name].pieces), key=lambda read: read[:3])
+    for file, of_file in groupby(reads, key=itemgetter(0)):
         try:
             with (folder / file).open("rb") as stream:
-                for piece, entry, wanted in sorted(reads, key=lambda read: read[0].start):
-                    if entry.dtype is None:
-                        values[entry.name] = _loaded(stream, piece)
+                for _, _, name, piece in of_file:
+                    if entries[name].dtype is None:
+                        values[name] = _loaded(stream, piece)
                     else:
-                        _read_tensor(stream, entry, piece, wanted)
+                        _read_tensor(stream, entries[name], piece, targets[name])
         except Exception as error:  # arbitrary bytes can raise any exception
             raise _broken(folder / file, f"cannot be read ({_reason(error)})") from error
     return values
@@ -141,23 +134,20 @@ def read_entries(folder: Path, entries: Mapping[str, Entry], targets: Mapping[st
 def header_text(*, optimizer: str | None, extra: Any) -> str:
     """Returns the JSON stored alongside the tensors; raises CheckpointError if it would not read back the same."""
     header = {"format": _FORMAT, "optimizer": optimizer, "extra": extra}
-    try:
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
         text = json.dumps(header)
-        is_kept = parsed_json(text) == header
-    except (TypeError, ValueError, RecursionError):
-        is_kept = False
-    if not is_kept:
-        raise CheckpointError(
-            f"extra does not survive being written as JSON: {brief(extra)}.",
-            where="save_checkpoint(extra=...)",
-            remedy="Give numbers, strings, lists and dicts with strings as keys.",
-        )
-    return text
+        if parsed_json(text) == header:
+            return text
+    raise CheckpointError(
+        f"extra does not survive being written as JSON: {brief(extra)}.",
+        where="save_checkpoint(extra=...)",
+        remedy="Give numbers, strings, lists and dicts with strings as keys.",
+    )
 
 
 def _header(path: Path) -> dict[str, Any]:
     try:
-        header = parsed_json(_read(path).decode("utf-8"))
+        header = parsed_json(_read(path))
     except ValueError:
         header = None
     if not isinstance(header, dict) or not {"format", "optimizer", "extra"} <= header.keys():
@@ -228,11 +218,11 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
 
 
-def _sync(folder: Path) -> None:
-    """Flushes the folder's entries to disk, if the system supports that."""
+def _sync(path: Path) -> None:
+    """Flushes a file, or the entries of a folder, to disk if the system supports that."""
     if os.name != "posix":
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

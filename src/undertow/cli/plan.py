@@ -11,8 +11,7 @@ from undertow.cli.what_if import NetworkOptions, WhatIf, require_rank
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Plan, first_plan, plan_from_groups, plan_in_order
-from undertow.profile import Profile
-from undertow.profile.profile import source_from_file
+from undertow.profile import Profile, source_from_file
 from undertow.report.comparison import print_outcomes
 from undertow.schedule import OpKind, Strategy, lower_accumulation, lower_data_parallel, strategy_named, verify
 from undertow.shown import cell, print_line

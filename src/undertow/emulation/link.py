@@ -10,14 +10,25 @@ A collective ends no earlier than the link allows: `max(link free, launch of the
 (`cost.collective_seconds`). A receive ends no earlier than `max(link free, message here) + bytes / bandwidth + latency`; the
 latency does not occupy the link. Sends are not delayed, because each message is delayed at its receiver, and the link is full
 duplex. A link shaped by a token bucket lets some bytes pass at once after a rest (`EmulatedLink`).
+
+    caller             post ──────────────────────────────────────── wait
+    thread of a sender   └ gloo has it · time reserved · next one
+    link                                 [ started ── bytes ── due )       one message or collective at a time
+    delivering thread                                            └ latency · done
+
+Messages occupy the link one after another, in the order of their arrival; the latency of one does not delay the next.
 """
 
 import logging
+import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
+from queue import SimpleQueue
 from typing import Any, final
 from weakref import WeakSet
 
@@ -27,14 +38,183 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from undertow.cost import Link, collective_seconds
-from undertow.emulation.wire import EmulatedLink, LinkWork, Receives, TaskThread, Transfer, sleep_until
 from undertow.errors import PhaseError
 from undertow.runtime.peers import patience
 
 __all__ = ["BACKEND", "EmulatedLink", "Transfer", "emulated_backend"]
 
 BACKEND = "emulated"
+_LOG_LENGTH = 65_536  # limits the memory of a training run that never takes its log
 _log = logging.getLogger("undertow")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A collective, or the receive of one message (kind "send"), as the link saw it; in seconds of `time.perf_counter`."""
+
+    kind: str
+    num_bytes: int  # of the whole tensor; for a receive, of the message
+    launched_s: float  # on this rank
+    started_s: float  # when the link was free and the last rank had launched or the message had arrived
+    done_s: float
+
+
+@final
+class LinkWork(dist.Work):
+    """Handle of a transfer on the link; a thread of the emulation completes it.
+
+    It is a separate class because torch's handle of a future cannot wait with a timeout, and its handle of a receive has no
+    future.
+    """
+
+    def __init__(self, result: Any, *, source_rank: Callable[[], int] | None = None) -> None:
+        super().__init__()
+        self._result = result
+        self._ask_source = source_rank  # for receives
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._is_finished = threading.Event()
+
+    def finish(self, error: Exception | None = None) -> None:
+        if error is None:
+            self._future.set_result(self._result)
+        else:
+            self._future.set_exception(error)
+        # Last, so that a caller that has waited finds the future complete too.
+        self._is_finished.set()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Blocks until it is done; a timeout of zero means no limit, as in torch."""
+        if not self._is_finished.wait(timeout.total_seconds() or None):
+            raise RuntimeError(f"Operation timed out! The link has not carried it after {timeout.total_seconds()} s.")
+        self._future.wait()  # raises the error
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._is_finished.is_set()
+
+    def _source_rank(self) -> int:
+        """Returns the sender; torch.distributed.recv asks if the caller named none."""
+        return super()._source_rank() if self._ask_source is None else self._ask_source()
+
+
+@final
+class EmulatedLink:
+    """This process's link to the network, full duplex; it carries one transfer after another, of all its groups."""
+
+    def __init__(self, link: Link, *, burst_bytes: int = 0) -> None:
+        """`burst_bytes` of payload pass at once after a rest: the contents of a full token bucket."""
+        self.link = link
+        self._burst_s = burst_bytes / link.bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+        self._paid_at_s = 0.0  # when the tokens for everything carried so far are there: the bucket as a virtual clock
+        self.log: deque[Transfer] = deque(maxlen=_LOG_LENGTH)  # transfers that have ended
+
+    def reserve(self, *, ready_s: float, bytes_s: float, latency_s: float = 0.0) -> tuple[float, float]:
+        """Reserves the link's next free interval from `ready_s` on, for bytes and then a latency; returns its start and end.
+
+        The bucket is the generic cell rate algorithm (ITU-T I.371). Latencies refill it; here they all follow the bytes.
+        """
+        with self._lock:
+            started_s = max(self._free_at_s, ready_s)
+            self._paid_at_s = max(self._paid_at_s, started_s - self._burst_s) + bytes_s
+            self._free_at_s = max(self._paid_at_s, started_s) + latency_s
+            return started_s, self._free_at_s
+
+    def deliver(self, work: LinkWork, *, kind: str, num_bytes: int, launched_s: float, started_s: float, due_s: float) -> None:
+        """Waits until `due_s`, logs the transfer, and ends its handle."""
+        while (now_s := time.perf_counter()) < due_s:
+            time.sleep(due_s - now_s)
+        self.log.append(Transfer(kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=started_s, done_s=now_s))
+        work.finish()
+
+    def take_log(self) -> tuple[Transfer, ...]:
+        """Returns all transfers that ended since the last call, in the order in which they ended.
+
+        On a free link, receives are missing: gloo's own handles do not tell when they end.
+        """
+        return tuple(self.log.popleft() for _ in range(len(self.log)))
+
+
+@final
+class TaskThread(threading.Thread):
+    """A daemon thread that runs tasks one after another, each for a handle: an error of the task ends the handle."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._tasks: SimpleQueue[tuple[LinkWork, Callable[[], None]] | None] = SimpleQueue()
+        self.start()
+
+    def submit(self, work: LinkWork, task: Callable[[], None]) -> None:
+        self._tasks.put((work, task))
+
+    def run(self) -> None:
+        while (item := self._tasks.get()) is not None:
+            work, task = item
+            try:
+                task()
+            except Exception as error:
+                work.finish(error)
+            del item, work, task  # otherwise its tensors would stay alive until the next one
+
+    def close(self, until_s: float) -> bool:
+        """Ends the thread after its tasks; returns False if it still runs at that time of `time.perf_counter`."""
+        self._tasks.put(None)
+        self.join(max(0.0, until_s - time.perf_counter()))
+        return not self.is_alive()
+
+
+@final
+class Receives:
+    """The receives of one group: each ends when the link would have carried its message.
+
+    Receives from one sender end in the order in which they were posted, whatever their tags. Senders do not wait for each other,
+    because one may be late, or send only after it has heard from another.
+    """
+
+    def __init__(self, link: EmulatedLink, *, rank: int) -> None:
+        self._link = link
+        self._rank = rank
+        self._lock = threading.Lock()
+        new_thread = partial(TaskThread, f"undertow-receive-{rank}")
+        self._senders: defaultdict[int | None, TaskThread] = defaultdict(new_thread)  # None: any
+        self._delivery = new_thread()
+
+    def post(self, start: Callable[[], dist.Work], tensors: list[Tensor], *, source: int | None) -> LinkWork:
+        """Starts a receive on gloo; the returned handle ends when the link has carried the message."""
+        posted_s, running = time.perf_counter(), start()
+        work = LinkWork(tensors, source_rank=running._source_rank)
+        with self._lock:
+            self._senders[source].submit(work, partial(self._receive, work, running, _num_bytes(tensors), posted_s))
+        return work
+
+    def close(self, until_s: float) -> None:
+        """Ends the threads after every message has arrived, or at `until_s`."""
+        with self._lock:
+            senders = [*self._senders.values()]
+            self._senders.clear()
+        are_over = [thread.close(until_s) for thread in (*senders, self._delivery)]
+        if not all(are_over):
+            _log.warning("an emulated group of rank %d was closed with a receive in flight.", self._rank)
+
+    def _receive(self, work: LinkWork, running: dist.Work, num_bytes: int, posted_s: float) -> None:
+        running.wait()
+        # Under the lock, so that messages are delivered in the order of their times on the link.
+        with self._lock:
+            bytes_s = num_bytes / self._link.link.bytes_per_s
+            started_s, due_s = self._link.reserve(ready_s=time.perf_counter(), bytes_s=bytes_s)
+            deliver = partial(self._link.deliver, work, kind="send", num_bytes=num_bytes, launched_s=posted_s)
+            self._delivery.submit(work, partial(deliver, started_s=started_s, due_s=due_s + self._link.link.hop_s))
+
+
+def _num_bytes(payload: Any) -> int:
+    """Returns the bytes of a tensor, or of all tensors in (nested) lists."""
+    if isinstance(payload, torch.Tensor):
+        return payload.numel() * payload.element_size()
+    return sum(_num_bytes(part) for part in payload)
 
 
 @contextmanager
@@ -67,13 +247,6 @@ def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLi
             group.shutdown()
 
 
-def _num_bytes(payload: Any) -> int:
-    """Returns the bytes of a tensor, or of all tensors in (nested) lists."""
-    if isinstance(payload, torch.Tensor):
-        return payload.numel() * payload.element_size()
-    return sum(_num_bytes(part) for part in payload)
-
-
 @final
 class _EmulatedGroup(dist.ProcessGroup):
     """A process group whose collectives and receives run on an inner gloo group and take as long as the link needs.
@@ -97,26 +270,26 @@ class _EmulatedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return BACKEND
 
-    def send(self, tensors: list[Tensor], target: int, tag: int) -> dist.Work:
-        return self.inner.send(tensors, target, tag)
-
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         return self._receive(partial(self.inner.recv, tensors, source, tag), tensors, source=source)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         return self._receive(partial(self.inner.recv_anysource, tensors, tag), tensors, source=None)
 
-    def launch(self, kind: str, num_bytes: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
-        """Passes a collective to the group's thread, or directly to gloo if the link is free."""
-        launched_s = time.perf_counter()
-        start: Callable[[], dist.Work] = partial(getattr(self.inner, name), *args, **kwargs)
-        if self._link.link.is_free:
-            running = start()
-            if self._record_when_done(running, kind, num_bytes, launched_s):
-                return running
-            start = partial(_identity, running)
+    def launch(self, name: str, kind: str, payload: int | None, *args: Any, **kwargs: Any) -> dist.Work:
+        """Passes the collective `name` to the group's thread, or directly to gloo if the link is free.
+
+        Argument number `payload` has its bytes.
+        """
+        num_parts = self.size() if kind in _PART_OF_A_RANK else 1
+        num_bytes = 0 if payload is None else num_parts * _num_bytes(args[payload])
+        launched_s, start = time.perf_counter(), partial(getattr(self.inner, name), *args, **kwargs)
+        running: dist.Work | None = start() if self._link.link.is_free else None
+        if running is not None and self._record_when_done(running, kind, num_bytes, launched_s):
+            return running
         work = LinkWork(args[0] if args else None)
-        self._collectives.submit(partial(self._carry, work, start, kind, num_bytes, launched_s))
+        complete = (lambda: start().wait()) if running is None else running.wait
+        self._collectives.submit(work, partial(self._carry, work, complete, kind, num_bytes, launched_s))
         return work
 
     def shutdown(self) -> None:
@@ -127,34 +300,25 @@ class _EmulatedGroup(dist.ProcessGroup):
             # The thread keeps the inner group alive: gloo's destructor would block on the same collective.
             _log.warning("an emulated group of rank %d was closed with a collective in flight.", self.rank())
 
-    def abort(self) -> None:
-        self.shutdown()
+    abort = shutdown
 
     def _receive(self, start: Callable[[], dist.Work], tensors: list[Tensor], *, source: int | None) -> dist.Work:
         # Not on the collectives' thread: ranks may order receives and collectives differently.
         return start() if self._link.link.is_free else self._receives.post(start, tensors, source=source)
 
-    def _carry(self, work: LinkWork, start: Callable[[], dist.Work], kind: str, num_bytes: int, launched_s: float) -> None:
-        """Runs one collective on gloo and ends its handle when the link would have carried it."""
+    def _carry(self, work: LinkWork, complete: Callable[[], object], kind: str, num_bytes: int, launched_s: float) -> None:
+        """Completes one collective on gloo and ends its handle when the link would have carried it."""
         link = self._link.link
-        try:
-            ready_s = launched_s if link.is_free else self._last_launch_s(launched_s)
-            start().wait()
-            cost_s, latency_s = (collective_seconds(link, kind, num_bytes=it, num_ranks=self.size()) for it in (num_bytes, 0))
-            started_s, due_s = self._link.reserve(ready_s=ready_s, bytes_s=cost_s - latency_s, latency_s=latency_s)
-            done_s = sleep_until(due_s)
-            self._link.record(kind, num_bytes, launched_s=launched_s, started_s=started_s, done_s=done_s)
-        except Exception as error:
-            work.finish(error)
-        else:
-            work.finish()
+        ready_s = launched_s if link.is_free else self._last_launch_s(launched_s)
+        complete()
+        cost_s, latency_s = (collective_seconds(link, kind, num_bytes=it, num_ranks=self.size()) for it in (num_bytes, 0))
+        started_s, due_s = self._link.reserve(ready_s=ready_s, bytes_s=cost_s - latency_s, latency_s=latency_s)
+        self._link.deliver(work, kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=started_s, due_s=due_s)
 
     def _last_launch_s(self, launched_s: float) -> float:
         """Returns the time of the last rank's launch; ranks run on one machine and share its monotonic clock."""
         latest = torch.tensor([launched_s], dtype=torch.float64)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # the stub lacks the implicit conversion
-        self.inner.allreduce([latest], options).wait()
+        self.inner.allreduce([latest], dist.ReduceOp.MAX).wait()
         return latest.item()
 
     def _record_when_done(self, work: dist.Work, kind: str, num_bytes: int, launched_s: float) -> bool:
@@ -163,29 +327,13 @@ class _EmulatedGroup(dist.ProcessGroup):
             future = work.get_future()
         except RuntimeError:
             return False
-        link = self._link  # not self, because the callback would keep the group alive
-
-        def record(_: object) -> None:
-            link.record(kind, num_bytes, launched_s=launched_s, started_s=launched_s, done_s=time.perf_counter())
-
-        future.add_done_callback(record)
+        log = self._link.log  # not self, because the callback would keep the group alive
+        transfer = partial(Transfer, kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=launched_s)
+        future.add_done_callback(lambda _: log.append(transfer(done_s=time.perf_counter())))
         return True
 
 
-def _identity(work: dist.Work) -> dist.Work:
-    return work
-
-
-def _collective(kind: str, name: str, *, payload: int | None, is_per_rank: bool) -> Callable[..., dist.Work]:
-    """Returns the group method `name`. Argument number `payload` has the bytes, times the ranks if it holds one rank's part."""
-
-    def method(self: _EmulatedGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        num_bytes = 0 if payload is None else _num_bytes(args[payload]) * (self.size() if is_per_rank else 1)
-        return self.launch(kind, num_bytes, name, args, kwargs)
-
-    return method
-
-
+_PART_OF_A_RANK = ("gather", "scatter")  # their argument holds the part of one rank
 # The argument that has the bytes of each kind of collective, and the methods, the last ones under their names in torch < 2.13.
 _METHODS: dict[str, tuple[int | None, tuple[str, ...]]] = {
     "all_reduce": (0, ("allreduce", "allreduce_coalesced")),
@@ -212,5 +360,4 @@ _METHODS: dict[str, tuple[int | None, tuple[str, ...]]] = {
 }
 for _kind, (_payload, _names) in _METHODS.items():
     for _name in _names:
-        _method = _collective(_kind, _name, payload=_payload, is_per_rank=_kind in ("gather", "scatter"))
-        setattr(_EmulatedGroup, _name, _method)
+        setattr(_EmulatedGroup, _name, partialmethod(_EmulatedGroup.launch, _name, _kind, _payload))

@@ -19,8 +19,7 @@ from undertow.cli.simulate import SWEEPS, swept_ranks
 from undertow.cli.what_if import OPTIMAL
 from undertow.demo import DemoSettings
 from undertow.plan import plan_from_groups
-from undertow.profile import profile_from_file, profile_from_json
-from undertow.profile.profile import source_from_file
+from undertow.profile import profile_from_file, profile_from_json, source_from_file
 from undertow.schedule import STRATEGIES, Strategy
 
 

@@ -29,7 +29,7 @@ from undertow.plan import (
     signature_of,
 )
 from undertow.plan.layout import padded_numel, trailer_at
-from undertow.profile.profile import source_from_file
+from undertow.profile import source_from_file
 
 PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
 NARROW = (spec("wide", 6), dataclasses.replace(spec("narrow", 6), own_dtype="bfloat16"))

@@ -3,28 +3,32 @@
 Profiles are written by `Profile.save` or by hand: every error names the field or the line.
 """
 
-import difflib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from reprlib import repr as brief
 from typing import Any
 
 from undertow.cost import COLLECTIVES, CostCurve, MeasuredCosts
-from undertow.errors import ConfigError
-from undertow.foreign import parsed_json
+from undertow.errors import ConfigError, require, suggestion
+from undertow.foreign import as_float, parsed_json
 from undertow.plan import GroupEntry, ParamSpec, Piece, Plan, StepTiming, plan_from_groups
 from undertow.plan.layout import ITEMSIZES, MOST
 from undertow.plan.plan import member_from_json, member_to_json
 from undertow.schedule import strategy_named
+
+__all__ = ["Profile", "profile_from_file", "profile_from_json"]
 
 FORMAT_FIELD, FORMAT = "undertow_profile", 1  # the first entry of a file, and the version of the format
 _REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
 _TEXTS = ("name", "strategy")
 _TIMES = ("forward_us", "backward_us", "update_us", "step_us")
 FIELDS = (*_REQUIRED, *_TEXTS, "update_us", "step_us", "num_ranks", "costs", "buckets")
+_RENAMED = {"costs": "curves", "buckets": "groups"}  # fields of a file with another name in a Profile
 _TABLE_FIELDS = ("name", "shape", "bytes", "dtype", "device", "sparse")
 PARAM_FIELDS = ("name", "ready_us", *_TABLE_FIELDS[1:])
 _EXPECTED = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
@@ -60,35 +64,33 @@ class Profile:
     step_us: float | None = None  # measured time of the whole step
 
     def __post_init__(self) -> None:
-        for name in ("forward_us", "backward_us", "update_us", *(() if self.step_us is None else ("step_us",))):
-            checked_us(getattr(self, name), name)
-        if len(self.ready_us) != len(self.params):
-            raise ConfigError(
-                f"ready_us must have a time for each of {len(self.params)} parameters, got {len(self.ready_us)}.",
-                remedy="Give a ready time for each parameter, in the order of registration.",
-            )
+        for name in _TIMES if self.step_us is not None else _TIMES[:-1]:
+            _checked_us(getattr(self, name), name)
+        require(
+            len(self.ready_us) == len(self.params),
+            f"ready_us must have a time for each of {len(self.params)} parameters, got {len(self.ready_us)}.",
+            remedy="Give a ready time for each parameter, in the order of registration.",
+        )
         first_of: dict[str, int] = {}
         for index, (spec, time) in enumerate(zip(self.params, self.ready_us, strict=True)):
-            checked_ready_us(time, f"ready_us[{index}] ({spec.name!r})", backward_us=self.backward_us)
+            _checked_ready_us(time, f"ready_us[{index}] ({spec.name!r})", backward_us=self.backward_us)
             first = first_of.setdefault(spec.name, index)
             if first != index:
                 raise ConfigError(
                     f"params[{index}].name must differ from the name of params[{first}], got {spec.name!r}.",
                     remedy="Name each parameter once; a tied one has one name and one gradient.",
                 )
-        checked_integer(self.num_ranks, "num_ranks", lowest=1)
-        unknown = sorted(self.curves.keys() - COLLECTIVES.keys())
-        if unknown:
-            raise ConfigError(
-                f"curves has the unknown kind {unknown[0]!r}.", remedy=f"Kinds of collectives: {', '.join(COLLECTIVES)}."
-            )
+        _checked_integer(self.num_ranks, "num_ranks", lowest=1)
+        unknown = min(self.curves.keys() - COLLECTIVES.keys(), default=None)
+        kinds = f"Kinds of collectives: {', '.join(COLLECTIVES)}."
+        require(unknown is None, f"curves has the unknown kind {unknown!r}.", remedy=kinds)
         strategy_named(self.strategy)
         try:
             if self.groups is not None:
                 plan_from_groups(self.params, self.groups, num_ranks=self.num_ranks)
         except (ConfigError, IndexError) as error:
-            is_config = isinstance(error, ConfigError)
-            reason = str(error) if is_config else f"they name one that is not among the {len(self.params)} parameters"
+            outside = f"they name one that is not among the {len(self.params)} parameters"
+            reason = outside if isinstance(error, IndexError) else str(error)
             raise ConfigError("buckets, the groups of a profile, do not fit the parameters.", where=reason) from error
 
     @property
@@ -98,9 +100,7 @@ class Profile:
         The estimate assumes that forward runs through the layers in the reverse order of backward, with the same shares of time:
         the parameter that is ready last is used first.
         """
-        if self.backward_us == 0:
-            return (0.0,) * len(self.params)
-        shares = ((self.backward_us - ready) / self.backward_us for ready in self.ready_us)
+        shares = ((self.backward_us - ready) / (self.backward_us or 1.0) for ready in self.ready_us)
         return tuple(self.forward_us * min(max(share, 0.0), 1.0) for share in shares)
 
     @property
@@ -133,56 +133,46 @@ class Profile:
             "strategy": self.strategy,
             "step_us": None if self.step_us is None else _number(self.step_us),
         }
-        entries = {name: json.dumps(value) for name, value in plain.items() if value is not None}
-        entries["params"] = _list_text(map(_row, self.params, self.ready_us))
-        if self.curves:
-            curves = {kind: [[*map(_number, point)] for point in curve.points] for kind, curve in self.curves.items()}
-            entries["costs"] = _object_text({kind: json.dumps(points) for kind, points in curves.items()}, indent="  ").rstrip()
-        if self.groups is not None:
-            entries["buckets"] = _list_text([*map(member_to_json, group)] for group in self.groups)
-        return _object_text(entries)
+        curves = {kind: json.dumps([[*map(_number, point)] for point in curve.points]) for kind, curve in self.curves.items()}
+        of_lines = {
+            "params": _list_text(map(_row, self.params, self.ready_us)),
+            "costs": _object_text(curves, indent="  ").rstrip() if curves else None,
+            "buckets": None if self.groups is None else _list_text([*map(member_to_json, group)] for group in self.groups),
+        }
+        texts = {name: json.dumps(value) for name, value in plain.items() if value is not None}
+        return _object_text(texts | {name: text for name, text in of_lines.items() if text is not None})
 
     def save(self, path: str | Path) -> None:
         """Writes `to_json()` to `path`; `profile_from_file` reads it."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
-def checked_us(value: Any, field: str) -> float:
+def _checked_us(value: Any, path: str) -> float:
     """Returns `value` as a time in microseconds; raises ConfigError unless it is finite and not negative."""
-    try:
-        is_time = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= float(value) < math.inf
-    except OverflowError:  # an integer beyond all floats
-        is_time = False
-    if not is_time:
-        raise ConfigError(
-            f"{field} must be a number of microseconds, zero or more, got {brief(value)}.",
-            remedy="A millisecond is 1000. NaN and infinity are not times.",
-        )
-    return float(value)
+    time_us, remedy = as_float(value), "A millisecond is 1000. NaN and infinity are not times."
+    _require(0 <= time_us < math.inf, path, "a number of microseconds, zero or more", value, remedy=remedy)
+    return time_us
 
 
-def checked_ready_us(value: Any, field: str, *, backward_us: float) -> float:
+def _checked_ready_us(value: Any, path: str, *, backward_us: float) -> float:
     """Returns a gradient's ready time in microseconds since backward began; raises ConfigError if it is after backward ends."""
-    ready_us = checked_us(value, field)
+    ready_us = _checked_us(value, path)
     if ready_us > backward_us + _ROUNDING_US:
         raise ConfigError(
-            f"{field} must not be after the end of backward, got {brief(value)}.",
+            f"{path} must not be after the end of backward, got {brief(value)}.",
             where=f"backward_us is {brief(backward_us)}",
             remedy="Count from the beginning of backward; a gradient that never comes has backward_us.",
         )
     return ready_us
 
 
-def checked_integer(value: Any, field: str, *, lowest: int) -> int:
+def _checked_integer(value: Any, path: str, *, lowest: int) -> int:
     """Returns a whole number; raises ConfigError if it is less than `lowest` or does not fit into 64 bits."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ConfigError(
-            f"{field} must be a whole number, {lowest} or more, got {brief(value)}.",
-            remedy=f"Write a number such as {lowest}, without a decimal point or quotes.",
-        )
-    if value > MOST:
-        raise ConfigError(f"{field} is too large: {brief(value)}.", remedy=f"At most {MOST} can be counted.")
-    return value
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= lowest
+    remedy = f"Write a number such as {lowest}, without a decimal point or quotes."
+    _require(is_whole, path, f"a whole number, {lowest} or more", value, remedy=remedy)
+    require(value <= MOST, f"{path} is too large: {brief(value)}.", remedy=f"At most {MOST} can be counted.")
+    return int(value)
 
 
 def _row(spec: ParamSpec, ready_us: float) -> dict[str, Any]:
@@ -214,7 +204,7 @@ def profile_from_file(path: str | Path) -> Profile:
     profile = profile_from_file("examples/profiles/gpt2.json")
     ```
     """
-    return profile_from_json(_text_of(path), str(path))
+    return _profile_of(_parsed(_contents(path), str(path)), str(path))
 
 
 def profile_from_json(text: str, where: str) -> Profile:
@@ -227,13 +217,13 @@ def profile_from_json(text: str, where: str) -> Profile:
 
 def source_from_file(path: str | Path) -> Profile | Plan | tuple[ParamSpec, ...]:
     """Reads a profile, a saved plan or a table of parameters from a JSON file; raises ConfigError for other files."""
-    text = _text_of(path)
-    data = _parsed(text, str(path))
+    contents = _contents(path)
+    data = _parsed(contents, str(path))
     try:
         if isinstance(data, dict) and "buckets" in data and FORMAT_FIELD not in data:
-            return Plan.from_json(text)
+            return Plan.from_json(contents.decode())
         if isinstance(data, dict) and data.keys() == {"params"}:
-            rows = enumerate(_checked(_checked_object(data, "", ("params",))["params"], list, "params"))
+            rows = enumerate(_checked(_checked_object(data, "", ("params",))["params"], "params", kind=list))
             return tuple(_spec(row, f"params[{index}]", _TABLE_FIELDS, ("name",)) for index, row in rows)
     except ConfigError as error:
         raise ConfigError(f"{path} is neither a saved plan nor a table of parameters.", where=str(error)) from error
@@ -247,114 +237,110 @@ def _profile_of(data: Any, where: str) -> Profile:
         raise ConfigError(f"{where} is not a profile.", where=str(error)) from error
 
 
-def _text_of(path: str | Path) -> str:
+def _contents(path: str | Path) -> bytes:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read.", where=error.strerror or str(error), remedy=_REMEDY) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not JSON.", where=str(error), remedy=_REMEDY) from error
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parsed(text: str | bytes, where: str) -> Any:
     try:
         return parsed_json(text, object_of=_object)
     except ValueError as error:
-        place = str(error)
-        if isinstance(error, json.JSONDecodeError):
-            place = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        place = (
+            f"line {error.lineno}, column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else str(error)
+        )
         raise ConfigError(f"{where} is not JSON.", where=place, remedy=_REMEDY) from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, value in pairs:
-        fields[name] = _GIVEN_TWICE if name in fields else value
-    return fields
+    counts = Counter(name for name, _ in pairs)
+    return {name: _GIVEN_TWICE if counts[name] > 1 else value for name, value in pairs}
 
 
 def _profile(data: Any) -> Profile:
     fields = _checked_object(data, "", FIELDS, _REQUIRED)
-    if fields[FORMAT_FIELD] != FORMAT or isinstance(fields[FORMAT_FIELD], bool):
-        raise ConfigError(f"{FORMAT_FIELD} must be {FORMAT}, got {brief(fields[FORMAT_FIELD])}.", remedy=_REMEDY)
-    rows = _checked(fields["params"], list, "params")
-    given = {name: _checked(fields[name], str, name) for name in _TEXTS if name in fields}
-    given |= {name: checked_us(fields[name], name) for name in _TIMES if name in fields}
-    if "num_ranks" in fields:
-        given["num_ranks"] = fields["num_ranks"]
-    if "costs" in fields:
-        costs = _checked_object(fields["costs"], "costs", tuple(COLLECTIVES))
-        given["curves"] = {kind: _curve(points, f"costs.{kind}") for kind, points in costs.items()}
-    if "buckets" in fields:
-        given["groups"] = _groups(fields["buckets"], len(rows))
+    is_read = fields[FORMAT_FIELD] == FORMAT and not isinstance(fields[FORMAT_FIELD], bool)
+    _require(is_read, FORMAT_FIELD, FORMAT, fields[FORMAT_FIELD])
+    rows = _checked(fields["params"], "params", kind=list)
+    readers: dict[str, Callable[[Any, str], Any]] = {
+        **dict.fromkeys(_TEXTS, partial(_checked, kind=str)),
+        **dict.fromkeys(_TIMES, _checked_us),
+        "num_ranks": partial(_checked_integer, lowest=1),
+        "costs": _curves,
+        "buckets": partial(_groups, num_params=len(rows)),
+    }
+    given = {_RENAMED.get(name, name): read(fields[name], name) for name, read in readers.items() if name in fields}
     params = tuple(_spec(row, f"params[{index}]", PARAM_FIELDS, ("name", "ready_us")) for index, row in enumerate(rows))
     ready_us = tuple(
-        checked_ready_us(row["ready_us"], f"params[{index}].ready_us", backward_us=given["backward_us"])
+        _checked_ready_us(row["ready_us"], f"params[{index}].ready_us", backward_us=given["backward_us"])
         for index, row in enumerate(rows)
     )
     return Profile(params=params, ready_us=ready_us, **given)
 
 
 def _spec(row: Any, path: str, known: Collection[str], required: Collection[str]) -> ParamSpec:
-    fields = _checked_object(row, path, known, required)
-    dtype = fields.get("dtype", "float32")
+    fields = {"dtype": "float32", "device": "cpu", "sparse": False, **_checked_object(row, path, known, required)}
+    dtype = fields["dtype"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZES:
-        raise _wrong(f"{path}.dtype", f"one of {', '.join(ITEMSIZES)}", dtype, remedy=_suggestion(dtype, ITEMSIZES))
+        raise _wrong(f"{path}.dtype", f"one of {', '.join(ITEMSIZES)}", dtype, remedy=suggestion(dtype, ITEMSIZES))
     return ParamSpec(
-        name=_checked(fields["name"], str, f"{path}.name"),
+        name=_checked(fields["name"], f"{path}.name", kind=str),
         shape=_shape(fields, path, ITEMSIZES[dtype]),
         dtype=dtype,
         itemsize=ITEMSIZES[dtype],
-        device=_checked(fields.get("device", "cpu"), str, f"{path}.device"),
-        is_sparse=_checked(fields.get("sparse", False), bool, f"{path}.sparse"),
+        device=_checked(fields["device"], f"{path}.device", kind=str),
+        is_sparse=_checked(fields["sparse"], f"{path}.sparse", kind=bool),
     )
 
 
 def _shape(fields: dict[str, Any], path: str, itemsize: int) -> tuple[int, ...]:
-    if ("shape" in fields) == ("bytes" in fields):
-        raise ConfigError(
-            f"{path} must have either shape or bytes, got {'both' if 'shape' in fields else 'neither'}.",
-            remedy='Write "shape": [64, 3, 7, 7], "shape": 9408 (elements) or "bytes": 37632.',
-        )
+    require(
+        ("shape" in fields) != ("bytes" in fields),
+        f"{path} must have either shape or bytes, got {'both' if 'shape' in fields else 'neither'}.",
+        remedy='Write "shape": [64, 3, 7, 7], "shape": 9408 (elements) or "bytes": 37632.',
+    )
     if "bytes" in fields:
-        num_bytes = checked_integer(fields["bytes"], f"{path}.bytes", lowest=0)
-        if num_bytes % itemsize:
-            raise _wrong(f"{path}.bytes", f"a multiple of the {itemsize} bytes of an element", num_bytes)
+        num_bytes = _checked_integer(fields["bytes"], f"{path}.bytes", lowest=0)
+        _require(num_bytes % itemsize == 0, f"{path}.bytes", f"a multiple of the {itemsize} bytes of an element", num_bytes)
         return (num_bytes // itemsize,)
-    given = fields["shape"]
-    if isinstance(given, list):
-        shape = tuple(checked_integer(size, f"{path}.shape[{dim}]", lowest=0) for dim, size in enumerate(given))
-    else:
-        shape = (checked_integer(given, f"{path}.shape", lowest=0),)
-    checked_integer(math.prod(shape) * itemsize, f"{path}.shape, in bytes,", lowest=0)
+    given, path = fields["shape"], f"{path}.shape"
+    sizes = {f"{path}[{dim}]": size for dim, size in enumerate(given)} if isinstance(given, list) else {path: given}
+    shape = tuple(_checked_integer(size, path, lowest=0) for path, size in sizes.items())
+    _checked_integer(math.prod(shape) * itemsize, f"{path}, in bytes,", lowest=0)
     return shape
 
 
+def _curves(costs: Any, path: str) -> dict[str, CostCurve]:
+    return {kind: _curve(points, f"{path}.{kind}") for kind, points in _checked_object(costs, path, COLLECTIVES).items()}
+
+
 def _curve(points: Any, path: str) -> CostCurve:
-    rows = _checked(points, list, path)
-    for index, row in enumerate(rows):
-        if not isinstance(row, list) or len(row) != 2:
-            raise _wrong(f"{path}[{index}]", "[bytes, microseconds]", row)
+    for index, row in enumerate(_checked(points, path, kind=list)):
+        _require(isinstance(row, list) and len(row) == 2, f"{path}[{index}]", "[bytes, microseconds]", row)
         for position, number in enumerate(row):
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                raise _wrong(f"{path}[{index}][{position}]", "a number", number)
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            _require(is_number, f"{path}[{index}][{position}]", "a number", number)
     try:
-        return CostCurve(points=tuple((size, time) for size, time in rows))
+        return CostCurve(points=tuple((size, time) for size, time in points))
     except ConfigError as error:
         raise ConfigError(f"{path} is not a cost curve.", where=str(error)) from error
 
 
-def _groups(buckets: Any, num_params: int) -> tuple[tuple[GroupEntry, ...], ...]:
-    rows = [_checked(members, list, f"buckets[{index}]") for index, members in enumerate(_checked(buckets, list, "buckets"))]
-    groups: list[tuple[GroupEntry, ...]] = []
-    path_of: dict[int, str] = {}  # of parameters that are in a bucket as a whole
-    for index, members in enumerate(rows):
-        paths = [f"buckets[{index}][{position}]" for position, _ in enumerate(members)]
-        groups.append(tuple(_member(member, path, num_params) for member, path in zip(members, paths, strict=True)))
-        for member, path in zip(groups[-1], paths, strict=True):
-            if isinstance(member, int) and path_of.setdefault(member, path) != path:
-                raise _wrong(path, f"of a parameter that {path_of[member]} does not hold", member)
-    return tuple(groups)
+def _groups(buckets: Any, path: str, *, num_params: int) -> tuple[tuple[GroupEntry, ...], ...]:
+    rows = [_checked(row, f"{path}[{index}]", kind=list) for index, row in enumerate(_checked(buckets, path, kind=list))]
+    groups = tuple(
+        tuple(_member(value, f"{path}[{index}][{position}]", num_params) for position, value in enumerate(row))
+        for index, row in enumerate(rows)
+    )
+    path_of: dict[GroupEntry, str] = {}
+    for index, group in enumerate(groups):
+        for position, member in enumerate(group):
+            here = f"{path}[{index}][{position}]"
+            first = path_of.setdefault(member, here)
+            _require(isinstance(member, Piece) or first == here, here, f"of a parameter that {first} does not hold", member)
+    return groups
 
 
 def _member(value: Any, path: str, num_params: int) -> GroupEntry:
@@ -362,35 +348,32 @@ def _member(value: Any, path: str, num_params: int) -> GroupEntry:
         member = member_from_json(value)
     except ValueError as error:
         raise _wrong(path, "a parameter's index or [index, first element, end]", value) from error
-    if (member.param if isinstance(member, Piece) else member) not in range(num_params):
-        raise _wrong(path, f"of one of the {num_params} parameters, counted from zero", value)
+    is_one = (member.param if isinstance(member, Piece) else member) in range(num_params)
+    _require(is_one, path, f"of one of the {num_params} parameters, counted from zero", value)
     return member
 
 
 def _checked_object(data: Any, path: str, known: Collection[str], required: Collection[str] = ()) -> dict[str, Any]:
-    fields: dict[str, Any] = _checked(data, dict, path or "a profile")
+    fields: dict[str, Any] = _checked(data, path or "a profile", kind=dict)
     prefix = f"{path}." if path else ""
     for name, value in fields.items():
         if name not in known:
-            raise ConfigError(f"{prefix}{name} is unknown.", remedy=_suggestion(name, known))
-        if value is _GIVEN_TWICE:
-            raise ConfigError(f"{prefix}{name} is given twice.", remedy="Leave one of the two out.")
-    for name in required:
-        if name not in fields:
-            raise ConfigError(f"{prefix}{name} is missing.", remedy=_REMEDY)
+            raise ConfigError(f"{prefix}{name} is unknown.", remedy=suggestion(name, known))
+        require(value is not _GIVEN_TWICE, f"{prefix}{name} is given twice.", remedy="Leave one of the two out.")
+    missing = next((name for name in required if name not in fields), None)
+    require(missing is None, f"{prefix}{missing} is missing.", remedy=_REMEDY)
     return fields
 
 
-def _checked(value: Any, kind: type, path: str) -> Any:
-    if not isinstance(value, kind):
-        raise _wrong(path, _EXPECTED[kind], value)
+def _checked(value: Any, path: str, *, kind: type) -> Any:
+    _require(isinstance(value, kind), path, _EXPECTED[kind], value)
     return value
 
 
-def _wrong(path: str, expected: str, value: Any, *, remedy: str = _REMEDY) -> ConfigError:
+def _require(holds: bool, path: str, expected: object, value: Any, *, remedy: str = _REMEDY) -> None:
+    if not holds:
+        raise _wrong(path, expected, value, remedy=remedy)
+
+
+def _wrong(path: str, expected: object, value: Any, *, remedy: str = _REMEDY) -> ConfigError:
     return ConfigError(f"{path} must be {expected}, got {brief(value)}.", remedy=remedy)
-
-
-def _suggestion(name: Any, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
