@@ -38,8 +38,8 @@ TRANSLATED = re.compile(
 )
 # An entry may not grow. It leaves this table when it is within its budget; the table ends empty.
 NOT_YET = {
-    "statements": 14_156,
-    "statements of runtime": 7_071,
+    "statements": 13_037,
+    "statements of runtime": 6_721,
 }
 # With one bucket, so that all runs enter the same.
 STEP_BUDGETS = {"ddp": (12, 120), "zero1": (18, 200)}  # files and frames of undertow that a steady step of ten parameters enters

@@ -56,7 +56,6 @@ class CompiledPlan:
         self.params = tuple(params)
         self.strides = tuple(param.stride() for param in params)  # of this moment, as buckets are laid out
         self.reducer, self.sharding = reducer, sharding
-        self.strategy: Strategy = DDP if sharding is None else sharding.strategy
         self.present = Present(
             plan=plan, generation=generation, has_shards=sharding is not None, steps_in_backward=self.in_backward is not None
         )
@@ -80,6 +79,10 @@ class CompiledPlan:
     def in_backward(self) -> StepsInBackward | None:
         """Set if buckets are stepped in backward."""
         return None if self.sharding is None else self.sharding.in_backward
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        return DDP if self.sharding is None else self.sharding.strategy
 
     @cached_property
     def executor(self) -> Executor:
