@@ -13,7 +13,6 @@ from undertow.plan.grouping import (
     reverse_registration,
 )
 from undertow.plan.layout import (
-    SIGNATURE_BITS,
     GroupEntry,
     Groups,
     ParamSpec,
@@ -28,7 +27,6 @@ from undertow.plan.plan import Bucket, Plan, plan_from_groups
 from undertow.plan.timing import StepTiming, finish_us, in_backward_limit_us
 
 __all__ = [
-    "SIGNATURE_BITS",
     "Bucket",
     "GathersBehind",
     "GroupEntry",

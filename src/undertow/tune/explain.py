@@ -142,5 +142,6 @@ _TEXTS = {
     Outcome.OVERTAKEN: "not followed: the plan had changed meanwhile",
     Outcome.LEARN: "moved to {buckets}, to learn what other sizes cost",
     Outcome.TOO_LARGE: "kept ({numbers}: for a move every rank would hold all of the optimizer's state)",
+    Outcome.QUICK: "kept: one bucket is sent too quickly for a second one to pay",
     Outcome.FROZEN: "kept: torch.use_deterministic_algorithms is on, and another plan rounds differently",
 }

@@ -144,6 +144,7 @@ class Outcome(IntEnum):
     LEARN = 6  # buckets of other sizes, to learn their cost
     TOO_LARGE = 7  # every rank would have to hold all state for a moment
     FEWER = 8  # predicted to be as fast, with less work for the host
+    QUICK = 9  # one bucket, sent in less time than a second one costs the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

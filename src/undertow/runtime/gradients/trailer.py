@@ -10,7 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from undertow.plan import SIGNATURE_BITS, Bucket, Trailer, ranks_differ
+from undertow.plan import Bucket, Trailer, ranks_differ
+from undertow.plan.layout import SIGNATURE_BITS
 from undertow.runtime.gradients.storage import BucketStorage
 
 _NUM_STEPS = 64  # that a signature tells apart

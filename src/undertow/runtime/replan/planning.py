@@ -106,7 +106,7 @@ def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig
         why = "torch.use_deterministic_algorithms: another plan rounds differently"
     elif not why:
         has_moved = any(decided.decision.groups is not None for decided in history)
-        is_decided = has_moved or any(decided.decision.outcome is Outcome.KEEP for decided in history)
+        is_decided = has_moved or any(decided.decision.outcome in (Outcome.KEEP, Outcome.QUICK) for decided in history)
         why = (
             "planned from what was measured" if is_decided else "sizes follow from the size of the model: too little is measured"
         )
