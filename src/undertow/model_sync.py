@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import os
+import threading
 import weakref
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from undertow.config import SyncConfig
-from undertow.errors import PhaseError
+from undertow.errors import PhaseError, require
 from undertow.plan import Plan
 from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buffers
 from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, other_group, warn_of_lone_rank
@@ -23,7 +25,6 @@ from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.hooks import is_outermost_forward, is_watched, warn_of_late_backward
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf, ModuleParams
-from undertow.runtime.step.dropped import let_go_when_dropped
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.rounds import Phase
 from undertow.runtime.step.sharded_steps import (
@@ -33,6 +34,9 @@ from undertow.runtime.step.sharded_steps import (
 from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook, cut_graphs
+
+
+_NOT_THE_USERS = ("undertow-", "Dummy-")  # names of Undertow's threads, and of threads that Python has not started
 
 
 class ModelSync:
@@ -77,17 +81,18 @@ class ModelSync:
         """Creates everything that belongs to one process group, without communication."""
         own = self._group = OwnGroup(group, device=self._members.device, limits=self._config, within=within)
         own.here.module = weakref.ref(self._module)
-        self._engine = Engine(self._members, own, self._config, Recorder(own, level=self._config.record))
-        attached, members, engine = contextlib.ExitStack(), self._members, self._engine
-        attached.callback(self._group.close)
+        members, attached = self._members, contextlib.ExitStack()
+        engine = self._engine = Engine(members, own, self._config, Recorder(own, level=self._config.record))
+        attached.callback(own.close)
         attached.callback(
             lambda: None if engine.phase is Phase.HANDED_OVER else members.close()
         )  # a successor has taken the members over
-        attached.callback(self._engine.close)
-        attached.callback(watch_steps(self, self._engine))
+        attached.callback(engine.close)
+        attached.callback(watch_steps(self, engine))
         self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this, a dropped model is never freed.
-        self._let_go = let_go_when_dropped(self, self._engine, attached.close)
+        self._let_go = weakref.finalize(self, _let_go, engine, attached.close, os.getpid())
+        self._let_go.atexit = False
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -204,18 +209,20 @@ class ModelSync:
     def _change_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Averages over the ranks of `process_group` from the next forward on; each of its ranks must call it."""
         self._require_open("_update_process_group")
-        if self.experts:
-            raise PhaseError(
-                "the ranks of a model with experts cannot change.",
-                where="_update_process_group",
-                remedy="Close the wrapper, and wrap the model anew.",
-            )
-        if self._steps is not None:
-            raise PhaseError(
-                "the ranks of a model whose optimizer is sharded over them cannot change.",
-                where="_update_process_group",
-                remedy="Save a checkpoint, and load it over the other ranks.",
-            )
+        require(
+            not self.experts,
+            "the ranks of a model with experts cannot change.",
+            where="_update_process_group",
+            remedy="Close the wrapper, and wrap the model anew.",
+            error=PhaseError,
+        )
+        require(
+            self._steps is None,
+            "the ranks of a model whose optimizer is sharded over them cannot change.",
+            where="_update_process_group",
+            remedy="Save a checkpoint, and load it over the other ranks.",
+            error=PhaseError,
+        )
         group = other_group(process_group, self._config.strategy)
         warn_of_lone_rank(process_group, type(self._module).__name__)
         before = self._engine
@@ -323,12 +330,13 @@ class ModelSync:
 
     def _require_open(self, call: str) -> None:
         """Raises PhaseError after `close()`, when `call` would average nothing."""
-        if self._is_closed:
-            raise PhaseError(
-                "this model is closed: its gradients are not averaged any more.",
-                where=f"{call}, rank {self.rank}",
-                remedy="Train `model.module`, the module itself, without averaging, or wrap it anew.",
-            )
+        require(
+            not self._is_closed,
+            "this model is closed: its gradients are not averaged any more.",
+            where=f"{call}, rank {self.rank}",
+            remedy="Train `model.module`, the module itself, without averaging, or wrap it anew.",
+            error=PhaseError,
+        )
 
     def close(self) -> None:
         """Removes all hooks from the module and destroys Undertow's process group; later calls do nothing.
@@ -337,12 +345,13 @@ class ModelSync:
         """
         if all(part._is_closed for part in self._parts):
             return
-        if private.graph_task_id() != -1:
-            raise PhaseError(
-                "close() was called inside a backward.",
-                where=f"rank {self._group.rank}",
-                remedy="Call it after backward: gradients of this one may be on their way.",
-            )
+        require(
+            private.graph_task_id() == -1,
+            "close() was called inside a backward.",
+            where=f"rank {self._group.rank}",
+            remedy="Call it after backward: gradients of this one may be on their way.",
+            error=PhaseError,
+        )
         all_of(*(expert.close for expert in self.experts), self._close)  # whose group watches the ranks for all
 
     def _close(self) -> None:
@@ -360,3 +369,17 @@ class ModelSync:
                 hook.remove()
         if is_backward_due:
             warn_of_late_backward(self._module, [param for _, param in self._members.trained_now()])
+
+
+def _let_go(engine: Engine, close: Callable[[], object], process: int) -> None:
+    """Calls `close` for a model that user code has dropped.
+
+    It waits for the parameters of the engine's last step, and of its siblings' last steps, because other ranks wait for this
+    rank's shards. Errors are dropped. It does not wait if the garbage collector runs in one of Undertow's threads, which may
+    be the one that gathers parameters, or in a child process, which has no such threads.
+    """
+    try:
+        if os.getpid() == process and not threading.current_thread().name.startswith(_NOT_THE_USERS):
+            engine.siblings.wait_for_parameters()
+    finally:
+        close()

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from undertow.config import SyncConfig
-from undertow.errors import NonFiniteGradient, PhaseError, ReplicaMismatch
+from undertow.errors import NonFiniteGradient, PhaseError, ReplicaMismatch, require
 from undertow.plan import Plan
-from undertow.runtime.comm.group import OwnGroup, Pending
+from undertow.runtime.comm.group import Pending
 from undertow.runtime.execute.round import RoundKind, RoundResult
 from undertow.runtime.gradients.finite import not_finite
 from undertow.runtime.peers import faults
@@ -131,12 +131,13 @@ class NonFinite:
     def _with_closure(
         self, optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
-        if self._policy == "skip":
-            raise PhaseError(
-                'nonfinite="skip" does not go with step(closure): the step has begun when the closure brings gradients.',
-                where=f"{type(optimizer).__name__}, rank {self._rank}",
-                remedy='Call the closure before step(), or use nonfinite="raise".',
-            )
+        require(
+            self._policy != "skip",
+            'nonfinite="skip" does not go with step(closure): the step has begun when the closure brings gradients.',
+            where=f"{type(optimizer).__name__}, rank {self._rank}",
+            remedy='Call the closure before step(), or use nonfinite="raise".',
+            error=PhaseError,
+        )
 
         def judged() -> Any:
             loss = closure()
@@ -177,52 +178,6 @@ def _idle(optimizer: Optimizer) -> Optimizer:
     groups = [{**group, "params": []} for group in copy.deepcopy(settings)]  # some optimizers count steps in them
     vars(stand_in).update({**vars(optimizer), "param_groups": groups, "state": defaultdict(dict)})
     return stand_in
-
-
-class Replicas:
-    """Compares the parameters of all ranks of `group` after every `every` synchronizations.
-
-    Fingerprints are sent when a synchronization ends and compared when the next step begins. With several models in one backward,
-    another rank may be at another model in between.
-    """
-
-    def __init__(self, group: OwnGroup, every: int, *, names: Sequence[int]) -> None:
-        self._group = group
-        self._names = names  # of the ranks
-        self._every = every
-        # Comparisons in flight: synchronization, names of parameters, and for each rank whether it counts, and its fingerprints.
-        self._sent: list[tuple[int, Sequence[str], Pending[list[Tensor]]]] = []
-
-    def is_due(self, number: int) -> bool:
-        """Returns True if parameters are compared at the end of synchronization `number`."""
-        return (number + 1) % self._every == 0
-
-    @torch.no_grad()
-    def send(self, named_params: Sequence[tuple[str, Tensor]], *, number: int, counts: bool) -> None:
-        """Starts the comparison; every rank calls it in the same synchronization, with parameters in the same order.
-
-        With `counts=False`, this rank's parameters are allowed to differ.
-        """
-        if not named_params:
-            return
-        of_params = fingerprints([param for _, param in named_params], device=self._group.device)
-        mine = torch.cat((torch.full_like(of_params[:1], counts), of_params))  # [1 + number of parameters] int64
-        received = self._group.all_gather(mine, "the comparison of all ranks' parameters")
-        self._sent.append((number, [name for name, _ in named_params], received))
-
-    def require_alike(self) -> None:
-        """Waits for the fingerprints; raises ReplicaMismatch on every rank if they differ."""
-        while self._sent:
-            number, names, received = self._sent.pop(0)
-            rows = torch.stack(received.take()).tolist()
-            of_ranks = {rank: row[1:] for rank, row in zip(self._names, rows, strict=True) if row[0]}
-            differing = [index for index, values in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(values)) > 1]
-            if differing:
-                raise mismatch(
-                    names[differing[0]],
-                    {rank: values[differing[0]] for rank, values in of_ranks.items()},
-                    where=f"synchronization {number}; {len(differing)} of {len(names)} parameters differ",
-                )
 
 
 def fingerprints(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
@@ -276,42 +231,66 @@ def mismatch(name: str, values: Mapping[int, int], *, where: str) -> ReplicaMism
 
 
 class Checks:
-    """The checks of one engine."""
+    """The checks of one engine: its numbers, and the parameters of all ranks after every few synchronizations.
+
+    Fingerprints of parameters are sent when a synchronization ends and compared when the next step begins. With several models in
+    one backward, another rank may be at another model in between.
+    """
 
     def __init__(self, current_plan: CurrentPlan, config: SyncConfig) -> None:
         group = current_plan.group
         # Of a group of experts, ranks of the world: there are other groups.
-        names = group.user.ranks if config.experts else range(group.num_ranks)
+        self._names = names = group.user.ranks if config.experts else range(group.num_ranks)
         self.numbers = NonFinite(
             config.nonfinite, rank=group.rank, look=partial(_found_alone, current_plan, names[0]), names=names
         )
-        every = config.check_replicas_every
-        self.replicas = None if every is None or group.num_ranks == 1 else Replicas(group, every, names=names)
-        self.are_on = self.numbers.is_on or self.replicas is not None
+        # Synchronizations between two comparisons of parameters; None if there is nothing to compare.
+        self.every = None if group.num_ranks == 1 else config.check_replicas_every
+        self.are_on = self.numbers.is_on or self.every is not None
         self._current_plan = current_plan
+        # Comparisons in flight: synchronization, names of parameters, and for each rank whether it counts, and its fingerprints.
+        self.sent: list[tuple[int, Sequence[str], Pending[list[Tensor]]]] = []
+
+    def are_compared(self, number: int) -> bool:
+        """Returns True if parameters are compared at the end of synchronization `number`."""
+        return self.every is not None and (number + 1) % self.every == 0
 
     def must_be_read(self, number: int) -> bool:
         """Returns True if the end of synchronization `number` waits for its trailers, on devices too."""
         # A synchronization in which the parameters change counts as two.
-        replicas = self.replicas
-        return self.numbers.is_on or (replicas is not None and (replicas.is_due(number) or replicas.is_due(number + 1)))
+        return self.numbers.is_on or self.are_compared(number) or self.are_compared(number + 1)
 
+    @torch.no_grad()
     def round_was_sound(self, result: RoundResult) -> None:
-        """Called after a synchronization that all ranks have found sound: compares parameters if that is due."""
-        number = result.round.number
-        if self.replicas is not None and self.replicas.is_due(number):
-            current_plan = self._current_plan
-            current_plan.wait_for_parameters()
-            params = [*current_plan.now.hooks.named_params, *current_plan.members.common_frozen]
-            self.replicas.send(params, number=number, counts=result.round.kind is not RoundKind.SHADOW)
+        """Called after a synchronization that all ranks have found sound: starts a comparison of parameters if one is due."""
+        current_plan, number = self._current_plan, result.round.number
+        if not self.are_compared(number):
+            return
+        current_plan.wait_for_parameters()
+        named_params = [*current_plan.now.hooks.named_params, *current_plan.members.common_frozen]
+        if named_params:
+            of_params = fingerprints([param for _, param in named_params], device=current_plan.group.device)
+            counts = result.round.kind is not RoundKind.SHADOW  # else this rank's parameters are allowed to differ
+            mine = torch.cat((torch.full_like(of_params[:1], counts), of_params))  # [1 + number of parameters] int64
+            received = current_plan.group.all_gather(mine, "the comparison of all ranks' parameters")
+            self.sent.append((number, [name for name, _ in named_params], received))
 
     def require_alike(self) -> None:
         """Waits for compared parameters; raises ReplicaMismatch, on every rank, if they differ.
 
         Does nothing inside a backward, where ranks may wait for each other in different models.
         """
-        if self.replicas is not None and private.graph_task_id() == -1:
-            self.replicas.require_alike()
+        while self.sent and private.graph_task_id() == -1:
+            number, names, received = self.sent.pop(0)
+            rows = torch.stack(received.take()).tolist()
+            of_ranks = {rank: row[1:] for rank, row in zip(self._names, rows, strict=True) if row[0]}
+            differing = [index for index, values in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(values)) > 1]
+            if differing:
+                raise mismatch(
+                    names[differing[0]],
+                    {rank: values[differing[0]] for rank, values in of_ranks.items()},
+                    where=f"synchronization {number}; {len(differing)} of {len(names)} parameters differ",
+                )
 
 
 def _found_alone(current_plan: CurrentPlan, rank: int) -> Finding | None:

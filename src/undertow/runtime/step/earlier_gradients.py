@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from undertow.errors import PhaseError
-from undertow.runtime.execute.round import Round, RoundKind, RoundResult
+from undertow.runtime.execute.round import RoundKind, RoundResult
 from undertow.runtime.gradients.weights import RoundWeights, Weights
 from undertow.runtime.gradients.written import has_values
 from undertow.runtime.replan.current_plan import CurrentPlan
@@ -67,11 +67,6 @@ class EarlierGradients:
         weights = result.round.weights
         self.give_back(scale=1.0 if weights is None else weights.sums().keep)
         self._reduced = _marks(self._current_plan.now.hooks.params)
-
-    def require_sound(self, this_round: Round) -> None:
-        """Raises PhaseError, on every rank, if the round's weights are not sound."""
-        if this_round.weights is not None:
-            this_round.weights.require_sound(f"synchronization {this_round.number}, rank {self._current_plan.group.rank}")
 
     @torch.no_grad()
     def give_back(self, *, scale: float = 1.0) -> None:

@@ -4,25 +4,16 @@ import threading
 
 from torch import Tensor
 
-from undertow.config import SyncConfig
 from undertow.errors import PhaseError, require
 from undertow.runtime.comm.comm_hook import CommHook
-from undertow.runtime.comm.group import GroupRef, OwnGroup
-from undertow.runtime.comm.recorder import Recorder
+from undertow.runtime.comm.group import GroupRef
 from undertow.runtime.execute import agreed_errors
-from undertow.runtime.execute.hooks import OutermostEnd, is_watched
 from undertow.runtime.execute.round import RoundKind
 from undertow.runtime.gradients.binding import gradients_aside
-from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.peers.waiting import require_no_fault
-from undertow.runtime.replan.current_plan import CurrentPlan
-from undertow.runtime.replan.param_hooks import Listeners, ParamHooks
-from undertow.runtime.step.checks import Checks
-from undertow.runtime.step.earlier_gradients import EarlierGradients
-from undertow.runtime.step.optimizers_in_backward import OptimizersInBackward
-from undertow.runtime.step.progress import Progress
+from undertow.runtime.replan.param_hooks import ParamHooks
 from undertow.runtime.step.rounds import Phase, RoundRunner
-from undertow.runtime.step.siblings import SiblingEngines, all_of
+from undertow.runtime.step.siblings import all_of
 from undertow.runtime.torch_private import private
 
 
@@ -31,23 +22,6 @@ class Engine(RoundRunner):
 
     A round synchronizes gradients or only accumulates them, as decided when backward runs.
     """
-
-    def __init__(self, members: ModuleParams, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
-        self.is_accumulating, self.also_awaited = False, []
-        self.phase = Phase.IDLE
-        self.recorder = recorder
-        self.progress = Progress()
-        group.here.num_steps, group.here.is_idle = self.progress.rounds, self.progress.is_idle
-        self._open = None
-        self._end = OutermostEnd(self._launch_rest)
-        self._optimizers = OptimizersInBackward()
-        self.current_plan = CurrentPlan(members, group, config, recorder, Listeners(self._fill, self._enter, self._thawed))
-        self.earlier = None
-        if config.op == "weighted" or self.current_plan.now.compiled.reducer.divisor != group.num_ranks:
-            is_weighted = config.op == "weighted"
-            self.earlier = EarlierGradients(self.current_plan, is_weighted=is_weighted, is_between=self._is_between_rounds)
-        self.siblings = SiblingEngines([self])
-        self.checks = Checks(self.current_plan, config)
 
     @property
     def is_busy(self) -> bool:
@@ -73,23 +47,20 @@ class Engine(RoundRunner):
 
     def forward_begins(self, *, is_training: bool) -> None:
         """Called before every forward that a backward may follow."""
-        current_plan = self.current_plan
+        current_plan, progress = self.current_plan, self.progress
         require_no_fault(current_plan.group.member)
         if self._open is not None:
             self._abandon()
         if self.also_awaited:
             self._await_others()
-        if self.checks.replicas is not None:
+        if self.checks.sent:
             self.checks.require_alike()
         current_plan.look()
-        if current_plan.is_active:
-            self._prepare(current_plan.now.hooks)
-        if is_training:
-            self._training_forward_begins()
-
-    def _training_forward_begins(self) -> None:
-        current_plan, progress = self.current_plan, self.progress
         now, is_active = current_plan.now, current_plan.is_active
+        if is_active:
+            self._prepare(now.hooks, begins_step=is_training and not progress.has_begun)
+        if not is_training:
+            return
         # Other ranks are told of an exception that ends this thread, and shown its stack if it is late.
         current_plan.group.here.thread = threading.get_ident()
         if not is_active and not self.is_accumulating:
@@ -100,10 +71,6 @@ class Engine(RoundRunner):
         if now.hooks.alone is not None:
             progress.has_accumulated &= not now.hooks.alone.is_complete
             now.hooks.alone.forward_begins()
-        if is_active and not progress.has_begun:
-            now.compiled.executor.look()
-            if self.earlier is not None:
-                self.earlier.forward_begins()
         progress.forward_begins(is_accumulating=self.is_accumulating and not self.synchronizes)
 
     def use_hook(self, hook: CommHook) -> None:
@@ -120,7 +87,7 @@ class Engine(RoundRunner):
 
     def may_hand_over(self, params: frozenset[int], group: GroupRef) -> bool:
         """Returns True if another engine that has these parameters, by id, over `group` may take this one's over."""
-        if self.is_busy and private.graph_task_id() != -1:
+        if self._open is not None and private.graph_task_id() != -1:
             return False
         self.current_plan.apply_changes()
         return params >= self.current_plan.now.hooks.ids and group.ranks == self.current_plan.group.user.ranks
@@ -132,7 +99,7 @@ class Engine(RoundRunner):
         self.complete()
         self.current_plan.wait_for_parameters()
         self.close()
-        self._enter_phase(Phase.HANDED_OVER)
+        self.phase = Phase.HANDED_OVER
         return self.current_plan.now.hooks.accumulated_ids()
 
     def take_from(self, accumulated: set[int]) -> None:
@@ -158,7 +125,7 @@ class Engine(RoundRunner):
             progress.is_owed |= current_plan.now.retiring is not None  # parameters that no forward has found
         if progress.is_owed and not (is_up_to_date and current_plan.has_result):
             self._run_outside_of_backward(steps=True)
-        if self.checks.replicas is not None:
+        if self.checks.sent:
             self.checks.require_alike()
         if steps:
             progress.steps(params)
@@ -177,7 +144,7 @@ class Engine(RoundRunner):
         was_abandoned = self.progress.num_rounds > num_rounds  # and its gradients may be gone
         begins = self.is_step_empty and not was_abandoned
         if begins:
-            self.progress.forgets_unused()
+            self.progress.unused_so_far = None
         if self.progress.is_owed or begins:
             self._run_outside_of_backward()
 
@@ -196,30 +163,24 @@ class Engine(RoundRunner):
 
     def end_failed_backward(self) -> None:
         """Ends a round that an exception in backward has left open, before partly updated parameters are read."""
-        if self.phase is Phase.BACKWARD and not self._end.is_coming:  # else one runs in another thread
+        is_open = self._open is not None and self._open.ending is None and self.phase is Phase.OPEN
+        if is_open and not self._end.is_coming:  # else one runs in another thread
             self._abandon()
 
     def close(self) -> None:
         """Ends the round under way and removes the hooks; gradients stay in place."""
-        if self.phase < Phase.CLOSED:
-            self._enter_phase(Phase.CLOSED)
+        self.phase = max(self.phase, Phase.CLOSED)
         if self.earlier is not None:
             self.earlier.give_back()
         self.current_plan.close()
         self._optimizers.close()
 
     @property
-    def synchronizes(self) -> bool:
-        """True if a backward that runs now communicates, as one that only accumulates does if it adds up shards."""
-        current_plan = self.current_plan
-        return not self.is_accumulating or (current_plan.is_active and current_plan.now.compiled.strategy.reduces_micro_batches)
-
-    @property
     def is_backward_due(self) -> bool:
         """True if a training forward has run whose backward is to synchronize, and no synchronization has followed."""
         return self.progress.is_owed and self._meets
 
-    def _prepare(self, hooks: ParamHooks) -> None:
+    def _prepare(self, hooks: ParamHooks, *, begins_step: bool) -> None:
         """Does the preparations that only a forward makes possible."""
         hooks.arrival_hooks.run_last()
         if hooks is not self._optimizers.seen:
@@ -230,6 +191,10 @@ class Engine(RoundRunner):
             )
         if hooks.distributed is not None:
             hooks.distributed.forward_begins()
+        if begins_step:
+            self.current_plan.now.compiled.executor.look()
+            if self.earlier is not None:
+                self.earlier.forward_begins()
 
     def _reduce_elsewhere(self, gradients: dict[int, Tensor]) -> None:
         """Runs a round for gradients that are not in `.grad`, at the end of their backward."""
@@ -246,64 +211,6 @@ class Engine(RoundRunner):
             self.complete()
             for index, gradient in gradients.items():
                 gradient.copy_(params[index].grad)  # type: ignore[arg-type]  # it is the mean
-
-    @private.untraced
-    def _enter(self, hooks: ParamHooks, task: int, param: int) -> None:
-        """Called with the first gradient in backward `task`, of `param` of `hooks`."""
-        current_plan, gradient_of = self.current_plan, id(hooks.named_params[param][1])
-        before = current_plan.now.hooks
-        if self._open is None or self._is_between_rounds():
-            if before.frozen and before.has_thawed():
-                current_plan.mark_stale()
-            if current_plan.is_stale:
-                current_plan.apply_changes()
-            if gradient_of not in current_plan.now.hooks.ids:
-                return  # it was in the module for one forward only, or no longer is
-            self._take_part_all(task)
-        else:
-            self._end.watch(task)
-        now = current_plan.now.hooks
-        if now is not before and now is not hooks:  # since a moment ago, and this gradient counts there
-            for index in now.indices({gradient_of}):
-                now.arrivals.arrive(index)
-
-    @private.untraced
-    def _thawed(self, param: Tensor) -> None:
-        """Called with a gradient of a parameter that was frozen when the plan was made; PhaseError if no plan will have it."""
-        current_plan = self.current_plan
-        if (
-            self.phase >= Phase.CLOSED
-            or id(param) in current_plan.now.hooks.ids
-            or param.grad is None
-            or is_watched(param, but=self)
-        ):
-            return  # counted elsewhere, or frozen again
-        if self._is_between_rounds():
-            task = private.graph_task_id()
-            current_plan.mark_stale()
-            current_plan.apply_changes()
-            if id(param) in current_plan.now.hooks.ids:
-                self._take_part_all(task)
-                return
-        current_plan.require_not_the_modules(param)
-
-    def _take_part_all(self, task: int) -> None:
-        if self.siblings.are_several:
-            self.siblings.take_part(task)
-        else:
-            self.take_part(task)
-        if self._open is None:
-            self._end.watch(task)
-
-    def take_part(self, task: int) -> None:
-        """Begins a round in backward `task`, unless one is under way, with or without gradients for this engine."""
-        if self.current_plan.now.hooks.alone is not None:
-            self.current_plan.now.hooks.alone.backward_runs()
-        is_open = self.current_plan.is_active and self.phase < Phase.CLOSED
-        if is_open and (self._open is None or self._is_between_rounds()):
-            self._end.watch(task)  # first: a round that is open without an end to come counts as a failed backward
-            accumulates = self.is_accumulating and not self.synchronizes
-            self._begin(RoundKind.ACCUMULATE if accumulates else RoundKind.REDUCE)
 
     def finish_owed(self) -> None:
         """Runs a round if one is owed: a sibling has."""
@@ -343,6 +250,6 @@ class Engine(RoundRunner):
         """Ends the round under way; returns True if its buckets were launched, and None if there was none."""
         if self._open is None:
             return None
-        was_launched = self.phase is Phase.LAUNCHED
+        was_launched = self._open.ending is not None
         self._abandon()
         return was_launched

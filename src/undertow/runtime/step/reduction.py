@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Sequence
 from functools import partial
 
-from undertow.errors import ConfigError, PhaseError, UndertowError
+from undertow.errors import PhaseError, UndertowError, require
 from undertow.runtime.execute.agreed_errors import Misuse, misused
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.siblings import all_of
@@ -25,30 +25,29 @@ class Reduction:
 
 def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool, is_weighted: bool) -> Reduction:
     """Starts GradientSync.reduce_gradients_async; `op=None` is the op of the settings."""
-    if private.graph_task_id() != -1:
-        raise PhaseError(
-            "reduce_gradients_async() was called inside a backward.",
-            where="GradientSync.reduce_gradients_async",
-            remedy="Call it after the last backward of the step.",
-        )
-    if op not in (None, "mean", "sum"):
-        raise ConfigError(
-            f'op must be "mean" or "sum", got {op!r}.',
-            where="reduce_gradients_async(op)",
-            remedy="Leave it out for the op of the settings.",
-        )
-    if op is not None and has_hook:
-        raise ConfigError(
-            "with a communication hook it is the hook that divides gradients.",
-            where="reduce_gradients_async(op)",
-            remedy="Leave op out, and have the hook do what you want.",
-        )
-    if op is not None and is_weighted:
-        raise ConfigError(
-            f'SyncConfig(op="weighted") divides gradients by weights, and op="{op}" does not.',
-            where="reduce_gradients_async(op)",
-            remedy="Leave op out.",
-        )
+    require(
+        private.graph_task_id() == -1,
+        "reduce_gradients_async() was called inside a backward.",
+        where="GradientSync.reduce_gradients_async",
+        remedy="Call it after the last backward of the step.",
+        error=PhaseError,
+    )
+    require_op = partial(require, where="reduce_gradients_async(op)")
+    require_op(
+        op in (None, "mean", "sum"),
+        f'op must be "mean" or "sum", got {op!r}.',
+        remedy="Leave it out for the op of the settings.",
+    )
+    require_op(
+        op is None or not has_hook,
+        "with a communication hook it is the hook that divides gradients.",
+        remedy="Leave op out, and have the hook do what you want.",
+    )
+    require_op(
+        op is None or not is_weighted,
+        f'SyncConfig(op="weighted") divides gradients by weights, and op="{op}" does not.',
+        remedy="Leave op out.",
+    )
     reduction = Reduction(engines)
     try:
         all_of(*(partial(_reduce_accumulated, engine, op) for engine in engines))

@@ -1,64 +1,148 @@
 """Rounds of an engine: how they open, launch, wait and end.
 
-IDLE ──first gradient──> BACKWARD ──end of the outermost backward──> LAUNCHED ──every engine launched──> IDLE
+idle ──first gradient──> backward ──end of the outermost backward──> launched ──every engine launched──> idle
                          hooks release ops                           the last bucket is sent             waits, binds
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from enum import IntEnum, auto
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from undertow.config import SyncConfig
+from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute import agreed_errors
-from undertow.runtime.execute.hooks import OutermostEnd
+from undertow.runtime.execute.hooks import OutermostEnd, is_watched
 from undertow.runtime.execute.round import OpenRound, Round, RoundKind, RoundResult
 from undertow.runtime.gradients.binding import gradients_aside
+from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.replan.current_plan import CurrentPlan
+from undertow.runtime.replan.param_hooks import Listeners, ParamHooks
 from undertow.runtime.step.checks import Checks
 from undertow.runtime.step.earlier_gradients import EarlierGradients
 from undertow.runtime.step.optimizers_in_backward import OptimizersInBackward
-from undertow.runtime.step.progress import Progress
 from undertow.runtime.step.siblings import SiblingEngines
 from undertow.runtime.torch_private import private
 
 
 class Phase(IntEnum):
-    """Where an engine is in a step; from CLOSED on it is closed."""
+    """Where an engine is in its life; from CLOSED on it is closed."""
 
-    IDLE = auto()  # no round is under way
-    BACKWARD = auto()  # gradients arrive
-    LAUNCHED = auto()  # the last bucket is sent, or may be
+    OPEN = auto()
     CLOSED = auto()
     HANDED_OVER = auto()  # another engine has its parameters
 
 
-_NEXT: dict[Phase, set[Phase]] = {
-    Phase.IDLE: {Phase.BACKWARD, Phase.CLOSED},
-    Phase.BACKWARD: {Phase.LAUNCHED, Phase.CLOSED},
-    Phase.LAUNCHED: {Phase.IDLE, Phase.CLOSED},
-    Phase.CLOSED: {Phase.HANDED_OVER},
-    Phase.HANDED_OVER: {Phase.HANDED_OVER},  # again, after a move to another group has failed
-}
+class Progress:
+    """The state of an engine that outlives a round.
+
+    A rank owes a round when a training forward ran and no round has followed: the other ranks may be waiting in theirs.
+    An optimizer whose parameters have not stepped since the last round steps on what that round has brought; a forward in
+    between was for something else.
+    """
+
+    def __init__(self) -> None:
+        self.num_rounds = 0  # synchronized ones
+        self.rescale = 1.0  # factor for the mean over all ranks, if some of them have run out of data
+        self.is_owed = False
+        self.has_begun = False  # a training forward has run since the last synchronization
+        self.has_accumulated = False  # since the last synchronization
+        self.unused: tuple[str, ...] = ()  # parameters without a gradient in the last step
+        self.unused_so_far: tuple[str, ...] | None = None  # in the synchronizations of this one
+        self._is_last_run = True  # of the step, which adds up no more gradients
+        self._stepped: set[int] = set()  # parameters, by id, that an optimizer has updated since the last round
+        self._has_ever_stepped = False
+        self._is_after_round = False
+
+    def rounds(self) -> int:
+        """Returns the number of complete synchronizations; called from other threads."""
+        return self.num_rounds
+
+    def is_idle(self) -> bool:
+        """Returns True if no step has begun since the last synchronization; called from other threads."""
+        return not self.has_begun
+
+    @property
+    def is_step_due(self) -> bool:
+        """True if no optimizer has stepped since the last round."""
+        return self._is_after_round and not self._stepped
+
+    @property
+    def mode(self) -> int | None:
+        """Part of the signature: ranks differ if one has stepped since the last round and another has not.
+
+        None, which accepts the others' mode, on a rank that leaves steps to another one, or steps without torch's optimizers.
+        """
+        return int(self._is_after_round and not self._stepped) if self._has_ever_stepped else None
+
+    def has_result_for(self, params: Collection[int]) -> bool:
+        """Returns True if these parameters, by id, have not stepped on the last round's result yet."""
+        return self._is_after_round and self._stepped.isdisjoint(params)
+
+    def forward_begins(self, *, is_accumulating: bool) -> None:
+        """Called before a training forward."""
+        self.unused = ()
+        if self._is_last_run:
+            self.unused_so_far = None
+        self.is_owed = not is_accumulating
+        self.has_begun = True
+        self.has_accumulated |= is_accumulating
+
+    def round_ends(self, *, has_failed: bool, is_last: bool) -> None:
+        """Called after a round. Gradients stay accumulated if it was not the last one of the step: they are reduced already."""
+        self.num_rounds += 1
+        self.is_owed = self.has_begun = False
+        self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
+        self._is_after_round = True
+        self._stepped.clear()
+
+    def notes_unused(self, names: tuple[str, ...], *, is_last: bool, params: Sequence[tuple[str, Tensor]]) -> None:
+        """Called after a round that found parameters with these names, of `params`, unused."""
+        before = self.unused_so_far
+        if before is not None and names:
+            cleared = {name for name, param in params if param.grad is None}  # so an earlier gradient counts no more
+            names = tuple(name for name in names if name in before or name in cleared)
+        self.unused_so_far, self._is_last_run = names, is_last
+        if is_last:
+            self.unused = names
+
+    def steps(self, params: Collection[int]) -> None:
+        """Called before an optimizer updates these parameters, by id."""
+        self._stepped.update(params)
+        self.unused_so_far = None
+        self._has_ever_stepped = True
+
+    def join_ends(self) -> None:
+        """Called when all ranks contribute again, and are at the same place as before the first round."""
+        self.rescale = 1.0
+        self._is_after_round = False
+        self._stepped.clear()
 
 
 class RoundRunner:
     """Runs the rounds of one engine, one at a time."""
 
-    is_accumulating: bool  # a backward that runs now only accumulates
-    also_awaited: list[torch.futures.Future[Any]]  # by the end of the next round
-    phase: Phase
-    progress: Progress
-    current_plan: CurrentPlan
-    earlier: EarlierGradients | None  # None for the mean, for which nothing is kept apart
-    siblings: SiblingEngines
-    checks: Checks
-    _open: OpenRound | None
-    _end: OutermostEnd
-    _optimizers: OptimizersInBackward
-    recorder: Recorder
+    def __init__(self, members: ModuleParams, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
+        self.is_accumulating = False  # a backward that runs now only accumulates
+        self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
+        self.phase = Phase.OPEN
+        self.recorder = recorder
+        self.progress = Progress()
+        group.here.num_steps, group.here.is_idle = self.progress.rounds, self.progress.is_idle
+        self._open: OpenRound | None = None
+        self._end = OutermostEnd(self._launch_rest)
+        self._optimizers = OptimizersInBackward()
+        self.current_plan = CurrentPlan(members, group, config, recorder, Listeners(self._fill, self._enter, self._thawed))
+        self.earlier: EarlierGradients | None = None  # for the mean, nothing is kept apart
+        if config.op == "weighted" or self.current_plan.now.compiled.reducer.divisor != group.num_ranks:
+            is_weighted = config.op == "weighted"
+            self.earlier = EarlierGradients(self.current_plan, is_weighted=is_weighted, is_between=self._is_between_rounds)
+        self.siblings = SiblingEngines([self])
+        self.checks = Checks(self.current_plan, config)
 
     def complete(self) -> None:
         """Waits for launched buckets and binds the gradients; raises the error that the ranks have agreed on."""
@@ -72,10 +156,6 @@ class RoundRunner:
         finally:
             if self._open is this:  # an error has ended it
                 self._close_round()
-
-    def _enter_phase(self, phase: Phase) -> None:
-        assert phase in _NEXT[self.phase], f"{self.phase} -> {phase}"
-        self.phase = phase
 
     def _begin(self, kind: RoundKind, *, op: str | None = None) -> None:
         current_plan, progress = self.current_plan, self.progress
@@ -111,8 +191,6 @@ class RoundRunner:
         holds_back = now.retiring is not None or now.hooks.arrival_hooks.run_last()
         result = RoundResult(this_round)
         self._open = OpenRound(this_round, result, compiled.releases(this_round), holds_back=holds_back)
-        if self.phase is Phase.IDLE:
-            self._enter_phase(Phase.BACKWARD)
         self.recorder.backward_begins(generation=compiled.generation)
         compiled.executor.begin(result)
 
@@ -123,6 +201,70 @@ class RoundRunner:
                 raise agreed_errors.not_waited_for(this.round.number)
             self._give_up(this)
         return self._open is None
+
+    @property
+    def synchronizes(self) -> bool:
+        """True if a backward that runs now communicates, as one that only accumulates does if it adds up shards."""
+        current_plan = self.current_plan
+        return not self.is_accumulating or (current_plan.is_active and current_plan.now.compiled.strategy.reduces_micro_batches)
+
+    @private.untraced
+    def _enter(self, hooks: ParamHooks, task: int, param: int) -> None:
+        """Called with the first gradient in backward `task`, of `param` of `hooks`."""
+        current_plan, gradient_of = self.current_plan, id(hooks.named_params[param][1])
+        before = current_plan.now.hooks
+        if self._open is None or self._is_between_rounds():
+            if before.frozen and before.has_thawed():
+                current_plan.mark_stale()
+            if current_plan.is_stale:
+                current_plan.apply_changes()
+            if gradient_of not in current_plan.now.hooks.ids:
+                return  # it was in the module for one forward only, or no longer is
+            self._take_part_all(task)
+        else:
+            self._end.watch(task)
+        now = current_plan.now.hooks
+        if now is not before and now is not hooks:  # since a moment ago, and this gradient counts there
+            for index in now.indices({gradient_of}):
+                now.arrivals.arrive(index)
+
+    @private.untraced
+    def _thawed(self, param: Tensor) -> None:
+        """Called with a gradient of a parameter that was frozen when the plan was made; PhaseError if no plan will have it."""
+        current_plan = self.current_plan
+        if (
+            self.phase >= Phase.CLOSED
+            or id(param) in current_plan.now.hooks.ids
+            or param.grad is None
+            or is_watched(param, but=self)
+        ):
+            return  # counted elsewhere, or frozen again
+        if self._is_between_rounds():
+            task = private.graph_task_id()
+            current_plan.mark_stale()
+            current_plan.apply_changes()
+            if id(param) in current_plan.now.hooks.ids:
+                self._take_part_all(task)
+                return
+        current_plan.require_not_the_modules(param)
+
+    def _take_part_all(self, task: int) -> None:
+        if self.siblings.are_several:
+            self.siblings.take_part(task)
+        else:
+            self.take_part(task)
+        if self._open is None:
+            self._end.watch(task)
+
+    def take_part(self, task: int) -> None:
+        """Begins a round in backward `task`, unless one is under way, with or without gradients for this engine."""
+        if self.current_plan.now.hooks.alone is not None:
+            self.current_plan.now.hooks.alone.backward_runs()
+        is_open = self.current_plan.is_active and self.phase < Phase.CLOSED
+        if is_open and (self._open is None or self._is_between_rounds()):
+            self._end.watch(task)  # first: a round that is open without an end to come counts as a failed backward
+            accumulates = self.is_accumulating and not self.synchronizes
+            self._begin(RoundKind.ACCUMULATE if accumulates else RoundKind.REDUCE)
 
     @private.untraced
     def _fill(self, bucket: int) -> None:
@@ -142,8 +284,6 @@ class RoundRunner:
             for param in self.current_plan.now.compiled.executor.written(absent - hooks.arrived_before):
                 hooks.arrivals.note(param)
         this.ending = self._end_round(this)
-        if self.phase is Phase.BACKWARD:
-            self._enter_phase(Phase.LAUNCHED)
         next(this.ending)
         if private.graph_task_id() != -1:
             private.call_after_backward(self._go_on)
@@ -205,8 +345,6 @@ class RoundRunner:
 
     def _close_round(self) -> None:
         self._open = None
-        if self.phase is Phase.LAUNCHED:
-            self._enter_phase(Phase.IDLE)
         self.current_plan.now.hooks.arrivals.forget_traversal()
         self._end.forget()
 
@@ -229,8 +367,6 @@ class RoundRunner:
             with gradients_aside(self.current_plan.now.hooks.params) if this.result.has_failed else contextlib.nullcontext():
                 self.recorder.backward_ends()
                 this.ending = self._end_round(this)
-                if self.phase is Phase.BACKWARD:
-                    self._enter_phase(Phase.LAUNCHED)
                 self.complete()
         finally:
             if self.earlier is not None:
@@ -259,14 +395,14 @@ class RoundRunner:
             self.checks.numbers.round_ends(result, plan)
         if result.readings:
             agreed_errors.require_sound(result, rank=current_plan.group.rank, places=current_plan.group.places)
-        if self.earlier is not None and not result.has_failed:  # a backward that has failed has another error to raise
-            self.earlier.require_sound(this_round)
+        if this_round.weights is not None and not result.has_failed:  # a backward that has failed has another error to raise
+            this_round.weights.require_sound(f"synchronization {this_round.number}, rank {current_plan.group.rank}")
         if result.readings:
             current_plan.require_changed_alike(result)
         if result.has_failed:
             return  # it has left the other ranks already
         current_plan.round_ended(result)
-        if self.checks.replicas is not None:
+        if self.checks.every is not None:
             self.checks.round_was_sound(result)
         if self._optimizers.rearm:
             self._optimizers.step()
