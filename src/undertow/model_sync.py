@@ -35,7 +35,6 @@ from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook, cut_graphs
 
-
 _NOT_THE_USERS = ("undertow-", "Dummy-")  # names of Undertow's threads, and of threads that Python has not started
 
 

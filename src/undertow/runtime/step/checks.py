@@ -124,13 +124,8 @@ class NonFinite:
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Returns other arguments for a plain optimizer's step, if needed; the optimizer itself is the first of `args`."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if callable(closure):
-            return self._with_closure(optimizer, closure, args, kwargs)
-        return ((_idle(optimizer), *args[1:]), kwargs) if self.skips(optimizer) else None
-
-    def _with_closure(
-        self, optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
+        if not callable(closure):
+            return ((_idle(optimizer), *args[1:]), kwargs) if self.skips(optimizer) else None
         require(
             self._policy != "skip",
             'nonfinite="skip" does not go with step(closure): the step has begun when the closure brings gradients.',

@@ -7,7 +7,7 @@ from torch import Tensor
 from undertow.errors import PhaseError, require
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import GroupRef
-from undertow.runtime.execute import agreed_errors
+from undertow.runtime.execute.agreed_errors import Misuse, misused, step_within_backward, synchronized_already
 from undertow.runtime.execute.round import RoundKind
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.peers.waiting import require_no_fault
@@ -115,7 +115,7 @@ class Engine(RoundRunner):
         """
         current_plan, progress = self.current_plan, self.progress
         if self._open is not None and private.graph_task_id() != -1:
-            raise agreed_errors.step_within_backward(f"synchronization {self._open.round.number}, rank {current_plan.group.rank}")
+            raise step_within_backward(f"synchronization {self._open.round.number}, rank {current_plan.group.rank}")
         if self._open is not None:
             self._abandon()
         is_up_to_date = progress.has_result_for(params) and not current_plan.members.has_new_of(params)
@@ -218,7 +218,7 @@ class Engine(RoundRunner):
             self._run_outside_of_backward()
 
     def _run_outside_of_backward(self, *, steps: bool = False) -> None:
-        own = (self.launch_accumulated, self.complete) if self._meets and self.phase < Phase.CLOSED else ()
+        own = (self._launch_accumulated, self.complete) if self._meets and self.phase < Phase.CLOSED else ()
         self.progress.is_owed = False
         if self.current_plan.now.hooks.alone is not None:
             self.current_plan.now.hooks.alone.backward_runs(steps=steps)
@@ -229,14 +229,34 @@ class Engine(RoundRunner):
         """True if the other ranks are needed: a rank that trains nothing is needed for what its siblings train."""
         return self.current_plan.trains or (self.current_plan.is_active and self.siblings.are_several)
 
-    def launch_accumulated(self, *, op: str | None = None) -> None:
+    def _launch_accumulated(self, *, op: str | None = None) -> None:
         """Sends accumulated gradients, outside of a backward; `complete` waits for them."""
         if self._open is not None:
-            raise agreed_errors.synchronized_already(self.progress.num_rounds)
+            raise synchronized_already(self.progress.num_rounds)
         self._begin(RoundKind.REDUCE, op=op)
         self._launch_rest()
 
-    def refuse(self, misuse: agreed_errors.Misuse) -> None:
+    def reduce_accumulated(self, op: str | None) -> None:
+        """Sends accumulated gradients; `complete` waits for them. Raises PhaseError on every rank if one must not reduce."""
+        progress, current_plan = self.progress, self.current_plan
+        alone = current_plan.now.hooks.alone
+        if alone is not None:
+            if alone.is_complete or not (progress.has_accumulated or alone.has_accumulated):
+                raise misused(Misuse.NOTHING, [current_plan.group.rank], number=progress.num_rounds)
+            alone.reduces()
+            progress.has_accumulated = progress.is_owed = False
+        elif current_plan.is_active:
+            was_launched = self._open is not None and self._open.ending is not None
+            self._abandon()
+            if was_launched:
+                self._refuse(Misuse.TWICE)
+            if not progress.has_accumulated:
+                self._refuse(Misuse.NOTHING)
+            if op is not None and current_plan.holds_shards:
+                self._refuse(Misuse.SHARDS)
+            self._launch_accumulated(op=op)
+
+    def _refuse(self, misuse: Misuse) -> None:
         """Tells all ranks, in a round, that a reduction by hand is wrong here; `.grad` stays as it is. Raises its PhaseError."""
         number = self.progress.num_rounds
         self._begin(RoundKind.REDUCE)
@@ -244,12 +264,4 @@ class Engine(RoundRunner):
         self._open.result.misuse = misuse
         self._give_up(self._open)
         # On a device, where the others read it later.
-        raise agreed_errors.misused(misuse, [self.current_plan.group.rank], number=number)
-
-    def abandon_launched(self) -> bool | None:
-        """Ends the round under way; returns True if its buckets were launched, and None if there was none."""
-        if self._open is None:
-            return None
-        was_launched = self._open.ending is not None
-        self._abandon()
-        return was_launched
+        raise misused(misuse, [self.current_plan.group.rank], number=number)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from undertow.errors import PhaseError, UndertowError, require
-from undertow.runtime.execute.agreed_errors import Misuse, misused
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.siblings import all_of
 from undertow.runtime.torch_private import private
@@ -50,28 +49,9 @@ def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool
     )
     reduction = Reduction(engines)
     try:
-        all_of(*(partial(_reduce_accumulated, engine, op) for engine in engines))
+        all_of(*(partial(engine.reduce_accumulated, op) for engine in engines))
     except UndertowError:
         with contextlib.suppress(UndertowError):
             reduction.wait()  # for reductions over other groups of ranks
         raise
     return reduction
-
-
-def _reduce_accumulated(engine: Engine, op: str | None) -> None:
-    """Sends accumulated gradients; `complete` waits for them. Raises PhaseError on every rank if some rank must not reduce."""
-    progress, current_plan = engine.progress, engine.current_plan
-    alone = current_plan.now.hooks.alone
-    if alone is not None:
-        if alone.is_complete or not (progress.has_accumulated or alone.has_accumulated):
-            raise misused(Misuse.NOTHING, [current_plan.group.rank], number=progress.num_rounds)
-        alone.reduces()
-        progress.has_accumulated = progress.is_owed = False
-    elif current_plan.is_active:
-        if engine.abandon_launched():
-            engine.refuse(Misuse.TWICE)
-        if not progress.has_accumulated:
-            engine.refuse(Misuse.NOTHING)
-        if op is not None and current_plan.holds_shards:
-            engine.refuse(Misuse.SHARDS)
-        engine.launch_accumulated(op=op)

@@ -5,7 +5,7 @@ idle ──first gradient──> backward ──end of the outermost backward─
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import IntEnum, auto
 from typing import Any
 
@@ -24,7 +24,6 @@ from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.replan.param_hooks import Listeners, ParamHooks
 from undertow.runtime.step.checks import Checks
 from undertow.runtime.step.earlier_gradients import EarlierGradients
-from undertow.runtime.step.optimizers_in_backward import OptimizersInBackward
 from undertow.runtime.step.siblings import SiblingEngines
 from undertow.runtime.torch_private import private
 
@@ -92,23 +91,25 @@ class Progress:
         self.has_begun = True
         self.has_accumulated |= is_accumulating
 
-    def round_ends(self, *, has_failed: bool, is_last: bool) -> None:
-        """Called after a round. Gradients stay accumulated if it was not the last one of the step: they are reduced already."""
+    def round_ends(
+        self, *, has_failed: bool, is_last: bool, unused: tuple[str, ...], params: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        """Called after a round that found parameters with the names `unused`, of `params`, unused.
+
+        Gradients stay accumulated if it was not the last one of the step: they are reduced already.
+        """
         self.num_rounds += 1
         self.is_owed = self.has_begun = False
         self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
         self._is_after_round = True
         self._stepped.clear()
-
-    def notes_unused(self, names: tuple[str, ...], *, is_last: bool, params: Sequence[tuple[str, Tensor]]) -> None:
-        """Called after a round that found parameters with these names, of `params`, unused."""
         before = self.unused_so_far
-        if before is not None and names:
+        if before is not None and unused:
             cleared = {name for name, param in params if param.grad is None}  # so an earlier gradient counts no more
-            names = tuple(name for name in names if name in before or name in cleared)
-        self.unused_so_far, self._is_last_run = names, is_last
+            unused = tuple(name for name in unused if name in before or name in cleared)
+        self.unused_so_far, self._is_last_run = unused, is_last
         if is_last:
-            self.unused = names
+            self.unused = unused
 
     def steps(self, params: Collection[int]) -> None:
         """Called before an optimizer updates these parameters, by id."""
@@ -121,6 +122,39 @@ class Progress:
         self.rescale = 1.0
         self._is_after_round = False
         self._stepped.clear()
+
+
+class OptimizersInBackward:
+    """Steps the optimizers that torch.distributed.optim._apply_optimizer_in_backward has put on parameters.
+
+    Torch has them step as soon as a gradient is there; here they wait until it is the mean over ranks.
+    """
+
+    def __init__(self) -> None:
+        self.rearm: dict[Tensor, Callable[[], None]] = {}  # by parameter, identified by identity
+        self.seen: ParamHooks | None = None
+
+    def take_over(self, hooks: ParamHooks) -> None:
+        """Also takes over the optimizers of these parameters; once is enough."""
+        self.seen = hooks
+        for param in hooks.params:
+            if param not in self.rearm and private.optimizers_in_backward(param):
+                self.rearm[param] = private.disarm_optimizers_in_backward(param)
+
+    def step(self) -> None:
+        """Updates every parameter that has a gradient, and drops the gradient."""
+        for param in self.rearm:
+            if param.grad is not None:
+                for optimizer in private.optimizers_in_backward(param):
+                    optimizer.step()
+                param.grad = None
+
+    def close(self) -> None:
+        """Lets them step by themselves again."""
+        for rearm in self.rearm.values():
+            rearm()
+        self.rearm.clear()
+        self.seen = None
 
 
 class RoundRunner:
@@ -380,15 +414,16 @@ class RoundRunner:
 
     def _round_ends(self, result: RoundResult) -> None:
         """Runs the actions of every rank after a complete synchronization; raises the error that the ranks have agreed on."""
-        this_round, current_plan, progress = result.round, self.current_plan, self.progress
+        this_round, current_plan = result.round, self.current_plan
         self.recorder.round_ends(result.busy_ms)
-        progress.round_ends(has_failed=result.has_failed, is_last=this_round.is_last)
         hooks, plan = current_plan.now.hooks, current_plan.now.compiled.plan
+        unused = hooks.names_of(plan, result.unused) if any(result.unused.values()) else ()
+        self.progress.round_ends(
+            has_failed=result.has_failed, is_last=this_round.is_last, unused=unused, params=hooks.named_params
+        )
         if not result.has_failed:
             hooks.arrived_before.clear()
             current_plan.is_stale |= current_plan.is_active
-        names = hooks.names_of(plan, result.unused) if any(result.unused.values()) else ()
-        progress.notes_unused(names, is_last=this_round.is_last, params=hooks.named_params)
         if self.earlier is not None and this_round.weights is not None:
             self.earlier.weights.ends(this_round.weights)
         if self.checks.numbers.is_on:
