@@ -147,7 +147,6 @@ class OutermostEnd:
         self._watched.clear()
         self._watches.clear()
 
-    @private.untraced  # if a whole step is compiled, so are the hooks of its backward
     def _task_is_over(self, watch: _BackwardEnd) -> None:
         node = private.enclosing_node()
         if node is None:
@@ -170,6 +169,6 @@ class _BackwardEnd:
     def __init__(self, on_over: Callable[[_BackwardEnd], None]) -> None:
         self._on_over = on_over
 
-    @private.left_alone
+    @private.left_alone  # if a whole step is compiled, so are the hooks of its backward
     def __call__(self) -> None:
         self._on_over(self)

@@ -2,9 +2,9 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, call
 from typing import Any
 
 import torch
@@ -20,9 +20,7 @@ from undertow.runtime.gradients.storage import spec_of
 from undertow.runtime.torch_private import private
 
 _children_of = attrgetter("_modules")
-# Properties of a parameter that are read at every look, and those that take longer.
-_KIND = (attrgetter("requires_grad"), attrgetter("dtype"))
-_LAYOUT = (attrgetter("shape"), Tensor.stride)
+_requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
 _NUM_STEPS = 10  # steps of an optimizer that holds some old parameters; by then another one would have stepped on the new ones
 _REMEDY = "Make the optimizer after the change, or give it the new parameters by add_param_group()."
 _Named = Sequence[tuple[str, Tensor]]
@@ -50,9 +48,9 @@ class _Census:
         self._params = params  # held, so that no other tensor gets the same id
         self._child_ids = _ids(map(_children_of, modules))
         self._param_ids = _ids(self._parameters)
-        self._kinds = _read(_KIND, params)
+        self._kinds = [list(map(_requires_grad, params)), list(map(_dtype, params))]
         self._pointers = list(map(Tensor.data_ptr, params))
-        self._layouts = _read(_LAYOUT, params)
+        self._layouts = _layouts(params)
         self._device = params[0].device if params else None
 
     def present(self) -> list[Tensor]:
@@ -60,17 +58,20 @@ class _Census:
 
     def has_other_modules(self) -> bool:
         try:
-            return _ids(map(_children_of, [module() for module in self._modules])) != self._child_ids
+            tables = map(_children_of, map(call, self._modules))
+            return list(map(id, chain.from_iterable(map(dict.values, tables)))) != self._child_ids
         except AttributeError:  # a module is gone
             return True
 
     def has_changed(self) -> bool:
         # This runs at every forward, for thousands of parameters, so every line is a loop in C.
-        if _ids(self._parameters) != self._param_ids or self.has_other_modules() or _read(_KIND, self._params) != self._kinds:
+        if list(map(id, chain.from_iterable(map(dict.values, self._parameters)))) != self._param_ids or self.has_other_modules():
+            return True
+        if [list(map(_requires_grad, self._params)), list(map(_dtype, self._params))] != self._kinds:
             return True
         pointers = list(map(Tensor.data_ptr, self._params))
         if pointers != self._pointers:  # no new data means no new layout; reading shapes takes longer
-            if _read(_LAYOUT, self._params) != self._layouts:
+            if _layouts(self._params) != self._layouts:
                 return True
             self._pointers = pointers
         return bool(self._params) and self._params[0].device != self._device
@@ -304,8 +305,8 @@ def _text(spec: ParamSpec) -> str:
     return f"{spec.shape} {spec.dtype} on {spec.device}"
 
 
-def _read(properties: Iterable[Callable[[Tensor], object]], params: Sequence[Tensor]) -> list[list[object]]:
-    return [list(map(read, params)) for read in properties]
+def _layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    return [(param.shape, param.stride()) for param in params]
 
 
 def _ids(owned: Iterable[dict[str, Any]]) -> list[int]:

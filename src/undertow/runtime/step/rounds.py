@@ -92,9 +92,9 @@ class Progress:
         self.has_accumulated |= is_accumulating
 
     def round_ends(
-        self, *, has_failed: bool, is_last: bool, unused: tuple[str, ...], params: Sequence[tuple[str, Tensor]]
+        self, unused: tuple[str, ...], *, has_failed: bool, is_last: bool, params: Sequence[tuple[str, Tensor]]
     ) -> None:
-        """Called after a round that found parameters with the names `unused`, of `params`, unused.
+        """Called after a round that found parameters with these names, of `params`, `unused`.
 
         Gradients stay accumulated if it was not the last one of the step: they are reduced already.
         """
@@ -322,7 +322,7 @@ class RoundRunner:
         if private.graph_task_id() != -1:
             private.call_after_backward(self._go_on)
 
-    @private.untraced
+    @private.left_alone
     def _go_on(self) -> None:
         """Called after the callbacks of all other engines: with several models in one backward all launch, then all wait."""
         this = self._open
@@ -418,9 +418,7 @@ class RoundRunner:
         self.recorder.round_ends(result.busy_ms)
         hooks, plan = current_plan.now.hooks, current_plan.now.compiled.plan
         unused = hooks.names_of(plan, result.unused) if any(result.unused.values()) else ()
-        self.progress.round_ends(
-            has_failed=result.has_failed, is_last=this_round.is_last, unused=unused, params=hooks.named_params
-        )
+        self.progress.round_ends(unused, has_failed=result.has_failed, is_last=this_round.is_last, params=hooks.named_params)
         if not result.has_failed:
             hooks.arrived_before.clear()
             current_plan.is_stale |= current_plan.is_active
