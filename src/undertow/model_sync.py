@@ -142,15 +142,6 @@ class ModelSync:
         return self._module.training and is_outermost_forward()
 
     @property
-    def _rescale(self) -> float:
-        """Factor for the mean, and only the mean, if some ranks have run out of data; used from the next synchronization on."""
-        return self._engine.progress.rescale
-
-    @_rescale.setter
-    def _rescale(self, value: float) -> None:
-        self._engine.progress.rescale = value if self._config.op == "mean" else 1.0
-
-    @property
     def config(self) -> SyncConfig:
         groups = tuple(group for part in self._parts for group in part._config.experts)
         return dataclasses.replace(self._config, experts=groups) if self.experts else self._config
@@ -261,15 +252,6 @@ class ModelSync:
         """Takes part in one synchronization of the other ranks without contributing gradients."""
         self._engine.shadow()
         self._engine.checks.require_alike()  # no later call on this rank checks
-
-    @property
-    def _synchronizes(self) -> bool:
-        """True if a backward that runs now communicates."""
-        return self._engine.synchronizes
-
-    def _join_ends(self) -> None:
-        """Ends `join`: all ranks are at the same point again and contribute gradients."""
-        self._engine.progress.join_ends()
 
     def _wait_after_backward(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
         """Makes the end of the next synchronizing backward, or the next forward, wait for these futures too."""

@@ -15,13 +15,12 @@ from undertow.profile import Profile
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.gradients.weights import require_weighted
 from undertow.runtime.replan.planning import explanation_of, measured_profile
-from undertow.runtime.step.reduction import Reduction, start_reduction
+from undertow.runtime.step.reduction import Reduction, start_reduction, sweep
 from undertow.runtime.step.sharded_steps import (
     full_gradient,
     no_hooks_with_shards,
 )
 from undertow.runtime.step.siblings import all_of
-from undertow.runtime.step.sweep import sweep
 from undertow.runtime.torch_private import private
 from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation

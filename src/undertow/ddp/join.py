@@ -80,13 +80,14 @@ class ShadowHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives every rank the model of a rank that trained to the end; from then on all ranks count again."""
         self.sync._own_group.borrowers.discard("join")
-        self.sync._join_ends()
+        self.sync._engine.progress.join_ends()
         source, _ = _exchange(self.sync, source=self.sync.rank if is_last_joiner else None)
         self.sync._share(("parameters", "buffers"), source=source or 0)
 
     def rescale(self, num_active: int) -> None:
         """Makes means run over `num_active` ranks, unless they are to be over all ranks."""
-        self.sync._rescale = 1.0 if self._divides_by_initial_world_size else self.sync.num_ranks / max(1, num_active)
+        is_over_all = self._divides_by_initial_world_size or self.sync.config.op != "mean"
+        self.sync._engine.progress.rescale = 1.0 if is_over_all else self.sync.num_ranks / max(1, num_active)
 
     def announce_forward(self, joinable: Joinable, *, with_buffers: bool) -> int | None:
         """Tells the ranks that have joined that this rank has data, and its next action.
@@ -100,7 +101,7 @@ class ShadowHook(JoinHook):
                 work.wait()
                 num_active = int(private.tensors_in(work.get_future().value())[0].item())
         self.rescale(num_active)
-        return _exchange(sync, source=sync.rank if with_buffers else None, synchronizes=sync._synchronizes)[0]
+        return _exchange(sync, source=sync.rank if with_buffers else None, synchronizes=sync._engine.synchronizes)[0]
 
 
 def _exchange(sync: GradientSync, *, source: int | None = None, synchronizes: bool = False) -> tuple[int | None, bool]:

@@ -57,14 +57,6 @@ class Progress:
         self._has_ever_stepped = False
         self._is_after_round = False
 
-    def rounds(self) -> int:
-        """Returns the number of complete synchronizations; called from other threads."""
-        return self.num_rounds
-
-    def is_idle(self) -> bool:
-        """Returns True if no step has begun since the last synchronization; called from other threads."""
-        return not self.has_begun
-
     @property
     def is_step_due(self) -> bool:
         """True if no optimizer has stepped since the last round."""
@@ -165,8 +157,9 @@ class RoundRunner:
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
         self.phase = Phase.OPEN
         self.recorder = recorder
-        self.progress = Progress()
-        group.here.num_steps, group.here.is_idle = self.progress.rounds, self.progress.is_idle
+        progress = self.progress = Progress()
+        # Called from other threads, which must not keep the engine alive.
+        group.here.num_steps, group.here.is_idle = lambda: progress.num_rounds, lambda: not progress.has_begun
         self._open: OpenRound | None = None
         self._end = OutermostEnd(self._launch_rest)
         self._optimizers = OptimizersInBackward()
