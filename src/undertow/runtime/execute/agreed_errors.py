@@ -86,7 +86,6 @@ def require_sound(result: RoundResult, *, rank: int, places: Callable[[str], Map
 
 
 def not_waited_for(number: int) -> PhaseError:
-    """Returns the error of a backward that begins while synchronization `number`, launched by hand, is under way."""
     return PhaseError(
         "a backward began while gradients are being synchronized.",
         where=f"synchronization {number}",
@@ -109,7 +108,6 @@ def changed_unlike(result: RoundResult, *, rank: int, num_ranks: int, change: st
 
 
 def step_within_backward(where: str) -> PhaseError:
-    """Returns the error of an optimizer that steps before the end of a round."""
     return PhaseError(
         "an optimizer steps within a backward, on gradients that are not averaged yet.",
         where=where,
@@ -118,7 +116,6 @@ def step_within_backward(where: str) -> PhaseError:
 
 
 def synchronized_already(number: int) -> PhaseError:
-    """Returns the error of a second reduction while one is under way."""
     return PhaseError(
         "gradients are being synchronized already.",
         where=f"synchronization {number}",

@@ -40,9 +40,14 @@ class ArrivalHooks:
         return any(moved)
 
     def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._params, self._hooks = (), []
+        remove_all(self._hooks)
+        self._params = ()
+
+
+def remove_all(hooks: list[RemovableHandle]) -> None:
+    """Removes these hooks and empties the list."""
+    while hooks:
+        hooks.pop().remove()
 
 
 def earlier_watchers(named_params: Iterable[tuple[str, Tensor]], *, but: object = None) -> dict[str, Any]:
@@ -69,22 +74,11 @@ def watch_frozen(params: Iterable[Tensor], then: Callable[[Tensor], object]) -> 
     return hooks
 
 
-def call_at_registration(then: Callable[[], object]) -> Callable[[], None]:
-    """Calls `then` whenever any module gets a parameter or a submodule; returns the function that ends this."""
+def call_at_registration(then: Callable[..., None]) -> Callable[[], None]:
+    """Calls `then`, with torch's arguments, when any module gets a parameter or a submodule; returns a function that ends this."""
+    hooks = [register_module_parameter_registration_hook(then), register_module_module_registration_hook(then)]
 
-    def hook(*_registered: object) -> None:
-        then()
-
-    hooks = [
-        register_module_parameter_registration_hook(hook),
-        register_module_module_registration_hook(hook),
-    ]
-
-    def remove() -> None:
-        for each in hooks:
-            each.remove()
-
-    return remove
+    return partial(remove_all, hooks)
 
 
 def _watchers_of(param: Tensor) -> Iterator[Any]:
@@ -104,20 +98,15 @@ def warn_of_late_backward(module: nn.Module, params: Iterable[Tensor]) -> None:
     name = type(module).__name__  # not the module: parameters' hooks would hold it, and the garbage collector does not see them
     hooks: list[RemovableHandle] = []
 
-    def forget() -> None:
-        for hook in hooks:
-            hook.remove()
-        hooks.clear()
-
     def arrives(_param: Tensor) -> None:
-        forget()
+        remove_all(hooks)
         warnings.warn(
             "this backward averages nothing: the model was closed between its forward and this backward.\n"
             f"  {name}\n  Call close() after the last backward.",
             stacklevel=2,
         )
 
-    hooks.append(module.register_forward_pre_hook(ModuleHook(module, forget)))
+    hooks.append(module.register_forward_pre_hook(ModuleHook(module, partial(remove_all, hooks))))
     hooks.extend(param.register_post_accumulate_grad_hook(arrives) for param in params)  # type: ignore[no-untyped-call]
 
 

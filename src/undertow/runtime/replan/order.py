@@ -8,6 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.plan import observed
 from undertow.runtime.comm.group import OwnGroup, Pending
+from undertow.runtime.execute.hooks import remove_all
 from undertow.runtime.torch_private import private
 
 
@@ -28,7 +29,7 @@ class ObservedOrder:
         """
         if not self._hooks:
             return
-        order = torch.tensor(observed(len(self._params), self._stop()), dtype=torch.int64)
+        order = torch.tensor(observed(len(self._params), self.close()), dtype=torch.int64)
         # [number of parameters]
         self.sent = self._group.broadcast(order.to(self._group.device), "the order of rank 0's gradients")
 
@@ -37,14 +38,9 @@ class ObservedOrder:
         pending, self.sent = self.sent, None
         return None if pending is None else pending.take().tolist()
 
-    def close(self) -> None:
-        """Takes the hooks off."""
-        self._stop()
-
-    def _stop(self) -> list[int]:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    def close(self) -> list[int]:
+        """Removes the hooks; returns the parameters whose gradients have arrived, in that order."""
+        remove_all(self._hooks)
         index_of = {id(param): index for index, param in enumerate(self._params)}
         order = [index_of[id(param)] for param in self._seen]
         self._seen.clear()

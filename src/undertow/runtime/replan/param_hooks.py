@@ -48,7 +48,7 @@ class ParamHooks:
         self.frozen = tuple(frozen)
         kind = Arrivals if len({param.device for param in self.params}) <= 1 else SerialArrivals
         self.arrivals = kind(
-            params_of_bucket(plan),
+            [bucket.params for bucket in plan.buckets],
             num_params=len(named_params),
             on_full=listeners.on_full,
             traversal=private.graph_task_id,
@@ -115,8 +115,3 @@ class ParamHooks:
         """Returns the names of parameters given by their positions in each bucket, in the order of the plan."""
         params = [plan.buckets[bucket].params[place] for bucket in sorted(places) for place in places[bucket]]
         return tuple(self.named_params[param][0] for param in dict.fromkeys(params))  # a parameter in pieces has one name
-
-
-def params_of_bucket(plan: Plan) -> list[tuple[int, ...]]:
-    """Returns the indices of the parameters in each bucket."""
-    return [bucket.params for bucket in plan.buckets]

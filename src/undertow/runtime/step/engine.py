@@ -61,7 +61,7 @@ class Engine(RoundRunner):
         if hooks.alone is None:
             return self.progress.unused
         unused = set(hooks.alone.unused)
-        order = [param for bucket in self.current_plan.plan.buckets for param in bucket.params]
+        order = [param for bucket in self.current_plan.now.compiled.plan.buckets for param in bucket.params]
         return tuple(hooks.named_params[param][0] for param in dict.fromkeys(order) if param in unused)
 
     def accumulates(self, value: bool) -> None:
@@ -285,7 +285,8 @@ class Engine(RoundRunner):
             if id(param) in current_plan.now.hooks.ids:
                 self._take_part_all(task)
                 return
-        current_plan.require_not_the_modules(param)
+        if (name := current_plan.members.names.get(id(param))) is not None:  # in no plan, and still one of the module's
+            raise agreed_errors.unfrozen_in_backward(name, rank=current_plan.group.rank)
 
     def _take_part_all(self, task: int) -> None:
         if self.siblings.are_several:

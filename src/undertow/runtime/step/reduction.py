@@ -73,6 +73,7 @@ def _reduce_accumulated(engine: Engine, op: str | None) -> None:
             engine.refuse(Misuse.TWICE)
         if not progress.has_accumulated:
             engine.refuse(Misuse.NOTHING)
-        if op is not None and current_plan.holds_shards:
+        sharding = current_plan.now.compiled.sharding
+        if op is not None and sharding is not None and sharding.holds_gradients:
             engine.refuse(Misuse.SHARDS)
         engine.launch_accumulated(op=op)
