@@ -75,7 +75,7 @@ def watch_frozen(params: Iterable[Tensor], then: Callable[[Tensor], object]) -> 
 
 
 def call_at_registration(then: Callable[..., None]) -> Callable[[], None]:
-    """Calls `then`, with torch's arguments, when any module gets a parameter or a submodule; returns a function that ends this."""
+    """Calls `then`, with torch's arguments, when any module gets a parameter or submodule; returns a function that ends this."""
     hooks = [register_module_parameter_registration_hook(then), register_module_module_registration_hook(then)]
 
     return partial(remove_all, hooks)
@@ -136,7 +136,6 @@ class OutermostEnd:
         self._watched.clear()
         self._watches.clear()
 
-    @private.untraced  # if a whole step is compiled, so are the hooks of its backward
     def _task_is_over(self, watch: _BackwardEnd) -> None:
         node = private.enclosing_node()
         if node is None:
@@ -159,6 +158,6 @@ class _BackwardEnd:
     def __init__(self, on_over: Callable[[_BackwardEnd], None]) -> None:
         self._on_over = on_over
 
-    @private.left_alone
+    @private.left_alone  # if a whole step is compiled, so are the hooks of its backward
     def __call__(self) -> None:
         self._on_over(self)

@@ -190,7 +190,7 @@ class DenseBinding(Binding):
         unused: list[int] = []
         for start in range(0, len(self.params), _MOST_AT_ONCE):
             params = self.params[start : start + _MOST_AT_ONCE]
-            grads = [param.grad for param in params]
+            grads = list(map(_grad_of, params))
             if any(map(is_, grads, repeat(None))):
                 unused += (start + position for position, grad in enumerate(grads) if grad is None)
                 self._fill(self._fill_some, start, grads)

@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Container, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, call
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class _Census:
 
     def has_other_modules(self) -> bool:
         try:
-            children = map(_children_of, map(weakref.ref.__call__, self._modules))
+            children = map(_children_of, map(call, self._modules))
             return list(map(id, chain.from_iterable(map(dict.values, children)))) != self._child_ids
         except AttributeError:  # a module is gone
             return True
@@ -143,6 +143,8 @@ class ModuleParams:
     Narrower parameters accumulate their gradients in `reduce_dtype`, if it is not None. `close` undoes this; if a successor has
     taken over, the successor's `close` also undoes it for its predecessors.
     """
+
+    _seen: _Census  # all parameters, at the last look
 
     def __init__(self, module: nn.Module, ignored: Container[str], *, reduce_dtype: str | None = None) -> None:
         # Weak, because parameters' hooks refer to this object, and the garbage collector does not see through those.
@@ -260,7 +262,7 @@ class ModuleParams:
 
     def _see(self, module: nn.Module) -> None:
         with private.as_plain_tensors():
-            self._seen: _Census = _Census(module)  # all parameters
+            self._seen = _Census(module)
         self.is_unseen: bool = False  # if set, the module counts as changed until the next look
         named_params = self.named_params()
         self.replaced.note(named_params)

@@ -60,27 +60,29 @@ class Progress:
         self.has_begun = True
         self.has_accumulated |= is_accumulating
 
-    def round_ends(self, *, has_failed: bool, is_last: bool) -> None:
-        """Called after a round. Gradients stay accumulated if it was not the last one of the step: they are reduced already."""
+    def round_ends(
+        self, unused: tuple[str, ...], *, has_failed: bool, is_last: bool, params: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        """Called after a round that found parameters with these names, of `params`, `unused`.
+
+        Gradients stay accumulated if it was not the last one of the step: they are reduced already.
+        """
         self.num_rounds += 1
         self.is_owed = self.has_begun = False
         self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
         self._is_after_round = True
         self._stepped.clear()
+        before = self._unused_so_far
+        if before is not None and unused:
+            cleared = {name for name, param in params if param.grad is None}  # so an earlier gradient counts no more
+            unused = tuple(name for name in unused if name in before or name in cleared)
+        self._unused_so_far, self._is_last_run = unused, is_last
+        if is_last:
+            self.unused = unused
 
     def forgets_unused(self) -> None:
         """Called when a step begins."""
         self._unused_so_far = None
-
-    def notes_unused(self, names: tuple[str, ...], *, is_last: bool, params: Sequence[tuple[str, Tensor]]) -> None:
-        """Called after a round that found parameters with these names, of `params`, unused."""
-        before = self._unused_so_far
-        if before is not None and names:
-            cleared = {name for name, param in params if param.grad is None}  # so an earlier gradient counts no more
-            names = tuple(name for name in names if name in before or name in cleared)
-        self._unused_so_far, self._is_last_run = names, is_last
-        if is_last:
-            self.unused = names
 
     def steps(self, params: Collection[int]) -> None:
         """Called before an optimizer updates these parameters, by id."""

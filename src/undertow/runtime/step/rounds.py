@@ -148,7 +148,7 @@ class RoundRunner:
         if private.graph_task_id() != -1:
             private.call_after_backward(self._go_on)
 
-    @private.untraced
+    @private.left_alone
     def _go_on(self) -> None:
         """Called after the callbacks of all other engines: with several models in one backward all launch, then all wait."""
         this = self._open
@@ -246,13 +246,12 @@ class RoundRunner:
         """Runs the actions of every rank after a complete synchronization; raises the error that the ranks have agreed on."""
         this_round, current_plan, progress = result.round, self.current_plan, self.progress
         self.recorder.round_ends(result.busy_ms)
-        progress.round_ends(has_failed=result.has_failed, is_last=this_round.is_last)
         hooks, plan = current_plan.now.hooks, current_plan.now.compiled.plan
+        unused = hooks.names_of(plan, result.unused) if any(result.unused.values()) else ()
+        progress.round_ends(unused, has_failed=result.has_failed, is_last=this_round.is_last, params=hooks.named_params)
         if not result.has_failed:
             hooks.arrived_before.clear()
             current_plan.is_stale |= current_plan.is_active
-        names = hooks.names_of(plan, result.unused) if any(result.unused.values()) else ()
-        progress.notes_unused(names, is_last=this_round.is_last, params=hooks.named_params)
         if self.earlier is not None and this_round.weights is not None:
             self.earlier.weights.ends(this_round.weights)
         if self.checks.numbers.is_on:
