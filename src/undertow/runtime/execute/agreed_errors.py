@@ -34,8 +34,11 @@ _MISUSES = {
 def misused(misuse: int, ranks: Iterable[int], *, number: int) -> PhaseError:
     """Returns the error, the same on every rank, of a reduction by hand that is wrong on these ranks."""
     what, remedy = _MISUSES[Misuse(misuse)]
-    where = f"reduce_gradients_async(), synchronization {number}"
-    return PhaseError(what.format(", ".join(map(str, sorted(ranks)))), where=where, remedy=remedy)
+    return PhaseError(
+        what.format(", ".join(map(str, sorted(ranks)))),
+        where=f"reduce_gradients_async(), synchronization {number}",
+        remedy=remedy,
+    )
 
 
 def _place(this_round: Round) -> str:

@@ -28,8 +28,7 @@ from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.model.module_params import ModuleParams, first_change
-from undertow.runtime.replan.order import ObservedOrder
-from undertow.runtime.replan.param_hooks import Listeners, ParamHooks
+from undertow.runtime.replan.param_hooks import Listeners, ObservedOrder, ParamHooks
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
 from undertow.runtime.replan.single_rank import SingleRank
 from undertow.runtime.sharded.binding import make_gradients_whole

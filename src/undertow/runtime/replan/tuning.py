@@ -124,7 +124,6 @@ class Tuning:
             self.tuner.learn(measurement)
 
     def _decide(self, measured: Present) -> None:
-        """Sends rank 0's decision."""
         decision = Decision(outcome=Outcome.FROZEN, next_look=NUM_STEPS_BETWEEN_LOOKS)
         if self._group.rank == 0:
             if self._may_move and not torch.are_deterministic_algorithms_enabled():
