@@ -170,7 +170,8 @@ class Executor:
             return
         bucket.marks = self._recorder.ready(index, num_bytes=bucket.wire_bytes, kind=self.reduction)
         this_round = result.round
-        unsound = bucket.is_unsound = result.steps_in_backward and result.is_unsound
+        has_no_gradients = result.has_failed or this_round.kind is RoundKind.RETIRE
+        bucket.is_unsound = result.steps_in_backward and has_no_gradients
         arrivals = this_round.arrivals
         has_all = arrivals is not None and arrivals.num_pending[index] <= 0
         unused = result.unused[index] = binding.pack(() if has_all else this_round.not_arrived(index))
@@ -181,7 +182,7 @@ class Executor:
                 generation=this_round.generation, mode=this_round.mode, has_other_op=this_round.op is not None
             ),
             # A step that no rank has makes the others leave a bucket unstepped long before the verdict arrives.
-            step=~this_round.number if unsound else this_round.number,
+            step=~this_round.number if bucket.is_unsound else this_round.number,
             verdict=self._verdict() if bucket.layout.trailer.late else None,
         )
 

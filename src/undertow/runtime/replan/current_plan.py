@@ -225,8 +225,7 @@ class CurrentPlan:
         if plan is None or plan.fingerprint == compiled.plan.fingerprint or compiled.sharding is not None:
             return compiled
         # The old buckets' memory is freed when the last `.grad` has moved into the new ones.
-        generation = compiled.generation + 1
-        moved = CompiledPlan(plan, compiled.params, compiled.reducer, self._recorder, generation=generation)
+        moved = CompiledPlan(plan, compiled.params, compiled.reducer, self._recorder, generation=compiled.generation + 1)
         moved.executor.take_over_readings(compiled.executor)
         return moved
 

@@ -65,7 +65,7 @@ class SingleRank:
         self._is_accumulating = value
 
     def reduces(self) -> None:
-        """Ends a step of accumulated gradients only."""
+        """Ends the step, even one of accumulated gradients only."""
         self._unused = self._now()
         self._arrived.clear()
         self._earlier.clear()
