@@ -114,7 +114,7 @@ class OutermostEnd:
     """Calls `on_end` at the end of the outermost of nested backwards; a reentrant checkpoint runs one inside another."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
+        self.on_end = on_end
         self._watched: set[int] = set()
         self._watches: weakref.WeakSet[_BackwardEnd] = weakref.WeakSet()
 
@@ -127,7 +127,7 @@ class OutermostEnd:
         """Called from a hook that runs in backward `task`; once per task is enough."""
         if task not in self._watched:
             self._watched.add(task)
-            watch = _BackwardEnd(self._task_is_over)
+            watch = _BackwardEnd(self)
             self._watches.add(watch)
             private.call_after_backward(watch)
 
@@ -136,28 +136,25 @@ class OutermostEnd:
         self._watched.clear()
         self._watches.clear()
 
-    def _task_is_over(self, watch: _BackwardEnd) -> None:
-        node = private.enclosing_node()
-        if node is None:
-            self._on_end()
-            return
-
-        # The task ran inside a node of an outer one: when that node is done, wait for the end of the outer task.
-        def climb(*_gradients: Any, _watch: _BackwardEnd = watch) -> None:
-            handle.remove()
-            self.watch(private.graph_task_id())
-
-        handle = node.register_hook(climb)
-
 
 class _BackwardEnd:
     """The callback at the end of a backward. Only that backward holds it, so it is gone as soon as the backward is."""
 
-    __slots__ = ("__weakref__", "_on_over")
+    __slots__ = ("__weakref__", "_outermost")
 
-    def __init__(self, on_over: Callable[[_BackwardEnd], None]) -> None:
-        self._on_over = on_over
+    def __init__(self, outermost: OutermostEnd) -> None:
+        self._outermost = outermost
 
     @private.left_alone  # if a whole step is compiled, so are the hooks of its backward
     def __call__(self) -> None:
-        self._on_over(self)
+        node = private.enclosing_node()
+        if node is None:
+            self._outermost.on_end()
+            return
+
+        # The task ran inside a node of an outer one: when that node is done, wait for the end of the outer task.
+        def climb(*_gradients: Any) -> None:  # holds this object until then
+            handle.remove()
+            self._outermost.watch(private.graph_task_id())
+
+        handle = node.register_hook(climb)
