@@ -31,7 +31,7 @@ _WORTHWHILE = 0.005
 # no curve includes.
 _FEWER = 0.75
 _HOST_US = 200.0  # per bucket, at least: 0.2 to 0.5 ms on the machine of docs/benchmarks.md
-_QUICK_US = 10 * _HOST_US
+_QUICK_US = 25 * _HOST_US
 # The gain of this many steps must pay for a move of optimizer state.
 _PAID_BACK_AFTER_STEPS = 1_000
 _NUM_STATES = 2  # tensors per parameter that an optimizer such as Adam has
