@@ -149,7 +149,7 @@ class ModelSync:
     @property
     def plan(self) -> Plan:
         """The plan of the last synchronization; a new plan takes effect when the next one begins."""
-        return self._engine.current_plan.plan
+        return self._engine.current_plan.now.compiled.plan
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """Returns all parameters of the module except ignored ones, frozen parameters included."""

@@ -31,7 +31,7 @@ from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
 from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.comm.handles import ThreadHandle
 from undertow.runtime.execute.compiled_plan import CompiledPlan
-from undertow.runtime.execute.sharded_executor import ShardedExecutor
+from undertow.runtime.execute.executor import ShardedExecutor
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.trailer import TrailerCodec
 from undertow.runtime.gradients.weights import RoundWeights

@@ -34,8 +34,11 @@ _MISUSES = {
 def misused(misuse: int, ranks: Iterable[int], *, number: int) -> PhaseError:
     """Returns the error, the same on every rank, of a reduction by hand that is wrong on these ranks."""
     what, remedy = _MISUSES[Misuse(misuse)]
-    where = f"reduce_gradients_async(), synchronization {number}"
-    return PhaseError(what.format(", ".join(map(str, sorted(ranks)))), where=where, remedy=remedy)
+    return PhaseError(
+        what.format(", ".join(map(str, sorted(ranks)))),
+        where=f"reduce_gradients_async(), synchronization {number}",
+        remedy=remedy,
+    )
 
 
 def _place(this_round: Round) -> str:
@@ -86,7 +89,6 @@ def require_sound(result: RoundResult, *, rank: int, places: Callable[[str], Map
 
 
 def not_waited_for(number: int) -> PhaseError:
-    """Returns the error of a backward that begins while synchronization `number`, launched by hand, is under way."""
     return PhaseError(
         "a backward began while gradients are being synchronized.",
         where=f"synchronization {number}",
@@ -109,7 +111,6 @@ def changed_unlike(result: RoundResult, *, rank: int, num_ranks: int, change: st
 
 
 def step_within_backward(where: str) -> PhaseError:
-    """Returns the error of an optimizer that steps before the end of a round."""
     return PhaseError(
         "an optimizer steps within a backward, on gradients that are not averaged yet.",
         where=where,
@@ -118,7 +119,6 @@ def step_within_backward(where: str) -> PhaseError:
 
 
 def synchronized_already(number: int) -> PhaseError:
-    """Returns the error of a second reduction while one is under way."""
     return PhaseError(
         "gradients are being synchronized already.",
         where=f"synchronization {number}",

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from undertow.plan import GathersBehind, Plan
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.execute.executor import Executor
+from undertow.runtime.execute.executor import Executor, ShardedExecutor
 from undertow.runtime.execute.round import Round
-from undertow.runtime.execute.sharded_executor import ShardedExecutor
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import Sharding
@@ -60,12 +59,10 @@ class CompiledPlan:
             plan=plan, generation=generation, has_shards=sharding is not None, steps_in_backward=self.in_backward is not None
         )
         self._recorder = recorder
-        num_buckets = len(plan.buckets)
-        accumulation = lower_accumulation(num_buckets, self.strategy)
-        self._accumulating = Releases(verify(accumulation, self.strategy, num_buckets=num_buckets))
+        self._accumulating = self._verified(lower_accumulation(len(plan.buckets), self.strategy))
         self._gathers_behind: GathersBehind | None = None
         if self.in_backward is not None:
-            self._follow(lower_in_backward(num_buckets, self.strategy))
+            self._follow(lower_in_backward(len(plan.buckets), self.strategy))
         else:
             self.gather_in()
 
@@ -117,5 +114,8 @@ class CompiledPlan:
         self.executor.run(self._gathers)
 
     def _follow(self, schedule: Schedule) -> None:
-        self._synchronizing = Releases(verify(schedule, self.strategy, num_buckets=len(self.plan.buckets)))
+        self._synchronizing = self._verified(schedule)
         self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
+
+    def _verified(self, schedule: Schedule) -> Releases:
+        return Releases(verify(schedule, self.strategy, num_buckets=len(self.plan.buckets)))

@@ -40,9 +40,14 @@ class ArrivalHooks:
         return any(moved)
 
     def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._params, self._hooks = (), []
+        remove_all(self._hooks)
+        self._params = ()
+
+
+def remove_all(hooks: list[RemovableHandle]) -> None:
+    """Removes these hooks and empties the list."""
+    while hooks:
+        hooks.pop().remove()
 
 
 def earlier_watchers(named_params: Iterable[tuple[str, Tensor]], *, but: object = None) -> dict[str, Any]:
@@ -69,22 +74,11 @@ def watch_frozen(params: Iterable[Tensor], then: Callable[[Tensor], object]) -> 
     return hooks
 
 
-def call_at_registration(then: Callable[[], object]) -> Callable[[], None]:
-    """Calls `then` whenever any module gets a parameter or a submodule; returns the function that ends this."""
+def call_at_registration(then: Callable[..., None]) -> Callable[[], None]:
+    """Calls `then`, with torch's arguments, when any module gets a parameter or submodule; returns a function that ends this."""
+    hooks = [register_module_parameter_registration_hook(then), register_module_module_registration_hook(then)]
 
-    def hook(*_registered: object) -> None:
-        then()
-
-    hooks = [
-        register_module_parameter_registration_hook(hook),
-        register_module_module_registration_hook(hook),
-    ]
-
-    def remove() -> None:
-        for each in hooks:
-            each.remove()
-
-    return remove
+    return partial(remove_all, hooks)
 
 
 def _watchers_of(param: Tensor) -> Iterator[Any]:
@@ -104,20 +98,15 @@ def warn_of_late_backward(module: nn.Module, params: Iterable[Tensor]) -> None:
     name = type(module).__name__  # not the module: parameters' hooks would hold it, and the garbage collector does not see them
     hooks: list[RemovableHandle] = []
 
-    def forget() -> None:
-        for hook in hooks:
-            hook.remove()
-        hooks.clear()
-
     def arrives(_param: Tensor) -> None:
-        forget()
+        remove_all(hooks)
         warnings.warn(
             "this backward averages nothing: the model was closed between its forward and this backward.\n"
             f"  {name}\n  Call close() after the last backward.",
             stacklevel=2,
         )
 
-    hooks.append(module.register_forward_pre_hook(ModuleHook(module, forget)))
+    hooks.append(module.register_forward_pre_hook(ModuleHook(module, partial(remove_all, hooks))))
     hooks.extend(param.register_post_accumulate_grad_hook(arrives) for param in params)  # type: ignore[no-untyped-call]
 
 
@@ -125,7 +114,7 @@ class OutermostEnd:
     """Calls `on_end` at the end of the outermost of nested backwards; a reentrant checkpoint runs one inside another."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
+        self.on_end = on_end
         self._watched: set[int] = set()
         self._watches: weakref.WeakSet[_BackwardEnd] = weakref.WeakSet()
 
@@ -138,7 +127,7 @@ class OutermostEnd:
         """Called from a hook that runs in backward `task`; once per task is enough."""
         if task not in self._watched:
             self._watched.add(task)
-            watch = _BackwardEnd(self._task_is_over)
+            watch = _BackwardEnd(self)
             self._watches.add(watch)
             private.call_after_backward(watch)
 
@@ -147,28 +136,25 @@ class OutermostEnd:
         self._watched.clear()
         self._watches.clear()
 
-    def _task_is_over(self, watch: _BackwardEnd) -> None:
-        node = private.enclosing_node()
-        if node is None:
-            self._on_end()
-            return
-
-        # The task ran inside a node of an outer one: when that node is done, wait for the end of the outer task.
-        def climb(*_gradients: Any, _watch: _BackwardEnd = watch) -> None:
-            handle.remove()
-            self.watch(private.graph_task_id())
-
-        handle = node.register_hook(climb)
-
 
 class _BackwardEnd:
     """The callback at the end of a backward. Only that backward holds it, so it is gone as soon as the backward is."""
 
-    __slots__ = ("__weakref__", "_on_over")
+    __slots__ = ("__weakref__", "_outermost")
 
-    def __init__(self, on_over: Callable[[_BackwardEnd], None]) -> None:
-        self._on_over = on_over
+    def __init__(self, outermost: OutermostEnd) -> None:
+        self._outermost = outermost
 
     @private.left_alone  # if a whole step is compiled, so are the hooks of its backward
     def __call__(self) -> None:
-        self._on_over(self)
+        node = private.enclosing_node()
+        if node is None:
+            self._outermost.on_end()
+            return
+
+        # The task ran inside a node of an outer one: when that node is done, wait for the end of the outer task.
+        def climb(*_gradients: Any) -> None:  # holds this object until then
+            handle.remove()
+            self._outermost.watch(private.graph_task_id())
+
+        handle = node.register_hook(climb)

@@ -58,11 +58,6 @@ class RoundResult:
     busy_ms: tuple[float, ...] = ()
 
     @property
-    def is_unsound(self) -> bool:
-        """True if gradients are not those of a finished backward under this plan."""
-        return self.has_failed or self.round.kind is RoundKind.RETIRE
-
-    @property
     def late_buckets(self) -> list[int]:
         """Buckets with a gradient, on some rank, that arrived after they had been launched."""
         return self.reported("late_buckets", overdue=False)

@@ -20,7 +20,7 @@ from undertow.runtime.gradients.storage import spec_of
 from undertow.runtime.torch_private import private
 
 _children_of = attrgetter("_modules")
-_requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
+_kind_of = attrgetter("requires_grad", "dtype")
 _NUM_STEPS = 10  # steps of an optimizer that holds some old parameters; by then another one would have stepped on the new ones
 _REMEDY = "Make the optimizer after the change, or give it the new parameters by add_param_group()."
 _Named = Sequence[tuple[str, Tensor]]
@@ -44,30 +44,28 @@ class _Census:
         self._parameters = [module._parameters for module in modules]
         # Weak, unlike the tables of parameters: a child may refer to its parent and keep it alive forever.
         self._modules = list(map(weakref.ref, modules))
-        params = self.present()
-        self._params = params  # held, so that no other tensor gets the same id
+        self._params = self.present()  # held, so that no other tensor gets the same id
         self._child_ids = _ids(map(_children_of, modules))
         self._param_ids = _ids(self._parameters)
-        self._kinds = [list(map(_requires_grad, params)), list(map(_dtype, params))]
-        self._pointers = list(map(Tensor.data_ptr, params))
-        self._layouts = _layouts(params)
-        self._device = params[0].device if params else None
+        self._kinds = list(map(_kind_of, self._params))
+        self._pointers = list(map(Tensor.data_ptr, self._params))
+        self._layouts = _layouts(self._params)
+        self._device = self._params[0].device if self._params else None
 
     def present(self) -> list[Tensor]:
         return [param for param in chain.from_iterable(map(dict.values, self._parameters)) if param is not None]
 
     def has_other_modules(self) -> bool:
         try:
-            tables = map(_children_of, map(call, self._modules))
-            return list(map(id, chain.from_iterable(map(dict.values, tables)))) != self._child_ids
+            children = map(_children_of, map(call, self._modules))
+            return list(map(id, chain.from_iterable(map(dict.values, children)))) != self._child_ids
         except AttributeError:  # a module is gone
             return True
 
     def has_changed(self) -> bool:
-        # This runs at every forward, for thousands of parameters, so every line is a loop in C.
-        if list(map(id, chain.from_iterable(map(dict.values, self._parameters)))) != self._param_ids or self.has_other_modules():
-            return True
-        if [list(map(_requires_grad, self._params)), list(map(_dtype, self._params))] != self._kinds:
+        # This runs at every forward, for thousands of parameters, so every line is a loop in C, without frames of its own.
+        ids = list(map(id, chain.from_iterable(map(dict.values, self._parameters))))
+        if ids != self._param_ids or self.has_other_modules() or list(map(_kind_of, self._params)) != self._kinds:
             return True
         pointers = list(map(Tensor.data_ptr, self._params))
         if pointers != self._pointers:  # no new data means no new layout; reading shapes takes longer
@@ -146,9 +144,7 @@ class ModuleParams:
     taken over, the successor's `close` also undoes it for its predecessors.
     """
 
-    # State at the last look at the module: all its parameters, and the kinds of the synchronized ones.
-    _seen: _Census
-    _kinds: list[tuple[object, ...]]
+    _seen: _Census  # all parameters, at the last look
 
     def __init__(self, module: nn.Module, ignored: Container[str], *, reduce_dtype: str | None = None) -> None:
         # Weak, because parameters' hooks refer to this object, and the garbage collector does not see through those.
@@ -184,10 +180,6 @@ class ModuleParams:
         module = self._module()
         return [] if module is None else [(name, it) for name, it in module.named_parameters() if name not in self._ignored]
 
-    def name_of(self, param: Tensor) -> str | None:
-        """Returns the parameter's name at the last look at the module, or None if it was not the module's."""
-        return self._names.get(id(param))
-
     @property
     def device(self) -> torch.device:
         """The device of the first trained parameter, or the CPU if there is none."""
@@ -201,14 +193,10 @@ class ModuleParams:
                 private.set_gradient_dtype(param, param.dtype)
                 param.grad = None if grad is None else grad.to(param.dtype)
 
-    def unsee(self) -> None:
-        """Makes the module count as changed until its parameters are requested again."""
-        self._is_unseen = True
-
     def has_changed(self) -> bool:
         """Returns True if a parameter was added, removed, replaced, frozen or unfrozen, or changed dtype, size or device."""
         with private.as_plain_tensors():  # this reads no values
-            if not self._is_unseen and not self._seen.has_changed():
+            if not self.is_unseen and not self._seen.has_changed():
                 return False
             # During a call of torch.func.functional_call, its replacements are tensors, not parameters.
             return all(isinstance(it, nn.Parameter) for it in self._seen.present()) and not self._is_elsewhere()
@@ -219,7 +207,7 @@ class ModuleParams:
         They may be experts of another group, which this group's ranks need not know about.
         """
         module = self._module()
-        if self._is_unseen or module is None or self._seen.has_other_modules() or self._kinds_now() != self._kinds:
+        if self.is_unseen or module is None or self._seen.has_other_modules() or self._kinds_now() != self._kinds:
             return False
         self._seen = _Census(module)
         return True
@@ -275,13 +263,13 @@ class ModuleParams:
     def _see(self, module: nn.Module) -> None:
         with private.as_plain_tensors():
             self._seen = _Census(module)
-        self._is_unseen = False
+        self.is_unseen: bool = False  # if set, the module counts as changed until the next look
         named_params = self.named_params()
         self.replaced.note(named_params)
         # As of this look: optimizers of other parameters are not this object's concern.
-        self._names = {id(param): name for name, param in named_params}
-        self.ids = self._names.keys()
-        self._kinds = self._kinds_now()
+        self.names = {id(param): name for name, param in named_params}
+        self.ids = self.names.keys()
+        self._kinds: list[tuple[object, ...]] = self._kinds_now()  # of the synchronized parameters
 
     def _kinds_now(self) -> list[tuple[object, ...]]:
         """Returns every property of the synchronized parameters that may change, frozen parameters included."""

@@ -21,7 +21,6 @@ from undertow.runtime.execute.agreed_errors import (
     frozen_again,
     left_by_newer,
     require_sound,
-    unfrozen_in_backward,
 )
 from undertow.runtime.execute.compiled_plan import CompiledPlan
 from undertow.runtime.execute.hooks import call_at_registration, earlier_watchers, is_watched
@@ -29,8 +28,7 @@ from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.model.module_params import ModuleParams, first_change
-from undertow.runtime.replan.order import ObservedOrder
-from undertow.runtime.replan.param_hooks import Listeners, ParamHooks, params_of_bucket
+from undertow.runtime.replan.param_hooks import Listeners, ObservedOrder, ParamHooks
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
 from undertow.runtime.replan.single_rank import SingleRank
 from undertow.runtime.sharded.binding import make_gradients_whole
@@ -62,9 +60,6 @@ class CurrentPlan:
     called by the hooks.
     """
 
-    now: InForce
-    is_active: bool
-
     def __init__(
         self,
         members: ModuleParams,
@@ -79,19 +74,18 @@ class CurrentPlan:
         self.is_stale = False  # the module is to be looked at, or a change that was found does not count yet
         self._call_before: Callable[[], object] | None = None  # see call_before
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
-        self._begin(members.trained(), Reducer.of(group, config))
+        named_params, reducer = members.trained(), Reducer.of(group, config)
+        self.is_active = reducer.is_active  # a single rank has its mean already, unless losses are weighted
+        compiled = self._compile(named_params, reducer, generation=0)
+        self.now = InForce(compiled, self._hook(named_params, compiled))
         # A layer may be made in the middle of a forward, and be trained in the backward that follows.
         this = weakref.ref(self)  # torch keeps such hooks for the life of the process
-        self._end_registrations = call_at_registration(lambda: None if (it := this()) is None else it.mark_stale())
+        self._end_registrations = call_at_registration(lambda *_: None if (it := this()) is None else it.mark_stale())
         try:
             self._take_over()
         except ConfigError:
             self.close()
             raise
-
-    @property
-    def plan(self) -> Plan:
-        return self.now.compiled.plan
 
     @property
     def trains(self) -> bool:
@@ -103,12 +97,6 @@ class CurrentPlan:
     def has_result(self) -> bool:
         """True if anything is left of the result of the last round; otherwise the user has cleared it, step or no step."""
         return not self.is_active or (self._before or self.now).compiled.executor.has_result()
-
-    @property
-    def holds_shards(self) -> bool:
-        """True if some gradient is in shards, with the result of an earlier round."""
-        sharding = self.now.compiled.sharding
-        return sharding is not None and sharding.holds_gradients
 
     def open(self) -> None:
         """Creates Undertow's process group and compares the ranks; a collective call the first time. Raises PlanMismatch."""
@@ -127,12 +115,6 @@ class CurrentPlan:
         trained = self.members.trained_now()
         if trained and not any(is_watched(param) for _, param in trained):
             raise left_by_newer(trained[0][0])
-
-    def require_not_the_modules(self, param: Tensor) -> None:
-        """Raises PhaseError if this parameter, which is in no plan and has a gradient, is still one of the module's."""
-        name = self.members.name_of(param)
-        if name is not None:
-            raise unfrozen_in_backward(name, rank=self.group.rank)
 
     def mark_stale(self) -> None:
         """Makes the next `look` compare the module's parameters, if there are rounds."""
@@ -162,7 +144,7 @@ class CurrentPlan:
             self._take_over()
         except ConfigError:  # refused, and looked at again
             self._go_back(self._before)
-            self.members.unsee()
+            self.members.is_unseen = True
             self.is_stale = True
             raise
         before, old, hooks = self._before.hooks, self._before.compiled, self.now.hooks
@@ -237,14 +219,13 @@ class CurrentPlan:
         if moved is not compiled:
             self.now = dataclasses.replace(now, compiled=moved)
             now.hooks.arrived_before |= compiled.executor.written(range(len(compiled.params)))  # which the new plan cannot tell
-            now.hooks.arrivals.regroup(params_of_bucket(plan))
+            now.hooks.arrivals.regroup([bucket.params for bucket in plan.buckets])
 
     def _moved(self, compiled: CompiledPlan, plan: Plan | None) -> CompiledPlan:
         if plan is None or plan.fingerprint == compiled.plan.fingerprint or compiled.sharding is not None:
             return compiled
         # The old buckets' memory is freed when the last `.grad` has moved into the new ones.
-        generation = compiled.generation + 1
-        moved = CompiledPlan(plan, compiled.params, compiled.reducer, self._recorder, generation=generation)
+        moved = CompiledPlan(plan, compiled.params, compiled.reducer, self._recorder, generation=compiled.generation + 1)
         moved.executor.take_over_readings(compiled.executor)
         return moved
 
@@ -290,7 +271,7 @@ class CurrentPlan:
         sharding.take_over(held)
         if in_backward is not None:
             hooks.arrivals.learn_repeats()  # a second part of a gradient would arrive too late there
-        hooks.arrivals.regroup(params_of_bucket(plan))
+        hooks.arrivals.regroup([bucket.params for bucket in plan.buckets])
         return sharding
 
     @property
@@ -333,7 +314,9 @@ class CurrentPlan:
         self._recorder.forgets_buckets()
         require_sound(result, rank=self.group.rank, places=self.group.places)
         change = (
-            first_change(old.plan.params, self.plan.params) if self.is_counted_apart else "a communication hook was registered"
+            first_change(old.plan.params, self.now.compiled.plan.params)
+            if self.is_counted_apart
+            else "a communication hook was registered"
         )
         self.require_changed_alike(result, change=change)
         if lost := [name for name, param in self.members.named_params() if id(param) in accumulated.difference(ids)]:
@@ -359,9 +342,8 @@ class CurrentPlan:
     def has_other_buffers(self) -> bool:
         """True if this rank's buffers differ from those that the ranks have compared."""
         common = self.members.common_buffers
-        if common.is_empty and not any(common.tables):  # the usual case, in every round
-            return False
-        return self._config.buffers != "off" and common.are_others()
+        is_usual = common.is_empty and not any(common.tables)  # tested first, because this runs in every round
+        return not is_usual and self._config.buffers != "off" and common.are_others()
 
     def compare_buffers(self) -> Iterator[None]:
         """Called if all ranks have other buffers: makes them the common ones if they are the same; yields before the wait."""
@@ -391,7 +373,7 @@ class CurrentPlan:
         if not self._has_all(named_params, of=self.now.compiled):
             self._follow(self.members.trained(also=self.now.hooks.ids))
         if not self._is_in_force(named_params, of=self.now.compiled):
-            self.members.unsee()  # that forward is to look
+            self.members.is_unseen = True  # that forward is to look
 
     def _follow(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
         """Makes these the parameters. Every rank does so in the same step, or all raise PlanMismatch."""
@@ -410,7 +392,7 @@ class CurrentPlan:
             hooks = self._hook(named_params, compiled, before=before.hooks)
         except BaseException:  # a change that cannot be followed is refused again, and not forgotten
             self.is_stale = True
-            self.members.unsee()
+            self.members.is_unseen = True
             raise
         self.now, self._before, self.is_stale = InForce(compiled, hooks, retiring, retiring_hooks), before, True
 
@@ -433,11 +415,6 @@ class CurrentPlan:
         compiled = self.now.compiled
         settings = {**surroundings(self.group, compiled.reducer.hook), **self._config.to_dict()}
         return self.members.compare(self.group, compiled.plan.params, compiled.params, settings)
-
-    def _begin(self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer) -> None:
-        self.is_active = reducer.is_active  # a single rank has its mean already, unless losses are weighted
-        compiled = self._compile(named_params, reducer, generation=0)
-        self.now = InForce(compiled, self._hook(named_params, compiled))
 
     def _compile(
         self,

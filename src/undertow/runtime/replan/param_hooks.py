@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from undertow.plan import Plan
-from undertow.runtime.execute.hooks import ArrivalHooks, is_watched, watch_frozen
-from undertow.runtime.replan.order import ObservedOrder
+from undertow.plan import Plan, observed
+from undertow.runtime.comm.group import OwnGroup, Pending
+from undertow.runtime.execute.hooks import ArrivalHooks, is_watched, remove_all, watch_frozen
 from undertow.runtime.replan.single_rank import SingleRank, SingleRankProbe
 from undertow.runtime.replan.tuning import Tuning
 from undertow.runtime.torch_private import private
@@ -32,6 +33,41 @@ class Listeners:
     on_thawed: Callable[[Tensor], object]  # with a parameter that got a gradient although it was frozen at the last look
 
 
+class ObservedOrder:
+    """Rank 0's order of arrival: watched for one round, sent to all, and then taken by all."""
+
+    def __init__(self, params: Sequence[Tensor], group: OwnGroup) -> None:
+        self._params = params
+        self._group = group
+        self._seen: list[Tensor] = []
+        self._hooks: list[RemovableHandle] = [private.hook_gradients(param, self._seen.append) for param in params]
+        self.sent: Pending[Tensor] | None = None
+
+    def send(self) -> None:
+        """Ends the watch and sends what rank 0 has seen; a second call does nothing.
+
+        Not waited for: with several models in one backward, another rank may be in another one's turn.
+        """
+        if not self._hooks:
+            return
+        order = torch.tensor(observed(len(self._params), self.close()), dtype=torch.int64)
+        # [number of parameters]
+        self.sent = self._group.broadcast(order.to(self._group.device), "the order of rank 0's gradients")
+
+    def take(self) -> list[int] | None:
+        """Waits for the order that was sent and returns it, once."""
+        pending, self.sent = self.sent, None
+        return None if pending is None else pending.take().tolist()
+
+    def close(self) -> list[int]:
+        """Removes the hooks; returns the parameters whose gradients have arrived, in that order."""
+        remove_all(self._hooks)
+        index_of = {id(param): index for index, param in enumerate(self._params)}
+        order = [index_of[id(param)] for param in self._seen]
+        self._seen.clear()
+        return order
+
+
 class ParamHooks:
     """Hooks on `named_params` until `close`, and on the module's `frozen` parameters."""
 
@@ -48,7 +84,7 @@ class ParamHooks:
         self.frozen = tuple(frozen)
         kind = Arrivals if len({param.device for param in self.params}) <= 1 else SerialArrivals
         self.arrivals = kind(
-            params_of_bucket(plan),
+            [bucket.params for bucket in plan.buckets],
             num_params=len(named_params),
             on_full=listeners.on_full,
             traversal=private.graph_task_id,
@@ -115,8 +151,3 @@ class ParamHooks:
         """Returns the names of parameters given by their positions in each bucket, in the order of the plan."""
         params = [plan.buckets[bucket].params[place] for bucket in sorted(places) for place in places[bucket]]
         return tuple(self.named_params[param][0] for param in dict.fromkeys(params))  # a parameter in pieces has one name
-
-
-def params_of_bucket(plan: Plan) -> list[tuple[int, ...]]:
-    """Returns the indices of the parameters in each bucket."""
-    return [bucket.params for bucket in plan.buckets]

@@ -105,12 +105,16 @@ def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig
     if not why and torch.are_deterministic_algorithms_enabled():
         why = "torch.use_deterministic_algorithms: another plan rounds differently"
     elif not why:
-        has_moved = any(decided.decision.groups is not None for decided in history)
-        is_decided = has_moved or any(decided.decision.outcome in (Outcome.KEEP, Outcome.QUICK) for decided in history)
+        decisions = [decided.decision for decided in history]
+        is_decided = any(it.groups is not None or it.outcome in (Outcome.KEEP, Outcome.QUICK) for it in decisions)
         why = (
             "planned from what was measured" if is_decided else "sizes follow from the size of the model: too little is measured"
         )
-    steps_in_backward = compiled.in_backward is not None
     return explanation(
-        compiled.plan, hooks.tuner, why=why, strategy=compiled.strategy.name, history=history, steps_in_backward=steps_in_backward
+        compiled.plan,
+        hooks.tuner,
+        why=why,
+        strategy=compiled.strategy.name,
+        history=history,
+        steps_in_backward=compiled.present.steps_in_backward,
     )

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.plan import Plan
 from undertow.runtime.comm.recorder import Recorder
+from undertow.runtime.execute.hooks import remove_all
 from undertow.runtime.torch_private import private
 from undertow.tune import Tuner, measurement_of_one_rank
 
@@ -43,10 +44,10 @@ class SingleRank:
 
     def forward_begins(self) -> None:
         """Called before a training forward."""
-        self._unused = ()
         if self.is_complete:
             self._is_stepping_late = True
-            self._forget()
+            self.reduces()
+        self._unused = ()
         for noted in (self._arrived, self._earlier):
             noted.difference_update([param for param in noted if param.grad is None])  # cleared since
 
@@ -64,10 +65,11 @@ class SingleRank:
         self._is_accumulating = value
 
     def reduces(self) -> None:
-        """Ends a step of accumulated gradients only."""
-        self._earlier |= self._arrived
+        """Ends the step, even one of accumulated gradients only."""
         self._unused = self._now()
-        self._forget()
+        self._arrived.clear()
+        self._earlier.clear()
+        self._has_run = False
 
     def steps(self) -> None:
         """Called before an optimizer steps."""
@@ -77,14 +79,11 @@ class SingleRank:
     def ends(self) -> None:
         """Ends the step if a backward has run."""
         if self.is_complete:
-            self._unused = self._now()
-            self._forget()
+            self.reduces()
 
     def close(self) -> None:
         """Removes the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        remove_all(self._hooks)
         self.ends()
 
     @property
@@ -100,11 +99,6 @@ class SingleRank:
     def _now(self) -> tuple[int, ...]:
         arrived = self._arrived | self._earlier
         return tuple(index for index, param in enumerate(self._params) if param not in arrived)
-
-    def _forget(self) -> None:
-        self._arrived.clear()
-        self._earlier.clear()
-        self._has_run = False
 
 
 class SingleRankProbe:
@@ -134,9 +128,7 @@ class SingleRankProbe:
 
     def close(self) -> None:
         """Removes the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        remove_all(self._hooks)
 
     def _arrive(self, param: int, _gradient: Tensor) -> None:
         self._recorder.gradient_arrives(param)

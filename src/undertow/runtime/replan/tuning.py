@@ -124,21 +124,16 @@ class Tuning:
             self.tuner.learn(measurement)
 
     def _decide(self, measured: Present) -> None:
-        """Sends rank 0's decision."""
         decision = Decision(outcome=Outcome.FROZEN, next_look=NUM_STEPS_BETWEEN_LOOKS)
         if self._group.rank == 0:
             if self._may_move and not torch.are_deterministic_algorithms_enabled():
                 decision = self.tuner.decide(
                     measured.plan, has_shards=measured.has_shards, steps_in_backward=measured.steps_in_backward
                 )
-            decision = self._with_order(decision, measured)
+            if measured.steps_in_backward:
+                plan = measured.plan
+                if decision.groups is not None:
+                    plan = plan_from_groups(plan.params, decision.groups, num_ranks=plan.num_ranks)
+                decision = replace(decision, gathers_behind=self.tuner.gathers_behind(plan))
         numbers: Tensor = torch.from_numpy(decision.to_array(measured.plan.params)).to(self._group.device)
         self.sent = measured, self._group.broadcast(numbers, "rank 0's plan")
-
-    def _with_order(self, decision: Decision, measured: Present) -> Decision:
-        if not measured.steps_in_backward:
-            return decision
-        plan = measured.plan
-        if decision.groups is not None:
-            plan = plan_from_groups(plan.params, decision.groups, num_ranks=plan.num_ranks)
-        return replace(decision, gathers_behind=self.tuner.gathers_behind(plan))

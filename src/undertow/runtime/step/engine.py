@@ -35,7 +35,7 @@ class Engine(RoundRunner):
         if hooks.alone is None:
             return self.progress.unused
         unused = set(hooks.alone.unused)
-        order = [param for bucket in self.current_plan.plan.buckets for param in bucket.params]
+        order = [param for bucket in self.current_plan.now.compiled.plan.buckets for param in bucket.params]
         return tuple(hooks.named_params[param][0] for param in dict.fromkeys(order) if param in unused)
 
     def accumulates(self, value: bool) -> None:
@@ -252,7 +252,8 @@ class Engine(RoundRunner):
                 self._refuse(Misuse.TWICE)
             if not progress.has_accumulated:
                 self._refuse(Misuse.NOTHING)
-            if op is not None and current_plan.holds_shards:
+            sharding = current_plan.now.compiled.sharding
+            if op is not None and sharding is not None and sharding.holds_gradients:
                 self._refuse(Misuse.SHARDS)
             self._launch_accumulated(op=op)
 

@@ -273,7 +273,8 @@ class RoundRunner:
             if id(param) in current_plan.now.hooks.ids:
                 self._take_part_all(task)
                 return
-        current_plan.require_not_the_modules(param)
+        if (name := current_plan.members.names.get(id(param))) is not None:  # in no plan, and still one of the module's
+            raise agreed_errors.unfrozen_in_backward(name, rank=current_plan.group.rank)
 
     def _take_part_all(self, task: int) -> None:
         if self.siblings.are_several:
