@@ -38,12 +38,12 @@ TRANSLATED = re.compile(
 )
 # An entry may not grow. It leaves this table when it is within its budget; the table ends empty.
 NOT_YET = {
-    "statements": 13_039,
-    "statements of runtime": 6_722,
+    "statements": 12_851,
+    "statements of runtime": 6_540,
 }
 # With one bucket, so that all runs enter the same.
 STEP_BUDGETS = {"ddp": (12, 120), "zero1": (18, 200)}  # files and frames of undertow that a steady step of ten parameters enters
-STEPS_NOT_YET = {"ddp": (23, 147), "zero1": (32, 234)}
+STEPS_NOT_YET = {"ddp": (22, 134), "zero1": (30, 221)}
 
 
 def statements(folder: str) -> int:
