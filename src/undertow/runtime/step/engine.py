@@ -99,7 +99,7 @@ class Engine(RoundRunner):
         self.complete()
         self.current_plan.wait_for_parameters()
         self.close()
-        self.phase = Phase.HANDED_OVER
+        self._enter_phase(Phase.HANDED_OVER)
         return self.current_plan.now.hooks.accumulated_ids()
 
     def take_from(self, accumulated: set[int]) -> None:
@@ -163,13 +163,13 @@ class Engine(RoundRunner):
 
     def end_failed_backward(self) -> None:
         """Ends a round that an exception in backward has left open, before partly updated parameters are read."""
-        is_open = self._open is not None and self._open.ending is None and self.phase is Phase.OPEN
-        if is_open and not self._end.is_coming:  # else one runs in another thread
+        if self.phase is Phase.BACKWARD and not self._end.is_coming:  # else one runs in another thread
             self._abandon()
 
     def close(self) -> None:
         """Ends the round under way and removes the hooks; gradients stay in place."""
-        self.phase = max(self.phase, Phase.CLOSED)
+        if self.phase < Phase.CLOSED:
+            self._enter_phase(Phase.CLOSED)
         if self.earlier is not None:
             self.earlier.give_back()
         self.current_plan.close()

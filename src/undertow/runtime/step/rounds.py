@@ -1,6 +1,6 @@
 """Rounds of an engine: how they open, launch, wait and end.
 
-idle ──first gradient──> backward ──end of the outermost backward──> launched ──every engine launched──> idle
+IDLE ──first gradient──> BACKWARD ──end of the outermost backward──> LAUNCHED ──every engine launched──> IDLE
                          hooks release ops                           the last bucket is sent             waits, binds
 """
 
@@ -29,11 +29,22 @@ from undertow.runtime.torch_private import private
 
 
 class Phase(IntEnum):
-    """Where an engine is in its life; from CLOSED on it is closed."""
+    """Where an engine is in a step; from CLOSED on it is closed."""
 
-    OPEN = auto()
+    IDLE = auto()  # no round is under way
+    BACKWARD = auto()  # gradients arrive
+    LAUNCHED = auto()  # the last bucket is sent, or may be
     CLOSED = auto()
     HANDED_OVER = auto()  # another engine has its parameters
+
+
+_NEXT: dict[Phase, set[Phase]] = {
+    Phase.IDLE: {Phase.BACKWARD, Phase.CLOSED},
+    Phase.BACKWARD: {Phase.LAUNCHED, Phase.CLOSED},
+    Phase.LAUNCHED: {Phase.IDLE, Phase.CLOSED},
+    Phase.CLOSED: {Phase.HANDED_OVER},
+    Phase.HANDED_OVER: {Phase.HANDED_OVER},  # again, after a move to another group has failed
+}
 
 
 class Progress:
@@ -155,7 +166,7 @@ class RoundRunner:
     def __init__(self, members: ModuleParams, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
         self.is_accumulating = False  # a backward that runs now only accumulates
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
-        self.phase = Phase.OPEN
+        self.phase = Phase.IDLE
         self.recorder = recorder
         progress = self.progress = Progress()
         # Called from other threads, which must not keep the engine alive.
@@ -183,6 +194,10 @@ class RoundRunner:
         finally:
             if self._open is this:  # an error has ended it
                 self._close_round()
+
+    def _enter_phase(self, phase: Phase) -> None:
+        assert phase in _NEXT[self.phase], f"{self.phase!r} -> {phase!r}"
+        self.phase = phase
 
     def _begin(self, kind: RoundKind, *, op: str | None = None) -> None:
         current_plan, progress = self.current_plan, self.progress
@@ -218,6 +233,8 @@ class RoundRunner:
         holds_back = now.retiring is not None or now.hooks.arrival_hooks.run_last()
         result = RoundResult(this_round)
         self._open = OpenRound(this_round, result, compiled.releases(this_round), holds_back=holds_back)
+        if self.phase is Phase.IDLE:
+            self._enter_phase(Phase.BACKWARD)
         self.recorder.backward_begins(generation=compiled.generation)
         compiled.executor.begin(result)
 
@@ -312,6 +329,8 @@ class RoundRunner:
             for param in self.current_plan.now.compiled.executor.written(absent - hooks.arrived_before):
                 hooks.arrivals.note(param)
         this.ending = self._end_round(this)
+        if self.phase is Phase.BACKWARD:
+            self._enter_phase(Phase.LAUNCHED)
         next(this.ending)
         if private.graph_task_id() != -1:
             private.call_after_backward(self._go_on)
@@ -373,6 +392,8 @@ class RoundRunner:
 
     def _close_round(self) -> None:
         self._open = None
+        if self.phase is Phase.LAUNCHED:
+            self._enter_phase(Phase.IDLE)
         self.current_plan.now.hooks.arrivals.forget_traversal()
         self._end.forget()
 
@@ -395,6 +416,8 @@ class RoundRunner:
             with gradients_aside(self.current_plan.now.hooks.params) if this.result.has_failed else contextlib.nullcontext():
                 self.recorder.backward_ends()
                 this.ending = self._end_round(this)
+                if self.phase is Phase.BACKWARD:
+                    self._enter_phase(Phase.LAUNCHED)
                 self.complete()
         finally:
             if self.earlier is not None:
