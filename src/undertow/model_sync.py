@@ -272,15 +272,16 @@ class ModelSync:
 
     def _attached_forward_begins(self) -> None:
         follows = None if self._config.buffers == "off" else 0
-        self._forward_begins(buffers_follow=follows, is_compiled=torch.compiler.is_compiling())
+        self._untraced_forward_begins(buffers_follow=follows, is_compiled=torch.compiler.is_compiling())
 
-    @private.untraced
     def _forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
         """Called before each forward of the module: starts a step and, unless `buffers_follow` is None, synchronizes buffers."""
         if self.experts:
             all_of(*(partial(part._one_forward_begins, buffers_follow, is_compiled) for part in self._parts))
         else:
             self._one_forward_begins(buffers_follow, is_compiled)
+
+    _untraced_forward_begins = private.untraced(_forward_begins)
 
     def _one_forward_begins(self, buffers_follow: int | None, is_compiled: bool) -> None:
         self._is_compiled |= is_compiled
@@ -297,7 +298,8 @@ class ModelSync:
         if self._steps is not None:  # after the mark of the forward, which this wait belongs to
             self._steps.forward_begins(is_training=is_training, is_compiled=is_compiled)
         if is_training and buffers_follow is not None and not self._engine.is_accumulating:
-            self._synchronize_buffers(source=buffers_follow)
+            if self._members.common_buffers.buffers or not self._group.is_open:
+                self._synchronize_buffers(source=buffers_follow)
 
     @private.untraced
     def _forward_ends(self) -> None:

@@ -42,7 +42,7 @@ class Arrivals:
         self._note: Callable[[int], object] | None = None
         # At the start of a synchronization: states, the number of gradients that each bucket waits for, and expected repeats.
         self._fresh: tuple[bytes, list[int], Counter[int]] = (b"", [], Counter())
-        self._repeats: Counter[int] = Counter()
+        self.repeats: Counter[int] = Counter()  # by parameter, in this synchronization
         # Flags and counts instead of sets: arrive() runs thousands of times a step, and these stay in the fastest cache.
         self._states = bytearray(num_params)
         self.regroup(params_of_bucket)
@@ -70,7 +70,7 @@ class Arrivals:
         """Starts the next synchronization: nothing has arrived."""
         states, num_pending, _ = self._fresh
         self._states, self.num_pending = bytearray(states), list(num_pending)
-        self._repeats.clear()
+        self.repeats.clear()
 
     def forget_traversal(self) -> None:
         """Makes the next arrival call `on_traversal`, whatever its traversal."""
@@ -83,8 +83,10 @@ class Arrivals:
     def arrive(self, param: int, _gradient: object = None) -> None:
         """Records that the gradient of `param` arrived. A repeated arrival counts only if `learn_repeats` expects it."""
         # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
-        if self._traversal() != self._seen_traversal:
-            self._enter(param)
+        traversal = self._traversal()
+        if traversal != self._seen_traversal:
+            self._seen_traversal = traversal
+            self._on_traversal(traversal, param)
         if self._states[param]:
             self._arrive_unusually(param)
             return
@@ -128,7 +130,7 @@ class Arrivals:
     def has_repeats(self) -> bool:
         """True if some parameter arrived more often in this synchronization than expected."""
         _, _, expected = self._fresh
-        return bool(self._repeats) and any(count > expected[param] for param, count in self._repeats.items())
+        return any(count > expected[param] for param, count in self.repeats.items())
 
     def learn_repeats(self) -> None:
         """Expects each parameter to arrive as often as in this synchronization, from the next one on.
@@ -136,7 +138,7 @@ class Arrivals:
         Learning costs one synchronization in which a gradient arrived after its bucket was sent. If a parameter then arrives less
         often, its bucket is sent at the end of backward: later than possible, but never wrong.
         """
-        self._prepare(self._repeats.copy())
+        self._prepare(self.repeats.copy())
 
     def _prepare(self, repeats: Counter[int]) -> None:
         """Sets how the next synchronization starts; `repeats` are expected."""
@@ -148,14 +150,10 @@ class Arrivals:
                 num_pending[bucket] += count
         self._fresh = (bytes(states), num_pending, repeats)
 
-    def _enter(self, param: int) -> None:
-        self._seen_traversal = self._traversal()
-        self._on_traversal(self._seen_traversal, param)
-
     def _arrive_unusually(self, param: int) -> None:
         if self._states[param] == _ARRIVED:
-            self._repeats[param] += 1
-            if self._repeats[param] > self._fresh[2][param]:
+            self.repeats[param] += 1
+            if self.repeats[param] > self._fresh[2][param]:
                 return
         if self._note is not None:
             self._note(param)
@@ -204,8 +202,11 @@ class Releases:
             of_kind.setdefault(op.kind, []).append(op)
         self._lanes = tuple(lanes.values())
         self._is_computed = [op.lane == COMPUTE and op.kind not in EXTERNAL for op in schedule.ops]
-        self._fills = [op.id for op in sorted(of_kind[OpKind.FILL], key=lambda op: op.bucket or 0)]
-        self._end, self._join = of_kind[OpKind.END][0].id, of_kind[OpKind.JOIN][0].id
+        fills = tuple(op.id for op in sorted(of_kind[OpKind.FILL], key=lambda op: op.bucket or 0))
+        # What may happen: all gradients of a bucket have arrived; backward ends, so that gradients that have not arrived are
+        # unused on this rank and all remaining buckets are launched; and every engine of this process has launched.
+        self.fills = [(op_id,) for op_id in fills]
+        self.end, self.join = (*fills, of_kind[OpKind.END][0].id), (of_kind[OpKind.JOIN][0].id,)
         # Most steps repeat the one before. Ops that have happened, as bits by id, and those that happen now -> the bits after
         # them, and the ops that they release.
         self._steps: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[Op, ...]]] = {}
@@ -215,20 +216,8 @@ class Releases:
         """Starts the next synchronization: nothing has happened."""
         self._happened = 0
 
-    def fill(self, bucket: int) -> Sequence[Op]:
-        """Returns the ops to issue after all gradients of `bucket` have arrived."""
-        return self._happen((self._fills[bucket],))
-
-    def end_backward(self) -> Sequence[Op]:
-        """Ends backward: gradients that have not arrived are unused on this rank, and all remaining buckets are launched."""
-        return self._happen((*self._fills, self._end))
-
-    def join(self) -> Sequence[Op]:
-        """Returns the ops that wait for the network, after every engine of this process has launched."""
-        return self._happen((self._join,))
-
-    def _happen(self, op_ids: tuple[int, ...]) -> tuple[Op, ...]:
-        """Marks ops as happened, in turn, and returns the ops that this releases, transitively, in the order to issue them."""
+    def happen(self, op_ids: tuple[int, ...]) -> tuple[Op, ...]:
+        """Marks one of `fills`, `end` or `join` as happened; returns the ops that this releases, in the order to issue them."""
         key = self._happened, op_ids
         if key not in self._steps:
             if len(self._steps) >= _MOST_REMEMBERED:  # gradients arrive in another order in every step
@@ -281,11 +270,11 @@ class Tracker:
 
     def end_backward(self) -> Sequence[Op]:
         """Ends backward: gradients that have not arrived are unused on this rank, and all remaining buckets are launched."""
-        return self._releases.end_backward()
+        return self._releases.happen(self._releases.end)
 
     def join(self) -> Sequence[Op]:
         """Returns the ops that wait for the network, after every engine of this process has launched."""
-        return self._releases.join()
+        return self._releases.happen(self._releases.join)
 
     def _fill(self, bucket: int) -> None:
-        self._released += self._releases.fill(bucket)
+        self._released += self._releases.happen(self._releases.fills[bucket])

@@ -229,7 +229,10 @@ class OwnGroup:
         """
         if self.device.type != "cpu" or work.is_completed():
             work.wait()
-        else:
+            return
+        try:
+            work.wait(timedelta(seconds=patience.LOOK_S))
+        except RuntimeError:
             self._wait_until(partial(_ends, work))
 
     def result(self, future: Future[_Value]) -> _Value:

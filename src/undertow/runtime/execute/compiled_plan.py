@@ -9,7 +9,6 @@ from torch import Tensor
 from undertow.plan import GathersBehind, Plan
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.executor import Executor, ShardedExecutor
-from undertow.runtime.execute.round import Round
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import Sharding
@@ -59,7 +58,7 @@ class CompiledPlan:
             plan=plan, generation=generation, has_shards=sharding is not None, steps_in_backward=self.in_backward is not None
         )
         self._recorder = recorder
-        self._accumulating = self._verified(lower_accumulation(len(plan.buckets), self.strategy))
+        self.accumulating = self._verified(lower_accumulation(len(plan.buckets), self.strategy))
         self._gathers_behind: GathersBehind | None = None
         if self.in_backward is not None:
             self._follow(lower_in_backward(len(plan.buckets), self.strategy))
@@ -88,14 +87,6 @@ class CompiledPlan:
             return Executor(self.plan, self.params, self._recorder, self.reducer)
         return ShardedExecutor(self.plan, self.params, self._recorder, self.reducer, self.sharding)
 
-    def releases(self, this_round: Round) -> Releases:
-        """Returns the ops for this kind of round; none of them has happened."""
-        # Under some strategies a micro-batch is reduced to shards, and nothing more.
-        adds_up_shards = not this_round.is_last and self.strategy.reduces_micro_batches
-        releases = self._synchronizing if this_round.is_synchronized and not adds_up_shards else self._accumulating
-        releases.reset()
-        return releases
-
     def gather_in(self, order: Sequence[int] | None = None) -> None:
         """Gathers buckets in that order from now on: the order in which the forward needs them."""
         num_buckets = len(self.plan.buckets)
@@ -114,7 +105,7 @@ class CompiledPlan:
         self.executor.run(self._gathers)
 
     def _follow(self, schedule: Schedule) -> None:
-        self._synchronizing = self._verified(schedule)
+        self.synchronizing = self._verified(schedule)
         self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 
     def _verified(self, schedule: Schedule) -> Releases:

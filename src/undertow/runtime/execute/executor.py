@@ -22,7 +22,7 @@ from undertow.runtime.gradients.finite import FiniteCheck
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.storage import BucketStorage
 from undertow.runtime.gradients.trailer import Snapshot, TrailerCodec, Verdict
-from undertow.runtime.peers.waiting import Launching, label_of
+from undertow.runtime.peers.waiting import label_of, require_no_fault, tell_of_failure
 from undertow.runtime.sharded.in_backward import GathersInBackward
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.torch_private import private
@@ -44,6 +44,7 @@ class LiveBucket:
     label: str  # in messages
     wire_bytes: int
     trailer_start: int  # in the bucket's memory
+    reduce: Callable[[Tensor], Handle]  # starts to reduce its memory
     is_on_host: bool
     marks: Any = None  # BucketMarks of its last reduction
     handles: list[Handle] = field(default_factory=list)
@@ -84,19 +85,27 @@ class Executor:
 
     def run(self, ops: Sequence[Op]) -> None:
         """Issues `ops`, at least one, in the given order, and tells the observer of each, if there is one."""
-        observer = self._recorder.observer
-        # A bucket names its own wait.
-        with nullcontext() if ops[0].kind is OpKind.BIND else Launching(self._group.member):
-            if observer is None and not self._is_profiling:
+        member = None if ops[0].kind is OpKind.BIND else self._group.member  # a bucket names its own wait
+        require_no_fault(member)
+        try:
+            if self._recorder.observer is None and not self._is_profiling:
                 for op in ops:
                     self.ops[op.kind](self, self.buckets[op.bucket or 0])
-                return
-            for op in ops:
-                with (
-                    torch.profiler.record_function(f"undertow.{op.label}") if self._is_profiling else nullcontext(),
-                    nullcontext() if observer is None else observer(op),
-                ):
-                    self.ops[op.kind](self, self.buckets[op.bucket or 0])
+            else:
+                self._run_observed(ops)
+        except BaseException as error:
+            if member is not None:
+                tell_of_failure(error, member)
+            raise
+
+    def _run_observed(self, ops: Sequence[Op]) -> None:
+        observer = self._recorder.observer
+        for op in ops:
+            with (
+                torch.profiler.record_function(f"undertow.{op.label}") if self._is_profiling else nullcontext(),
+                nullcontext() if observer is None else observer(op),
+            ):
+                self.ops[op.kind](self, self.buckets[op.bucket or 0])
 
     def take_over_readings(self, before: Executor) -> None:
         """Takes the trailers of the last rounds under another plan that are still on their way to the host."""
@@ -143,9 +152,10 @@ class Executor:
             bucket.binding.add_late(values)
 
     def _live(self, layout: Bucket, plan: Plan, binding: Any) -> LiveBucket:
-        trailer = TrailerCodec(layout, binding.storage, divisor=self._reducer.trailer_divisor(binding.storage.flat.dtype))
-        is_on_host, num_bytes = binding.storage.flat.device.type == "cpu", self._reducer.wire_bytes(layout)
-        return LiveBucket(layout, binding, trailer, label_of(layout, plan), num_bytes, layout.trailer.start, is_on_host)
+        flat, start = binding.storage.flat, layout.trailer.start
+        trailer = TrailerCodec(layout, binding.storage, divisor=self._reducer.trailer_divisor(flat.dtype))
+        reduce, num_bytes = self._reducer.reducing(flat.dtype, numel=start), self._reducer.wire_bytes(layout)
+        return LiveBucket(layout, binding, trailer, label_of(layout, plan), num_bytes, start, reduce, flat.device.type == "cpu")
 
     def _binding(self, bucket: Bucket) -> Any:
         params = [self._params[index] for index in bucket.params]
@@ -196,7 +206,7 @@ class Executor:
             values = bucket.binding.values()
             bucket.handles = [*self._reduce(bucket, values), self._reducer.reduce(flat[bucket.trailer_start :], numel=0)]
         else:
-            bucket.handles = [self._reducer.reduce(flat, numel=bucket.trailer_start)]
+            bucket.handles = [bucket.reduce(flat)]
         self._recorder.completes(bucket.marks, bucket.handles[0])
 
     def _bind(self, bucket: LiveBucket) -> None:
@@ -270,7 +280,7 @@ class Executor:
         # includes the last bucket, just packed: of a parameter in pieces it has taken what had arrived by then.
         result = self._result
         arrivals = result.round.arrivals
-        has_repeats = arrivals is not None and arrivals.has_repeats
+        has_repeats = arrivals is not None and bool(arrivals.repeats) and arrivals.has_repeats
         has_late = has_repeats or any(map(is_not, map(_gradient_of, self._params), repeat(None)))
         return Verdict(
             rank=self._reducer.group.rank,

@@ -116,19 +116,19 @@ class OutermostEnd:
     def __init__(self, on_end: Callable[[], None]) -> None:
         self.on_end = on_end
         self._watched: set[int] = set()
-        self._watches: weakref.WeakSet[_BackwardEnd] = weakref.WeakSet()
+        self._watches: list[weakref.ref[_BackwardEnd]] = []
 
     @property
     def is_coming(self) -> bool:
         """True if a watched backward still runs. A backward that an exception has ended does not, and never reaches its end."""
-        return len(self._watches) > 0
+        return any(watch() is not None for watch in self._watches)
 
     def watch(self, task: int) -> None:
         """Called from a hook that runs in backward `task`; once per task is enough."""
         if task not in self._watched:
             self._watched.add(task)
             watch = _BackwardEnd(self)
-            self._watches.add(watch)
+            self._watches.append(weakref.ref(watch))
             private.call_after_backward(watch)
 
     def forget(self) -> None:

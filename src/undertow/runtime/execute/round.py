@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import cached_property
 
 from undertow.runtime.gradients.trailer import Reading
 from undertow.runtime.gradients.weights import RoundWeights
@@ -36,10 +35,7 @@ class Round:
     op: str | None = None  # of a reduction by hand, if it differs from the settings'
     has_other_buffers: bool = False  # buffers differ from the compared ones
     is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
-
-    @cached_property
-    def is_synchronized(self) -> bool:
-        return self.kind is not RoundKind.ACCUMULATE
+    is_synchronized: bool = True  # False if it only accumulates
 
 
 @dataclass(slots=True)

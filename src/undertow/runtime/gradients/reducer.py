@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,6 +77,12 @@ class Reducer:
         for owner in (self.in_order, self.hook):
             if owner is not None:
                 owner.close()
+
+    def reducing(self, dtype: torch.dtype, *, numel: int) -> Callable[[Tensor], Handle]:
+        """Returns `reduce` for dense tensors of `dtype`, decided once."""
+        if self.in_order is None and self.averages(dtype):
+            return partial(self.group.all_reduce_async, op=dist.ReduceOp.AVG)
+        return partial(self.reduce, numel=numel)
 
     def reduce(self, tensor: Tensor, *, numel: int) -> Handle:
         """Starts to reduce `tensor` to its mean or sum in place; elements after `numel` may come back as a sum in any case."""

@@ -1,6 +1,6 @@
 """Waits for other ranks, and the process's monitor, which ends them with the reason if a rank does not arrive.
 
-Waiting, Launching   contexts: a wait has a name while it lasts
+Waiting              context: a wait has a name while it lasts
 join_ring            makes the connections through which ranks tell each other of faults
 PeerMonitor          the thread that listens to them: it sleeps until a neighbor sends, a neighbor dies, or a wait is long
 """
@@ -58,29 +58,26 @@ class Waiting:
         member = self._member
         try:
             if error is not None and member is not None:
-                self._explain(error, member)
+                explain(error, member)
         finally:  # only now: while it looks for the reason, this rank still counts as waiting and not as late
             if self._what and member is not None:
                 member.here.wait = self._before
 
-    def _explain(self, error: BaseException, member: ModelMonitor) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, UndertowError):
-            is_broken = member.known_fault is not None or _OF_TRANSPORTS.search(str(error))
-            if is_broken and (fault := member.reason(error)) is not None:
-                raise _last_error(member, fault) from error
+
+def explain(error: BaseException, member: ModelMonitor) -> None:
+    """Raises the reason of an error in a wait for other ranks, if it is known."""
+    if isinstance(error, RuntimeError) and not isinstance(error, UndertowError):
+        is_broken = member.known_fault is not None or _OF_TRANSPORTS.search(str(error))
+        if is_broken and (fault := member.reason(error)) is not None:
+            raise _last_error(member, fault) from error
 
 
-class Launching(Waiting):
-    """Context for sending a set of messages that must be complete; if a rank fails inside, it tells the others."""
-
-    def __enter__(self) -> None:
-        require_no_fault(self._member)
-
-    def _explain(self, error: BaseException, member: ModelMonitor) -> None:
-        super()._explain(error, member)
-        if not isinstance(error, UndertowError) and member.known_fault is None:
-            # The other ranks would take the next message for the missing one, and gloo ends a process for that.
-            member.ring.says_failed(error)
+def tell_of_failure(error: BaseException, member: ModelMonitor) -> None:
+    """Raises the reason of an error while a set of messages was sent that must be complete, or tells the other ranks of it."""
+    explain(error, member)
+    if not isinstance(error, UndertowError) and member.known_fault is None:
+        # The other ranks would take the next message for the missing one, and gloo ends a process for that.
+        member.ring.says_failed(error)
 
 
 def label_of(bucket: Bucket, plan: Plan) -> str:

@@ -305,12 +305,13 @@ class CurrentPlan:
             not_arrived=partial(places, without=accumulated),
             rebinds=partial(places, without=set(hooks.ids)),
         )
-        result, releases = RoundResult(this_round), old.releases(this_round)
+        result, releases = RoundResult(this_round), old.synchronizing
         with gradients_aside([param for param in old.params if id(param) in hooks.ids]):
+            releases.reset()
             old.executor.begin(result)
-            old.executor.run(releases.end_backward())
+            old.executor.run(releases.happen(releases.end))
             yield
-            old.executor.run(releases.join())
+            old.executor.run(releases.happen(releases.join))
         self._recorder.forgets_buckets()
         require_sound(result, rank=self.group.rank, places=self.group.places)
         change = (

@@ -228,11 +228,16 @@ class RoundRunner:
             rescale=progress.rescale * (1.0 if op is None else compiled.reducer.factor(op)),
             op=op,
             weights=weights,
+            is_synchronized=is_synchronized,
         )
         # A hook that user code has registered since the forward may run after Undertow's, once, on the first gradient.
         holds_back = now.retiring is not None or now.hooks.arrival_hooks.run_last()
         result = RoundResult(this_round)
-        self._open = OpenRound(this_round, result, compiled.releases(this_round), holds_back=holds_back)
+        # Under some strategies a micro-batch is reduced to shards, and nothing more.
+        adds_up_shards = not is_last and compiled.strategy.reduces_micro_batches
+        releases = compiled.synchronizing if is_synchronized and not adds_up_shards else compiled.accumulating
+        releases.reset()
+        self._open = OpenRound(this_round, result, releases, holds_back=holds_back)
         if self.phase is Phase.IDLE:
             self._enter_phase(Phase.BACKWARD)
         self.recorder.backward_begins(generation=compiled.generation)
@@ -294,10 +299,7 @@ class RoundRunner:
             raise agreed_errors.unfrozen_in_backward(name, rank=current_plan.group.rank)
 
     def _take_part_all(self, task: int) -> None:
-        if self.siblings.are_several:
-            self.siblings.take_part(task)
-        else:
-            self.take_part(task)
+        (self.siblings if self.siblings.are_several else self).take_part(task)
         if self._open is None:
             self._end.watch(task)
 
@@ -313,7 +315,8 @@ class RoundRunner:
 
     @private.untraced
     def _fill(self, bucket: int) -> None:
-        if self._open is not None and not self._open.holds_back and (ops := self._open.releases.fill(bucket)):
+        this = self._open
+        if this is not None and not this.holds_back and (ops := this.releases.happen(this.releases.fills[bucket])):
             self.current_plan.now.compiled.executor.run(ops)
 
     def _launch_rest(self) -> None:
@@ -359,10 +362,10 @@ class RoundRunner:
             self.progress.num_rounds += current_plan.is_counted_apart
             yield from current_plan.retire(this.round)
         executor, hooks = current_plan.now.compiled.executor, current_plan.now.hooks
-        if ops := this.releases.end_backward():
+        if ops := this.releases.happen(this.releases.end):
             executor.run(ops)
         yield
-        if ops := this.releases.join():
+        if ops := this.releases.happen(this.releases.join):
             executor.run(ops)
         if self.also_awaited:
             self._await_others()
