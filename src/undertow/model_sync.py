@@ -297,9 +297,9 @@ class ModelSync:
             self._engine.forward_begins(is_training=is_training)
         if self._steps is not None:  # after the mark of the forward, which this wait belongs to
             self._steps.forward_begins(is_training=is_training, is_compiled=is_compiled)
-        if is_training and buffers_follow is not None and not self._engine.is_accumulating:
-            if self._members.common_buffers.buffers or not self._group.is_open:
-                self._synchronize_buffers(source=buffers_follow)
+        follows = is_training and not self._engine.is_accumulating
+        if follows and buffers_follow is not None and (self._members.common_buffers.buffers or not self._group.is_open):
+            self._synchronize_buffers(source=buffers_follow)
 
     @private.untraced
     def _forward_ends(self) -> None:

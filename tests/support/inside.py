@@ -121,7 +121,15 @@ def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
 
 def interrupted_at_the_end_of_backward(model: Model) -> AbstractContextManager[object]:
     """`with` it Ctrl-C comes where the end of a backward would have the rest of its ops issued."""
-    return mock.patch.object(assembly_of(model)._synchronizing, "end_backward", side_effect=KeyboardInterrupt)
+    releases = assembly_of(model).synchronizing
+    happen = releases.happen
+
+    def interrupt(op_ids: tuple[int, ...]) -> Sequence[Op]:
+        if op_ids == releases.end:
+            raise KeyboardInterrupt
+        return happen(op_ids)
+
+    return mock.patch.object(releases, "happen", interrupt)
 
 
 @contextlib.contextmanager

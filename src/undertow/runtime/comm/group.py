@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any, Generic, TypeVar, cast
 
@@ -206,7 +206,9 @@ class OwnGroup:
         finish: Callable[[], object] | None = None,
     ) -> WorkHandle:
         """Starts to reduce `tensor` in place; waiting for the handle raises if a rank is gone, else calls `finish`."""
-        work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
+        # dist.all_reduce would call this after many lines of its own.
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        work = self.process_group.allreduce([real], _all_reduce_options(op))
         return WorkHandle(work, complete=self.complete, finish=finish)
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> Pending[list[torch.Tensor]]:
@@ -335,6 +337,13 @@ class Pending(Generic[_Value]):
 def are_left(groups: weakref.WeakSet[OwnGroup]) -> bool:
     """Returns True if threads waiting for these groups need not be joined at exit: a rank may be lost, or no group is left."""
     return not groups or any(group.member is None or group.is_broken for group in groups)
+
+
+@cache
+def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, True  # type: ignore[assignment]
+    return options
 
 
 def _ends(work: Work, within_s: float) -> bool:

@@ -153,7 +153,9 @@ class Executor:
 
     def _live(self, layout: Bucket, plan: Plan, binding: Any) -> LiveBucket:
         flat, start = binding.storage.flat, layout.trailer.start
-        trailer = TrailerCodec(layout, binding.storage, divisor=self._reducer.trailer_divisor(flat.dtype))
+        trailer = TrailerCodec(
+            layout, binding.storage, divisor=self._reducer.trailer_divisor(flat.dtype), rank=self._reducer.group.rank
+        )
         reduce, num_bytes = self._reducer.reducing(flat.dtype, numel=start), self._reducer.wire_bytes(layout)
         return LiveBucket(layout, binding, trailer, label_of(layout, plan), num_bytes, start, reduce, flat.device.type == "cpu")
 
@@ -207,7 +209,8 @@ class Executor:
             bucket.handles = [*self._reduce(bucket, values), self._reducer.reduce(flat[bucket.trailer_start :], numel=0)]
         else:
             bucket.handles = [bucket.reduce(flat)]
-        self._recorder.completes(bucket.marks, bucket.handles[0])
+        if len(self.buckets) > 1:  # a single bucket is waited for at once, and is complete when that wait ends
+            self._recorder.completes(bucket.marks, bucket.handles[0])
 
     def _bind(self, bucket: LiveBucket) -> None:
         result = self._result

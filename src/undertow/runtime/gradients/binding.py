@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,10 +120,14 @@ class DenseBinding(Binding):
         self.look()
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
-        with torch.no_grad():
+        is_enabled = torch.is_grad_enabled()
+        private.set_grad_enabled(False)
+        try:
             if not not_arrived and not self.storage.is_view_referenced() and not self.storage.is_rebased():
                 return self._pack_new()
             return self._pack_any(not_arrived)
+        finally:
+            private.set_grad_enabled(is_enabled)
 
     def values(self) -> Sequence[Tensor]:
         return (self.storage.gradients,)
@@ -191,11 +195,14 @@ class DenseBinding(Binding):
         for start in range(0, len(self.params), _MOST_AT_ONCE):
             params = self.params[start : start + _MOST_AT_ONCE]
             grads = list(map(_grad_of, params))
+            fill: Callable[[int, Any], None] = self.storage.fill
             if any(map(is_, grads, repeat(None))):
                 unused += (start + position for position, grad in enumerate(grads) if grad is None)
-                self._fill(self._fill_some, start, grads)
+                fill = self._fill_some
+            if self.postponed is None:
+                self._copy(fill, start, grads)
             else:
-                self._fill(self.storage.fill, start, cast(list[Tensor], grads))
+                self.postponed.append(partial(self._copy, fill, start, grads))
             for param in params:
                 param.grad = None
         self._kept = dict.fromkeys(unused, _Kept(None, was_view=False))
@@ -215,17 +222,15 @@ class DenseBinding(Binding):
         # Other code may still hold the last step's gradients, which must not change.
         if is_rebased or self.storage.is_view_referenced(num_references=num_in_place):
             self.storage.reallocate()
-        self._fill(self._fill_some, 0, grads)
+        copy = partial(self._copy, self._fill_some, 0, grads)
+        if self.postponed is None:
+            copy()
+        else:
+            self.postponed.append(copy)
         return unused
 
-    def _fill(self, fill: Callable[[int, Any], None], start: int, grads: Sequence[Tensor | None]) -> None:
-        """Makes `fill` copy gradients, from position `start` on, into their views, now or later."""
-        if self.postponed is None:
-            self._copy(fill, start, grads)
-        else:
-            self.postponed.append(partial(self._copy, fill, start, grads))
-
     def _copy(self, fill: Callable[[int, Any], None], start: int, grads: Sequence[Tensor | None]) -> None:
+        """Copies gradients, from position `start` on, into their views by `fill`."""
         try:
             fill(start, grads)
         except RuntimeError:

@@ -47,9 +47,9 @@ class Reading:
 
 
 class TrailerCodec:
-    """The trailer of one bucket, whose sum over ranks comes back divided by `divisor`."""
+    """The trailer of one bucket, whose sum over ranks comes back divided by `divisor`; verdicts are those of `rank`."""
 
-    def __init__(self, layout: Bucket, storage: BucketStorage, *, divisor: float) -> None:
+    def __init__(self, layout: Bucket, storage: BucketStorage, *, divisor: float, rank: int = 0) -> None:
         start, stop = layout.trailer.start, layout.trailer.stop
         self._storage = storage
         self._divisor = divisor
@@ -60,6 +60,7 @@ class TrailerCodec:
         self._signature = self._mine[self._places["signature"]]
         self._told = slice(0, self._places["busy"].start)  # without the times
         self._mine_told = self._mine[self._told]
+        self._busy = self._mine[self._places["busy"]][rank : rank + 1]
         self._unused: Sequence[int] = ()
 
     def write(self, *, unused: Sequence[int], signature: int, step: int, verdict: Verdict | None) -> None:
@@ -71,13 +72,14 @@ class TrailerCodec:
         # Ranks that differ do so by a few steps. A bit that changes also changes its complement.
         signature ^= step % _NUM_STEPS * (1 + 2**SIGNATURE_BITS)
         self._signature.copy_(_flags(signature, self._mine.dtype, self._mine.device))
-        trailer, _, busy = self._storage.trailer
-        trailer.copy_(self._mine)
         if verdict is not None:
             # fp16 ends at 65504: longer times are clipped, because an infinity would spoil the sum.
-            busy[verdict.rank].fill_(min(verdict.busy_ms, 60_000.0))
-            if verdict.misuse or verdict.has_failed or verdict.has_changed or verdict.has_other_buffers or verdict.late_buckets:
-                self._report(verdict, trailer)
+            self._busy.fill_(min(verdict.busy_ms, 60_000.0))
+        trailer = self._storage.trailer[0].copy_(self._mine)
+        if verdict is None:
+            return
+        if verdict.misuse or verdict.has_failed or verdict.has_changed or verdict.has_other_buffers or verdict.late_buckets:
+            self._report(verdict, trailer)
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,6 +28,9 @@ call_after_backward: Callable[[Callable[[], None]], None] = Variable._execution_
 
 # Inside such a callback, the node around a nested backward, or None for the outermost.
 enclosing_node: Callable[[], Any | None] = torch._C._current_autograd_node
+
+# Sets whether this thread records operations, without the frames of a context.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 # Context in which torch functions do not dispatch to the classes of their tensor arguments.
 as_plain_tensors: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
@@ -74,10 +78,12 @@ _Error = TypeVar("_Error", bound=BaseException)
 def untraced(function: _Function) -> _Function:
     """Makes torch.compile call `function`, and everything that it calls, uncompiled.
 
-    The public torch.compiler.disable imports the compiler at once; this imports it at the first call. By then, constructing an
-    optimizer has imported it anyway.
+    The public torch.compiler.disable imports the compiler at once, and each call takes two more frames.
     """
-    return cast(_Function, torch._compile._disable_dynamo(function))
+    if not isinstance(function, FunctionType) or function.__closure__:  # other closures share its code, and may be traced
+        return cast(_Function, torch._compile._disable_dynamo(function))
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, None  # type: ignore[attr-defined]
+    return left_alone(function)
 
 
 def left_alone(function: _Function) -> _Function:
