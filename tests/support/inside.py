@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -124,12 +124,12 @@ def interrupted_at_the_end_of_backward(model: Model) -> AbstractContextManager[o
     releases = assembly_of(model).synchronizing
     happen = releases.happen
 
-    def interrupt(op_ids: tuple[int, ...]) -> Sequence[Op]:
+    def raises_at_the_end(op_ids: tuple[int, ...]) -> Sequence[Op]:
         if op_ids == releases.end:
             raise KeyboardInterrupt
         return happen(op_ids)
 
-    return mock.patch.object(releases, "happen", interrupt)
+    return mock.patch.object(releases, "happen", raises_at_the_end)
 
 
 @contextlib.contextmanager
