@@ -284,7 +284,8 @@ class Executor:
         result = self._result
         arrivals = result.round.arrivals
         has_repeats = arrivals is not None and bool(arrivals.repeats) and arrivals.has_repeats
-        has_late = has_repeats or any(map(is_not, map(_gradient_of, self._params), repeat(None)))
+        # A single bucket has just taken all that has arrived.
+        has_late = has_repeats or (len(self.buckets) > 1 and any(map(is_not, map(_gradient_of, self._params), repeat(None))))
         return Verdict(
             rank=self._reducer.group.rank,
             has_failed=result.has_failed,

@@ -115,7 +115,7 @@ class DenseBinding(Binding):
         super().__init__(storage, params)
         self._kept: dict[int, _Kept] = {}
         self._versions: list[int] = []  # versions of the views when they were bound; in-place writes increment them
-        self._versions_seen: list[int] = []  # versions at the last look
+        self._versions_seen = list(map(_version_of, storage.views))  # versions when the last look found gradients
         self.postponed: list[Callable[[], None]] | None = None  # copies into the bucket, if another thread is to make them
         self.look()
 
@@ -135,8 +135,9 @@ class DenseBinding(Binding):
     def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         restored = self._kept.keys() - set(used_elsewhere)
         if not restored:
-            for param, view in zip(self.params, self.storage.views, strict=True):
-                param.grad = view
+            with private.as_plain_tensors():  # a third faster
+                for param, view in zip(self.params, self.storage.views, strict=True):
+                    param.grad = view
         else:
             for position, (param, view) in enumerate(zip(self.params, self.storage.views, strict=True)):
                 param.grad = _put_back(self._kept[position], view) if position in restored else view
@@ -160,11 +161,11 @@ class DenseBinding(Binding):
         return any(grad is not None and bool(grad.any()) for grad in grads)
 
     def look(self) -> None:
-        self._versions_seen = list(map(_version_of, self.storage.views))
         grads = list(map(_grad_of, self.params))
         if all(map(is_, grads, repeat(None))):  # the usual case
             self._known.entries.clear()
             return
+        self._versions_seen = list(map(_version_of, self.storage.views))
         pairs = zip(grads, self.storage.views, strict=True)
         self._known.look(enumerate(None if grad is view else grad for grad, view in pairs))
 
@@ -203,8 +204,9 @@ class DenseBinding(Binding):
                 self._copy(fill, start, grads)
             else:
                 self.postponed.append(partial(self._copy, fill, start, grads))
-            for param in params:
-                param.grad = None
+            with private.as_plain_tensors():
+                for param in params:
+                    param.grad = None
         self._kept = dict.fromkeys(unused, _Kept(None, was_view=False))
         return unused
 
