@@ -208,9 +208,11 @@ class Gathers:
 
 
 class _Reads(TorchFunctionMode):
-    """Records the modules in which parameters are read; `order` has the parameters by id, in the order of the first read.
+    """Records when parameters are needed; `order` has them by id, in that order.
 
-    Reads while no module runs do not count, because Undertow itself looks at every parameter before the model's forward.
+    A module needs its own parameters when its forward begins: reads in a custom autograd function or kernel cannot be seen.
+    Other parameters are needed when they are read; reads while no module runs do not count, because Undertow itself looks at
+    every parameter before the model's forward.
     """
 
     def __init__(self, module: nn.Module, params: Container[int]) -> None:
@@ -223,7 +225,7 @@ class _Reads(TorchFunctionMode):
             hook
             for part in module.modules()
             for hook in (
-                part.register_forward_pre_hook(ModuleHook(part, partial(self._running.append, part)), prepend=True),
+                part.register_forward_pre_hook(ModuleHook(part, partial(self._begins, part)), prepend=True),
                 part.register_forward_hook(ModuleHook(part, self._ends), always_call=True),
             )
         ]
@@ -257,6 +259,12 @@ class _Reads(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
 
+    def _begins(self, part: nn.Module) -> None:
+        self._running.append(part)
+        for param in part.parameters(recurse=False):
+            if id(param) in self._params:
+                self.order.setdefault(id(param), param)
+
     def _ends(self) -> None:
         del self._running[-1:]  # empty if an earlier hook has raised
 
@@ -277,8 +285,8 @@ class ForwardWaits:
     """Makes every module wait for the parameters that its forward reads. Any other read waits for all of them.
 
     A module waits for its own parameters. The first training forward shows which others it reads (tied weights, or a layer that
-    computes with another one's parameters). Until then, and for parameters that this forward did not read, the forward of the
-    whole model waits.
+    computes with another one's parameters). Until then, and for parameters that this forward did not read and whose module did
+    not run, the forward of the whole model waits.
 
     `on_order` is called with all buckets in the order of their use. If
     parts of the model are compiled (`only_root`), only the whole model waits, because hooks would split compiled graphs.
