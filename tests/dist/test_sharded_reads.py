@@ -406,6 +406,63 @@ def test_gathers_leave_in_the_order_of_the_forward() -> None:
     assert last_of_attention < min(at for at, name in enumerate(names) if "linear2" in name)
 
 
+# Multiplies by a weight that it hands to a function of its own, which no torch function sees; calls its child twice or never.
+class Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():  # as in a kernel
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class Scaled(nn.Module):
+    def __init__(self, *, reads_child: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.3, 0.7, 6))
+        self.child = nn.Linear(6, 6, bias=False) if reads_child else nn.Identity()
+        self.reads_child = reads_child
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Scaling.apply(x, self.weight)
+        return Scaling.apply(x, self.child.weight[0]) if self.reads_child else self.child(self.child(x))
+
+
+UNSEEN = Case(lambda: nn.Sequential(*(Scaled() for _ in range(6)), nn.Linear(6, 4)), MLP.loss)
+
+
+def unseen_of_all_kinds() -> nn.Module:
+    model = nn.Sequential(*(Scaled(reads_child=place == 1) for place in range(4)), nn.Linear(6, 4))
+    model[3].weight = model[0].weight  # shared
+    model[2].child = model[0]  # called three times
+    return model
+
+
+@in_ranks(2, 3)
+def test_a_layer_whose_reads_cannot_be_seen_waits_for_its_own_parameters_in_the_order_of_the_forward() -> None:
+    with stepped(3, case=UNSEEN, bucket_cap_mb=24 / 2**20) as (ddp, opt):
+        places = {bucket.index: int(ddp.plan.params[bucket.params[0]].name.split(".")[0]) for bucket in ddp.plan.buckets}
+        waited, seen = slow_gathers(ddp), []
+        for place, layer in enumerate(ddp.module):
+            layer.register_forward_pre_hook(lambda *_, place=place: seen.append((place, {places[it] for it in waited})))
+        step_of(ddp, opt, UNSEEN, 3)
+        order = [places[bucket] for bucket in gathers_of(ddp).in_flight]
+        waited.clear()
+        seen.clear()
+        UNSEEN.loss(ddp, 4)
+    assert order == sorted(order)
+    assert seen == [(place, set(range(place + 1))) for place in range(7)]
+
+
+@in_ranks(2)
+def test_reads_that_cannot_be_seen_read_parameters_that_have_come() -> None:
+    require_bits(Case(unseen_of_all_kinds, MLP.loss), before=partial(slowly, first=3, seconds=0.005))
+
+
 # Computes with the parameters of a layer that it never calls, and of its own under a condition.
 class Elsewhere(nn.Module):
     def __init__(self) -> None:

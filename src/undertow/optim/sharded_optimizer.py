@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_not
 from typing import Any, Literal
 
 import torch
@@ -38,6 +39,7 @@ from undertow.runtime.step.sharded_steps import finish_before_look
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync, ZeroesWithoutReading
 
+_grad_of = attrgetter("grad")
 ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
@@ -118,11 +120,12 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             self._confirm()
         else:
             sharding, settings = self._begin(), self._settings()
-            sharding.require_synchronized(params_of(self))
+            params = params_of(self)
+            sharding.require_synchronized(params)
             with self._steps.update():
                 for inner in self._inners.values():
                     inner.step(settings, sharding.gradients)
-                self._stepped.update(param for param in params_of(self) if param.grad is not None)
+                self._stepped.update(compress(params, map(is_not, map(_grad_of, params), repeat(None))))
         self._steps.step_ends()
         return loss
 

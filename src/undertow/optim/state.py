@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Self
 
 import torch
@@ -113,7 +113,7 @@ def settings_as_text(group: dict[str, Any]) -> dict[str, str]:
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Returns the parameters of all groups, in their order."""
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    return list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
 
 
 def changed_settings(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[str]:
