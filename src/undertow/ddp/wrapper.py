@@ -370,7 +370,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     @private.untraced
     def _forward_begins(self, *, is_compiled: bool) -> bool:
         """Called before each forward; returns True if torch.compile is to cut graphs."""
-        sync, follows = self.sync, self._buffers_follow_a_rank and not self.sync.is_accumulating
+        sync = self.sync
+        follows = self._buffers_follow_a_rank and not sync._engine.is_accumulating
         source = 0 if follows else None
         if self._shadow is not None and self._join_config.enable and sync._is_training_forward:
             source = self._shadow.announce_forward(self, with_buffers=follows)

@@ -16,7 +16,7 @@ any dtype too.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from reprlib import repr as brief
@@ -83,7 +83,8 @@ class ParamSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, as in JSON."""
-        return {name: value for name, value in asdict(self).items() if value is not None} | {"shape": list(self.shape)}
+        own = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in own.items() if value is not None} | {"shape": list(self.shape)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from undertow.runtime.gradients.finite import FiniteCheck
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.storage import BucketStorage
 from undertow.runtime.gradients.trailer import Snapshot, TrailerCodec, Verdict
-from undertow.runtime.peers.waiting import label_of, require_no_fault, tell_of_failure
+from undertow.runtime.peers.waiting import Waiting, label_of, require_no_fault, tell_of_failure
 from undertow.runtime.sharded.in_backward import GathersInBackward
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.torch_private import private
@@ -214,7 +214,7 @@ class Executor:
 
     def _bind(self, bucket: LiveBucket) -> None:
         result = self._result
-        with self._group.waiting(bucket.label):
+        with Waiting(self._group.member, bucket.label):
             if not self._await(bucket):
                 return
             if result.round.weights is not None or result.round.rescale != 1.0:
@@ -387,7 +387,7 @@ class ShardedExecutor(Executor):
         return not is_stopped and not (readings and any(reading.ranks_differ for reading in readings))
 
     def _bind(self, bucket: LiveBucket) -> None:
-        with self._group.waiting(bucket.label):
+        with Waiting(self._group.member, bucket.label):
             if not self._await(bucket):
                 return
             if bucket.binding.settled is None:

@@ -162,10 +162,10 @@ class ModuleParams:
 
         Parameters of the module whose ids are in `also` are included even if they are frozen.
         """
-        self._see(self._present_module)
+        named_params = self._see(self._present_module)
         if self._wide is not None:
-            _accumulate_in(self._wide, self.named_params())
-        return [(name, param) for name, param in self.named_params() if param.requires_grad or id(param) in also]
+            _accumulate_in(self._wide, named_params)
+        return [(name, param) for name, param in named_params if param.requires_grad or id(param) in also]
 
     def trained_now(self) -> list[tuple[str, Tensor]]:
         """Returns the trained parameters without resetting `has_changed`; empty if the module is gone."""
@@ -207,7 +207,7 @@ class ModuleParams:
         They may be experts of another group, which this group's ranks need not know about.
         """
         module = self._module()
-        if self.is_unseen or module is None or self._seen.has_other_modules() or self._kinds_now() != self._kinds:
+        if self.is_unseen or module is None or self._seen.has_other_modules() or _kinds(self.named_params()) != self._kinds:
             return False
         self._seen = _Census(module)
         return True
@@ -260,7 +260,7 @@ class ModuleParams:
         assert module is not None  # a forward of it runs, or its optimizer steps
         return module
 
-    def _see(self, module: nn.Module) -> None:
+    def _see(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         with private.as_plain_tensors():
             self._seen = _Census(module)
         self.is_unseen: bool = False  # if set, the module counts as changed until the next look
@@ -269,11 +269,13 @@ class ModuleParams:
         # As of this look: optimizers of other parameters are not this object's concern.
         self.names = {id(param): name for name, param in named_params}
         self.ids = self.names.keys()
-        self._kinds: list[tuple[object, ...]] = self._kinds_now()  # of the synchronized parameters
+        self._kinds = _kinds(named_params)
+        return named_params
 
-    def _kinds_now(self) -> list[tuple[object, ...]]:
-        """Returns every property of the synchronized parameters that may change, frozen parameters included."""
-        return [(name, id(it), it.requires_grad, it.dtype, it.shape, it.stride(), it.device) for name, it in self.named_params()]
+
+def _kinds(named_params: _Named) -> list[tuple[object, ...]]:
+    """Returns every property of the synchronized parameters that may change, frozen parameters included."""
+    return [(name, id(it), it.requires_grad, it.dtype, it.shape, it.stride(), it.device) for name, it in named_params]
 
 
 def first_change(before: Sequence[ParamSpec], after: Sequence[ParamSpec]) -> str:

@@ -262,7 +262,7 @@ def hook_gradients(param: torch.Tensor, hook: Callable[[torch.Tensor], object]) 
 
     Raises RuntimeError if the parameter can never be trained: integer and quantized ones, or ones made in inference mode.
     """
-    with _trained(param):
+    with contextlib.nullcontext() if param.requires_grad else _trained(param):  # a model may have thousands
         return cast(RemovableHandle, param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
 
