@@ -22,7 +22,7 @@ from undertow.runtime.step.checks import Arguments, NonFinite
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.rounds import Phase
 from undertow.runtime.torch_private import private
-from undertow.schedule import ZERO1, strategy_named
+from undertow.schedule import DDP, ZERO1, strategy_named
 
 
 class ShardedSteps:
@@ -358,7 +358,7 @@ def _before_step(
         return None
     if sync._steps is not None:
         sync._steps.require_stepper(optimizer)
-    elif sync._config.strategy is not None and strategy_named(sync._config.strategy).gather is not None:
+    elif sync._config.strategy not in (None, DDP.name):
         raise PhaseError(
             f"strategy={sync.config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
             where="the first step of the optimizer",
