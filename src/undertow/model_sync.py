@@ -55,14 +55,16 @@ class ModelSync:
         config: SyncConfig | None = None,
         ignore: Iterable[str | nn.Module | Tensor] = (),
         shared: Collection[str] = ("parameters", "buffers"),
-        elsewhere: Container[str] = frozenset(),
+        elsewhere: Container[str] | None = None,
         within: OwnGroup | None = None,
     ) -> None:
         config = SyncConfig() if config is None else config
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))
         self._module = module
-        self._members = ModuleParams(module, AnyOf((ignored, elsewhere)), reduce_dtype=config.reduce_dtype)
+        self._members = ModuleParams(
+            module, ignored if elsewhere is None else AnyOf((ignored, elsewhere)), reduce_dtype=config.reduce_dtype
+        )
         self._forward_hooks: list[RemovableHandle] = []
         self._is_closed = self._is_compiled = False
         self._steps: ShardedSteps | None = None

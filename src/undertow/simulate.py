@@ -1,4 +1,4 @@
-"""Simulates a step: the runtime's schedule and tracker, driven by a clock and a cost model."""
+"""Simulates a step: the runtime's schedule and its release of ops, driven by a clock and a cost model."""
 
 import math
 from bisect import bisect_right
@@ -13,7 +13,7 @@ from undertow.cost import Costs
 from undertow.errors import require
 from undertow.plan import GathersBehind, LaneTimes, Plan, in_backward_order
 from undertow.profile import Profile
-from undertow.schedule import Op, OpKind, Strategy, Tracker, lower_data_parallel, lower_in_backward, verify
+from undertow.schedule import Arrivals, Op, OpKind, Releases, Strategy, lower_data_parallel, lower_in_backward, verify
 from undertow.trace import BucketRecord, StepRecord
 
 __all__ = ["Conditions", "simulate"]
@@ -214,18 +214,18 @@ class _Step:
 
     def run(self) -> StepRecord:
         """Returns the step as the recorder of one rank would have recorded it."""
-        tracker = Tracker(self._schedule, [bucket.params for bucket in self._plan.buckets], num_params=len(self._plan.params))
+        releases = Releases(self._schedule)
         if self._conditions.in_backward:
-            self._backward(tracker)
-            self._issue(tracker.join())
-            tracker.reset()
+            self._backward(releases)
+            self._issue(releases.happen(releases.join))
+            releases.reset()
         start_us, starts_us = self._now_us, self._clocks.now_us
         begin_us = start_us if self._conditions.in_backward else self._update()
         self._forward()
         forward_stop_us, gathers = self._now_us, tuple(self._gathers.values())
-        self._backward(tracker)
+        self._backward(releases)
         left_us, busy_us = self._now_us, np.broadcast_to(self._clocks.now_us - starts_us, self._plan.num_ranks)
-        self._issue(tracker.join())
+        self._issue(releases.happen(releases.join))
         return StepRecord(
             step=0,
             rank=self._conditions.rank,
@@ -266,17 +266,21 @@ class _Step:
                 self._wait(self._gathers, bucket)
         self._clocks.compute(self._profile.forward_us - computed_us)
 
-    def _backward(self, tracker: Tracker) -> None:
-        profile, computed_us = self._profile, 0.0
+    def _backward(self, releases: Releases) -> None:
+        profile, computed_us, full = self._profile, 0.0, list[int]()
+        buckets = [bucket.params for bucket in self._plan.buckets]
+        arrivals = Arrivals(buckets, num_params=len(self._plan.params), on_full=full.append)
         for param in profile.order:
-            ops = tracker.arrive(param)
+            arrivals.arrive(param)
+            ops = [op for bucket in full for op in releases.happen(releases.fills[bucket])]
+            full.clear()
             if ops:
                 ready_us = min(profile.ready_us[param], profile.backward_us)
                 self._clocks.compute(ready_us - computed_us)
                 computed_us = ready_us
                 self._issue(ops)
         self._clocks.compute(profile.backward_us - computed_us)
-        self._issue(tracker.end_backward())
+        self._issue(releases.happen(releases.end))
 
     def _issue(self, ops: Sequence[Op]) -> None:
         for op in ops:

@@ -247,34 +247,3 @@ class Releases:
                     while queue and num_blockers[queue[0]] == 0:
                         heappush(worklist, queue.popleft())
         return sum(1 << op_id for op_id in happened), tuple(released)
-
-
-class Tracker:
-    """One synchronization as one object: arrivals and the ops they release."""
-
-    def __init__(self, schedule: Schedule, params_of_bucket: Sequence[Sequence[int]], *, num_params: int) -> None:
-        self._releases = Releases(schedule)
-        self._released: list[Op] = []
-        self.arrivals = Arrivals(params_of_bucket, num_params=num_params, on_full=self._fill)
-
-    def reset(self) -> None:
-        """Starts the next synchronization: nothing has arrived."""
-        self.arrivals.reset()
-        self._releases.reset()
-
-    def arrive(self, param: int) -> Sequence[Op]:
-        """Returns the ops that may be issued after the gradient of `param` has arrived."""
-        self._released = []
-        self.arrivals.arrive(param)
-        return self._released
-
-    def end_backward(self) -> Sequence[Op]:
-        """Ends backward: gradients that have not arrived are unused on this rank, and all remaining buckets are launched."""
-        return self._releases.happen(self._releases.end)
-
-    def join(self) -> Sequence[Op]:
-        """Returns the ops that wait for the network, after every engine of this process has launched."""
-        return self._releases.happen(self._releases.join)
-
-    def _fill(self, bucket: int) -> None:
-        self._released += self._releases.happen(self._releases.fills[bucket])
