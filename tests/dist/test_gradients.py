@@ -298,6 +298,19 @@ def test_a_step_of_two_micro_batches_is_one_trace() -> None:
     assert traces == [["comm.dp all_reduce", *(f"compute {kind}" for kind in compute)]] * 2
 
 
+@in_ranks(2)
+def test_a_reduction_that_is_waited_for_later_is_recorded_until_it_is_complete() -> None:
+    with wrapped(MLP.model(), bucket_cap_mb=25.0) as ddp:
+        with ddp.no_sync():
+            MLP.loss(ddp, 0).backward()
+        reduction = ddp.reduce_gradients_async()
+        time.sleep(0.5)
+        reduction.wait()
+        MLP.loss(ddp, 1)
+        (reduced,) = [event for event in ddp.traces()[-1].events if event.kind == "all_reduce"]
+        assert reduced.duration_us < 0.4e6
+
+
 @in_ranks(2, 3)
 def test_a_plan_that_was_saved_can_be_pinned(tmp_path: Path) -> None:
     path = tmp_path / f"plan-{dist.get_rank()}.json"

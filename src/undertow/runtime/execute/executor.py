@@ -209,7 +209,8 @@ class Executor:
             bucket.handles = [*self._reduce(bucket, values), self._reducer.reduce(flat[bucket.trailer_start :], numel=0)]
         else:
             bucket.handles = [bucket.reduce(flat)]
-        if len(self.buckets) > 1:  # a single bucket is waited for at once, and is complete when that wait ends
+        # At the end of a backward, a single bucket is waited for at once, and is complete when that wait ends.
+        if len(self.buckets) > 1 or private.graph_task_id() == -1:
             self._recorder.completes(bucket.marks, bucket.handles[0])
 
     def _bind(self, bucket: LiveBucket) -> None:

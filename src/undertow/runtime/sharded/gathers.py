@@ -261,7 +261,7 @@ class _Reads(TorchFunctionMode):
 
     def _begins(self, part: nn.Module) -> None:
         self._running.append(part)
-        for param in part.parameters(recurse=False):
+        for param in part.parameters(recurse=False) if self.is_on else ():  # an evaluation may run other modules
             if id(param) in self._params:
                 self.order.setdefault(id(param), param)
 
