@@ -102,27 +102,12 @@ class ModelSync:
         return self._group.process_group if group is None else group
 
     @property
-    def _own_group(self) -> OwnGroup:
-        """The clone of the user's group that carries all of Undertow's messages."""
-        return self._group
-
-    @property
-    def _group_reference(self) -> GroupRef:
-        """A reference to the user's group that can be copied with the model."""
-        return self._group.user
-
-    @property
     def rank(self) -> int:
         return self._group.rank
 
     @property
     def num_ranks(self) -> int:
         return self._group.num_ranks
-
-    @property
-    def _device(self) -> torch.device:
-        """The device of the small tensors that ranks exchange."""
-        return self._group.device
 
     @property
     def _parts(self) -> tuple[Any, ...]:

@@ -184,7 +184,7 @@ class GradientSync(ModelSync):
     def _of_experts(self, ask: Callable[[Any], Any]) -> dict[str, Any]:
         """Asks every group of experts, and returns the answers by their names for users."""
         return {
-            f"{expert._config.experts[0].match!r}, ranks {', '.join(map(str, expert._group_reference.ranks))}": ask(expert)
+            f"{expert._config.experts[0].match!r}, ranks {', '.join(map(str, expert._group.user.ranks))}": ask(expert)
             for expert in self.experts
         }
 

@@ -38,7 +38,7 @@ TRANSLATED = re.compile(
 )
 # An entry may not grow. It leaves this table when it is within its budget; the table ends empty.
 NOT_YET = {
-    "statements": 12_878,
+    "statements": 12_869,
     "statements of runtime": 6_588,
 }
 # With one bucket, so that all runs enter the same.

@@ -89,7 +89,7 @@ def _sharding_after_a_step(model: Model) -> Sharding:
 
 
 def own_group_of(model: Model) -> OwnGroup:
-    return sync_of(model)._own_group
+    return sync_of(model)._group
 
 
 def share_parameters(model: Model, *, source: int) -> None:
@@ -437,4 +437,4 @@ def stored_entries_of(path: Path) -> dict[str, Entry]:
 
 
 def rows_of(model: Model) -> Any:
-    return sync_of(model)._group_reference.rows
+    return sync_of(model)._group.user.rows

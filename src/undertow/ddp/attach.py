@@ -162,9 +162,9 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequen
                 ignore=ignore,
                 shared=how.get("shared", ("parameters", "buffers")),
                 elsewhere=_Names(group.match, is_inverted=True),
-                within=sync._own_group,
+                within=sync._group,
             )
-            expert._engine.checks.numbers.fails_others = partial(_fail, sync._own_group)
+            expert._engine.checks.numbers.fails_others = partial(_fail, sync._group)
             sync.experts = (*sync.experts, expert)
     except BaseException:
         sync.close()
@@ -203,11 +203,13 @@ def _alike_on_all_ranks(weak_sync: weakref.ref[GradientSync], optimizer: Optimiz
     synchronized_ids = {id(param) for part in sync._parts for _, param in part._members.named_params()}  # waits for no gather
     if not any(id(param) in synchronized_ids for group in optimizer.param_groups for param in group["params"]):
         return found
-    on_any = torch.stack([torch.zeros((), device=sync._device), *(each.to(sync._device) for each in found.values())]).amax()
-    with sync._own_group.waiting("whether all ranks' gradients are finite"):
-        sync._own_group.all_reduce(on_any, dist.ReduceOp.MAX)
+    on_any = torch.stack(
+        [torch.zeros((), device=sync._group.device), *(each.to(sync._group.device) for each in found.values())]
+    ).amax()
+    with sync._group.waiting("whether all ranks' gradients are finite"):
+        sync._group.all_reduce(on_any, dist.ReduceOp.MAX)
     # If none of a rank's experts was used it has checked nothing, which scalers reject.
-    return {device: on_any.to(device, copy=True) for device in found or (sync._device,)}
+    return {device: on_any.to(device, copy=True) for device in found or (sync._group.device,)}
 
 
 def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup:

@@ -31,18 +31,18 @@ class UnevenInputs(Join):
         try:
             super().__exit__(kind, error, trace)
         finally:
-            self._hook.sync._own_group.borrowers.discard("join")  # torch no longer uses the user's group
+            self._hook.sync._group.borrowers.discard("join")  # torch no longer uses the user's group
             self._joinables[0]._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
     def _get_num_nonjoined_procs(self) -> int:
-        with self._hook.sync._own_group.waiting("what ranks that have data do next"), over_users(self._hook.sync.process_group):
+        with self._hook.sync._group.waiting("what ranks that have data do next"), over_users(self._hook.sync.process_group):
             num_active = int(super()._get_num_nonjoined_procs())  # type: ignore[no-untyped-call]
         self._hook.rescale(num_active)
         return num_active
 
     def _notify_procs_to_terminate(self) -> None:
         with (
-            self._hook.sync._own_group.waiting("all ranks, to tell that the data has ended"),
+            self._hook.sync._group.waiting("all ranks, to tell that the data has ended"),
             over_users(self._hook.sync.process_group),
         ):
             super()._notify_procs_to_terminate()  # type: ignore[no-untyped-call]
@@ -67,7 +67,7 @@ class ShadowHook(JoinHook):
             )
             if sync._steps is not None:
                 raise no_join_with_shards()
-            sync._own_group.borrowers.add("join")
+            sync._group.borrowers.add("join")
 
     def main_hook(self) -> None:
         """Takes part in one step of the others."""
@@ -79,7 +79,7 @@ class ShadowHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives every rank the model of a rank that trained to the end; from then on all ranks count again."""
-        self.sync._own_group.borrowers.discard("join")
+        self.sync._group.borrowers.discard("join")
         self.sync._engine.progress.join_ends()
         source, _ = _exchange(self.sync, source=self.sync.rank if is_last_joiner else None)
         self.sync._share(("parameters", "buffers"), source=source or 0)
@@ -95,7 +95,7 @@ class ShadowHook(JoinHook):
         Returns the rank that buffers follow, or None: rank 0 may have run out of data long ago.
         """
         sync, num_active = self.sync, self.sync.num_ranks
-        with sync._own_group.waiting("all ranks, to tell them that there is data"), over_users(sync.process_group):
+        with sync._group.waiting("all ranks, to tell them that there is data"), over_users(sync.process_group):
             work = Join.notify_join_context(joinable)
             if work is not None:
                 work.wait()
@@ -109,8 +109,8 @@ def _exchange(sync: GradientSync, *, source: int | None = None, synchronizes: bo
 
     Returns the highest rank that offers its tensors, and True if any rank's backward will synchronize.
     """
-    said = torch.tensor([-1 if source is None else source, int(synchronizes)], device=sync._device)
-    with sync._own_group.waiting("all ranks, to tell what they do"):
-        sync._own_group.all_reduce(said, dist.ReduceOp.MAX)
+    said = torch.tensor([-1 if source is None else source, int(synchronizes)], device=sync._group.device)
+    with sync._group.waiting("all ranks, to tell what they do"):
+        sync._group.all_reduce(said, dist.ReduceOp.MAX)
     highest, any_synchronizes = said.tolist()
     return None if highest < 0 else highest, bool(any_synchronizes)

@@ -278,7 +278,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     @property
     def join_device(self) -> torch.device:
-        return self.sync._device
+        return self.sync._group.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -392,7 +392,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         if self.sync._has_comm_hook:
             warnings.warn("the communication hook is not copied; register it on the copy again.", stacklevel=2)
         own = {name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow", "_precision")}
-        return {**own, "sync_config": self.sync.config, "sync_group": self.sync._group_reference}
+        return {**own, "sync_config": self.sync.config, "sync_group": self.sync._group.user}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)

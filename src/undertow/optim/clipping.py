@@ -62,7 +62,7 @@ def clip_grad_norm_(
             whole += grads
             counted += grads if each.rank == 0 else ()  # the same on all ranks
     # Without experts, sum over the ranks that hold shards of the same parameters: on a mesh, each row has all of them.
-    group = sync._own_group if shardings[0] is None or sync.experts else shardings[0].group
+    group = sync._group if shardings[0] is None or sync.experts else shardings[0].group
     norm, scale = norm_and_scale(counted, max_norm, norm_type, group, rank=sync.rank, error_if_nonfinite=error_if_nonfinite)
     for sharding in filter(None, shardings):
         sharding.scale_gradients(sharding.parts, scale)

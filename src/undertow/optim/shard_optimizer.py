@@ -70,7 +70,7 @@ def shard_optimizer(
         for group in optimizer.param_groups
     ]
     sharded = ShardedOptimizer(type(optimizer), model, groups, in_backward=in_backward, state_dict=state_dict, **settings)
-    group: Any = getattr(model, "sync", model)._own_group
+    group: Any = getattr(model, "sync", model)._group
     if group.num_ranks > 1:
         states = [optimizer.state.get(param, {}) for param in params_of(optimizer)]
         described = [{key: description(value) for key, value in state.items()} for state in states]

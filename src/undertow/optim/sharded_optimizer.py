@@ -96,7 +96,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._consolidated: Callable[[], FullStates] | None = None  # valid until the state changes
         super().__init__(whole.param_groups, whole.defaults)
         for group in self.param_groups:
-            require_elementwise(cls, self._make, group, device=self._sync._device)
+            require_elementwise(cls, self._make, group, device=self._sync._group.device)
         described = {  # all ranks must have the same
             "optimizer": f"{cls.__module__}.{cls.__qualname__}",
             "parameter groups": [{"parameters": len(group["params"]), **settings_as_text(group)} for group in self.param_groups],
