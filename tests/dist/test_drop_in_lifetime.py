@@ -390,6 +390,16 @@ def held() -> Counter[str]:
     return threads + descriptors + Counter(groups) + Counter(tensors)
 
 
+def held_at_rest() -> Counter[str]:
+    """What is held when no thread is about to let go of anything."""
+    deadline, now = time.monotonic() + PATIENCE_S, held()
+    while True:
+        time.sleep(0.3)
+        before, now = now, held()
+        if before == now or time.monotonic() > deadline:
+            return now
+
+
 def grown_since(before: Counter[str]) -> dict[str, tuple[int, int]]:
     """What there is more of, or less, than then. A thread may hold something for a moment: it is looked for again."""
     deadline = time.monotonic() + PATIENCE_S
@@ -415,7 +425,7 @@ def test_nothing_is_left_of_many_wraps(name: str) -> None:
     for number in range(100):
         if number == 10:
             dist.barrier()
-            after_10 = held()
+            after_10 = held_at_rest()
         WRAPS[name]()
     dist.barrier()
     assert grown_since(after_10) == {}

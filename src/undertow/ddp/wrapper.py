@@ -378,7 +378,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         sync._forward_begins(buffers_follow=source, is_compiled=is_compiled)
         if self._buffer_hook is not None:
             self._run_buffer_hook("PRE_FORWARD")
-        return is_compiled and sync._cut_bytes() > 0
+        return sync._engine.current_plan.now.compiled.cut_bytes > 0
 
     def _run_buffer_hook(self, location: str) -> None:
         sync, hook = self.sync, self._buffer_hook
