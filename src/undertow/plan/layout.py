@@ -25,8 +25,8 @@ from typing import Any
 from undertow.errors import ConfigError
 
 _ALIGN_BYTES = 16
-_STEP_BITS, _GENERATION_BITS, _MODE_BITS = 12, 8, 4
-SIGNATURE_BITS = _STEP_BITS + _GENERATION_BITS + _MODE_BITS
+STEP_BITS, _GENERATION_BITS, _MODE_BITS = 12, 8, 4
+SIGNATURE_BITS = STEP_BITS + _GENERATION_BITS + _MODE_BITS
 MOST = 2**63 - 1  # largest count: a signed integer of 64 bits
 Kind = tuple[str, str, bool, str | None]
 # Bytes per element of the dtypes that have gradients, by torch's names.
@@ -169,13 +169,13 @@ def trailer_at(start: int, *, num_slots: int, num_late: int = 0, num_ranks: int 
 
 @lru_cache(maxsize=256)
 def signature_of(*, generation: int, mode: int | None, has_other_op: bool = False) -> int:
-    """Returns an integer whose bits encode a rank's step (0), generation and mode, and above them their complements.
+    """Returns an integer whose bits encode generation and mode, and above them their complements; the step's bits are 0.
 
     A rank whose mode is None accepts the mode of the others. `has_other_op` marks a synchronization with another op than the
     settings'. Summed over ranks, a bit and its complement are both non-zero exactly if ranks differ.
     """
     generation ^= has_other_op << (_GENERATION_BITS - 1)  # ranks have the same generation
-    bits = generation % (1 << _GENERATION_BITS) << _STEP_BITS | (mode or 0) % (1 << _MODE_BITS) << _STEP_BITS + _GENERATION_BITS
+    bits = generation % (1 << _GENERATION_BITS) << STEP_BITS | (mode or 0) % (1 << _MODE_BITS) << STEP_BITS + _GENERATION_BITS
     told = SIGNATURE_BITS if mode is not None else SIGNATURE_BITS - _MODE_BITS
     return bits | (~bits & (1 << told) - 1) << SIGNATURE_BITS
 

@@ -6,6 +6,7 @@ The runtime and the simulator share it.
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
@@ -180,6 +181,15 @@ class SerialArrivals(Arrivals):
             super().arrive(param)
 
 
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """How far a synchronization is: ops by id."""
+
+    happened: set[int]
+    num_blockers: list[int]  # of each op
+    queues: list[deque[int]]  # of each lane, the ops that have not been released
+
+
 class Releases:
     """Decides which ops of a schedule may be issued after others have happened.
 
@@ -215,35 +225,47 @@ class Releases:
     def reset(self) -> None:
         """Starts the next synchronization: nothing has happened."""
         self._happened = 0
+        self._progress: _Progress | None = None  # from the first step on that is not remembered
+        if len(self._steps) > _MOST_REMEMBERED + 4 * len(self.fills):  # gradients arrive in another order in every step
+            self._steps.clear()
 
     def happen(self, op_ids: tuple[int, ...]) -> tuple[Op, ...]:
         """Marks one of `fills`, `end` or `join` as happened; returns the ops that this releases, in the order to issue them."""
         key = self._happened, op_ids
-        if key not in self._steps:
-            if len(self._steps) >= _MOST_REMEMBERED:  # gradients arrive in another order in every step
-                self._steps.clear()
-            self._steps[key] = self._released(*key)
-        self._happened, released = self._steps[key]
+        if self._progress is None and key in self._steps:
+            self._happened, released = self._steps[key]
+            return released
+        if self._progress is None:
+            self._progress = self._as_of(self._happened)
+        released = self._released(self._progress, op_ids)
+        self._steps[key] = self._happened, released
         return released
 
-    def _released(self, before: int, op_ids: Sequence[int]) -> tuple[int, tuple[Op, ...]]:
-        happened, released = {op.id for op in self._ops if before >> op.id & 1}, list[Op]()
-        num_blockers = [len(set(op.after) - happened) for op in self._ops]
-        queues = [deque(op_id for op_id in lane if op_id not in happened) for lane in self._lanes]
+    def _as_of(self, bits: int) -> _Progress:
+        happened = {op.id for op in self._ops if bits >> op.id & 1} if bits else set[int]()
+        return _Progress(
+            happened=happened,
+            num_blockers=[len(set(op.after) - happened) for op in self._ops],
+            queues=[deque(op_id for op_id in lane if op_id not in happened) for lane in self._lanes],
+        )
+
+    def _released(self, progress: _Progress, op_ids: Sequence[int]) -> tuple[Op, ...]:
+        released: list[Op] = []
         for op_id in op_ids:
             # By id, so that a bucket is launched before the next one is packed.
-            worklist = [] if op_id in happened else [op_id]
+            worklist = [] if op_id in progress.happened else [op_id]
             while worklist:
                 done = heappop(worklist)
-                happened.add(done)
+                progress.happened.add(done)
+                self._happened |= 1 << done
                 if done != op_id:
                     released.append(self._ops[done])
                 for successor in self._successors[done]:
-                    num_blockers[successor] -= 1
-                    if num_blockers[successor] == 0 and self._is_computed[successor]:
+                    progress.num_blockers[successor] -= 1
+                    if progress.num_blockers[successor] == 0 and self._is_computed[successor]:
                         heappush(worklist, successor)
                 # The head of a queue holds back all later ops: launch order must not depend on arrival.
-                for queue in queues:
-                    while queue and num_blockers[queue[0]] == 0:
+                for queue in progress.queues:
+                    while queue and progress.num_blockers[queue[0]] == 0:
                         heappush(worklist, queue.popleft())
-        return sum(1 << op_id for op_id in happened), tuple(released)
+        return tuple(released)

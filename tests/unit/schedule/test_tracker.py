@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -404,3 +405,15 @@ def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
         threads.submit(arrive_elsewhere)
         arrivals.arrive(0)
     assert full == [0]
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_round_is_looked_up_or_followed_from_where_it_leaves_the_known_ones(is_same: bool) -> None:
+    releases, known = Releases(lower_data_parallel(1100)), range(1100)
+    for order in (known, known if is_same else [*range(550), *reversed(range(550, 1100))]):
+        releases.reset()
+        with mock.patch.object(releases, "_as_of", wraps=releases._as_of) as built:
+            ops = [op for bucket in order for op in releases.happen(releases.fills[bucket])]
+            ops += [*releases.happen(releases.end), *releases.happen(releases.join)]
+        assert len(ops) == 3 * 1100
+    assert [call.args[0] != 0 for call in built.call_args_list] == ([] if is_same else [True])

@@ -30,6 +30,7 @@ from undertow.schedule import Op, OpKind
 
 # Late arrivals show in the first rounds of a plan and are expected from then on.
 _NUM_ROUNDS_READ_AT_ONCE = 2
+_NUM_STEPS_TOLD_APART = 64  # by trailers, which keep the bits of so many
 
 _gradient_of = attrgetter("grad")
 
@@ -194,7 +195,7 @@ class Executor:
                 generation=this_round.generation, mode=this_round.mode, has_other_op=this_round.op is not None
             ),
             # A step that no rank has makes the others leave a bucket unstepped long before the verdict arrives.
-            step=~this_round.number if bucket.is_unsound else this_round.number,
+            step=(~this_round.number if bucket.is_unsound else this_round.number) % _NUM_STEPS_TOLD_APART,
             verdict=self._verdict() if bucket.layout.trailer.late else None,
         )
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from undertow.plan import Bucket, Trailer, ranks_differ
-from undertow.plan.layout import SIGNATURE_BITS
+from undertow.plan.layout import SIGNATURE_BITS, STEP_BITS
 from undertow.runtime.gradients.storage import BucketStorage
-
-_NUM_STEPS = 64  # that a signature tells apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +59,22 @@ class TrailerCodec:
         self._mine_told = self._mine[self._told]
         self._busy = self._mine[self._places["busy"]][rank : rank + 1]
         self._unused: Sequence[int] = ()
+        self._flags: dict[int, Tensor] = {}  # the bits of signatures, lowest first
 
     def write(self, *, unused: Sequence[int], signature: int, step: int, verdict: Verdict | None) -> None:
-        """Writes this rank's trailer; `signature` comes from `signature_of`."""
+        """Writes this rank's trailer; `signature` comes from `signature_of`, and takes the lowest bits of `step`."""
         if self._unused or unused:
             used = self._mine[self._places["used"]].fill_(1)
             used[list(unused)] = 0
             self._unused = unused
         # Ranks that differ do so by a few steps. A bit that changes also changes its complement.
-        signature ^= step % _NUM_STEPS * (1 + 2**SIGNATURE_BITS)
-        self._signature.copy_(_flags(signature, self._mine.dtype, self._mine.device))
+        signature ^= step % 2**STEP_BITS * (1 + 2**SIGNATURE_BITS)
+        flags = self._flags.get(signature)
+        if flags is None:
+            flags = to_device([signature >> bit & 1 for bit in range(2 * SIGNATURE_BITS)], self._mine.dtype, self._mine.device)
+            if self._mine.device.type == "cpu":  # on a device, another stream could read them before they are there
+                self._flags[signature] = flags
+        self._signature.copy_(flags)
         if verdict is not None:
             # fp16 ends at 65504: longer times are clipped, because an infinity would spoil the sum.
             self._busy.fill_(min(verdict.busy_ms, 60_000.0))
@@ -169,12 +172,6 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
         return on_host
     # The caching allocator reuses pinned memory only after the copy has run.
     return on_host.pin_memory().to(device, non_blocking=True)
-
-
-@lru_cache(maxsize=1024)
-def _flags(signature: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the bits of a signature, lowest first. [2 * SIGNATURE_BITS]"""
-    return to_device([signature >> bit & 1 for bit in range(2 * SIGNATURE_BITS)], dtype, device)
 
 
 def _indices(flags: Sequence[bool]) -> tuple[int, ...]:

@@ -133,12 +133,12 @@ class CurrentPlan:
         of the other parts are unused.
         """
         announced = self._before  # by a forward, since which gradients of new parameters are counted
-        if not self.is_stale:
+        if not self.is_stale:  # as it stays until this has run without an error
             return
-        self.is_stale = False
         if self.members.has_changed():
             self._follow_added(self.members.trained())
         if self._before is None:
+            self.is_stale = False
             return
         try:
             self._take_over()
