@@ -12,11 +12,11 @@ from typing import Any
 from griffe import Attribute, Class, Docstring, Extension, GriffeLoader, Module
 
 _COMMENT = re.compile(r"  # (?!type:|noqa)(?P<text>.*)$")
-_SETTING = re.compile(r"^(?P<name>\w+): (?P<text>.*(?:\n {4,}.*)*)\n?", re.MULTILINE)
+_SETTING = re.compile(r"^    (?P<name>\w+): (?P<text>.*(?:\n {5,}.*)*)\n?", re.MULTILINE)
 
 
 class FieldDocstrings(Extension):
-    """Fields are described by a comment behind them, or by lines `field: what it is` of their class's docstring."""
+    """Fields are described by a comment behind them, or by the section `Args` of their class's docstring."""
 
     def on_package(self, *, pkg: Module, loader: GriffeLoader, **_kwargs: Any) -> None:
         """Called with everything that is collected."""
@@ -56,4 +56,4 @@ def _hand_down(cls: Class, fields: dict[str, Attribute]) -> None:
         return ""
 
     if cls.docstring is not None:
-        cls.docstring.value = _SETTING.sub(taken, cls.docstring.value)
+        cls.docstring.value = re.sub(r"^Args:\n(?=\n|\Z)", "", _SETTING.sub(taken, cls.docstring.value), flags=re.MULTILINE)

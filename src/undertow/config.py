@@ -30,12 +30,18 @@ class HasJson(Protocol):
 class ExpertGroup:
     """Experts whose gradients are reduced over a separate group: the ranks that hold the same experts.
 
-    match: a pattern of parameter and buffer names, such as "*.experts.*"; `*`, `?` and `[...]` as in `fnmatch`.
-    process_group: the torch.distributed.ProcessGroup of the ranks that hold the same experts as this rank.
-    divisor: the sum over those ranks is divided by it. If tokens of all ranks reach an expert, give the number of all ranks: the
-        mean covers their batches. None uses the size of the process group.
+    Args:
+        match: A pattern of parameter and buffer names, such as "*.experts.*"; `*`, `?` and `[...]`
+            as in `fnmatch`.
+        process_group: The torch.distributed.ProcessGroup of the ranks that hold the same experts as
+            this rank.
+        divisor: The sum over those ranks is divided by it. If tokens of all ranks reach an expert,
+            give the number of all ranks: the mean covers their batches. None uses the size of the
+            process group.
 
-    Raises ConfigError if the pattern is not a non-empty string, or if the divisor is not a positive number.
+    Raises:
+        ConfigError: If the pattern is not a non-empty string, or if the divisor is not a positive
+            number.
 
     ```python
     SyncConfig(experts=(ExpertGroup(match="*.experts.*", process_group=group),))
@@ -67,57 +73,75 @@ class ExpertGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
-    """Sets how gradients are synchronized. Must be the same on every rank; ranks compare it before the first step.
+    """Sets how gradients are synchronized.
 
-    strategy: what each rank stores of gradients and optimizer state. "ddp" stores all of both; the other strategies store a shard
-        and need a ShardedOptimizer. "zero1" keeps whole gradients between micro-batches, "zero2" keeps shards of them. "hybrid"
-        is "zero1" within each row of a two-dimensional DeviceMesh; the rows are replicas of each other. None: "zero1" if there is
-        a ShardedOptimizer, "ddp" until then.
-    bucket_cap_mb: largest bucket in MiB; None lets the library choose from the size of the model. If several sizes are given,
-        they apply to the first buckets one after another; the last size holds for all that follow.
-    order: the order in which gradients are expected: "observed" (the order of rank 0's first backward; reverse registration until
-        then), "reverse" (of registration) or "largest_first".
-    plan: a plan to pin: the path of a file written by `save_plan`, its text, or a `Plan`. It is stored as text. It overrides
-        `bucket_cap_mb`, `order` and `auto_tune`.
-    auto_tune: True adapts the plan to measurements of the run: ready times of gradients and durations of collectives. It has no
-        effect if `bucket_cap_mb` or `plan` is given, with `overlap=False`, a communication hook or `record="off"`, or under
-        torch.use_deterministic_algorithms. There another plan would round differently with three ranks or more; with "ordered" it
-        would not, but the plan is kept too. False keeps the plan and still measures, for reports and profiles: five steps in a
-        hundred, with one small all-reduce for each five. Only `record="off"` stops that.
-    overlap: False sends buckets after backward; the result is bit-identical for the same plan.
-    reduction: "native" uses the backend's reduction, whose rounding may depend on the plan with three ranks or more. "ordered"
-        adds in rank order, in fp32 if gradients are narrower: bit-identical under every plan. With "ordered" the strategies agree
-        too if each step synchronizes once, parameters have 32 bits or more and `wire_dtype` is None. Two strategies add in
-        another order: "zero2" averages each micro-batch over ranks and adds the means, and "hybrid" adds row by row.
-    op: how the ranks' gradients are combined: "mean", "sum", or "weighted", their sum divided by the sum of all weights. For
-        "weighted" every rank calls `loss_weight(n)` before each backward; it does not work with experts.
-    average_in_collective: False divides whole gradients before the collective, which then sums. It has no effect with shards or
-        "ordered", which divide the sum.
-    buffers: before a training forward module buffers follow rank 0 ("rank0"), become the mean over ranks ("mean"; buffers that
-        are neither real nor complex follow rank 0), or are left alone ("off").
-    reduce_dtype: "float32", "fp32" or torch.float32 accumulates and reduces gradients of 16-bit parameters in fp32, and `.grad`
-        is fp32. The optimizer must accept such gradients, as a ShardedOptimizer and torch's SGD do. None: in the gradients' own
-        dtype.
-    wire_dtype: "bfloat16" or "float16", also as "bf16", "fp16" or a torch.dtype: wider gradients are sent in it, which halves the
-        bytes of fp32. If ranks add the values themselves ("ordered", and shards over gloo) they add in fp32.
-    ignore: names of parameters and buffers that are left alone.
-    nonfinite: the action if gradients on some rank contain NaN or Inf when an optimizer is about to step. "ignore" does not look
-        for them: looking would cost a pass over every bucket, and on devices the host would wait for the last one. "warn" prints
-        a line on rank 0. "skip" skips the step on every rank and changes nothing; it does not work in backward, with experts,
-        or if a plain optimizer is given a closure. "raise" raises NonFiniteGradient on every rank. Gradients that a GradScaler
-        handles are left to it.
-    check_replicas_every: number of synchronizations between comparisons of a fingerprint of every parameter over all ranks; if
-        one differs, every rank raises ReplicaMismatch. None: never.
-    stall_warning_s: seconds of waiting after which a rank has all ranks report who is late, for what, and what it is doing.
-    stall_timeout_s: seconds of waiting after which the step fails, with StallTimeout on every rank. Infinity turns off either
-        limit. Over gloo the step then fails with StallTimeout when the timeout of the process group ends, which also cuts a
-        longer stall_timeout_s short.
-    experts: groups of parameters that are reduced over separate process groups, each an ExpertGroup, in the same order on every
-        rank. Not with "hybrid". A process group exists in one process only: the JSON form lists the groups but cannot be read
-        back.
-    record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
+    It must be the same on every rank; ranks compare it before the first step.
 
-    Raises ConfigError for every value that cannot work.
+    Args:
+        strategy: What each rank stores of gradients and optimizer state. "ddp" stores all of both;
+            the other strategies store a shard and need a ShardedOptimizer. "zero1" keeps whole
+            gradients between micro-batches, "zero2" keeps shards of them. "hybrid" is "zero1"
+            within each row of a two-dimensional DeviceMesh; the rows are replicas of each other.
+            None: "zero1" if there is a ShardedOptimizer, "ddp" until then.
+        bucket_cap_mb: Largest bucket in MiB; None lets the library choose from the size of the
+            model. If several sizes are given, they apply to the first buckets one after another;
+            the last size holds for all that follow.
+        order: The order in which gradients are expected: "observed" (the order of rank 0's first
+            backward; reverse registration until then), "reverse" (of registration) or
+            "largest_first".
+        plan: A plan to pin: the path of a file written by `save_plan`, its text, or a `Plan`. It is
+            stored as text. It overrides `bucket_cap_mb`, `order` and `auto_tune`.
+        auto_tune: True adapts the plan to measurements of the run: ready times of gradients and
+            durations of collectives. It has no effect if `bucket_cap_mb` or `plan` is given, with
+            `overlap=False`, a communication hook or `record="off"`, or under
+            torch.use_deterministic_algorithms. There another plan would round differently with
+            three ranks or more; with "ordered" it would not, but the plan is kept too. False keeps
+            the plan and still measures, for reports and profiles: five steps in a hundred, with one
+            small all-reduce for each five. Only `record="off"` stops that.
+        overlap: False sends buckets after backward; the result is bit-identical for the same plan.
+        reduction: "native" uses the backend's reduction, whose rounding may depend on the plan with
+            three ranks or more. "ordered" adds in rank order, in fp32 if gradients are narrower:
+            bit-identical under every plan. With "ordered" the strategies agree too if each step
+            synchronizes once, parameters have 32 bits or more and `wire_dtype` is None. Two
+            strategies add in another order: "zero2" averages each micro-batch over ranks and adds
+            the means, and "hybrid" adds row by row.
+        op: How the ranks' gradients are combined: "mean", "sum", or "weighted", their sum divided
+            by the sum of all weights. For "weighted" every rank calls `loss_weight(n)` before each
+            backward; it does not work with experts.
+        average_in_collective: False divides whole gradients before the collective, which then sums.
+            It has no effect with shards or "ordered", which divide the sum.
+        buffers: Before a training forward module buffers follow rank 0 ("rank0"), become the mean
+            over ranks ("mean"; buffers that are neither real nor complex follow rank 0), or are
+            left alone ("off").
+        reduce_dtype: "float32", "fp32" or torch.float32 accumulates and reduces gradients of 16-bit
+            parameters in fp32, and `.grad` is fp32. The optimizer must accept such gradients, as a
+            ShardedOptimizer and torch's SGD do. None: in the gradients' own dtype.
+        wire_dtype: "bfloat16" or "float16", also as "bf16", "fp16" or a torch.dtype: wider
+            gradients are sent in it, which halves the bytes of fp32. If ranks add the values
+            themselves ("ordered", and shards over gloo) they add in fp32.
+        ignore: Names of parameters and buffers that are left alone.
+        nonfinite: The action if gradients on some rank contain NaN or Inf when an optimizer is
+            about to step. "ignore" does not look for them: looking would cost a pass over every
+            bucket, and on devices the host would wait for the last one. "warn" prints a line on
+            rank 0. "skip" skips the step on every rank and changes nothing; it does not work in
+            backward, with experts, or if a plain optimizer is given a closure. "raise" raises
+            NonFiniteGradient on every rank. Gradients that a GradScaler handles are left to it.
+        check_replicas_every: Number of synchronizations between comparisons of a fingerprint of
+            every parameter over all ranks; if one differs, every rank raises ReplicaMismatch. None:
+            never.
+        stall_warning_s: Seconds of waiting after which a rank has all ranks report who is late, for
+            what, and what it is doing.
+        stall_timeout_s: Seconds of waiting after which the step fails, with StallTimeout on every
+            rank. Infinity turns off either limit. Over gloo the step then fails with StallTimeout
+            when the timeout of the process group ends, which also cuts a longer stall_timeout_s
+            short.
+        experts: Groups of parameters that are reduced over separate process groups, each an
+            ExpertGroup, in the same order on every rank. Not with "hybrid". A process group exists
+            in one process only: the JSON form lists the groups but cannot be read back.
+        record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
+
+    Raises:
+        ConfigError: For every value that cannot work.
 
     ```python
     config = SyncConfig(strategy="zero2", wire_dtype="bfloat16", nonfinite="raise")
@@ -201,11 +225,19 @@ class SyncConfig:
         return {**dataclasses.asdict(dataclasses.replace(self, experts=())), "experts": groups}
 
     def to_json(self) -> str:
+        """Returns the settings as JSON text, which `from_json` reads."""
         return json.dumps(self.to_dict(), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Reads settings that `to_json` wrote; raises ConfigError for an unknown name or a value that cannot work."""
+        """Reads settings that `to_json` wrote.
+
+        Args:
+            text: A JSON object of settings by name; it has no groups of experts.
+
+        Raises:
+            ConfigError: For an unknown name or a value that cannot work.
+        """
         try:
             data: dict[str, Any] = parsed_json(text)
         except (ValueError, TypeError) as error:

@@ -7,13 +7,15 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable
 from functools import partial
+from itertools import chain, compress, repeat
+from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from undertow.config import SyncConfig
@@ -25,15 +27,14 @@ from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.hooks import is_outermost_forward, is_watched, warn_of_late_backward
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf, ModuleParams
+from undertow.runtime.step.checks import Arguments, NonFinite
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.rounds import Phase
-from undertow.runtime.step.sharded_steps import (
-    ShardedSteps,
-    watch_steps,
-)
+from undertow.runtime.step.sharded_steps import ShardedSteps
 from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook, cut_graphs
+from undertow.schedule import DDP
 
 _NOT_THE_USERS = ("undertow-", "Dummy-")  # names of Undertow's threads, and of threads that Python has not started
 
@@ -89,7 +90,7 @@ class ModelSync:
             lambda: None if engine.phase is Phase.HANDED_OVER else members.close()
         )  # a successor has taken the members over
         attached.callback(engine.close)
-        attached.callback(watch_steps(self, engine))
+        attached.callback(_watch_steps(self, engine))
         self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this, a dropped model is never freed.
         self._let_go = weakref.finalize(self, _let_go, engine, attached.close, os.getpid())
@@ -353,3 +354,60 @@ def _let_go(engine: Engine, close: Callable[[], object], process: int) -> None:
             engine.siblings.wait_for_parameters()
     finally:
         close()
+
+
+def _watch_steps(sync: ModelSync, engine: Engine) -> Callable[[], None]:
+    """Puts hooks on all optimizers and gradient scalers; returns a function that removes them.
+
+    An optimizer that holds a synchronized parameter must not step on gradients that are not synchronized yet, and a scaler that
+    unscales before it steps must not read them.
+    """
+    # Weak, because torch keeps such hooks for the life of the process.
+    before_step = partial(_before_step, weakref.ref(sync), weakref.ref(engine))
+
+    def around_unscaling(optimizer: Optimizer, look: private.Look) -> private.Found:
+        before_step(optimizer, (), {}, steps=False)
+        return look()
+
+    hooks = contextlib.ExitStack()
+    hooks.callback(register_optimizer_step_pre_hook(before_step).remove)
+    hooks.callback(private.around_unscaling(around_unscaling))
+    return hooks.close
+
+
+@private.untraced  # if the step is compiled, so would be everything before it
+def _before_step(
+    weak_sync: Callable[[], ModelSync | None],
+    weak_engine: Callable[[], Engine | None],
+    optimizer: Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    steps: bool = True,
+) -> Arguments | None:
+    sync, engine = weak_sync(), weak_engine()
+    if sync is None or engine is None:
+        return None
+    # An optimizer over shards has other tensors: if it were asked about those, every model would search its parameters.
+    stepped = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
+    params = set(compress(map(id, stepped), map(isinstance, stepped, repeat(nn.Parameter))))
+    if steps and sync._members.replaced.former:  # hence never in a run without such changes
+        is_sharded = sync._steps is not None and sync._steps.is_stepper(optimizer)
+        sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
+    if engine.phase >= Phase.CLOSED or not engine.current_plan.owns_any(params):
+        return None
+    if sync._steps is not None:
+        sync._steps.require_stepper(optimizer)
+    elif sync._config.strategy not in (None, DDP.name):
+        raise PhaseError(
+            f"strategy={sync.config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
+            where="the first step of the optimizer",
+            remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
+        )
+    engine.finish_before_step(params, steps=steps)
+    if engine.earlier is not None and steps and not any(map(callable, (*args[1:], *kwargs.values()))):
+        # Not before a closure, whose backward is still to come.
+        engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")
+    numbers: NonFinite = engine.checks.numbers
+    judges = steps and numbers.is_on and sync._steps is None
+    return numbers.before_step(optimizer, args, kwargs) if judges else None

@@ -26,17 +26,24 @@ _MAX_SKEW = 0.2  # the fastest of a million ranks is 4.9 deviations below the me
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Conditions of a step other than its costs. Raises ConfigError for impossible values.
+    """Conditions of a step other than its costs.
 
-    overlap: False sends every bucket after backward, and waits for gathers before the forward.
-    skew: standard deviation of the ranks' computing times relative to their mean, which is the profile's; 0 to 0.2. Ranks are the
-        quantiles of a normal distribution.
-    contention: share of its speed that computation loses while the communication stream is busy; 0 to below 1.
-    launch_us: microseconds of computing time that a rank needs to launch one collective.
-    in_backward: True steps and gathers buckets while backward runs; only with a sharded optimizer and with overlap.
-    gathers_behind: with `in_backward`, the gathers after each bucket's reduction; None lets `in_backward_order` choose them.
-    rank: the rank whose record is returned. Ranks are sorted: 0 is the fastest and shows all waiting, for the network and for
-        other ranks.
+    Args:
+        overlap: False sends every bucket after backward, and waits for gathers before the forward.
+        skew: Standard deviation of the ranks' computing times relative to their mean, which is the
+            profile's; 0 to 0.2. Ranks are the quantiles of a normal distribution.
+        contention: Share of its speed that computation loses while the communication stream is
+            busy; 0 to below 1.
+        launch_us: Microseconds of computing time that a rank needs to launch one collective.
+        in_backward: True steps and gathers buckets while backward runs; only with a sharded
+            optimizer and with overlap.
+        gathers_behind: With `in_backward`, the gathers after each bucket's reduction; None lets
+            `in_backward_order` choose them.
+        rank: The rank whose record is returned. Ranks are sorted: 0 is the fastest and shows all
+            waiting, for the network and for other ranks.
+
+    Raises:
+        ConfigError: For impossible values.
     """
 
     overlap: bool = True
@@ -78,23 +85,32 @@ class Conditions:
 def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions | None = None) -> StepRecord:
     """Simulates one step of steady training on the ranks that `plan` is for and returns its record.
 
-    The code that orders and releases ops in training does so here too. A collective starts when every rank has launched it and
-    the communication stream is free. Parameters are first read at the times of `profile.used_us`. The update takes as long as in
-    the profile. On a mesh of two axes the cost of a reduce-scatter includes the transfer of shards across the second axis, as in
-    `NodeCosts` and in measured profiles.
+    The code that orders and releases ops in training does so here too. A collective starts when
+    every rank has launched it and the communication stream is free. Parameters are first read at
+    the times of `profile.used_us`. The update takes as long as in the profile. On a mesh of two
+    axes the cost of a reduce-scatter includes the transfer of shards across the second axis, as
+    in `NodeCosts` and in measured profiles.
 
-    - `costs`: the time of a collective by kind and bytes, such as `costs_for` or a profile gives.
-    - `conditions`: None is `Conditions()`.
+    Args:
+        profile: The computation of a step.
+        plan: The buckets, and the number of ranks.
+        strategy: What is sharded.
+        costs: The time of a collective by kind and bytes, such as `costs_for` or a profile
+            gives.
+        conditions: None is `Conditions()`.
 
-    Raises ConfigError if the plan is for another model, if `conditions.rank` is not in the plan, or if steps in backward are
-    requested for a strategy without gathers.
+    Returns:
+        The record of `conditions.rank`, as training would have recorded it.
+
+    Raises:
+        ConfigError: If the plan is for another model, if `conditions.rank` is not in the plan,
+            or if steps in backward are requested for a strategy without gathers.
 
     ```python
     from undertow.schedule import ZERO1
 
     record = simulate(profile, plan, ZERO1, costs_for("25gbit", num_ranks=plan.num_ranks))
-    overlap_of(record.trace()).exposed_us
-    ```
+    overlap_of(record.trace()).exposed_us ```
     """
     conditions = Conditions() if conditions is None else conditions
     require(

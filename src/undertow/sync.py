@@ -43,8 +43,11 @@ class GradientSync(ModelSync):
         sync = undertow.attach(model)
         model(batch).backward()  # gradients are averaged over ranks
 
-    Construction is a collective call: every rank takes over rank 0's tensors of the kinds in `shared`. Raises ConfigError if the
-    settings are invalid, and PlanMismatch on every rank if ranks hold different parameters or settings.
+    Construction is a collective call: every rank takes over rank 0's tensors of the kinds in `shared`.
+
+    Raises:
+        ConfigError: If the settings are invalid.
+        PlanMismatch: On every rank, if ranks hold different parameters or settings.
     """
 
     @property
@@ -67,14 +70,21 @@ class GradientSync(ModelSync):
 
     @private.untraced
     def loss_weight(self, n: float | Tensor) -> None:
-        """Sets the weight of the next backward's loss to `n`, for `SyncConfig(op="weighted")`.
+        """Sets the weight of the next backward's loss, for `SyncConfig(op="weighted")`.
 
-        `n` is the number of tokens or samples of this rank that the loss is summed over, or 0 if the rank has none. Every `.grad`
-        becomes the sum over ranks, divided by the sum of the weights of all ranks and micro-batches, even if several backwards of
-        a step synchronize. The weights cost one small fp64 all-reduce, sent when the backward begins. Call it before each
-        backward; a backward without a call adds no weight. A rank that joins by `finish()` needs no call. Raises ConfigError for
-        another `op`, and unless `n` is a number >= 0. Raises PhaseError on every rank at the end of a synchronization to which
-        some rank gave no weight or whose weights add up to 0, and at an optimizer step before the backward.
+        Every `.grad` becomes the sum over ranks, divided by the sum of the weights of all ranks and
+        micro-batches, even if several backwards of a step synchronize. The weights cost one small fp64
+        all-reduce, sent when the backward begins. Call it before each backward; a backward without a call
+        adds no weight. A rank that joins by `finish()` needs no call.
+
+        Args:
+            n: The number of tokens or samples of this rank that the loss is summed over, or 0 if the
+                rank has none.
+
+        Raises:
+            ConfigError: For another `op`, and unless `n` is a number >= 0.
+            PhaseError: On every rank, at the end of a synchronization to which some rank gave no weight
+                or whose weights add up to 0, and at an optimizer step before the backward.
         """
         self._require_open("loss_weight(n)")
         require_weighted(self._config.op)
@@ -82,11 +92,15 @@ class GradientSync(ModelSync):
 
     @private.untraced
     def finish(self, *, buffers_follow: int | None = 0) -> None:
-        """Joins the other ranks' synchronization if this rank's backward reached no parameter or if it has no data.
+        """Joins the other ranks' synchronization if this rank's backward reached no parameter.
 
-        Does nothing if a synchronization has run since this rank's last training forward or optimizer step. If no forward ran, it
-        also synchronizes buffers, because the other ranks' forwards did. After a training forward, an optimizer that holds one of
-        the parameters calls it automatically before it steps.
+        Call it also if this rank has no data. It does nothing if a synchronization has run since this
+        rank's last training forward or optimizer step. After a training forward, an optimizer that holds
+        one of the parameters calls it automatically before it steps.
+
+        Args:
+            buffers_follow: The rank whose buffers are copied if no forward ran here, because the other
+                ranks' forwards copied them; None copies none.
         """
         self._require_open("finish()")
         is_empty = self._engine.is_step_empty and not self._engine.is_accumulating
@@ -98,12 +112,19 @@ class GradientSync(ModelSync):
     def reduce_gradients_async(self, op: Literal["mean", "sum"] | None = None) -> Reduction:
         """Sends the accumulated gradients; call `wait` on the result before the optimizer steps.
 
-        `op` is "mean" or "sum" of the ranks' `.grad`; None takes the `op` of the settings. A different `op` multiplies or divides
-        the result by the number of ranks (for experts, by their divisor), and excludes weights and a communication hook.
+        Args:
+            op: "mean" or "sum" of the ranks' `.grad`; None takes the `op` of the settings. A different
+                `op` multiplies or divides the result by the number of ranks (for experts, by their
+                divisor), and excludes weights and a communication hook.
 
-        Raises PhaseError inside a backward. Raises PhaseError on every rank if some rank has accumulated nothing since the last
-        synchronization or has not waited for an earlier reduction; the error comes from this call, from `wait`, or from the next
-        synchronization of a rank that does not reduce. Raises Desync if ranks give different ops.
+        Returns:
+            A handle with `wait`.
+
+        Raises:
+            PhaseError: Inside a backward. Also on every rank, if some rank has accumulated nothing since
+                the last synchronization or has not waited for an earlier reduction; it comes from this
+                call, from `wait`, or from the next synchronization of a rank that does not reduce.
+            Desync: If ranks give different ops.
         """
         self._require_open("reduce_gradients_async()")
         has_hook, usual = self._has_comm_hook, self._config.op
@@ -121,7 +142,16 @@ class GradientSync(ModelSync):
 
     @private.untraced
     def full_gradient(self, param: Tensor) -> Tensor | None:
-        """Returns the mean gradient of a parameter, or None; under a sharded optimizer a collective call of its group's ranks."""
+        """Returns the mean gradient of a parameter, whole on this rank.
+
+        Under a sharded optimizer it is a collective call of its group's ranks.
+
+        Args:
+            param: A parameter of the module.
+
+        Returns:
+            A tensor of the parameter's shape, or None if it has no gradient.
+        """
         owners = (expert for expert in self.experts if any(param is own for _, own in expert._members.named_params()))
         return full_gradient(next(owners, self), param)
 
@@ -131,14 +161,21 @@ class GradientSync(ModelSync):
         self._share(("parameters", "buffers"))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduces every bucket with `hook(state, bucket)` instead of an all-reduce. Call it once, and not inside a backward.
+        """Reduces every bucket with `hook(state, bucket)` instead of an all-reduce.
 
-        The hook returns a future of the reduced buffer. `bucket` has the methods of torch.distributed.GradBucket, so torch's own
-        hooks run unchanged. Its gradients are not divided: the hook computes the mean. On the host, hooks run in a thread, one
-        bucket after another. To combine several hooks, use `undertow.chain_comm_hooks`.
+        Call it once, and not inside a backward. The next synchronization compares the names of the ranks'
+        hooks. On the host, hooks run in a thread, one bucket after another. To combine several hooks, use
+        `undertow.chain_comm_hooks`.
 
-        Raises PhaseError inside a backward or on a second call. The next synchronization compares the names of the ranks' hooks,
-        and raises PlanMismatch on every rank if they differ.
+        Args:
+            state: The first argument of the hook.
+            hook: It returns a future of the reduced buffer. `bucket` has the methods of
+                torch.distributed.GradBucket, so torch's own hooks run unchanged. Its gradients are not
+                divided: the hook computes the mean.
+
+        Raises:
+            PhaseError: Inside a backward or on a second call.
+            PlanMismatch: On every rank, in the next synchronization, if the names of the hooks differ.
         """
         self._require_open("register_comm_hook()")
         if self._steps is not None:
@@ -191,24 +228,36 @@ class GradientSync(ModelSync):
     def profile(self) -> Profile:
         """Returns all measurements that planning and simulation need; never communicates.
 
-        Raises PhaseError until the first steps of the model are measured, which takes about ten.
+        Raises:
+            PhaseError: Until the first steps of the model are measured, which takes about ten.
         """
         now = self._engine.current_plan.now
         return measured_profile(now.hooks, now.compiled, self._config)
 
     def measure_network(self) -> None:
-        """Measures the network with messages of many sizes, for plans and profiles; a collective call between steps.
+        """Measures the network with messages of many sizes, for plans and profiles.
 
-        Training does not need it: it measures its own messages. Raises PhaseError if nothing is measured.
+        A collective call between steps. Training does not need it: it measures its own messages.
+
+        Raises:
+            PhaseError: If nothing is measured.
         """
         self._require_open("measure_network()")
         for part in self._parts:
             sweep(part._engine, part._config)
 
     def save_profile(self, path: str | Path) -> None:
-        """Writes the profile as JSON for `undertow plan` and `undertow simulate`; see `profile`."""
+        """Writes the profile as JSON for `undertow plan` and `undertow simulate`; see `profile`.
+
+        Args:
+            path: The file to write.
+        """
         self.profile().save(path)
 
     def save_plan(self, path: str | Path) -> None:
-        """Writes the current plan as JSON; `SyncConfig(plan=path)` pins it."""
+        """Writes the current plan as JSON.
+
+        Args:
+            path: The file to write; `SyncConfig(plan=path)` pins it.
+        """
         Path(path).write_text(self.plan.to_json() + "\n", encoding="utf-8")

@@ -38,12 +38,12 @@ TRANSLATED = re.compile(
 )
 # An entry may not grow. It leaves this table when it is within its budget; the table ends empty.
 NOT_YET = {
-    "statements": 12_886,
-    "statements of runtime": 6_592,
+    "statements": 12_883,
+    "statements of runtime": 6_553,
 }
 # With one bucket, so that all runs enter the same.
 STEP_BUDGETS = {"ddp": (12, 120), "zero1": (18, 200)}  # files and frames of undertow that a steady step of ten parameters enters
-STEPS_NOT_YET = {"ddp": (19, None), "zero1": (29, None)}
+STEPS_NOT_YET = {"ddp": (18, None), "zero1": (29, None)}
 
 
 def statements(folder: str) -> int:

@@ -32,18 +32,26 @@ def average_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Returns the mean over ranks of each gradient, as from torch.autograd.grad; a collective call.
 
-    - `gradients`: the gradients, in the same order and with the same shapes and dtypes on all ranks. A None (`allow_unused=True`)
-      counts as zeros and needs `parameters`; the result is None only if every rank has None. A sparse gradient becomes a dense
-      one.
-    - `parameters`: the parameters of the gradients, in the same order.
-    - `process_group`: the ranks to average over; the default group if None.
+    The results cannot be differentiated. They are new tensors, also with one rank, with the strides
+    of the gradient, or of the parameter if the gradient is None. Results of one dtype share their
+    memory. It runs one all-reduce for each dtype and device.
 
-    The results cannot be differentiated. They are new tensors, also with one rank, with the strides of the gradient, or of the
-    parameter if the gradient is None. Results of one dtype share their memory. It runs one all-reduce for each dtype and device.
+    Args:
+        gradients: The gradients, in the same order and with the same shapes and dtypes on all ranks.
+            A None (`allow_unused=True`) counts as zeros and needs `parameters`; the result is None
+            only if every rank has None. A sparse gradient becomes a dense one.
+        parameters: The parameters of the gradients, in the same order.
+        process_group: The ranks to average over; the default group if None.
 
-    Raises ConfigError for tensors that cannot be averaged, PhaseError inside a backward, and PlanMismatch if gradients differ
-    between ranks although their total sizes agree. On a device only ranks that have a None raise PlanMismatch, because the check
-    makes the host wait. If sizes differ the backend fails, or waits.
+    Returns:
+        A mean for each gradient, in their order, of the gradient's shape, dtype and device.
+
+    Raises:
+        ConfigError: If tensors cannot be averaged.
+        PhaseError: Inside a backward.
+        PlanMismatch: If gradients differ between ranks although their total sizes agree. On a
+            device only ranks that have a None raise it, because the check makes the host wait.
+            If sizes differ the backend fails, or waits.
 
     ```python
     gradients = torch.autograd.grad(loss, parameters)

@@ -25,11 +25,14 @@ class GradientBucket:
         handle.wait()
         bucket.copy_back()
 
-    - `bucket_index`: number of the bucket, for errors.
-    - `size_in_bytes`: capacity; it must be large enough for the gradients.
-    - `gradients`: gradient tensors, or tensors that require grad, of which it takes `.grad`. All have one dtype and device.
+    Args:
+        bucket_index: Number of the bucket, for errors.
+        size_in_bytes: Capacity; it must be large enough for the gradients.
+        gradients: Gradient tensors, or tensors that require grad, of which it takes `.grad`. All
+            have one dtype and device.
 
-    Raises ConfigError if the arguments do not fit together.
+    Raises:
+        ConfigError: If the arguments do not fit together.
     """
 
     def __init__(self, bucket_index: int, size_in_bytes: int, gradients: Sequence[Tensor]) -> None:
@@ -71,7 +74,9 @@ class GradientBucket:
     def prepare(self) -> None:
         """Copies the gradients into the bucket.
 
-        Raises ConfigError, with its name, if a gradient is missing, and PhaseError while the bucket is in flight.
+        Raises:
+            ConfigError: If a gradient is missing; it has the gradient's name.
+            PhaseError: While the bucket is in flight.
         """
         private.copy_each(self._views, self.require_ready())
         self.reduction_handle = None
@@ -93,7 +98,18 @@ class GradientBucket:
     def reduce_async(
         self, process_group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> WorkHandle:
-        """Starts the reduction over all ranks of `process_group`; raises PhaseError unless `prepare` was called for it."""
+        """Starts the reduction over all ranks of `process_group`.
+
+        Args:
+            process_group: The ranks; the default group if None.
+            op: The operation; the bucket has its result as it is, a sum by default.
+
+        Returns:
+            A handle that can be waited for, asked by `is_completed()`, and awaited.
+
+        Raises:
+            PhaseError: If `prepare` was not called for this reduction.
+        """
         require(
             self._is_prepared,
             f"bucket {self.bucket_index} holds no new gradients to reduce.",
@@ -109,7 +125,8 @@ class GradientBucket:
     def copy_back(self) -> None:
         """Waits for the reduction and copies the result into the gradients.
 
-        Raises PhaseError if no reduction was started, or if its result has been copied already.
+        Raises:
+            PhaseError: If no reduction was started, or if its result has been copied already.
         """
         self.require_reduced()
         require(
@@ -168,12 +185,17 @@ class AllReductions:
 class GradientBucketManager:
     """Groups gradients into buckets and reduces them.
 
-    - `parameters`: gradient tensors, or tensors that require grad. Of the latter it reduces the `.grad` at the time of the
-      reduction. A gradient tensor held across `zero_grad(set_to_none=True)` goes stale: backward makes a new one.
-    - `bucket_size_in_bytes`: largest bucket. A larger parameter gets a separate bucket, and so does each dtype and device.
-      Buckets hold the largest parameters first.
+    Args:
+        process_group: The ranks to reduce over; the default group if None.
+        parameters: Gradient tensors, or tensors that require grad. Of the latter it reduces the
+            `.grad` at the time of the reduction. A gradient tensor held across
+            `zero_grad(set_to_none=True)` goes stale: backward makes a new one.
+        bucket_size_in_bytes: Largest bucket. A larger parameter gets a separate bucket, and so
+            does each dtype and device. Buckets hold the largest parameters first.
 
-    Raises ConfigError if the size is not a positive number, a tensor is given twice, or an entry is not a tensor with gradients.
+    Raises:
+        ConfigError: If the size is not a positive number, a tensor is given twice, or an entry is
+            not a tensor with gradients.
 
     ```python
     with undertow.GradientBucketManager(group, list(model.parameters())) as manager:
@@ -222,7 +244,14 @@ class GradientBucketManager:
         self._is_closed = False
 
     def get_bucket_index(self, tensor: Tensor) -> int:
-        """Returns the index of the bucket that holds `tensor`'s gradient; raises ConfigError if no bucket does."""
+        """Returns the index of the bucket that holds the gradient of a tensor.
+
+        Args:
+            tensor: One of the tensors that the manager was made with.
+
+        Raises:
+            ConfigError: If no bucket holds its gradient.
+        """
         buckets = self._buckets_for("get_bucket_index")
         require(
             id(tensor) in self._bucket_of,
@@ -233,13 +262,22 @@ class GradientBucketManager:
         return self._bucket_of[id(tensor)]
 
     def is_reduced(self, tensor: Tensor) -> bool:
-        """Returns True if the reduction of the bucket that holds `tensor`'s gradient is complete."""
+        """Returns True if the reduction of the bucket that holds the gradient of a tensor is complete.
+
+        Args:
+            tensor: One of the tensors that the manager was made with.
+        """
         return self._buckets_for("is_reduced")[self.get_bucket_index(tensor)].is_reduced
 
     def reduce_bucket_async(self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> WorkHandle:
         """Prepares one bucket and starts its reduction. Every rank calls this in the same order.
 
-        Returns a handle that can be waited for, asked by `is_completed()`, and awaited.
+        Args:
+            index: The bucket, from 0 on.
+            op: The operation over ranks.
+
+        Returns:
+            A handle that can be waited for, asked by `is_completed()`, and awaited.
         """
         buckets = self._buckets_for("reduce_bucket_async")
         require(
@@ -249,9 +287,15 @@ class GradientBucketManager:
         return buckets[index].reduce_async(self.process_group, op)
 
     def reduce_all_async(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> AllReductions:
-        """Prepares every bucket and starts its reduction, in order; sends nothing if one of them cannot be prepared.
+        """Prepares every bucket and starts its reduction, in order.
 
-        Returns one handle of all reductions, which can be waited for, asked by `is_completed()`, and awaited.
+        It sends nothing if one of the buckets cannot be prepared.
+
+        Args:
+            op: The operation over ranks.
+
+        Returns:
+            One handle of all reductions: wait for it, ask it by `is_completed()`, or await it.
         """
         for bucket in self._buckets_for("reduce_all_async"):
             bucket.require_ready()
@@ -266,7 +310,8 @@ class GradientBucketManager:
     def copy_back_all(self) -> None:
         """Waits for every bucket and copies the results into the gradients, each once.
 
-        Raises PhaseError, and copies nothing, if a bucket has not been reduced or no result is new.
+        Raises:
+            PhaseError: If a bucket has not been reduced or no result is new; nothing is copied then.
         """
         buckets = self._buckets_for("copy_back_all")
         for bucket in buckets:

@@ -35,20 +35,24 @@ _MODEL, _OPTIMIZER, _STATE, _GROUPS = "model", "optimizer", "state", "param_grou
 def save_checkpoint(
     path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: Any = None
 ) -> None:
-    """Saves the model and the optimizer in the folder `path`; a collective call, and each rank writes its part.
+    """Saves the model and the optimizer in the folder `path`; a collective call.
 
-    An earlier checkpoint at `path` is replaced only after the new one is complete.
+    Each rank writes its part. An earlier checkpoint at `path` is replaced only after the new one is
+    complete.
 
-    - `path`: a folder that all ranks can see.
-    - `model`: wrapped, bare, or synchronized by `attach`.
-    - `optimizer`: a ShardedOptimizer or a plain optimizer; None saves the model only.
-    - `extra`: any JSON value, such as counters or a scheduler's state.
+    All ranks that synchronize the model must call it; this includes a bare model under `attach`.
+    Groups of ranks that train different models save to different paths. If nothing synchronizes the
+    model, or only a group of one rank, or several different groups, the ranks of the default group
+    must call it.
 
-    All ranks that synchronize the model must call it; this includes a bare model under `attach`. Groups of ranks that train
-    different models save to different paths. If nothing synchronizes the model, or only a group of one rank, or several different
-    groups, the ranks of the default group must call it.
+    Args:
+        path: A folder that all ranks can see.
+        model: The model: wrapped, bare, or synchronized by `attach`.
+        optimizer: A ShardedOptimizer or a plain optimizer; None saves the model only.
+        extra: Any JSON value, such as counters or a scheduler's state.
 
-    Raises CheckpointError on every rank if saving fails on one.
+    Raises:
+        CheckpointError: On every rank, if saving fails on one.
     """
     target, ranks = Path(path), _Ranks.meet(model, optimizer, to="save a checkpoint")
     cls = None if optimizer is None else _class_of(optimizer).__name__
@@ -67,26 +71,34 @@ def save_checkpoint(
 
 
 def has_checkpoint(path: str | PathLike[str]) -> bool:
-    """Returns True if `load_checkpoint` has something to load at `path`; looks at files only and never communicates.
+    """Returns True if `load_checkpoint` has something to load; looks at files and never communicates.
 
-    A save that was interrupted counts if it left a complete checkpoint. A damaged checkpoint counts too; loading it raises.
+    A save that was interrupted counts if it left a complete checkpoint. A damaged checkpoint counts
+    too; loading it raises.
+
+    Args:
+        path: The folder of the checkpoint.
     """
     return files.found_at(Path(path)) is not None
 
 
 def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Loads a checkpoint of `save_checkpoint`, written by any number of ranks, and returns its `extra`.
+    """Loads a checkpoint of `save_checkpoint`, written by any number of ranks.
 
-    A collective call of the same ranks as for `save_checkpoint`.
+    A collective call of the same ranks as for `save_checkpoint`. It reads no file outside of the
+    folder and unpickles only tensors and plain values.
 
-    - `path`: the folder of the checkpoint.
-    - `model`: the model to load into.
-    - `optimizer`: the optimizer to load into; None loads the model only.
+    Args:
+        path: The folder of the checkpoint.
+        model: The model to load into.
+        optimizer: The optimizer to load into; None loads the model only.
 
-    It reads no file outside of the folder and unpickles only tensors and plain values.
+    Returns:
+        The `extra` of the checkpoint.
 
-    Raises the same CheckpointError on every rank if a file is missing, truncated or foreign, or if the model or the optimizer
-    does not match the checkpoint. In that case nothing is changed.
+    Raises:
+        CheckpointError: The same on every rank, if a file is missing, truncated or foreign, or if
+            the model or the optimizer does not match the checkpoint. Nothing is changed then.
     """
     target, ranks = Path(path), _Ranks.meet(model, optimizer, to="load a checkpoint")
     folder = ranks.agree_on_first(lambda: files.folder_for_loading(target))

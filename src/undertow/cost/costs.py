@@ -248,10 +248,15 @@ class Costs(Protocol):
     """Times on the communication stream. A bucket without bytes is not free: it is still a collective."""
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Returns the microseconds of one collective for each size, in an array of the shape of `num_bytes`.
+        """Returns the microseconds of one collective for each size.
 
-        - `kind`: "all_reduce", "reduce_scatter" or "all_gather".
-        - `num_bytes`: the whole payload in bytes, the size of the full tensor. The time does not decrease with it.
+        Args:
+            kind: "all_reduce", "reduce_scatter" or "all_gather".
+            num_bytes: The whole payload in bytes, the size of the full tensor. The time does not
+                decrease with it.
+
+        Returns:
+            An array of the shape of `num_bytes`.
         """
 
 
@@ -343,14 +348,19 @@ def _check_num_ranks(num_ranks: int) -> None:
 
 
 def costs_for(text: str, *, num_ranks: int, per_node: int | None = None, inside: str = NODE_LINK, is_mesh: bool = False) -> Costs:
-    """Returns the costs of ring collectives over `num_ranks` ranks, each with its own link as named by `text`.
+    """Returns the costs of ring collectives over `num_ranks` ranks, each with its own link.
 
-    - `text`: a link, see `link_from_text`. With `per_node` it is each rank's link to other nodes: its share, if the ranks of a
-      node share one.
-    - `per_node`: ranks per node, which are connected by links `inside`. None: all ranks are connected by `text`.
-    - `is_mesh`: only ranks of one node have different shards, and nodes are replicas; see `NodeCosts`.
+    Args:
+        text: A link, see `link_from_text`. With `per_node` it is each rank's link to other
+            nodes: its share, if the ranks of a node share one.
+        num_ranks: Ranks of the collective.
+        per_node: Ranks per node. None: all ranks are connected by `text`.
+        inside: The link between ranks of a node, as `text`.
+        is_mesh: True if only ranks of one node have different shards, and nodes are replicas;
+            see `NodeCosts`.
 
-    Raises ConfigError for an unknown link or impossible numbers of ranks.
+    Raises:
+        ConfigError: For an unknown link or impossible numbers of ranks.
 
     ```python
     costs = costs_for("25gbit", num_ranks=16, per_node=8)

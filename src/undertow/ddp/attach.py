@@ -40,16 +40,25 @@ def attach(
     config: SyncConfig | None = None,
     ignore: Iterable[str | nn.Module | Tensor] = (),
 ) -> GradientSync:
-    """Synchronizes `module`'s gradients from now on: after a backward every `.grad` is the mean over ranks.
+    """Synchronizes `module`'s gradients from now on: after a backward every `.grad` is the mean.
 
-    The module keeps its class and its `state_dict` keys. All ranks copy rank 0's parameters and buffers.
+    The module keeps its class and its `state_dict` keys. All ranks copy rank 0's parameters and
+    buffers; a collective call.
 
-    - `device_mesh`: a mesh of one dimension. With `strategy="hybrid"` it has two: the first replicates and the second shards.
-    - `process_group`: the ranks to synchronize; the default group if neither it nor `device_mesh` is given.
-    - `config`: settings; None is `SyncConfig()`.
-    - `ignore`: parameters, buffers and submodules to leave alone, as names or objects.
+    Args:
+        module: The model.
+        device_mesh: A mesh of one dimension. With `strategy="hybrid"` it has two: the first
+            replicates and the second shards.
+        process_group: The ranks to synchronize; the default group if neither it nor `device_mesh`
+            is given.
+        config: Settings; None is `SyncConfig()`.
+        ignore: Parameters, buffers and submodules to leave alone, as names or objects.
 
-    Returns the GradientSync of the module. Raises ConfigError for modules or settings that cannot be synchronized.
+    Returns:
+        The GradientSync of the module.
+
+    Raises:
+        ConfigError: If the module or the settings cannot be synchronized.
 
     ```python
     sync = undertow.attach(model)
@@ -63,7 +72,13 @@ def attach(
 
 
 class BucketedDDPHooks:
-    """Attaches the overlapped mean reduction to a bare model, with buckets of `bucket_size_mb` MiB, until `close()`."""
+    """Attaches the overlapped mean reduction to a bare model, until `close()`.
+
+    Args:
+        model: The model; it keeps its class.
+        process_group: The ranks; the default group if None.
+        bucket_size_mb: Largest bucket in MiB.
+    """
 
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, bucket_size_mb: float = 25.0) -> None:
         self.sync = attach(model, process_group=process_group, config=SyncConfig(bucket_cap_mb=bucket_size_mb))

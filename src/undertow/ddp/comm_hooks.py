@@ -13,17 +13,28 @@ Stage = tuple[object, Hook]
 
 
 def chain_comm_hooks(*stages: Stage) -> Hook:
-    """Returns a communication hook that runs the hooks of `stages`, pairs of a state and a hook, one after the other.
+    """Returns a communication hook that runs several hooks one after the other.
 
-        model.register_comm_hook(None, chain_comm_hooks((1e3, clip_values), (power_state, powerSGD_hook), (log, note_norms)))
+        hook = chain_comm_hooks((1e3, clip_values), (power_state, powerSGD_hook), (log, note_norms))
+        model.register_comm_hook(None, hook)
 
-    Each hook receives the bucket with the result of the previous hook, and returns a future as usual. The value of the last
-    future becomes the gradients. One of the hooks communicates, and divides if a mean is wanted. Hooks before it see this rank's
-    gradients, hooks after it the reduced ones. They change values, not the dtype of the bucket: to send another dtype, put one of
-    torch's wrappers around the hook that communicates.
+    Each hook receives the bucket with the result of the previous hook, and returns a future as
+    usual. The value of the last future becomes the gradients. One of the hooks communicates, and
+    divides if a mean is wanted. Hooks before it see this rank's gradients, hooks after it the reduced
+    ones. They change values, not the dtype of the bucket: to send another dtype, put one of torch's
+    wrappers around the hook that communicates. A hook after the communicating one runs when that is
+    complete, perhaps in another thread and at different times on different ranks: it must not
+    communicate.
 
-    A hook after the communicating one runs when that is complete, perhaps in another thread and at different times on different
-    ranks: it must not communicate. Raises ConfigError without stages, and WrongType for a stage that is not such a pair.
+    Args:
+        stages: Pairs of a state and a hook.
+
+    Returns:
+        A hook for `register_comm_hook`; its state is ignored.
+
+    Raises:
+        ConfigError: Without stages.
+        WrongType: For a stage that is not such a pair.
     """
     require(
         stages, "there is no hook to run.", where="chain_comm_hooks()", remedy="Give pairs: chain_comm_hooks((state, hook), ...)."

@@ -65,16 +65,36 @@ def _of_sync(
 class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataParallel):
     """Wraps `module` for data-parallel training; replaces torch's class with a change of one import.
 
-    The constructor is torch's. The class inherits from torch's in name only, so that trainers and checkpointing recognize it. The
-    C++ reducer is never created: `reducer` is an object that only answers calls of frameworks. These arguments are accepted,
-    because Undertow always does what they ask for:
+    The constructor is torch's. The class inherits from torch's in name only, so that trainers and
+    checkpointing recognize it. The C++ reducer is never created: `reducer` is an object that only
+    answers calls of frameworks. Construction is a collective call.
 
-    - `find_unused_parameters` and `skip_all_reduce_unused_params`: buckets carry flags of used parameters.
-    - `gradient_as_bucket_view`, `batched_grad_copy` and `static_graph`.
-    - the delayed parameters, which are sent in turn like all others.
+    Args:
+        module: The model.
+        device_ids: The device of the inputs, or None to leave them where they are.
+        output_device: Accepted as in torch.
+        dim: Accepted as in torch.
+        broadcast_buffers: Deprecated in torch in favor of `forward_sync_buffers`.
+        init_sync: False does not copy rank 0's parameters and buffers.
+        process_group: The ranks; the default group if neither it nor `device_mesh` is given.
+        bucket_cap_mb: Largest bucket in MiB; None lets the library choose.
+        find_unused_parameters: Accepted: buckets carry flags of used parameters in any case.
+        check_reduction: Deprecated in torch.
+        gradient_as_bucket_view: Accepted: gradients are views of buckets in any case.
+        static_graph: Accepted: nothing depends on it.
+        delay_all_reduce_named_params: Accepted: these parameters are sent in turn like all others.
+        param_to_hook_all_reduce: Belongs to `delay_all_reduce_named_params`.
+        mixed_precision: torch's `_MixedPrecision`, or an object with its dtypes.
+        device_mesh: A mesh of one dimension, or of two with `strategy="hybrid"`.
+        skip_all_reduce_unused_params: Accepted, as `find_unused_parameters`.
+        bucket_cap_mb_list: Sizes of the first buckets in MiB; the last one holds for all others.
+        batched_grad_copy: Accepted: gradients are copied in batches in any case.
+        forward_sync_buffers: False leaves buffers alone before forwards.
+        config: Undertow's settings, instead of `bucket_cap_mb` and the arguments about buffers.
+        ignore: Parameters, buffers and submodules to leave alone, as names or objects.
 
-    Undertow adds two arguments: `config`, a SyncConfig, and `ignore`: parameters, buffers and submodules to leave alone, as names
-    or objects. Raises ConfigError for modules or arguments that cannot work.
+    Raises:
+        ConfigError: If the module or the arguments cannot work.
 
     ```python
     from undertow import DistributedDataParallel as DDP
@@ -259,14 +279,22 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> UnevenInputs:
-        """Lets ranks run out of data at different times: inside, a rank that has left its loop shadows the others.
+        """Lets ranks run out of data at different times: a rank that has left its loop shadows the others.
 
-        - `divide_by_initial_world_size`: True divides a gradient by the number of all ranks, False by the number of ranks that
-          still have data.
-        - `throw_on_early_termination`: True makes all ranks raise as soon as one has run out.
+        At the end every rank has the model of a rank that trained longest. Run one backward for each
+        forward.
 
-        At the end every rank has the model of a rank that trained longest. Run one backward for each forward. Raises PhaseError
-        with a ShardedOptimizer, and for a model with experts.
+        Args:
+            divide_by_initial_world_size: True divides a gradient by the number of all ranks, False by
+                the number of ranks that still have data.
+            enable: False makes the context do nothing.
+            throw_on_early_termination: True makes all ranks raise as soon as one has run out.
+
+        Returns:
+            A context manager around the loop.
+
+        Raises:
+            PhaseError: With a ShardedOptimizer, and for a model with experts.
         """
         self.sync._require_open("join()")
         return UnevenInputs(self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)

@@ -20,24 +20,28 @@ from undertow.sync import GradientSync
 def clip_grad_norm_(
     target: GradientSync | nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scales all gradients of `target` so that their total norm is at most `max_norm`; returns the norm before scaling.
+    """Scales all gradients of `target` so that their total norm is at most `max_norm`.
 
-    A collective call, after backward. Each parameter counts once: a replicated one, an expert on whichever rank it lives, and the
-    shards of a ShardedOptimizer.
+    A collective call, after backward. Each parameter counts once: a replicated one, an expert on
+    whichever rank it lives, and the shards of a ShardedOptimizer.
 
         loss.backward()
         undertow.clip_grad_norm_(model, 1.0)
         optimizer.step()
 
-    - `target`: the result of `attach` or `DistributedDataParallel`.
-    - `max_norm`: upper limit of the norm.
-    - `norm_type`: order of the norm; infinity takes the largest element.
-    - `error_if_nonfinite`: raise if the norm is not finite.
+    Args:
+        target: The result of `attach` or `DistributedDataParallel`.
+        max_norm: Upper limit of the norm.
+        norm_type: Order of the norm; infinity takes the largest element.
+        error_if_nonfinite: True raises if the norm is not finite.
 
-    Returns an fp32 scalar, the same on every rank, because powers are summed in fp64 and rounded once.
+    Returns:
+        The norm before scaling, an fp32 scalar: the same on every rank, because powers are summed in
+        fp64 and rounded once.
 
-    Raises NonFiniteGradient if `error_if_nonfinite` is true and the norm is not finite, and PhaseError if accumulated gradients
-    are not synchronized yet.
+    Raises:
+        NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
+        PhaseError: If accumulated gradients are not synchronized yet.
     """
     sync: Any = getattr(target, "sync", target)
     require(

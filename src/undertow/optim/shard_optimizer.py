@@ -31,23 +31,31 @@ def shard_optimizer(
     in_backward: bool = False,
     state_dict: Literal["full", "sharded"] = "full",
 ) -> ShardedOptimizer:
-    """Returns a ShardedOptimizer with the class, the parameter groups and the state of `optimizer`, which exists already.
+    """Returns a ShardedOptimizer made of an optimizer that exists already; a collective call.
 
         optimizer = timm.optim.create_optimizer_v2(model.module, "adamw", weight_decay=0.05)
         optimizer = undertow.shard_optimizer(optimizer, model)
 
-    It is for optimizers that a factory makes, as in timm, Transformers and Accelerate. A collective call. If `optimizer` has
-    stepped, its state moves, and each rank keeps its shards. Make learning-rate schedulers and register hooks on the result.
-    `optimizer` must not be stepped afterwards: its step raises PhaseError.
+    It is for optimizers that a factory makes, as in timm, Transformers and Accelerate. The result has
+    the class, the parameter groups and the state of `optimizer`. If `optimizer` has stepped, its state
+    moves, and each rank keeps its shards. Make learning-rate schedulers and register hooks on the
+    result. `optimizer` must not be stepped afterwards: its step raises PhaseError.
 
-    - `optimizer`: an elementwise optimizer of torch's kind, the same on every rank.
-    - `model`: the result of `attach` or `DistributedDataParallel`.
-    - `in_backward`, `state_dict`: as for ShardedOptimizer.
+    Args:
+        optimizer: An elementwise optimizer of torch's kind, the same on every rank.
+        model: The result of `attach` or `DistributedDataParallel`.
+        in_backward: As for ShardedOptimizer.
+        state_dict: As for ShardedOptimizer.
 
-    Raises ConfigError, and leaves `optimizer` as it is, if a new optimizer of its class would not behave the same: if its
-    constructor takes other arguments than its defaults, if it has hooks, a scheduler or other attributes that a new one does not
-    have, or if its state is not one of numbers and tensors of the parameters' shapes. Raises it also if ShardedOptimizer does.
-    Raises PlanMismatch on every rank if ranks have different groups or different kinds of state.
+    Returns:
+        The sharded optimizer.
+
+    Raises:
+        ConfigError: If a new optimizer of its class would not behave the same: if its constructor
+            takes other arguments than its defaults, if it has hooks, a scheduler or other attributes
+            that a new one does not have, or if its state is not one of numbers and tensors of the
+            parameters' shapes. Also if ShardedOptimizer raises it. `optimizer` stays as it is.
+        PlanMismatch: On every rank, if ranks have different groups or different kinds of state.
     """
     require(
         isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, ShardedOptimizer),

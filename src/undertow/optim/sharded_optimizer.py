@@ -44,31 +44,38 @@ ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, 
 
 
 class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
-    """Runs optimizer `cls` over the parameters of `target`, with 1/n of its state and work on each of n ranks.
+    """Runs an optimizer over the parameters of a model, with 1/n of its state and work on each rank.
 
         model = undertow.DistributedDataParallel(module)
         optimizer = undertow.ShardedOptimizer(torch.optim.AdamW, model, lr=1e-3)
 
-    On a mesh, the n ranks are the ranks of a row. Construction is a collective call; a model has one ShardedOptimizer at a time.
-    From its first step on, gradients are reduced to shards. Updated parameters are gathered during the next forward; any other
-    read of a parameter waits for it. 16-bit parameters are updated in fp32.
+    On a mesh, n is the number of ranks of a row. Construction is a collective call; a model has one
+    ShardedOptimizer at a time. From its first step on, gradients are reduced to shards. Updated
+    parameters are gathered during the next forward; any other read of a parameter waits for it. 16-bit
+    parameters are updated in fp32.
 
-    A model with experts needs one optimizer for each group of ranks: one for the model with its dense parameters as `params`, and
-    one for each of `sync.experts`. `undertow.clip_grad_norm_` computes their common norm.
+    A model with experts needs one optimizer for each group of ranks: one for the model with its dense
+    parameters as `params`, and one for each of `sync.experts`. `undertow.clip_grad_norm_` computes
+    their common norm.
 
-    - `cls`: an elementwise optimizer class, such as torch.optim.AdamW.
-    - `target`: the result of `attach` or `DistributedDataParallel`.
-    - `params`: parameters or parameter groups as in torch; None takes all trained parameters.
-    - `in_backward`: from the second step on, update parameters bucket by bucket during backward, with the hyper-parameters that
-      are set when it begins; `step()` confirms these updates. Clipping, a GradScaler and closures raise, because they need all
-      gradients before the update. Reading parameters or state in another thread during that backward raises PhaseError.
-      After a failed backward the parameters are whole: the first read ends the synchronization on all ranks.
-    - `state_dict`: "full", the default, makes `state_dict()` return a plain optimizer's state dict, whole on every rank; every
-      rank must call it. "sharded" makes it return this rank's shards, which only torch.distributed.checkpoint can save.
-    - `defaults`: the settings of `cls`.
+    Args:
+        cls: An elementwise optimizer class, such as torch.optim.AdamW.
+        target: The result of `attach` or `DistributedDataParallel`.
+        params: Parameters or parameter groups as in torch; None takes all trained parameters.
+        in_backward: True updates parameters bucket by bucket during backward, from the second step
+            on, with the hyper-parameters that are set when it begins; `step()` confirms these updates.
+            Clipping, a GradScaler and closures raise, because they need all gradients before the
+            update. Reading parameters or state in another thread during that backward raises
+            PhaseError. After a failed backward the parameters are whole: the first read ends the
+            synchronization on all ranks.
+        state_dict: "full" makes `state_dict()` return a plain optimizer's state dict, whole on every
+            rank; every rank must call it. "sharded" makes it return this rank's shards, which only
+            torch.distributed.checkpoint can save.
+        defaults: The settings of `cls`.
 
-    Raises ConfigError if the optimizer is not elementwise, if its steps change values in its parameter groups instead of its
-    state, or if the model already has a ShardedOptimizer.
+    Raises:
+        ConfigError: If the optimizer is not elementwise, if its steps change values in its parameter
+            groups instead of its state, or if the model already has a ShardedOptimizer.
     """
 
     def __init__(
@@ -106,7 +113,14 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     @private.untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates this rank's shards; a collective call. Calls `closure` once, before the update."""
+        """Updates this rank's shards; a collective call.
+
+        Args:
+            closure: Called once, before the update; it computes the loss and runs backward.
+
+        Returns:
+            The result of `closure`, or None.
+        """
         loss = None
         if closure is not None:
             self._require_barrier("step(closure)", "the closure's backward would update parameters before step() ends")
@@ -160,9 +174,21 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        """Scales all gradients so that their total norm is at most `max_norm`; returns the norm before scaling, in fp32.
+        """Scales all gradients so that their total norm is at most `max_norm`; a collective call.
 
-        A collective call. Every rank gets the same value: powers are summed in fp64 and rounded once. `foreach` has no effect.
+        Args:
+            max_norm: Upper limit of the norm.
+            norm_type: Order of the norm; infinity takes the largest element.
+            error_if_nonfinite: True raises if the norm is not finite.
+            foreach: Has no effect; torch's function has it.
+
+        Returns:
+            The norm before scaling, an fp32 scalar: the same on every rank, because powers are summed in
+            fp64 and rounded once.
+
+        Raises:
+            NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
+            PhaseError: With `in_backward=True`, when parameters are updated already.
         """
         self._require_barrier("clip_grad_norm_", "the norm is known when parameters are updated already")
         finish_before_look(self._sync, params_of(self))
@@ -215,12 +241,17 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     @private.untraced
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Brings the whole state to rank `to` of the process group, in host memory; a collective call.
+        """Brings the whole state to one rank, in host memory; a collective call.
 
-        It is for frameworks that call `state_dict()` on one rank only, as with torch's ZeroRedundancyOptimizer; Lightning makes
-        this call itself. The state is kept until the next step; until then, `state_dict()` raises PhaseError on the other ranks.
+        It is for frameworks that call `state_dict()` on one rank only, as with torch's
+        ZeroRedundancyOptimizer; Lightning makes this call itself. The state is kept until the next step;
+        until then, `state_dict()` raises PhaseError on the other ranks.
 
-        Raises ConfigError unless `to` is a rank of the process group.
+        Args:
+            to: The rank of the process group.
+
+        Raises:
+            ConfigError: If `to` is not a rank of the process group.
         """
         num_ranks, rank = dist.get_world_size(self.process_group), dist.get_rank(self.process_group)
         require(
@@ -234,9 +265,14 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     @private.untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the result of `state_dict` or `full_state_dict`, or a plain optimizer's `state_dict`, on every rank.
+        """Loads a state on every rank; this rank keeps its parts of whole tensors.
 
-        This rank keeps its parts of whole tensors. Raises ValueError, like torch, if the parameter groups differ.
+        Args:
+            state_dict: The result of `state_dict` or `full_state_dict`, or a plain optimizer's
+                `state_dict`.
+
+        Raises:
+            ValueError: If the parameter groups differ, as in torch.
         """
         given: dict[str, Any] = {}
 
@@ -270,8 +306,15 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     @private.untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group; a collective call if there is state. New parameters are synchronized from the next forward
-        on.
+        """Adds a parameter group; a collective call if there is state.
+
+        New parameters are synchronized from the next forward on.
+
+        Args:
+            param_group: As in torch: a dict with `params` and settings.
+
+        Raises:
+            ConfigError: If a parameter is not one of the wrapped module's, or is ignored.
         """
         super().add_param_group(param_group)
         known, params = {id(param) for _, param in self._sync.named_parameters()}, params_of(self)

@@ -65,18 +65,30 @@ def optimal_groups(  # noqa: PLR0913  # the parameters, the run they are planned
     has_shards: bool = False,
     max_bucket_bytes: float = math.inf,
 ) -> Optimum:
-    """Groups consecutive parameters of `order` into the buckets that end first, with as few buckets as come close to that.
+    """Groups parameters into the buckets that end first, with as few buckets as come close to that.
 
-    With shards it minimizes the period instead, and cuts large parameters into pieces. A parameter above `max_bucket_bytes`
-    travels alone, or is cut. With several dtypes it minimizes the number of windows, each with one bucket per dtype in it. Costs
-    must not decrease with the size; for any other curve the plan is still the best one, but `limit_us` may be as high as
-    `best_us`.
+    Each bucket has consecutive parameters of `order`. With shards it minimizes the period
+    instead, and cuts large parameters into pieces. With several dtypes it minimizes the number of
+    windows, each with one bucket per dtype in it.
 
-    - `timing`: ready times of gradients, and with shards first uses of parameters, in microseconds.
-    - `costs`: the time of a collective by kind and bytes.
+    Args:
+        params: The parameters, in the order of their registration.
+        order: Indices of the parameters in the order in which their gradients become ready.
+        timing: Ready times of gradients, and with shards first uses of parameters, in
+            microseconds.
+        costs: The time of a collective by kind and bytes. It must not decrease with the size;
+            for any other curve the plan is still the best one, but `limit_us` may be as high as
+            `best_us`.
+        num_ranks: Ranks that the buckets are reduced over.
+        has_shards: True plans a reduce-scatter and an all-gather for each bucket.
+        max_bucket_bytes: A parameter above it travels alone, or is cut.
 
-    Raises ConfigError if `order` is not a permutation of the parameters, a time is missing, `max_bucket_bytes` is too small for a
-    plan, or no plan has a finite cost.
+    Returns:
+        The buckets, what they take, and lower bounds of it.
+
+    Raises:
+        ConfigError: If `order` is not a permutation of the parameters, a time is missing,
+            `max_bucket_bytes` is too small for a plan, or no plan has a finite cost.
     """
     check_timing(params, timing, has_shards=has_shards)
     require(

@@ -119,9 +119,12 @@ def summarize(
 ) -> StepReport:
     """Summarizes `records`, all made under `plan`, as medians over steps.
 
-    - `rank`: the rank that made the records.
-    - `num_skipped`: optimizer steps skipped by nonfinite="skip".
-    - `is_one_graph`: True if the model is compiled as a whole.
+    Args:
+        records: Steps of one rank.
+        plan: The plan under which they ran.
+        rank: The rank that made the records.
+        num_skipped: Optimizer steps skipped by nonfinite="skip".
+        is_one_graph: True if the model is compiled as a whole.
     """
     nothing = StepRecord(step=0, rank=rank, step_us=0.0, forwards=(), backwards=(), buckets=(), busy_ms=())
     splits = [_times_ms(record) for record in records or [nothing]]

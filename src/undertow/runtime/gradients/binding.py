@@ -4,8 +4,9 @@ A sparse gradient has no place in a flat bucket: it stays a separate tensor, and
 """
 
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from undertow.runtime.gradients.storage import BucketStorage
-from undertow.runtime.gradients.written import Known, has_values
 from undertow.runtime.torch_private import private
 
 # Python's garbage collector runs over young objects after 700 net allocations, and every tensor visible to Python is one. Smaller
@@ -24,6 +24,31 @@ from undertow.runtime.torch_private import private
 _MOST_AT_ONCE = 512
 
 _version_of, _grad_of = attrgetter("_version"), attrgetter("grad")
+
+
+class Known:
+    """The `.grad` of some parameters at the last look, by position, to detect writes from outside of autograd.
+
+    Hooks report every gradient that autograd adds. But a function of the user's may write `.grad` itself, as fused weight
+    gradients do, or a loop may assign the result of `torch.autograd.grad`.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def look(self, grads: Iterable[tuple[int, Tensor | None]]) -> None:
+        """Makes these the only known gradients."""
+        self.entries = {position: (weakref.ref(grad), grad._version) for position, grad in grads if grad is not None}
+
+    def has(self, position: int, grad: Tensor) -> bool:
+        """Returns True if it is the same tensor, without writes since."""
+        ref, version = self.entries.get(position, (None, -1))
+        return ref is not None and ref() is grad and version == grad._version
+
+
+def has_values(grad: Tensor) -> bool:
+    """Returns True if there are nonzero values; a zeroed gradient has been discarded. On a device, the host waits."""
+    return bool(grad.coalesce().values().any() if grad.is_sparse else grad.any())
 
 
 @dataclass(frozen=True, slots=True)

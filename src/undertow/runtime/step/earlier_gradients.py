@@ -13,8 +13,8 @@ from torch import Tensor
 
 from undertow.errors import PhaseError
 from undertow.runtime.execute.round import RoundKind, RoundResult
+from undertow.runtime.gradients.binding import has_values
 from undertow.runtime.gradients.weights import RoundWeights, Weights
-from undertow.runtime.gradients.written import has_values
 from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.sharded.binding import GradientPlaceholder
 from undertow.runtime.torch_private import private

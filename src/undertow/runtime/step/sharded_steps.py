@@ -3,14 +3,12 @@
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain, compress, repeat
-from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, NonFiniteGradient, PhaseError, require
@@ -18,11 +16,10 @@ from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.sharded.gathers import ForwardWaits
 from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
-from undertow.runtime.step.checks import Arguments, NonFinite
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.rounds import Phase
 from undertow.runtime.torch_private import private
-from undertow.schedule import DDP, ZERO1, strategy_named
+from undertow.schedule import ZERO1, strategy_named
 
 
 class ShardedSteps:
@@ -314,60 +311,3 @@ def full_gradient(sync: Any, param: Tensor) -> Tensor | None:
     finish_before_look(sync, [param])
     sharding = None if sync._steps is None else sync._steps.sharding
     return param.grad if sharding is None else sharding.full_gradient(param)
-
-
-def watch_steps(sync: Any, engine: Any) -> Callable[[], None]:
-    """Puts hooks on all optimizers and gradient scalers; returns a function that removes them.
-
-    An optimizer that holds a synchronized parameter must not step on gradients that are not synchronized yet, and a scaler that
-    unscales before it steps must not read them.
-    """
-    # Weak, because torch keeps such hooks for the life of the process.
-    before_step = partial(_before_step, weakref.ref(sync), weakref.ref(engine))
-
-    def around_unscaling(optimizer: Optimizer, look: private.Look) -> private.Found:
-        before_step(optimizer, (), {}, steps=False)
-        return look()
-
-    hooks = contextlib.ExitStack()
-    hooks.callback(register_optimizer_step_pre_hook(before_step).remove)
-    hooks.callback(private.around_unscaling(around_unscaling))
-    return hooks.close
-
-
-@private.untraced  # if the step is compiled, so would be everything before it
-def _before_step(
-    weak_sync: Callable[[], Any],
-    weak_engine: Callable[[], Any],
-    optimizer: Optimizer,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    steps: bool = True,
-) -> Arguments | None:
-    sync, engine = weak_sync(), weak_engine()
-    if sync is None or engine is None:
-        return None
-    # An optimizer over shards has other tensors: if it were asked about those, every model would search its parameters.
-    stepped = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
-    params = set(compress(map(id, stepped), map(isinstance, stepped, repeat(nn.Parameter))))
-    if steps and sync._members.replaced.former:  # hence never in a run without such changes
-        is_sharded = sync._steps is not None and sync._steps.is_stepper(optimizer)
-        sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
-    if engine.phase >= Phase.CLOSED or not engine.current_plan.owns_any(params):
-        return None
-    if sync._steps is not None:
-        sync._steps.require_stepper(optimizer)
-    elif sync._config.strategy not in (None, DDP.name):
-        raise PhaseError(
-            f"strategy={sync.config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
-            where="the first step of the optimizer",
-            remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
-        )
-    engine.finish_before_step(params, steps=steps)
-    if engine.earlier is not None and steps and not any(map(callable, (*args[1:], *kwargs.values()))):
-        # Not before a closure, whose backward is still to come.
-        engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")
-    numbers: NonFinite = engine.checks.numbers
-    judges = steps and numbers.is_on and sync._steps is None
-    return numbers.before_step(optimizer, args, kwargs) if judges else None
