@@ -285,7 +285,7 @@ class _Step:
     def _backward(self, releases: Releases) -> None:
         profile, computed_us, full = self._profile, 0.0, list[int]()
         buckets = [bucket.params for bucket in self._plan.buckets]
-        arrivals = Arrivals(buckets, num_params=len(self._plan.params), on_full=full.append)
+        arrivals = Arrivals(buckets, range(len(self._plan.params)), on_full=full.append)
         for param in profile.order:
             arrivals.arrive(param)
             ops = [op for bucket in full for op in releases.happen(releases.fills[bucket])]

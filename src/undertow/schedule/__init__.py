@@ -3,7 +3,7 @@
 from undertow.schedule.lower import gathers_after_reductions, lower_accumulation, lower_data_parallel, lower_in_backward
 from undertow.schedule.op import Buffer, Op, OpKind, Schedule
 from undertow.schedule.strategies import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, Placement, Strategy, strategy_named
-from undertow.schedule.tracker import Arrivals, Releases, SerialArrivals
+from undertow.schedule.tracker import Arrivals, Releases
 from undertow.schedule.verify import verify
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Placement",
     "Releases",
     "Schedule",
-    "SerialArrivals",
     "Strategy",
     "gathers_after_reductions",
     "lower_accumulation",

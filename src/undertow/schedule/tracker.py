@@ -3,135 +3,203 @@
 The runtime and the simulator share it.
 """
 
+from __future__ import annotations
+
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import attrgetter
 from typing import Any
 
 from undertow.errors import ConfigError
 from undertow.schedule.op import COMPUTE, EXTERNAL, Op, OpKind, Schedule
 
-# States of a parameter. All except the first are true, so that arrive() tells the usual case from the others with one test.
-_ABSENT, _ARRIVED, _ABSENT_AND_UNUSUAL = 0, 1, 2  # unusual: in pieces, or its arrival is noted
+_NO_TRAVERSAL = -2
+_EVERY, _NEVER = 0, 1 << 62  # after how many arrivals a bucket is looked at
 _MOST_REMEMBERED = 1024
+
+_is_full = attrgetter("is_full")
+
+
+class _Bucket:
+    """Lists the arrivals of one bucket, and looks at them when it may be full."""
+
+    __slots__ = ("arrivals", "index", "is_full", "looks_at", "num_awaited", "params", "seen")
+
+    def __init__(self, arrivals: Arrivals, index: int, params: Sequence[int]) -> None:
+        self.arrivals, self.index, self.params = arrivals, index, params
+        self.seen: list[object] = []  # parameters, in the order of their arrivals
+        self.num_awaited, self.looks_at, self.is_full = 0, _EVERY, False
+
+    def arrive(self, param: object) -> None:
+        """The hook of every parameter that is in no other bucket."""
+        # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
+        self.seen.append(param)
+        if len(self.seen) >= self.looks_at:
+            self.arrivals.look(param, (self,))
+
+    def num_counted(self) -> int:
+        """Returns the number of arrivals, without those that were repeated more often than expected."""
+        repeats = self.arrivals.expected_repeats
+        if not repeats:
+            return len(set(map(id, self.seen)))
+        return sum(min(count, 1 + repeats[index]) for index, count in self.counts().items())
+
+    def counts(self) -> Counter[int]:
+        """Returns how often each parameter has arrived."""
+        return Counter(self.arrivals.index_of[id(param)] for param in self.seen)
+
+
+class _Pieces:
+    """Lists the arrivals of a parameter that is cut into pieces in each of its buckets."""
+
+    def __init__(self, arrivals: Arrivals, buckets: Sequence[_Bucket]) -> None:
+        self.arrivals, self._buckets = arrivals, buckets
+
+    def arrive(self, param: object) -> None:
+        """The hook of the parameter."""
+        for bucket in self._buckets:
+            bucket.seen.append(param)
+        self.arrivals.look(param, self._buckets)
+
+
+class _OneAtATime:
+    """Lets arrivals of several threads wait for one another: autograd has one thread per device."""
+
+    def __init__(self, arrivals: Arrivals, lock: threading.RLock, arrive: Callable[[object], None]) -> None:
+        self.arrivals, self._lock, self._arrive = arrivals, lock, arrive
+
+    def arrive(self, param: object) -> None:
+        """The hook of a parameter."""
+        with self._lock:
+            self._arrive(param)
 
 
 class Arrivals:
-    """Counts gradients as they arrive, and calls `on_full(bucket)` when the last one of a bucket arrives.
+    """Follows gradients as they arrive, and calls `on_full(bucket)` when the last one of a bucket arrives.
 
-    A parameter that is cut into pieces is in several buckets: its arrival counts for each of them.
+    `hooks` has a function for each of `params`, to be called with it when its gradient arrives. A parameter that is cut into
+    pieces is in several buckets: its arrival counts for each of them. With `is_serial`, arrivals may come from several threads;
+    buckets are launched in one order.
 
-    `traversal` distinguishes a backward from another that runs inside it. If it has changed since the last arrival,
-    `on_traversal(traversal, param)` is called first. Only the runtime uses both; elsewhere there is one traversal.
+    `traversal` distinguishes one backward from another. If it has changed when the first gradient of a bucket arrives, after a
+    reset or `forget_traversal`, `on_traversal(traversal, index)` is called first. Only the runtime uses both.
     """
 
     def __init__(
         self,
         params_of_bucket: Sequence[Sequence[int]],
+        params: Sequence[object],
         *,
-        num_params: int,
         on_full: Callable[[int], object],
         traversal: Callable[[], int] = int,
         on_traversal: Callable[[int, int], object] = max,
+        is_serial: bool = False,
     ) -> None:
-        self._on_full = on_full
-        self._traversal = traversal
-        self._on_traversal = on_traversal
-        self._seen_traversal = -1
-        self._note: Callable[[int], object] | None = None
-        # At the start of a synchronization: states, the number of gradients that each bucket waits for, and expected repeats.
-        self._fresh: tuple[bytes, list[int], Counter[int]] = (b"", [], Counter())
-        self.repeats: Counter[int] = Counter()  # by parameter, in this synchronization
-        # Flags and counts instead of sets: arrive() runs thousands of times a step, and these stay in the fastest cache.
-        self._states = bytearray(num_params)
+        self.on_full = on_full
+        self.at_each: Callable[[int], object] | None = None  # called with each parameter, by index, that arrives
+        self.lock = threading.RLock() if is_serial else None  # a hook may run a backward
+        self.expected_repeats: Counter[int] = Counter()  # by parameter
+        self._traversal, self._on_traversal = traversal, on_traversal
+        self._seen_traversal = _NO_TRAVERSAL
+        self._params = tuple(params)
+        self.index_of = {id(param): index for index, param in enumerate(self._params)}
         self.regroup(params_of_bucket)
 
     def regroup(self, params_of_bucket: Sequence[Sequence[int]]) -> None:
-        """Switches to other buckets of the same parameters and resets. Raises ConfigError if a parameter has no bucket."""
-        self._params_of_bucket = [tuple(params) for params in params_of_bucket]
-        self._buckets_of_param: list[list[int]] = [[] for _ in self._states]
-        for bucket, params in enumerate(self._params_of_bucket):
-            for param in params:
-                self._buckets_of_param[param].append(bucket)
-        for param, buckets in enumerate(self._buckets_of_param):
-            if not buckets:
-                raise ConfigError(f"parameter {param} belongs to no bucket.", remedy="Put every parameter into one bucket.")
-        self._bucket_of_param = [buckets[0] for buckets in self._buckets_of_param]
-        self._prepare(self._fresh[2])
-        self.reset()
+        """Switches to other buckets of the same parameters, with other hooks, and resets.
 
-    def call_at_each(self, note: Callable[[int], object] | None) -> None:
-        """From the next synchronization on calls `note(param)` whenever a gradient counts; None stops that."""
-        self._note = note
-        self._prepare(self._fresh[2])
+        Raises ConfigError if a parameter has no bucket.
+        """
+        self.buckets = [_Bucket(self, index, params) for index, params in enumerate(params_of_bucket)]
+        buckets_of: list[list[_Bucket]] = [[] for _ in self._params]
+        for bucket in self.buckets:
+            for param in bucket.params:
+                buckets_of[param].append(bucket)
+        if [] in buckets_of:
+            param = buckets_of.index([])
+            raise ConfigError(f"parameter {param} belongs to no bucket.", remedy="Put every parameter into one bucket.")
+        self.hooks: list[Any] = [(of[0] if len(of) == 1 else _Pieces(self, of)).arrive for of in buckets_of]
+        if self.lock is not None:
+            self.hooks = [_OneAtATime(self, self.lock, arrive).arrive for arrive in self.hooks]
+        self.reset()
 
     def reset(self) -> None:
         """Starts the next synchronization: nothing has arrived."""
-        states, num_pending, _ = self._fresh
-        self._states, self.num_pending = bytearray(states), list(num_pending)
-        self.repeats.clear()
+        for bucket in self.buckets:
+            bucket.seen.clear()
+            bucket.num_awaited = len(bucket.params)
+            if self.expected_repeats:
+                bucket.num_awaited += sum(self.expected_repeats[index] for index in bucket.params)
+            bucket.is_full, bucket.looks_at = not bucket.params, _EVERY
 
     def forget_traversal(self) -> None:
         """Makes the next arrival call `on_traversal`, whatever its traversal."""
-        self._seen_traversal = -1
+        self._seen_traversal = _NO_TRAVERSAL
+        for bucket in self.buckets:
+            bucket.looks_at = _EVERY
 
     def silence(self) -> None:
         """Stops calls of `on_full`."""
-        self._on_full = lambda _bucket: None
+        self.on_full = lambda _bucket: None
 
-    def arrive(self, param: int, _gradient: object = None) -> None:
-        """Records that the gradient of `param` arrived. A repeated arrival counts only if `learn_repeats` expects it."""
-        # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
-        traversal = self._traversal()
+    def look(self, param: object, buckets: Sequence[_Bucket]) -> None:
+        """Called after an arrival that may be the first of a backward or the last of a bucket: of `buckets`, which list it."""
+        traversal, index = self._traversal(), self.index_of[id(param)]
         if traversal != self._seen_traversal:
+            for bucket in buckets:
+                bucket.seen.pop()
             self._seen_traversal = traversal
-            self._on_traversal(traversal, param)
-        if self._states[param]:
-            self._arrive_unusually(param)
+            self._on_traversal(traversal, index)
+            self._seen_traversal = traversal
+            self.hooks[index](param)  # perhaps in other buckets
             return
-        self._states[param] = 1  # _ARRIVED, without looking up a global name
-        bucket = self._bucket_of_param[param]
-        num_pending = self.num_pending[bucket] - 1
-        self.num_pending[bucket] = num_pending
-        if not num_pending:
-            self._on_full(bucket)
+        if self.at_each is not None:
+            self.at_each(index)
+        full = []
+        for bucket in buckets:  # all are counted before any callback runs
+            num_seen, num_missing = len(bucket.seen), 0
+            if not bucket.is_full:
+                # If some have come too often, others are missing, and it is full that many arrivals later.
+                num_missing = bucket.num_awaited - (num_seen if num_seen < bucket.num_awaited else bucket.num_counted())
+                if not num_missing:
+                    bucket.is_full = True
+                    full.append(bucket.index)
+            bucket.looks_at = _EVERY if self.at_each is not None else num_seen + num_missing if num_missing else _NEVER
+        for number in full:
+            self.on_full(number)
 
-    def note(self, param: int) -> None:
-        """Records that the gradient of `param` arrived, without calling anything."""
-        if self._states[param] != _ARRIVED:
-            self._states[param] = _ARRIVED
-            self._count_down(param)
+    def arrive(self, index: int) -> None:
+        """Records that the gradient of a parameter arrived. A repeated arrival counts only if `learn_repeats` expects it."""
+        self.hooks[index](self._params[index])
 
-    @property
-    def listener(self) -> object:
-        """The object whose method `on_full` is."""
-        return getattr(self._on_full, "__self__", None)
+    def note(self, indices: Iterable[int]) -> None:
+        """Records that the gradients of these parameters arrived, without calling anything."""
+        absent = self.absent.intersection(indices)
+        for bucket in self.buckets:
+            bucket.seen += [self._params[index] for index in bucket.params if index in absent]
 
     @property
     def arrived(self) -> set[int]:
         """Parameters that have arrived in this synchronization."""
-        return {param for param, state in enumerate(self._states) if state == _ARRIVED}
+        return {self.index_of[id(param)] for bucket in self.buckets for param in bucket.seen}
 
     @property
     def absent(self) -> set[int]:
         """Parameters that have not arrived in this synchronization."""
-        if self._states.count(_ARRIVED) == len(self._states):
-            return set()
-        return {param for param, state in enumerate(self._states) if state != _ARRIVED}
+        return set() if all(map(_is_full, self.buckets)) else set(range(len(self._params))) - self.arrived
 
     def missing(self, bucket: int) -> frozenset[int]:
         """Returns the parameters of `bucket` that have not arrived in this synchronization."""
-        if self.num_pending[bucket] <= 0:
-            return frozenset()
-        return frozenset(param for param in self._params_of_bucket[bucket] if self._states[param] != _ARRIVED)
+        this = self.buckets[bucket]
+        return frozenset() if this.is_full else frozenset(this.params).difference(this.counts())
 
     @property
     def has_repeats(self) -> bool:
         """True if some parameter arrived more often in this synchronization than expected."""
-        _, _, expected = self._fresh
-        return any(count > expected[param] for param, count in self.repeats.items())
+        return bool([it for it in self.buckets if len(it.seen) > (it.num_awaited if it.is_full else it.num_counted())])
 
     def learn_repeats(self) -> None:
         """Expects each parameter to arrive as often as in this synchronization, from the next one on.
@@ -139,46 +207,13 @@ class Arrivals:
         Learning costs one synchronization in which a gradient arrived after its bucket was sent. If a parameter then arrives less
         often, its bucket is sent at the end of backward: later than possible, but never wrong.
         """
-        self._prepare(self.repeats.copy())
+        counts = [count for bucket in self.buckets for count in bucket.counts().items()]
+        self.expected_repeats = Counter({index: count - 1 for index, count in counts if count > 1})
 
-    def _prepare(self, repeats: Counter[int]) -> None:
-        """Sets how the next synchronization starts; `repeats` are expected."""
-        is_noted = self._note is not None
-        states = (_ABSENT_AND_UNUSUAL if is_noted or len(buckets) > 1 else _ABSENT for buckets in self._buckets_of_param)
-        num_pending = [len(params) for params in self._params_of_bucket]
-        for param, count in repeats.items():
-            for bucket in self._buckets_of_param[param]:
-                num_pending[bucket] += count
-        self._fresh = (bytes(states), num_pending, repeats)
-
-    def _arrive_unusually(self, param: int) -> None:
-        if self._states[param] == _ARRIVED:
-            self.repeats[param] += 1
-            if self.repeats[param] > self._fresh[2][param]:
-                return
-        if self._note is not None:
-            self._note(param)
-        self._states[param] = _ARRIVED
-        for bucket in self._count_down(param):
-            self._on_full(bucket)
-
-    def _count_down(self, param: int) -> list[int]:
-        """Returns the buckets that the gradient of `param` has filled. All are counted before any callback runs."""
-        for bucket in self._buckets_of_param[param]:
-            self.num_pending[bucket] -= 1
-        return [bucket for bucket in self._buckets_of_param[param] if not self.num_pending[bucket]]
-
-
-class SerialArrivals(Arrivals):
-    """Arrivals from several threads: autograd has one thread per device, and buckets must be launched in one order."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._lock = threading.RLock()  # a hook may run a backward
-        super().__init__(*args, **kwargs)
-
-    def arrive(self, param: int, _gradient: object = None) -> None:
-        with self._lock:
-            super().arrive(param)
+    @property
+    def listener(self) -> object:
+        """The object whose method `on_full` is."""
+        return getattr(self.on_full, "__self__", None)
 
 
 @dataclass(frozen=True, slots=True)

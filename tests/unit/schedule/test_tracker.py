@@ -20,7 +20,6 @@ from undertow.schedule import (
     OpKind,
     Releases,
     Schedule,
-    SerialArrivals,
     lower_accumulation,
     lower_data_parallel,
 )
@@ -48,7 +47,7 @@ class Tracker:
     def __init__(self, schedule: Schedule, params_of_bucket: Sequence[Sequence[int]], *, num_params: int) -> None:
         self._releases = Releases(schedule)
         self._released: list[Op] = []
-        self.arrivals = Arrivals(params_of_bucket, num_params=num_params, on_full=self._fill)
+        self.arrivals = Arrivals(params_of_bucket, range(num_params), on_full=self._fill)
 
     def reset(self) -> None:
         """Starts the next synchronization: nothing has arrived."""
@@ -83,7 +82,7 @@ EVENTS: dict[str, Callable[..., Any]] = {
     "join": lambda tracker: tracker.join(),
     "reset": lambda tracker: tracker.reset(),
     "learn": lambda tracker: tracker.arrivals.learn_repeats(),
-    "note": lambda tracker, param: tracker.arrivals.note(int(param)),
+    "note": lambda tracker, param: tracker.arrivals.note([int(param)]),
     "arrive": lambda tracker, param: tracker.arrive(int(param)),
     "arrived": lambda tracker: named(tracker.arrivals.arrived),
     "missing": lambda tracker: " | ".join(named(tracker.arrivals.missing(bucket)) or "-" for bucket in range(3)),
@@ -290,7 +289,7 @@ class Heard:
         self.traversal = 7
         self.arrivals = Arrivals(
             buckets,
-            num_params=1 + max(param for bucket in buckets for param in bucket),
+            range(1 + max(param for bucket in buckets for param in bucket)),
             on_full=lambda bucket: self.calls.append(f"b{bucket}"),
             traversal=lambda: self.traversal,
             on_traversal=lambda traversal, param: self.calls.append(f"p{param} in {traversal}"),
@@ -305,9 +304,9 @@ class Heard:
 
 CALLS: dict[str, Callable[..., Any]] = {
     "arrive": lambda it, param: it.arrivals.arrive(int(param)),
-    "each": lambda it: it.arrivals.call_at_each(lambda param: it.calls.append(f"p{param}")),
-    "none": lambda it: it.arrivals.call_at_each(None),
-    "note": lambda it, param: it.arrivals.note(int(param)),
+    "each": lambda it: vars(it.arrivals).update(at_each=lambda param: it.calls.append(f"p{param}")),
+    "none": lambda it: vars(it.arrivals).update(at_each=None),
+    "note": lambda it, param: it.arrivals.note([int(param)]),
     "enter": lambda it, traversal: vars(it).update(traversal=int(traversal)),
     "regroup": lambda it, *buckets: it.arrivals.regroup([tuple(map(int, bucket)) for bucket in buckets]),
     "state": lambda it: f"arrived {sorted(it.arrivals.arrived)}, repeats {it.arrivals.has_repeats}",
@@ -325,7 +324,7 @@ CALLS: dict[str, Callable[..., Any]] = {
             ["each:", "reset:", "2: p2 in 7, p2, b1", "1: p1", "0: p0, b0", "state: arrived [0, 1, 2], repeats False"],
             id="noted before its bucket is full",
         ),
-        pytest.param([(0,), (1,)], ["each:", "0: p0 in 7, b0", "reset:", "1: p1, b1"], id="noted from the next round on"),
+        pytest.param([(0,), (1,)], ["each:", "0: p0 in 7, p0, b0", "reset:", "1: p1, b1"], id="told of in each round"),
         pytest.param(
             [(0,), (1,)],
             ["each:", "reset:", "0: p0 in 7, p0, b0", "none:", "1: b1", "reset:", "0: b0"],
@@ -334,13 +333,13 @@ CALLS: dict[str, Callable[..., Any]] = {
         pytest.param([(0,), (0, 1)], ["each:", "reset:", "1: p1 in 7, p1", "0: p0, b0, b1"], id="noted once in two pieces"),
         pytest.param(
             [(0, 1)],
-            ["each:", "reset:", "0: p0 in 7, p0", "0:", "note 1:", "state: arrived [0, 1], repeats True"],
-            id="not noted, for it does not count",
+            ["each:", "reset:", "0: p0 in 7, p0", "0: p0", "note 1:", "state: arrived [0, 1], repeats True"],
+            id="told of a repeat, and not of what is noted",
         ),
         pytest.param(
             [(0,)],
-            ["each:", "reset:", "0: p0 in 7, p0, b0", "0:", "learn_repeats:", "reset:", "0: p0", "0: p0, b0"],
-            id="each expected repeat is noted",
+            ["each:", "reset:", "0: p0 in 7, p0, b0", "0: p0", "learn_repeats:", "reset:", "0: p0", "0: p0, b0"],
+            id="told of each expected repeat",
         ),
         pytest.param([(0, 1)], ["each:", "reset:", "regroup 0 1:", "1: p1 in 7, p1, b1"], id="noted in other buckets"),
         pytest.param(
@@ -351,8 +350,11 @@ CALLS: dict[str, Callable[..., Any]] = {
         pytest.param([(1, 0), (0, 2), (0,)], ["2: p2 in 7", "0: b1, b2", "1: b0"], id="a piece counts for each of its buckets"),
         pytest.param(
             [(1, 0), (2,)],
-            ["2: p2 in 7, b1", "enter 8:", "1: p1 in 8", "0: b0", "2:", "0:", "enter 7:", "0: p0 in 7", "1:"],
-            id="the first of every traversal is told, repeated or not",
+            [
+                *("2: p2 in 7, b1", "enter 8:", "1: p1 in 8", "0: b0", "2:", "0:"),
+                *("enter 7:", "0:", "forget_traversal:", "0: p0 in 7", "1:"),
+            ],
+            id="a traversal is told at the first arrival of a bucket, or once forgotten",
         ),
         pytest.param(
             [(0, 1)], ["0: p0 in 7", "1: b0", "forget_traversal:", "0: p0 in 7", "1:"], id="a forgotten traversal is told again"
@@ -366,15 +368,15 @@ def test_arrivals(buckets: list[tuple[int, ...]], script: list[str]) -> None:
 
 def test_a_round_may_be_reset_when_its_first_gradient_is_told() -> None:
     # What was reset counts the gradient that is just being told.
-    arrivals = Arrivals([(0, 1)], num_params=2, on_full=int, on_traversal=lambda *_: arrivals.reset())
-    arrivals.note(1)
+    arrivals = Arrivals([(0, 1)], range(2), on_full=int, on_traversal=lambda *_: arrivals.reset())
+    arrivals.note([1])
     arrivals.arrive(0)
     assert (arrivals.arrived, arrivals.missing(0)) == ({0}, {1})
 
 
 def test_all_buckets_are_counted_before_one_of_them_is_told_of() -> None:
     missing: list[frozenset[int]] = []
-    arrivals = Arrivals([(0,), (0, 1)], num_params=2, on_full=lambda _: missing.append(arrivals.missing(1)))
+    arrivals = Arrivals([(0,), (0, 1)], range(2), on_full=lambda _: missing.append(arrivals.missing(1)))
     arrivals.arrive(1)
     arrivals.arrive(0)
     assert missing == [frozenset(), frozenset()]
@@ -382,7 +384,7 @@ def test_all_buckets_are_counted_before_one_of_them_is_told_of() -> None:
 
 def test_arrivals_know_who_listens() -> None:
     tracker = Tracker(lower_data_parallel(1), [(0,)], num_params=1)
-    assert [it.listener for it in (tracker.arrivals, Arrivals([], num_params=0, on_full=int))] == [tracker, None]
+    assert [it.listener for it in (tracker.arrivals, Arrivals([], range(0), on_full=int))] == [tracker, None]
 
 
 def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
@@ -400,7 +402,7 @@ def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
         arrivals.arrive(1)
         has_counted.set()
 
-    arrivals = SerialArrivals([(0, 1)], num_params=2, on_full=full.append, traversal=lambda: 7, on_traversal=begin)
+    arrivals = Arrivals([(0, 1)], range(2), on_full=full.append, traversal=lambda: 7, on_traversal=begin, is_serial=True)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(arrive_elsewhere)
         arrivals.arrive(0)

@@ -186,7 +186,7 @@ class Executor:
         has_no_gradients = result.has_failed or this_round.kind is RoundKind.RETIRE
         bucket.is_unsound = result.steps_in_backward and has_no_gradients
         arrivals = this_round.arrivals
-        has_all = arrivals is not None and arrivals.num_pending[index] <= 0
+        has_all = arrivals is not None and arrivals.buckets[index].is_full
         unused = result.unused[index] = binding.pack(() if has_all else this_round.not_arrived(index))
         result.keeps_earlier |= bool(binding.live)
         bucket.trailer.write(
@@ -285,7 +285,7 @@ class Executor:
         # includes the last bucket, just packed: of a parameter in pieces it has taken what had arrived by then.
         result = self._result
         arrivals = result.round.arrivals
-        has_repeats = arrivals is not None and bool(arrivals.repeats) and arrivals.has_repeats
+        has_repeats = arrivals is not None and arrivals.has_repeats
         # A single bucket has just taken all that has arrived.
         has_late = has_repeats or (len(self.buckets) > 1 and any(map(is_not, map(_gradient_of, self._params), repeat(None))))
         return Verdict(

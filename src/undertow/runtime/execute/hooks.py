@@ -16,19 +16,23 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook
-from undertow.schedule import Arrivals, SerialArrivals
-
-for _arrive in (Arrivals.arrive, SerialArrivals.arrive):
-    private.left_alone(_arrive)  # if a backward is compiled with the code around it, so are its hooks
+from undertow.schedule import Arrivals
 
 
 class ArrivalHooks:
     """Hooks that report every gradient of `params`, by index."""
 
     def __init__(self, params: Sequence[Tensor], arrivals: Arrivals) -> None:
-        self._params = tuple(params)
-        # A partial for each: thousands of closures would not stay in the cache, and every frame counts here.
-        self._hooks = [private.hook_gradients(param, partial(arrivals.arrive, index)) for index, param in enumerate(params)]
+        self._params, self._arrivals = tuple(params), arrivals
+        self._hooks: list[RemovableHandle] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Hooks anew after a regrouping, which changes the functions to call."""
+        remove_all(self._hooks)
+        for function in {hook.__func__ for hook in self._arrivals.hooks}:
+            private.left_alone(function)  # if a backward is compiled with the code around it, so are its hooks
+        self._hooks = [private.hook_gradients(*pair) for pair in zip(self._params, self._arrivals.hooks, strict=False)]
         self._num_hooks_ever = private.num_hooks_ever()
 
     def run_last(self) -> bool:
@@ -83,7 +87,7 @@ def call_at_registration(then: Callable[..., None]) -> Callable[[], None]:
 
 def _watchers_of(param: Tensor) -> Iterator[Any]:
     for hook in private.post_accumulate_hooks(param):
-        arrivals = getattr(hook.func, "__self__", None) if isinstance(hook, partial) else None
+        arrivals = getattr(getattr(hook, "__self__", None), "arrivals", None)
         if isinstance(arrivals, Arrivals):
             yield arrivals.listener
 
@@ -111,10 +115,14 @@ def warn_of_late_backward(module: nn.Module, params: Iterable[Tensor]) -> None:
 
 
 class OutermostEnd:
-    """Calls `on_end` at the end of the outermost of nested backwards; a reentrant checkpoint runs one inside another."""
+    """Calls `on_end` at the end of the outermost of nested backwards; a reentrant checkpoint runs one inside another.
 
-    def __init__(self, on_end: Callable[[], None]) -> None:
+    Calls `on_gone` when a watched backward is gone before its end: an exception has ended it.
+    """
+
+    def __init__(self, on_end: Callable[[], None], on_gone: Callable[[], None]) -> None:
         self.on_end = on_end
+        self._on_gone = on_gone
         self._watched: set[int] = set()
         self._watches: list[weakref.ref[_BackwardEnd]] = []
 
@@ -128,7 +136,7 @@ class OutermostEnd:
         if task not in self._watched:
             self._watched.add(task)
             watch = _BackwardEnd(self)
-            self._watches.append(weakref.ref(watch))
+            self._watches.append(weakref.ref(watch, lambda _: self._on_gone()))
             private.call_after_backward(watch)
 
     def forget(self) -> None:

@@ -20,7 +20,7 @@ from undertow.runtime.gradients.storage import spec_of
 from undertow.runtime.torch_private import private
 
 _children_of = attrgetter("_modules")
-_is_trained, _dtype_of = attrgetter("requires_grad"), attrgetter("dtype")
+_is_trained = attrgetter("requires_grad")
 _NUM_STEPS = 10  # steps of an optimizer that holds some old parameters; by then another one would have stepped on the new ones
 _REMEDY = "Make the optimizer after the change, or give it the new parameters by add_param_group()."
 _Named = Sequence[tuple[str, Tensor]]
@@ -47,7 +47,7 @@ class _Census:
         self._params = self.present()  # held, so that no other tensor gets the same id
         self._child_ids = _ids(map(_children_of, modules))
         self._param_ids = _ids(self._parameters)
-        self._kinds = _properties(self._params)
+        self._are_trained = list(map(_is_trained, self._params))
         self._pointers = list(map(Tensor.data_ptr, self._params))
         self._layouts = _layouts(self._params)
         self._device = self._params[0].device if self._params else None
@@ -65,10 +65,10 @@ class _Census:
     def has_changed(self) -> bool:
         # This runs at every forward, for thousands of parameters, so every line is a loop in C, without frames of its own.
         ids = list(map(id, chain.from_iterable(map(dict.values, self._parameters))))
-        if ids != self._param_ids or self.has_other_modules() or _properties(self._params) != self._kinds:
+        if ids != self._param_ids or self.has_other_modules() or list(map(_is_trained, self._params)) != self._are_trained:
             return True
         pointers = list(map(Tensor.data_ptr, self._params))
-        if pointers != self._pointers:  # no new data means no new layout; reading shapes takes longer
+        if pointers != self._pointers:  # no new data means no new dtype or layout; reading them takes longer
             if _layouts(self._params) != self._layouts:
                 return True
             self._pointers = pointers
@@ -295,12 +295,8 @@ def _text(spec: ParamSpec) -> str:
     return f"{spec.shape} {spec.dtype} on {spec.device}"
 
 
-def _properties(params: Sequence[Tensor]) -> list[object]:
-    return [*map(_is_trained, params), *map(_dtype_of, params)]  # without a pair for each
-
-
 def _layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:
-    return [(param.shape, param.stride()) for param in params]
+    return [(param.dtype, param.shape, param.stride()) for param in params]
 
 
 def _ids(owned: Iterable[dict[str, Any]]) -> list[int]:

@@ -219,7 +219,7 @@ class CurrentPlan:
         if moved is not compiled:
             self.now = dataclasses.replace(now, compiled=moved)
             now.hooks.arrived_before |= compiled.executor.written(range(len(compiled.params)))  # which the new plan cannot tell
-            now.hooks.arrivals.regroup([bucket.params for bucket in plan.buckets])
+            now.hooks.regroup(plan)
 
     def _moved(self, compiled: CompiledPlan, plan: Plan | None) -> CompiledPlan:
         if plan is None or plan.fingerprint == compiled.plan.fingerprint or compiled.sharding is not None:
@@ -271,7 +271,7 @@ class CurrentPlan:
         sharding.take_over(held)
         if in_backward is not None:
             hooks.arrivals.learn_repeats()  # a second part of a gradient would arrive too late there
-        hooks.arrivals.regroup([bucket.params for bucket in plan.buckets])
+        hooks.regroup(plan)
         return sharding
 
     @property
@@ -443,7 +443,7 @@ class CurrentPlan:
             if self._call_before is not None:
                 hooks.call_before(self._call_before)
             if follows_observed_order(compiled, self._config):
-                hooks.order = ObservedOrder(hooks.params, self.group)
+                hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
         else:
             hooks.alone = SingleRank(hooks.params, None if before is None else before.alone)
         measure(hooks, compiled, self._config, self._recorder)

@@ -13,11 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.plan import Plan, observed
 from undertow.runtime.comm.group import OwnGroup, Pending
-from undertow.runtime.execute.hooks import ArrivalHooks, is_watched, remove_all, watch_frozen
+from undertow.runtime.execute.hooks import ArrivalHooks, is_watched, watch_frozen
 from undertow.runtime.replan.single_rank import SingleRank, SingleRankProbe
 from undertow.runtime.replan.tuning import Tuning
 from undertow.runtime.torch_private import private
-from undertow.schedule import Arrivals, SerialArrivals
+from undertow.schedule import Arrivals
 from undertow.tune import Tuner
 
 _is_trained = attrgetter("requires_grad")
@@ -36,11 +36,10 @@ class Listeners:
 class ObservedOrder:
     """Rank 0's order of arrival: watched for one round, sent to all, and then taken by all."""
 
-    def __init__(self, params: Sequence[Tensor], group: OwnGroup) -> None:
-        self._params = params
-        self._group = group
-        self._seen: list[Tensor] = []
-        self._hooks: list[RemovableHandle] = [private.hook_gradients(param, self._seen.append) for param in params]
+    def __init__(self, arrivals: Arrivals, num_params: int, group: OwnGroup) -> None:
+        self._arrivals, self._num_params, self._group = arrivals, num_params, group
+        self._seen: list[int] = []
+        arrivals.at_each = self._seen.append
         self.sent: Pending[Tensor] | None = None
 
     def send(self) -> None:
@@ -48,24 +47,21 @@ class ObservedOrder:
 
         Not waited for: with several models in one backward, another rank may be in another one's turn.
         """
-        if not self._hooks:
-            return
-        order = torch.tensor(observed(len(self._params), self.close()), dtype=torch.int64)
-        # [number of parameters]
-        self.sent = self._group.broadcast(order.to(self._group.device), "the order of rank 0's gradients")
+        if self.sent is None:
+            self.close()
+            order = torch.tensor(observed(self._num_params, self._seen), dtype=torch.int64)
+            # [number of parameters]
+            self.sent = self._group.broadcast(order.to(self._group.device), "the order of rank 0's gradients")
 
     def take(self) -> list[int] | None:
         """Waits for the order that was sent and returns it, once."""
         pending, self.sent = self.sent, None
         return None if pending is None else pending.take().tolist()
 
-    def close(self) -> list[int]:
-        """Removes the hooks; returns the parameters whose gradients have arrived, in that order."""
-        remove_all(self._hooks)
-        index_of = {id(param): index for index, param in enumerate(self._params)}
-        order = [index_of[id(param)] for param in self._seen]
-        self._seen.clear()
-        return order
+    def close(self) -> None:
+        """Ends the watch."""
+        if self._arrivals.at_each == self._seen.append:  # not yet another's
+            self._arrivals.at_each = None
 
 
 class ParamHooks:
@@ -82,13 +78,13 @@ class ParamHooks:
         self.named_params = tuple(named_params)
         self.ids = frozenset(id(param) for _, param in named_params)
         self.frozen = tuple(frozen)
-        kind = Arrivals if len({param.device for param in self.params}) <= 1 else SerialArrivals
-        self.arrivals = kind(
+        self.arrivals = Arrivals(
             [bucket.params for bucket in plan.buckets],
-            num_params=len(named_params),
+            self.params,
             on_full=listeners.on_full,
             traversal=private.graph_task_id,
             on_traversal=partial(listeners.on_backward, self),
+            is_serial=len({param.device for param in self.params}) > 1,
         )
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
         self.order: ObservedOrder | None = None
@@ -113,6 +109,11 @@ class ParamHooks:
         """Registers the hooks."""
         self.arrival_hooks = ArrivalHooks(self.params, self.arrivals)
         self._other_hooks += [(None, hook) for hook in watch_frozen(self.frozen, on_thawed)]
+
+    def regroup(self, plan: Plan) -> None:
+        """Switches to the buckets of another plan."""
+        self.arrivals.regroup([bucket.params for bucket in plan.buckets])
+        self.arrival_hooks.renew()
 
     def has_thawed(self) -> bool:
         """Returns True if a parameter that was frozen is trained now, and no engine waits for its gradient."""

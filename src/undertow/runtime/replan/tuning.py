@@ -83,7 +83,7 @@ class Tuning:
 
     def close(self) -> None:
         """Ends it; measurements stay, and a decision in flight may be taken."""
-        self._arrivals.call_at_each(None)
+        self._arrivals.at_each = None
         self._looks = None  # which holds this object
 
     def _look_again_and_again(self) -> Generator[None, Present, None]:
@@ -94,10 +94,10 @@ class Tuning:
             for num_left in reversed(range(num_rounds)):
                 self._order.is_measuring = num_left == 0  # the gathers of the next round lie under the first forward that counts
                 yield
-            self._arrivals.call_at_each(self._recorder.gradient_arrives)
+            self._arrivals.at_each = self._recorder.gradient_arrives
             for _ in range(NUM_STEPS_MEASURED):
                 yield
-            self._arrivals.call_at_each(None)
+            self._arrivals.at_each = None
             self.is_about_to_communicate = True
             measured = yield  # the last step is complete when the next one has begun
             yield from self._learn(measured)

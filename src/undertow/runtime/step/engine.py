@@ -206,7 +206,7 @@ class Engine(RoundRunner):
             self._begin(RoundKind.REDUCE)
             for index, gradient in gradients.items():
                 params[index].grad = gradient
-                hooks.arrivals.note(index)
+            hooks.arrivals.note(gradients)
             self._launch_rest()
             self.complete()
             for index, gradient in gradients.items():

@@ -172,7 +172,8 @@ class RoundRunner:
         # Called from other threads, which must not keep the engine alive.
         group.here.num_steps, group.here.is_idle = lambda: progress.num_rounds, lambda: not progress.has_begun
         self._open: OpenRound | None = None
-        self._end = OutermostEnd(self._launch_rest)
+        # After a backward that has failed, the next gradient looks whether there is a round.
+        self._end = OutermostEnd(self._launch_rest, lambda: self.current_plan.now.hooks.arrivals.forget_traversal())
         self._optimizers = OptimizersInBackward()
         self.current_plan = CurrentPlan(members, group, config, recorder, Listeners(self._fill, self._enter, self._thawed))
         self.earlier: EarlierGradients | None = None  # for the mean, nothing is kept apart
@@ -329,8 +330,7 @@ class RoundRunner:
         # Gradients that something other than autograd has written into `.grad` count as well.
         absent = hooks.arrivals.absent
         if absent:
-            for param in self.current_plan.now.compiled.executor.written(absent - hooks.arrived_before):
-                hooks.arrivals.note(param)
+            hooks.arrivals.note(self.current_plan.now.compiled.executor.written(absent - hooks.arrived_before))
         this.ending = self._end_round(this)
         if self.phase is Phase.BACKWARD:
             self._enter_phase(Phase.LAUNCHED)
@@ -397,8 +397,8 @@ class RoundRunner:
         self._open = None
         if self.phase is Phase.LAUNCHED:
             self._enter_phase(Phase.IDLE)
-        self.current_plan.now.hooks.arrivals.forget_traversal()
         self._end.forget()
+        self.current_plan.now.hooks.arrivals.forget_traversal()
 
     def _abandon(self) -> None:
         """Ends a round that an exception in backward has left open, and waits for one that was launched by hand."""
