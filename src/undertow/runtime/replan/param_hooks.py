@@ -37,9 +37,7 @@ class ObservedOrder:
     """Rank 0's order of arrival: watched for one round, sent to all, and then taken by all."""
 
     def __init__(self, params: Sequence[Tensor], group: OwnGroup) -> None:
-        self._params = params
-        self._group = group
-        self._seen: list[Tensor] = []
+        self._params, self._group, self._seen = params, group, list[Tensor]()
         self._hooks: list[RemovableHandle] = [private.hook_gradients(param, self._seen.append) for param in params]
         self.sent: Pending[Tensor] | None = None
 
