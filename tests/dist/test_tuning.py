@@ -15,8 +15,9 @@ import undertow
 from support.alike import backwards, of_all_ranks, train
 from support.errors import text_of
 from support.inside import NUM_STEPS_OF_A_LOOK as ONE_LOOK
+from support.inside import storages_of
 from support.models import CASES, noise
-from support.naive import TIMEOUT_S
+from support.naive import TIMEOUT_S, wrapped
 from support.programs import Program, run
 from support.ranks import in_ranks
 from support.scripted import all_in_one, in_pieces, one_each, scripted
@@ -250,3 +251,29 @@ def test_what_one_rank_looks_at_between_backward_and_step_does_not_part_the_plan
             optimizer.step()
         last = ddp.plan.fingerprint
     assert of_all_ranks(last) == [last] * 2 != [first] * 2
+
+
+@in_ranks(2)
+def test_an_order_that_fills_the_same_buckets_makes_no_plan() -> None:
+    with wrapped(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), bucket_cap_mb=25.0) as ddp:
+        first = ddp.plan
+        for _ in range(3):
+            ddp(torch.ones(2, 8)).sum().backward()
+        assert ddp.plan is first
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_the_buckets_of_a_plan_that_is_left_are_freed(strategy: str) -> None:
+    with scripted(one_each, all_in_one), wrapped(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), strategy=strategy) as ddp:
+        sgd = torch.optim.SGD
+        opt = sgd(ddp.parameters(), lr=0.1) if strategy == "ddp" else ShardedOptimizer(sgd, ddp, lr=0.1)
+        storages = [storages_of(ddp)]
+        for _ in range(3 * ONE_LOOK):
+            opt.zero_grad()
+            ddp(torch.ones(2, 8)).sum().backward()
+            opt.step()
+            storages += [storages_of(ddp)] if storages_of(ddp) != storages[-1] else []
+        left = storages[-2]
+        assert all(storage.flat.numel() == 0 for storage in left)
+        assert all(storage.flat.numel() > 0 for storage in storages[-1])

@@ -74,6 +74,10 @@ def storage_of(model: Model, bucket: int = 0) -> Any:
     return assembly_of(model).executor.buckets[bucket].binding.storage.flat
 
 
+def storages_of(model: Model) -> list[Any]:
+    return [bucket.binding.storage for bucket in assembly_of(model).executor.buckets]
+
+
 def sharding_of(model: Model) -> Sharding | None:
     return assembly_of(model).sharding
 

@@ -8,7 +8,18 @@ from functools import partial
 
 from undertow.config import SyncConfig, bytes_from_mib
 from undertow.errors import ConfigError, require
-from undertow.plan.layout import GroupEntry, Kind, ParamSpec, Piece, member_of, num_bytes_of, padded_numel, piece_of, share_numel
+from undertow.plan.layout import (
+    GroupEntry,
+    Groups,
+    Kind,
+    ParamSpec,
+    Piece,
+    member_of,
+    num_bytes_of,
+    padded_numel,
+    piece_of,
+    share_numel,
+)
 from undertow.plan.plan import Plan, plan_from_groups
 
 _MIB = 1024 * 1024
@@ -54,8 +65,7 @@ def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
     reduce-scatter sends half as much and is often just fast enough: then growth by a fifth keeps up, growth by a half does not.
     """
     growth = _GROWTH_WITH_SHARDS if has_shards else _GROWTH
-    ramp: list[float] = []
-    size: float = _SMALLEST
+    ramp, size = list[float](), _SMALLEST
     while size < _LARGEST and 2 * (sum(ramp) + size) <= total_bytes:
         ramp.append(size)
         size *= growth
@@ -98,9 +108,8 @@ def _take_last_groups(
     """Takes the last groups from the end of `pieces`, as full as their caps allow."""
     groups: list[list[Piece]] = []
     for cap in caps_bytes:
-        group: list[Piece] = []
-        rest: list[Piece] = []  # of a parameter whose end is in this group
-        size = 0
+        # The second: of a parameter whose end is in this group.
+        group, rest, size = list[Piece](), list[Piece](), 0
         while pieces and not rest:
             *rest, last = _cut(pieces[-1], params[pieces[-1].param], num_ranks, cap, taken_bytes=size, at_end=True)
             if group and size + num_bytes_of(last, params) > cap:
@@ -117,18 +126,18 @@ def _next_fit(
 ) -> list[tuple[Piece, ...]]:
     """Fills groups under those caps, one after another; the last cap holds for all that follow."""
     position = {piece.param: at for at, piece in enumerate(pieces)}
-    closed: list[list[Piece]] = []
     open_groups: dict[Kind, list[Piece]] = defaultdict(list)
     sizes: Counter[Kind] = Counter()
-    waiting = deque(pieces)
+    closed, waiting = list[list[Piece]](), deque(pieces)
     while waiting:
         cap = caps_bytes[min(len(closed), len(caps_bytes) - 1)]
         piece = waiting.popleft()
         kind = params[piece.param].kind
         first, *rest = _cut(piece, params[piece.param], num_ranks, cap, taken_bytes=sizes[kind], at_end=False)
-        if kind not in open_groups or sizes[kind] + num_bytes_of(first, params) <= cap:
+        size = sizes[kind] + num_bytes_of(first, params)
+        if kind not in open_groups or size <= cap:
             open_groups[kind].append(first)
-            sizes[kind] += num_bytes_of(first, params)
+            sizes[kind] = size
         else:
             rest = [piece]
         if rest:  # the rest begins another group, which may have another cap
@@ -191,9 +200,18 @@ def plan_in_order(
     params: Sequence[ParamSpec], order: Sequence[int], config: SyncConfig, *, num_ranks: int, splits: bool = False
 ) -> Plan:
     """Makes buckets of the configured size over `order`; with `splits`, larger parameters are cut."""
+    return plan_from_groups(
+        params, groups_in_order(params, order, config, num_ranks=num_ranks, splits=splits), num_ranks=num_ranks
+    )
+
+
+def groups_in_order(
+    params: Sequence[ParamSpec], order: Sequence[int], config: SyncConfig, *, num_ranks: int, splits: bool = False
+) -> Groups:
+    """Returns the groups of `plan_in_order`."""
     caps = _caps(config.bucket_cap_mb, total_bytes=sum(spec.num_bytes for spec in params), has_shards=splits)
     cut = partial(group_in_pieces, num_ranks=num_ranks) if splits else group_by_size
-    return plan_from_groups(params, cut(params, order, caps), num_ranks=num_ranks)
+    return cut(params, order, caps)
 
 
 def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int, has_shards: bool) -> SizeCaps:

@@ -195,7 +195,7 @@ def piece_of(member: GroupEntry, params: Sequence[ParamSpec]) -> Piece:
 
 def member_of(piece: Piece, params: Sequence[ParamSpec]) -> GroupEntry:
     """Returns the member of a group that holds `piece`: the parameter's index if the piece is the whole parameter."""
-    return piece.param if piece == piece_of(piece.param, params) else piece
+    return piece.param if piece.numel == params[piece.param].slot_numel else piece
 
 
 def num_bytes_of(piece: Piece, params: Sequence[ParamSpec]) -> int:

@@ -21,7 +21,6 @@ from undertow.plan.layout import (
     Piece,
     Slot,
     Trailer,
-    member_of,
     padded_numel,
     piece_of,
     trailer_at,
@@ -97,10 +96,13 @@ class Plan:
         """Eight hexadecimal digits that differ between different plans."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
 
-    @property
+    @cached_property
     def groups(self) -> Groups:
         """The groups from which `plan_from_groups` makes this plan."""
-        return tuple(tuple(member_of(slot.piece, self.params) for slot in bucket.slots) for bucket in self.buckets)
+        return tuple(
+            tuple(slot.param if slot.numel == self.params[slot.param].slot_numel else slot.piece for slot in bucket.slots)
+            for bucket in self.buckets
+        )
 
     @property
     def split_params(self) -> frozenset[int]:
@@ -201,18 +203,18 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[Piece], index: int, num
 
 
 def _check_each_is_held_once(params: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> None:
-    held: dict[int, list[tuple[int, Piece]]] = defaultdict(list)  # by parameter: index of a bucket, and the piece in it
+    held: dict[int, list[tuple[int, Slot]]] = defaultdict(list)  # by parameter: index of a bucket, and the slot in it
     for bucket in buckets:
         for slot in bucket.slots:
-            held[slot.param].append((bucket.index, slot.piece))
+            held[slot.param].append((bucket.index, slot))
     for param in sorted({*range(len(params)), *held}):
         places, is_known = held[param], param in range(len(params))
         if is_known and _is_held_once(places, params[param].slot_numel):
             continue
         name = f"parameter {param} ({params[param].name!r})" if is_known else f"parameter {param}"
         difference, remedy = f"is in {len(places)} slots", "Make the plan from the parameters of this model."
-        if is_known and any(piece != piece_of(param, params) for _, piece in places):
-            slots = ", ".join(f"[{piece.first}, {piece.stop}) in bucket {index}" for index, piece in places)
+        if is_known and any(slot.piece != piece_of(param, params) for _, slot in places):
+            slots = ", ".join(f"[{slot.first}, {slot.first + slot.numel}) in bucket {index}" for index, slot in places)
             difference = f"has elements [0, {params[param].slot_numel}), its slots hold {slots}"
             remedy = "The pieces of a parameter follow each other without gaps, each in a later bucket."
         raise ConfigError(
@@ -222,12 +224,14 @@ def _check_each_is_held_once(params: Sequence[ParamSpec], buckets: Sequence[Buck
         )
 
 
-def _is_held_once(places: Sequence[tuple[int, Piece]], numel: int) -> bool:
+def _is_held_once(places: Sequence[tuple[int, Slot]], numel: int) -> bool:
     """Returns True for one slot, or for pieces from first to last that are each in a later bucket than the one before."""
-    pieces = [piece for _, piece in places]
+    if len(places) == 1:  # of thousands
+        return places[0][1].first == 0 and places[0][1].numel == numel
+    pieces = [slot.piece for _, slot in places]
     follow_each_other = [0, *(piece.stop for piece in pieces)] == [*(piece.first for piece in pieces), numel]
     are_later = all(earlier < later for (earlier, _), (later, _) in pairwise(places))
-    return bool(pieces) and follow_each_other and are_later and (len(pieces) == 1 or all(piece.numel for piece in pieces))
+    return bool(pieces) and follow_each_other and are_later and all(piece.numel for piece in pieces)
 
 
 def _check_kinds(params: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> None:

@@ -82,7 +82,7 @@ def explanation(
     if tuner is None or profile is None or not profile.curves.keys() >= set(needed):
         return known
     known = replace(known, network=tuple(_curve_text(profile, kind) for kind in needed))
-    if not knows_enough(profile, has_shards=has_shards):
+    if not knows_enough(profile.curves, has_shards=has_shards):
         return known
     best, present_us = tuner.best_and_present(profile, plan, has_shards=has_shards, steps_in_backward=steps_in_backward)
     predicted_us = partial(finish_us, plan.params, timing=profile.timing, costs=profile.costs(), has_shards=has_shards)

@@ -177,8 +177,10 @@ class Decision:
         return np.concatenate(
             [
                 [self.outcome, self.next_look, self.present_us, self.predicted_us, self.limit_us, len(rows), len(gathers)],
-                np.ravel([*rows, *[(0, 0, 0, 0)] * (most - len(rows))]),
-                np.ravel([*gathers, *[(0, 0)] * (most + 1 - len(gathers))]),
+                np.ravel(rows),
+                np.zeros(4 * (most - len(rows))),
+                np.ravel(gathers),
+                np.zeros(2 * (most + 1 - len(gathers))),
             ]
         )
 

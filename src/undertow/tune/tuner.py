@@ -1,10 +1,11 @@
 """Decides when to move to another plan."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from undertow.cost import CostCurve, Costs, curve_from_samples
 from undertow.plan import (
@@ -65,12 +66,11 @@ class Tuner:
         self.order = order
         # By kind, then by the sizes that were sent: a plan that stays must not push out the samples of other sizes.
         self._windows: dict[str, dict[frozenset[float], deque[_Samples]]] = {}
-        self._is_new = False  # since the last decision
         self._looks: dict[Groups, deque[_Look]] = {}  # by plan: the last checks of it
         self._has_varied = self._has_tried_fewer = False
-        self._num_moves = 0
-        self._promised_us = 0.0  # predicted gain of the last move
-        self._overrated_us = 0.0  # by which a predicted gain was missed
+        self._is_new, self._num_moves = False, 0  # True if there is a measurement since the last decision
+        # The predicted gain of the last move, and by how much a predicted gain was missed.
+        self._promised_us, self._overrated_us = 0.0, 0.0
 
     @property
     def curves(self) -> dict[str, CostCurve]:
@@ -120,12 +120,13 @@ class Tuner:
 
         `steps_in_backward`: its buckets are stepped in backward.
         """
-        now, profile = self.measurement, self.profile(plan, strategy="zero1" if has_shards else "ddp")
-        if now is None or profile is None or not self._is_new:
+        now = self.measurement
+        if now is None or not self._is_new:
             return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
         self._is_new = False
-        if not knows_enough(profile, has_shards=has_shards):
+        if not knows_enough(self.curves, has_shards=has_shards):
             return self._try_other_sizes(plan, now, has_shards=has_shards)
+        profile: Any = self.profile(plan, strategy="zero1" if has_shards else "ddp")  # there is a measurement
         best, present_us = self.best_and_present(profile, plan, has_shards=has_shards, steps_in_backward=steps_in_backward)
         # Gradients and optimizer state move to their owners under another plan.
         move_us = (1 + _NUM_STATES) * float(profile.costs().collective_us("all_gather", _num_bytes(plan))) if has_shards else 0.0
@@ -144,7 +145,7 @@ class Tuner:
     def gathers_behind(self, plan: Plan) -> GathersBehind | None:
         """Returns the best order of gathers if buckets are stepped in backward; None if too little is known."""
         profile = self.profile(plan, strategy="zero1")
-        if profile is None or not knows_enough(profile, has_shards=True):
+        if profile is None or not knows_enough(profile.curves, has_shards=True):
             return None
         return in_backward_order(lane_times(replace(profile, update_us=0.0), plan, profile.costs()))
 
@@ -236,9 +237,8 @@ def kinds_needed(*, has_shards: bool) -> tuple[str, ...]:
     return ("reduce_scatter", "all_gather") if has_shards else ("all_reduce",)
 
 
-def knows_enough(profile: Profile, *, has_shards: bool) -> bool:
+def knows_enough(curves: Mapping[str, CostCurve], *, has_shards: bool) -> bool:
     """Returns True if the measurements show the cost of buckets of other sizes."""
-    curves = profile.curves
     return all(kind in curves and curves[kind].is_enough for kind in kinds_needed(has_shards=has_shards))
 
 

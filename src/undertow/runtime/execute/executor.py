@@ -60,15 +60,12 @@ class Executor:
     reduction = OpKind.ALL_REDUCE
 
     def __init__(self, plan: Plan, params: Sequence[Tensor], recorder: Recorder, reducer: Reducer) -> None:
-        self._group = reducer.group
-        self._recorder = recorder
-        self._reducer = reducer
+        self._group, self._recorder, self._reducer = reducer.group, recorder, reducer
         self._params = tuple(params)
         self.buckets = [self._live(bucket, plan, self._binding(bucket)) for bucket in plan.buckets]
         self._finite = None if reducer.nonfinite == "ignore" else FiniteCheck(reducer)
         self._snapshots: list[Snapshot] = []
-        self._num_rounds = 0
-        self._is_profiling = False
+        self._num_rounds, self._is_profiling = 0, False
         self._result: Any = None  # the RoundResult of `begin`, which comes first
 
     def begin(self, result: RoundResult) -> None:
@@ -107,6 +104,11 @@ class Executor:
                 nullcontext() if observer is None else observer(op),
             ):
                 self.ops[op.kind](self, self.buckets[op.bucket or 0])
+
+    def let_go(self) -> None:
+        """Frees the buckets before those of the next plan are made, which then take no pages that are new to the process."""
+        for bucket in self.buckets:
+            bucket.binding.storage.release()
 
     def take_over_readings(self, before: Executor) -> None:
         """Takes the trailers of the last rounds under another plan that are still on their way to the host."""

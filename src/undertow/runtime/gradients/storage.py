@@ -23,13 +23,11 @@ class BucketStorage:
     """The memory of one bucket of a plan, with a view for each of `like`, tensors of the shapes and strides of its gradients."""
 
     def __init__(self, layout: Bucket, like: Sequence[Tensor]) -> None:
-        self._layout = layout
-        self._device = like[0].device if like else torch.device(layout.device)
+        self._layout, self._device = layout, like[0].device if like else torch.device(layout.device)
         # Fixed now: parameters may be cast or moved later, and new memory must keep the layout of the other ranks.
-        self._shapes = [tensor.shape for tensor in like]
-        self._strides = [strides_of_gradient(tensor) for tensor in like]
+        self._shapes, self._strides = [tensor.shape for tensor in like], list(map(strides_of_gradient, like))
         self._starts = [0, *accumulate(tensor.numel() for tensor in like)]
-        self.flat, self.views, self.trailer = torch.empty(0), list[Tensor](), list[Tensor]()
+        self.release()
         self._pointers, self._num_sharing = list[int](), 0
         self.reallocate()
         self._row_shape = _row_shape(self.views)
@@ -60,6 +58,10 @@ class BucketStorage:
         self.trailer = [self.flat[start:stop] for start, stop in parts]
         self._pointers = list(map(Tensor.data_ptr, self.views))
         self._num_sharing = private.storage_use_count(self.flat)
+
+    def release(self) -> None:
+        """Frees the memory, except what other code holds. It is used no more."""
+        self.flat, self.views, self.trailer = torch.empty(0), [], []
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Returns views like `views` of `flat`, which has the same layout."""

@@ -215,17 +215,16 @@ class CurrentPlan:
         if compiled.sharding is not None:
             self.now = dataclasses.replace(now, groups=plan.groups)
             return
-        moved = self._moved(compiled, plan)
-        if moved is not compiled:
-            self.now = dataclasses.replace(now, compiled=moved)
-            now.hooks.arrived_before |= compiled.executor.written(range(len(compiled.params)))  # which the new plan cannot tell
-            now.hooks.regroup(plan)
+        now.hooks.arrived_before |= compiled.executor.written(range(len(compiled.params)))  # which the new plan cannot tell
+        self.now = dataclasses.replace(now, compiled=self._moved(compiled, plan))
+        now.hooks.regroup(plan)
 
     def _moved(self, compiled: CompiledPlan, plan: Plan | None) -> CompiledPlan:
-        if plan is None or plan.fingerprint == compiled.plan.fingerprint or compiled.sharding is not None:
+        if plan is None or compiled.sharding is not None:
             return compiled
-        # The old buckets' memory is freed when the last `.grad` has moved into the new ones.
         moved = CompiledPlan(plan, compiled.params, compiled.reducer, self._recorder, generation=compiled.generation + 1)
+        # A `.grad` that lies in an old bucket keeps its memory until it has moved into the new one.
+        compiled.executor.let_go()
         moved.executor.take_over_readings(compiled.executor)
         return moved
 
@@ -254,11 +253,12 @@ class CurrentPlan:
                 where=f"rank {self.group.rank}",
                 remedy="Run a forward and a backward between the change and the step.",
             )
-        held = {} if compiled.sharding is None else compiled.sharding.held_gradients()
         plan = sharded_plan(compiled.plan, hooks, now.groups, self._config)
         if hooks.order is not None:
             hooks.order.close()
             hooks.order = None
+        if compiled.sharding is not None:
+            compiled.executor.let_go()
         self._recorder.forgets_gathers()
         sharding = Sharding(plan, compiled.params, strategy, groups, self._recorder, in_backward)
         reducer = dataclasses.replace(compiled.reducer, shard_exchanges=sharding.groups.shard)
@@ -268,7 +268,7 @@ class CurrentPlan:
         self.now = InForce(sharded, hooks)
         if self.is_active:
             _ = sharded.executor
-        sharding.take_over(held)
+        sharding.take_over(() if compiled.sharding is None else compiled.sharding.held())
         if in_backward is not None:
             hooks.arrivals.learn_repeats()  # a second part of a gradient would arrive too late there
         hooks.regroup(plan)

@@ -4,7 +4,7 @@ import torch
 
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError
-from undertow.plan import Groups, Plan, first_plan, plan_from_groups, plan_in_order
+from undertow.plan import Groups, Plan, first_plan, groups_in_order, plan_from_groups, plan_in_order
 from undertow.profile import Profile
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.compiled_plan import CompiledPlan
@@ -47,7 +47,10 @@ def sharded_plan(now: Plan, hooks: ParamHooks, groups: Groups | None, config: Sy
 
 
 def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | None:
-    """Returns the plan that rank 0 has sent for the round that begins, if any: its order of arrival, or its decision."""
+    """Returns the plan that rank 0 has sent for the round that begins, if any: its order of arrival, or its decision.
+
+    Not if every bucket would hold what it holds now: where in it a gradient lies changes nothing.
+    """
     if now.in_backward is not None:
         now.in_backward.require_confirmed("a second backward runs")
     order = None if hooks.order is None else hooks.order.take()
@@ -56,9 +59,11 @@ def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | 
     groups = None if hooks.tuning is None else hooks.tuning.take(now.present)
     if hooks.tuning is not None:
         now.interleave(hooks.tuning.gathers_behind(now.plan))
-    if groups is not None:
-        return plan_from_groups(now.plan.params, groups, num_ranks=now.plan.num_ranks)
-    return None if order is None else plan_in_order(now.plan.params, order, config, num_ranks=now.plan.num_ranks)
+    if groups is None and order is not None:
+        groups = groups_in_order(now.plan.params, order, config, num_ranks=now.plan.num_ranks)
+    if groups is None or list(map(frozenset, groups)) == list(map(frozenset, now.plan.groups)):
+        return None
+    return plan_from_groups(now.plan.params, groups, num_ranks=now.plan.num_ranks)
 
 
 def follows_observed_order(compiled: CompiledPlan, config: SyncConfig) -> bool:

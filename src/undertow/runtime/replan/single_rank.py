@@ -106,9 +106,7 @@ class SingleRankProbe:
 
     def __init__(self, params: Sequence[Tensor], plan: Plan, recorder: Recorder) -> None:
         self.tuner = Tuner()
-        self._params = tuple(params)
-        self._plan = plan
-        self._recorder = recorder
+        self._params, self._plan, self._recorder = tuple(params), plan, recorder
         self._num_forwards = 0
         self._hooks: list[RemovableHandle] = []
 

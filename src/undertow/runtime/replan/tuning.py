@@ -38,16 +38,12 @@ class Tuning:
     """
 
     def __init__(self, arrivals: Arrivals, recorder: Recorder, group: OwnGroup, tuner: Tuner, *, may_move: bool) -> None:
-        self.tuner = tuner
         self.history: list[Decided] = []
         self.is_about_to_communicate = False  # at the end of the next round, if that is sound
         self.sent: tuple[Present, Pending[Tensor]] | None = None  # a decision in flight
-        self._arrivals = arrivals
-        self._recorder = recorder
-        self._group = group
-        self._may_move = may_move
-        self._num_rounds = 0
-        self._next_look = NUM_STEPS_BETWEEN_LOOKS
+        self._arrivals, self._recorder, self._group = arrivals, recorder, group
+        self.tuner, self._may_move = tuner, may_move
+        self._num_rounds, self._next_look = 0, NUM_STEPS_BETWEEN_LOOKS
         self._order = _GatherOrder()
         self._looks: Generator[None, Present, None] | None = self._look_again_and_again()
         next(self._looks)

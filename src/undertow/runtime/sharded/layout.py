@@ -6,8 +6,8 @@ replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, then all
     v
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import pairwise, repeat
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise, repeat
 from operator import attrgetter
 from types import NoneType
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError
-from undertow.plan import Bucket, Plan
+from undertow.plan import Bucket, Plan, Slot
 from undertow.runtime.comm.collectives import P2PCollectives, accumulation_dtype, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle, ThreadHandle
@@ -144,23 +144,28 @@ class Sharding:
         grads = list(map(_grad_of, self.params))
         if self._bindings and not all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
             self.take_over(
-                {
-                    index: in_memory_order(grad, self.strides[index])
-                    for index, grad in enumerate(grads)
-                    if grad is not None and not isinstance(grad, GradientPlaceholder)
-                }
+                (Slot(param=index, start=0, stop=grad.numel()), in_memory_order(grad, self.strides[index]))
+                for index, grad in enumerate(grads)
+                if grad is not None and not isinstance(grad, GradientPlaceholder)
             )
 
     @torch.no_grad()
-    def take_over(self, wholes: Mapping[int, Tensor]) -> None:
-        """Replaces gradients by placeholders with this rank's parts of `wholes`, which are in memory order, by parameter.
+    def take_over(self, pieces: Iterable[tuple[Slot, Tensor]]) -> None:
+        """Replaces gradients by placeholders with this rank's parts of `pieces`: slots, and gradients in memory order in them.
 
         The `.grad` of such a parameter is whole, or a placeholder of an earlier layout.
         """
-        for part in self.parts:
-            if part.param in wholes:
-                self._placeholders[part.param].parts[part.bucket].copy_(wholes[part.param][part.start : part.stop])
-        for index in wholes:
+        of_param, taken = attrgetter("param"), set[int]()
+        parts = {param: tuple(own) for param, own in groupby(sorted(self.parts, key=of_param), of_param)}
+        for slot, values in pieces:
+            taken.add(slot.param)
+            for part in parts.get(slot.param, ()):
+                start, stop = max(part.start, slot.first), min(part.stop, slot.first + slot.numel)
+                own = slice(start - part.start, max(start, stop) - part.start)
+                self._placeholders[part.param].parts[part.bucket][own] = values[
+                    start - slot.first : max(start, stop) - slot.first
+                ]
+        for index in taken:
             mine, before = self._placeholders[index], self.params[index].grad
             mine.added, mine.is_cleared = getattr(before, "added", None), getattr(before, "is_cleared", False)
             self.params[index].grad = mine
@@ -239,26 +244,21 @@ class Sharding:
         if index is None or not isinstance(param.grad, GradientPlaceholder):
             return param.grad
         buckets = () if param.grad.is_cleared else [bucket for bucket in self.plan.buckets if index in bucket.params]
-        whole = self._whole_gradients([index], buckets)[index]
+        whole = torch.zeros(param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device)
+        for slot, values in self._whole_slots([index], buckets):
+            whole[slot.first : slot.first + slot.numel] = values
         return whole.as_strided(param.shape, self.strides[index]).to(param.grad.dtype)
 
-    def held_gradients(self) -> dict[int, Tensor]:
-        """Returns the whole gradients of the placeholders, by parameter, in memory order; a collective call."""
-        held = [index for index, param in enumerate(self.params) if isinstance(param.grad, GradientPlaceholder)]
-        return self._whole_gradients(held, self.plan.buckets)
+    def held(self) -> Iterator[tuple[Slot, Tensor]]:
+        """Returns the slots of the placeholders, and the whole gradients in them, in memory order; a collective call."""
+        # Bucket by bucket: memory for all gradients at once would be new to the process, and pages that are new are slow.
+        held = {index for index, param in enumerate(self.params) if isinstance(param.grad, GradientPlaceholder)}
+        return self._whole_slots(held, self.plan.buckets)
 
-    def _whole_gradients(self, held: Collection[int], buckets: Iterable[Bucket]) -> dict[int, Tensor]:
-        found = {
-            index: torch.zeros(param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device)
-            for index, param in enumerate(self.params)
-            if index in held
-        }
+    def _whole_slots(self, held: Collection[int], buckets: Iterable[Bucket]) -> Iterator[tuple[Slot, Tensor]]:
         for bucket in buckets if self._bindings else ():  # a single rank has no placeholders
             whole = self.gathered(bucket.index, self._bindings[bucket.index].shard)
-            for slot in bucket.slots:
-                if slot.param in found:
-                    found[slot.param][slot.first : slot.first + slot.numel] = whole[slot.start : slot.stop]
-        return found
+            yield from ((slot, whole[slot.start : slot.stop]) for slot in bucket.slots if slot.param in held)
 
     def gathered(self, bucket: int, own: Tensor) -> Tensor:
         """Gathers every rank's shard of data in that bucket's layout; a collective call. [ranks * shard]"""
