@@ -17,6 +17,7 @@ import undertow
 from support.alike import backwards, of_all_ranks, train
 from support.errors import text_of
 from support.inside import NUM_STEPS_OF_A_LOOK as ONE_LOOK
+from support.inside import processor_time
 from support.models import CASES, noise
 from support.naive import TIMEOUT_S
 from support.programs import Program, run
@@ -26,7 +27,6 @@ from support.sharded import NARROW, parameters, require_equal, training
 from support.timed import Timed
 from undertow import DistributedDataParallel, PeerFailed, PhaseError, PlanMismatch, ShardedOptimizer, SyncConfig
 from undertow.profile import profile_from_file
-from undertow.runtime.comm.recorder import HostClock
 from undertow.tune import Decision, Outcome, Tuner
 
 MLP = CASES["mlp"]
@@ -214,8 +214,7 @@ def test_every_decision_is_explained_on_every_rank_alike(strategy: str) -> None:
 def test_ranks_agree_on_what_limits_communication(of_rank_1: Callable[[], float], bound_by: str) -> None:
     cpu_s = time.perf_counter if dist.get_rank() == 0 else of_rank_1
     # Packing of a single bucket is after backward, and counts as waiting.
-    with pytest.MonkeyPatch.context() as patch, training(MLP.model(), "ddp", bucket_cap_mb=25.0) as (ddp, opt):
-        patch.setattr(HostClock, "cpu_s", staticmethod(cpu_s))
+    with processor_time(cpu_s), training(MLP.model(), "ddp", bucket_cap_mb=25.0) as (ddp, opt):
         train(ddp, opt, MLP.loss, steps=range(ONE_LOOK))
         told = ddp.explain().bound_by
     assert told.startswith(bound_by)
