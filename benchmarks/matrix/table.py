@@ -40,7 +40,8 @@ _GLANCE = (
 )
 _VERDICTS = ("won", "level", "undecided", "lost")
 _HOW_SURE = (
-    f"Ratios over the fastest peer have a 95 % confidence interval: a bootstrap over pairs of turns. A cell is won or lost if "
+    f"Ratios over the fastest peer have a 95 % confidence interval: a bootstrap over pairs of turns, whose "
+    f"ratios have the median that is given. A cell is won or lost if "
     f"all of its interval is beyond {ALIKE:.0%}, level if none of it is above {1 + ALIKE:.2f}, undecided otherwise. *Another "
     f"run*: the two did not take turns, and the interval lacks the machine's drift between their runs. *Not in turn*: measured "
     f"or recorded without turns, so the interval is unknown, as it is with fewer than {LEAST_TURNS} turns. The fastest peer, the "

@@ -137,10 +137,10 @@ class Tuner:
             outcome, groups = Outcome.TOO_LARGE, None
         return Decision(
             outcome=outcome,
-            # Looks are rarer if processors are short: they time every gradient.
+            # A plan that stays is looked at less often if processors are short: a look times every gradient.
             next_look=1
             if outcome in (Outcome.MOVE, Outcome.FEWER)
-            else NUM_STEPS_BETWEEN_LOOKS * (4 if self.is_bound_by_processors else 1),
+            else NUM_STEPS_BETWEEN_LOOKS * (4 if outcome is Outcome.KEEP and self.is_bound_by_processors else 1),
             present_us=present_us,
             predicted_us=best.finish_us,
             limit_us=best.limit_us,
