@@ -83,17 +83,24 @@ def profiles_of(timed: Sequence[Sequence[RankResult]]) -> dict[str, str]:
 def _pooled(name: str, timed: Sequence[Sequence[RankResult]], limits: Sequence[Row]) -> dict[str, Any]:
     """All steps of one variant, and the limits and the bare model of the runs it was in."""
     pooled: dict[str, Any] = {"backward_s": [], "step_s": [], "cpu_s": [], "sent_bytes": [], "facts": {}}
-    pooled |= {"limit_s": [], "barrier_limit_s": [], "step_limit_s": []}
+    pooled |= {"turns_s": [], "runs": [], "limit_s": [], "barrier_limit_s": [], "step_limit_s": []}
     pooled |= {"bare_backward_s": [], "bare_step_s": [], "bare_cpu_s": []}
-    for ranks, limit in zip(timed, limits, strict=True):
+    for run, (ranks, limit) in enumerate(zip(timed, limits, strict=True)):
         if not limit or not all("step_s" in rank["systems"].get(name, {}) for rank in ranks):
             continue
         for measured in ("backward_s", "step_s", "cpu_s", "sent_bytes"):
             pooled[measured] += slowest(ranks, name, measured)
+        pooled["turns_s"] += _medians_of_turns(slowest(ranks, name, "step_s"), len(ranks[0]["systems"][name]["cpu_s"]))
+        pooled["runs"].append(run)
         pooled["facts"] = ranks[0]["systems"][name]["facts"]
         for measured, values in limit.items():
             pooled[measured] += values
     return pooled
+
+
+def _medians_of_turns(steps_s: Sequence[float], num_turns: int) -> list[float]:
+    size = len(steps_s) // num_turns
+    return [median(steps_s[first : first + size]) for first in range(0, len(steps_s), size)]
 
 
 def _figures(spec: SystemSpec, pooled: Mapping[str, Any]) -> Row:
@@ -107,6 +114,8 @@ def _figures(spec: SystemSpec, pooled: Mapping[str, Any]) -> Row:
         "backward_ms": spread_ms(pooled["backward_s"]),
         "step_ms": spread_ms(pooled["step_s"]),
         "samples_ms": {name: [round(it * 1e3, 2) for it in pooled[f"{name}_s"]] for name in ("backward", "step")},
+        "turns_ms": [round(it * 1e3, 2) for it in pooled["turns_s"]],  # whole steps, the median of each turn
+        "runs": pooled["runs"],  # systems of the same runs took turns
         **{f"{name.removesuffix('_s')}_ms": round(limit * 1e3, 2) for name, limit in limits.items()},
         "is_sharded": spec.is_sharded,
         "steps_in_backward": spec.steps_in_backward,

@@ -31,15 +31,16 @@ from benchmarks.matrix.finished import (
     place_of,
     profile_name,
     read_cells,
+    with_figures_of,
     with_start_up_of,
 )
 from benchmarks.matrix.links import remove_abandoned, what_is_missing
 from benchmarks.matrix.picture import save_pictures
 from benchmarks.matrix.rows import link_of_cell, profiles_of, rows_of_cell
-from benchmarks.matrix.table import markdown
+from benchmarks.matrix.table import markdown, may_be_lost
 from benchmarks.matrix.turns import STEPS_PER_TURN, TIMED_PER_TURN
 
-FULL = Effort(num_turns=4, has_start_up=True)
+FULL = Effort(num_turns=8, has_start_up=True)
 QUICK = Effort(num_turns=2, has_start_up=False, max_settling=30)
 _QUICK_LEAVES_OUT = ("gpt", 4)  # real arithmetic on more ranks than many machines have processors: noise
 # What only some systems of a full run are measured on.
@@ -61,6 +62,7 @@ class Asked:
     has_large: bool  # the workload at its full size as well
     records: bool
     resumes: bool
+    only_lost: bool  # or undecided, of the cells that an earlier run has written
     is_quick: bool
     left_out: tuple[tuple[str, int], ...]  # cells of a workload and a number of ranks
 
@@ -98,7 +100,7 @@ def _run(asked: Asked, command: str) -> int:
         _set_aside(asked.out)
     cells = {place_of(cell): cell for cell in read_cells(asked.out / "matrix.jsonl")} if asked.resumes else {}
     started = {(found["workload"], found["device"]) for found in cells.values() if _is_timed_so(found) and has_start_up(found)}
-    wanted = [cell for cell in asked_cells if not _is_finished(cells.get(cell.place), cell, started)]
+    wanted = [cell for cell in asked_cells if _is_wanted(asked, cell, cells.get(cell.place), started)]
     measured: list[Document] = []
     for number, cell in enumerate(wanted, start=1):
         _tell(f"cell {number} of {len(wanted)}")
@@ -107,9 +109,7 @@ def _run(asked: Asked, command: str) -> int:
         if earlier is not None and not _has_figures(found):
             _tell(f"{cell.title}: nothing could be measured; the figures of an earlier run are kept")
             continue
-        for system in sorted(measured_systems(earlier) - measured_systems(found) if earlier is not None else ()):
-            _tell(f"{cell.title}: {system} had a figure from an earlier run, and has none now")
-        measured.append(found if earlier is None else with_start_up_of(earlier, found))
+        measured.append(found if earlier is None else _completed(found, earlier, cell))
         cells[cell.place] = measured[-1]
         write(asked.out, header, in_order(cells.values()))
     header["load_average_after"] = machine()["load_average"]
@@ -144,6 +144,15 @@ def _expected(measured: Sequence[Cell]) -> set[str]:
     }
 
 
+def _completed(found: Document, earlier: Document, cell: Cell) -> Document:
+    """`found` with what an earlier run has measured and this one does not or cannot."""
+    not_here = [name for name, spec in catalog.SYSTEMS.items() if why_not_here(spec, cell.device) is not None]
+    found = with_figures_of(earlier, found, not_here)
+    for system in sorted(measured_systems(earlier) - measured_systems(found)):
+        _tell(f"{cell.title}: {system} had a figure from an earlier run, and has none now")
+    return with_start_up_of(earlier, found)
+
+
 def _has_figures(cell: Document) -> bool:
     """Of more than the bare model, where more was asked for."""
     return bool(measured_systems(cell) - {catalog.BARE}) or (len(cell["rows"]) == 1 and bool(measured_systems(cell)))
@@ -152,6 +161,12 @@ def _has_figures(cell: Document) -> bool:
 def _is_timed_so(cell: Document) -> bool:
     """As this code times; what was timed in another way is not to stand beside it."""
     return bool(cell["conditions"].get("steps_per_turn") == STEPS_PER_TURN)
+
+
+def _is_wanted(asked: Asked, cell: Cell, earlier: Document | None, started: Container[tuple[str, str]]) -> bool:
+    if asked.only_lost:
+        return earlier is not None and may_be_lost(earlier)
+    return not _is_finished(earlier, cell, started)
 
 
 def _is_finished(earlier: Document | None, cell: Cell, started: Container[tuple[str, str]]) -> bool:
@@ -312,7 +327,8 @@ def _asked(given: argparse.Namespace) -> Asked:
         out=given.out,
         has_large=not given.workload and not given.quick,
         records=given.record,
-        resumes=given.resume,
+        resumes=given.resume or given.lost,
+        only_lost=given.lost,
         is_quick=given.quick,
         left_out=(_QUICK_LEAVES_OUT,) if given.quick and not given.workload and not given.ranks else (),
     )
@@ -332,6 +348,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="replay and gpt at 1gbit, our defaults and torch's, few steps: below 3 minutes")
     add("--record", action="store_true", help="keep the ratios of this run as those that later runs are compared with")
     add("--resume", action="store_true", help="keep the cells in --out that have all these systems, and measure the others")
+    add("--lost", action="store_true", help="measure only cells in --out in which ours is slower than a peer, or may be")
     add("--out", type=Path, default=Path("out"), metavar="DIR", help="where to write (default: out)")
     return parser
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.matrix.catalog import BARE, MODES, OURS, OWN, PER_PARAMETER, TORCH
 from benchmarks.matrix.finished import link_of, place_of, title_of
+from benchmarks.matrix.interval import ALIKE, LEAST_TURNS, Ratio, ratio_of
 
 Row = Mapping[str, Any]
 _HEAD = (
@@ -37,7 +38,16 @@ _GLANCE = (
     "defaults / peer",
     "our fastest / peer",
 )
-_ALIKE = 0.03  # of two medians: less says nothing here
+_VERDICTS = ("won", "level", "undecided", "lost")
+_HOW_SURE = (
+    f"Ratios over the fastest peer have a 95 % confidence interval: a bootstrap over pairs of turns, whose "
+    f"ratios have the median that is given. A cell is won or lost if "
+    f"all of its interval is beyond {ALIKE:.0%}, level if none of it is above {1 + ALIKE:.2f}, undecided otherwise. *Another "
+    f"run*: the two did not take turns, and the interval lacks the machine's drift between their runs. *Not in turn*: measured "
+    f"or recorded without turns, so the interval is unknown, as it is with fewer than {LEAST_TURNS} turns. The fastest peer, the "
+    f"best size of its sweep and the fastest of our modes are chosen by the medians that are compared, so noise favors the side "
+    f"that had more to choose from."
+)
 VALID_WITHIN = 0.05
 
 
@@ -114,6 +124,8 @@ def _timed(conditions: Row) -> str:
 
 def _cells_of(row: Row) -> list[str]:
     title = f"{row['title']} ({row['variant'].partition('@')[2]})" if row["variant"] else row["title"]
+    if "kept_from" in row:
+        title += f", of {row['kept_from']}"
     if row["error"] is not None:
         return [title, "could not be measured", *[""] * (len(_HEAD) - 2)]
     is_bare = row["system"] == BARE
@@ -161,8 +173,14 @@ def _at_a_glance(cells: Sequence[Row]) -> list[str]:
     if not found:
         return []
     table = markdown_table(_GLANCE, (_glance(cell, *fastest) for cell, fastest in found))
-    compared = [(cell, *of_cell) for cell, of_cell in found if cell["kind"] != "emulated" and _has_all_peers(cell)]
-    return ["## At a glance (but for the first figure, whole steps)", table, *(_count(compared) if compared else ())]
+    compared = [(cell, *of_cell) for cell, of_cell in found if _is_compared(cell)]
+    return ["## At a glance (but for the first figure, whole steps)", table, _HOW_SURE, *(_count(compared) if compared else ())]
+
+
+def may_be_lost(cell: Row) -> bool:
+    """True if our defaults are slower than the fastest peer, or if that is undecided."""
+    ours, fastest = _defaults(cell), _fastest(cell)
+    return ours is not None and fastest is not None and _is_compared(cell) and ratio_of(ours, fastest[1]).may_be_lost
 
 
 def _fastest(cell: Row) -> tuple[Row, Row] | None:
@@ -177,9 +195,10 @@ def _defaults(cell: Row) -> Row | None:
     return next((row for row in cell["rows"] if row["system"] == OURS and row["error"] is None), None)
 
 
-def _has_all_peers(cell: Row) -> bool:
-    """Not one of the cells for which only some systems are asked."""
-    return _defaults(cell) is not None and any(row["system"] == _TORCH[1] and row["error"] is None for row in cell["rows"])
+def _is_compared(cell: Row) -> bool:
+    """True but for the emulated link, and for cells that are measured with some systems only."""
+    has_all_peers = any(row["system"] == _TORCH[1] and row["error"] is None for row in cell["rows"])
+    return cell["kind"] != "emulated" and has_all_peers and _defaults(cell) is not None
 
 
 def _glance(cell: Row, own: Row, peer: Row) -> list[str]:
@@ -188,23 +207,26 @@ def _glance(cell: Row, own: Row, peer: Row) -> list[str]:
     if (defaults := _defaults(cell)) is not None:
         over_limit, defaults_ms = _number(defaults["over_limit"], 3), f"{_step_ms(defaults):.0f}"
         ratios = [f"{_step_ms(defaults) / _step_ms(of_torch[it]):.2f}" if it in of_torch else "" for it in _TORCH]
-        over_peer = f"{_step_ms(defaults) / _step_ms(peer):.2f}"
+        over_peer = str(ratio_of(defaults, peer))
     names = [f"{row['variant'] or row['system']} {_step_ms(row):.0f}" for row in (own, peer)]
-    return [title_of(cell), over_limit, *ratios, defaults_ms, *names, over_peer, f"**{_step_ms(own) / _step_ms(peer):.2f}**"]
+    return [title_of(cell), over_limit, *ratios, defaults_ms, *names, over_peer, str(ratio_of(own, peer))]
 
 
 def _count(compared: Sequence[tuple[Row, Row, Row]]) -> list[str]:
-    """In how many cells ours is faster than all peers, and in how many it is not."""
-    lines = []
-    for name, ratios in (
-        ("our defaults", [_step_ms(_defaults(cell) or own) / _step_ms(peer) for cell, own, peer in compared]),
-        ("the fastest of our modes", [_step_ms(own) / _step_ms(peer) for _, own, peer in compared]),
-    ):
-        faster, slower = sum(it < 1 - _ALIKE for it in ratios), sum(it > 1 + _ALIKE for it in ratios)
-        lines.append([name, *map(str, (faster, len(ratios) - faster - slower, slower))])
-    within = f"{_ALIKE:.0%}"
-    head = (f"whole steps, {len(compared)} cells", f"{within} faster than the fastest peer", "alike", f"{within} slower")
-    return [markdown_table(head, lines)]
+    """How many cells ours wins and loses by the interval, and those without an interval by the ratio alone."""
+    ratios = {
+        "our defaults": [ratio_of(_defaults(cell) or own, peer) for cell, own, peer in compared],
+        "the fastest of our modes": [ratio_of(own, peer) for _, own, peer in compared],
+    }
+    head = (f"whole steps, {len(compared)} cells", *_VERDICTS, f"no interval: {ALIKE:.0%} faster, alike, {ALIKE:.0%} slower")
+    return [markdown_table(head, ([name, *_counts(of_cells)] for name, of_cells in ratios.items()))]
+
+
+def _counts(ratios: Sequence[Ratio]) -> list[str]:
+    unsure = [it.value for it in ratios if it.interval is None]
+    faster, slower = sum(it < 1 - ALIKE for it in unsure), sum(it > 1 + ALIKE for it in unsure)
+    by_verdict = [str(sum(it.verdict == verdict for it in ratios)) for verdict in _VERDICTS]
+    return [*by_verdict, f"{faster}, {len(unsure) - faster - slower}, {slower}"]
 
 
 def _step_ms(row: Row) -> float:

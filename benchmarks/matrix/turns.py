@@ -24,13 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.matrix.clock import Clock
+from benchmarks.matrix.interval import LEAST_TURNS
 from benchmarks.matrix.systems import System
 from benchmarks.matrix.systems.bare import Bare
 
 STEPS_PER_TURN = 4
 _TIMED = slice(1, -1)
 TIMED_PER_TURN = len(range(STEPS_PER_TURN)[_TIMED])
-MIN_TURNS = 2
+MIN_TURNS = LEAST_TURNS
 _MEASURED = ("backward_s", "step_s", "cpu_s", "sent_bytes", "ready_s", "used_s")
 
 

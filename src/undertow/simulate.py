@@ -353,8 +353,7 @@ def _slowness(num_ranks: int, skew: float) -> _Times:
     """Returns how long each rank computes, relative to the mean."""
     if skew == 0:
         return np.ones(1)
-    of_ranks = NormalDist(mu=1.0, sigma=skew)
-    return np.asarray([of_ranks.inv_cdf((rank + 0.5) / num_ranks) for rank in range(num_ranks)])
+    return np.asarray([NormalDist(mu=1.0, sigma=skew).inv_cdf((rank + 0.5) / num_ranks) for rank in range(num_ranks)])
 
 
 def _uses(profile: Profile, plan: Plan) -> list[tuple[int, float]]:

@@ -9,7 +9,7 @@ from benchmarks.matrix import guard, run
 from benchmarks.matrix.catalog import SYSTEMS
 from benchmarks.matrix.picture import save_pictures
 from benchmarks.matrix.rows import rows_of_cell
-from benchmarks.matrix.table import markdown, validation_rows
+from benchmarks.matrix.table import markdown, may_be_lost, validation_rows
 
 from support.matrix import cell, played, rank_result
 from support.strategies import spec
@@ -176,26 +176,33 @@ def test_a_line_for_each_cell_says_how_far_ours_are_from_the_fastest_peer() -> N
         pictures={},
     )
     table = told.partition("## At a glance (but for the first figure, whole steps)")[2].partition("##")[0].strip().splitlines()
-    assert table[2:] == [f"| {PLACE} | 1.100 | 0.80 |  | 122 | ours-zero1 91 | fsdp2 100 | 1.22 | **0.91** |"]
+    assert table[2:3] == [f"| {PLACE} | 1.100 | 0.80 |  | 122 | ours-zero1 91 | fsdp2 100 | 1.22 (2 turns) | 0.91 (2 turns) |"]
+    assert len([line for line in table if line.startswith("| replay")]) == 1  # the cell without a peer has none
 
 
-def test_cells_with_all_peers_are_counted_by_who_is_faster() -> None:
-    def one(ranks: int, link: str, ours: float, in_backward: float, **changes: Any) -> dict[str, Any]:
-        systems = {"ours": ms(ours), "ours_in_backward": ms(in_backward), "torch-ddp-best@1MB": ms(100)}
-        return {**cell("bare", "ours", "ours-in-backward", "torch-ddp-best", **systems), "ranks": ranks, "link": link, **changes}
+def test_cells_with_all_peers_are_counted_by_interval_and_without_one_by_the_ratio() -> None:
+    def one(ranks: int, link: str, ours: float, in_backward: float, num_turns: int = 6, **changes: Any) -> dict[str, Any]:
+        times = {"ours": ours, "ours_in_backward": in_backward, "torch-ddp-best@1MB": 100}
+        systems = {name: ms(*[time] * num_turns) for name, time in times.items()}
+        names = ("bare", "ours", "ours-in-backward", "torch-ddp-best")
+        return {**cell(*names, num_turns=num_turns, **systems), "ranks": ranks, "link": link, **changes}
 
+    slow = one(2, "5gbit", 110, 110)
+    slow["rows"][1]["turns_ms"] = slow["rows"][2]["turns_ms"] = [101, 101, 101, 111, 111, 111]
     cells = [
-        *(one(2, "1gbit", 90, 110), one(4, "1gbit", 102, 80), one(2, "none", 110, 109)),
+        *(one(2, "1gbit", 90, 110), one(4, "1gbit", 102, 80), one(2, "none", 110, 109), slow),
+        *(one(4, "none", 110, 80, num_turns=2), one(4, "5gbit", 90, 80, num_turns=2)),
         one(2, "1gbit", 50, 50, kind="emulated"),
         cell("bare", "ours", "torch-ddp", ours=ms(50), torch_ddp=ms(100)),
     ]
     lines = markdown({}, cells, pictures={}).splitlines()
     counted = (
-        "| whole steps, 3 cells | 3% faster than the fastest peer | alike | 3% slower |",
-        "| our defaults | 1 | 1 | 1 |",
-        "| the fastest of our modes | 2 | 0 | 1 |",
+        "| whole steps, 6 cells | won | level | undecided | lost | no interval: 3% faster, alike, 3% slower |",
+        "| our defaults | 1 | 1 | 1 | 1 | 1, 0, 1 |",
+        "| the fastest of our modes | 2 | 0 | 1 | 1 | 2, 0, 0 |",
     )
     assert [line for line in counted if line not in lines] == []
+    assert [may_be_lost(each) for each in cells] == [False, False, True, True, True, False, False, False]
 
 
 def test_every_note_and_version_is_told_once() -> None:

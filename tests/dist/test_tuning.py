@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import undertow
 from support.alike import backwards, of_all_ranks, train
 from support.errors import text_of
 from support.inside import NUM_STEPS_OF_A_LOOK as ONE_LOOK
-from support.inside import storages_of
+from support.inside import processor_time, storages_of
 from support.models import CASES, noise
 from support.naive import TIMEOUT_S, wrapped
 from support.programs import Program, run
@@ -204,6 +206,19 @@ def test_every_decision_is_explained_on_every_rank_alike(strategy: str) -> None:
     told = [explanation.why, *explanation.decisions]
     assert (of_all_ranks(told), told[0]) == ([told] * dist.get_world_size(), "planned from what was measured")
     assert told[1].startswith(f"round {ONE_LOOK - 1}: ")
+
+
+# The processor time of rank 1 counts: there the backend's threads work in the whole wait, or not at all.
+@in_ranks(2)
+@pytest.mark.parametrize(("of_rank_1", "bound_by"), [(time.perf_counter, "bound by processors"), (float, "bound by the network")])
+def test_ranks_agree_on_what_limits_communication(of_rank_1: Callable[[], float], bound_by: str) -> None:
+    cpu_s = time.perf_counter if dist.get_rank() == 0 else of_rank_1
+    # Packing of a single bucket is after backward, and counts as waiting.
+    with processor_time(cpu_s), training(MLP.model(), "ddp", bucket_cap_mb=25.0) as (ddp, opt):
+        train(ddp, opt, MLP.loss, steps=range(ONE_LOOK))
+        told = ddp.explain().bound_by
+    assert told.startswith(bound_by)
+    assert of_all_ranks(told) == [told] * 2
 
 
 @in_ranks(2)

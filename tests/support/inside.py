@@ -30,6 +30,7 @@ from undertow.runtime.comm.collectives import P2PCollectives
 from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
 from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.comm.handles import ThreadHandle
+from undertow.runtime.comm.recorder import HostClock
 from undertow.runtime.execute.compiled_plan import CompiledPlan
 from undertow.runtime.execute.executor import ShardedExecutor
 from undertow.runtime.gradients.reducer import Reducer
@@ -52,6 +53,11 @@ from undertow.schedule import Op, OpKind
 
 NUM_STEPS_OF_A_LOOK = NUM_STEPS_MEASURED + 4  # from a plan's first step until the plan that was decided on is taken
 Model, OpCall = nn.Module | GradientSync, Callable[[Op], object]
+
+
+def processor_time(cpu_s: Callable[[], float]) -> AbstractContextManager[object]:
+    """This rank's processor time, as it is recorded, is what `cpu_s` says."""
+    return mock.patch.object(HostClock, "cpu_s", staticmethod(cpu_s))
 
 
 def sync_of(model: Model) -> GradientSync:

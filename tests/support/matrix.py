@@ -32,8 +32,8 @@ def rank_result(systems: dict[str, Any], num_turns: int = 2) -> dict[str, Any]:
     }
 
 
-def cell(*names: str, errors: dict[str, str] | None = None, **systems: Any) -> dict[str, Any]:
-    result = rank_result({name.replace("_", "-"): report for name, report in systems.items()})
+def cell(*names: str, errors: dict[str, str] | None = None, num_turns: int = 2, **systems: Any) -> dict[str, Any]:
+    result = rank_result({name.replace("_", "-"): report for name, report in systems.items()}, num_turns)
     timed = [[result, result]]
     return {
         "workload": "replay",

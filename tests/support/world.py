@@ -48,6 +48,8 @@ class World:
     has_shards: bool = False
     num_ranks: int = 4
     seed: int = 1
+    processors_us: float = 0.0  # that communication adds to a step, as they are measured
+    network_us: float = 0.0
 
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(self.seed)
@@ -85,6 +87,8 @@ class World:
             synchronized_us=float(middle),
             spread_us=float(high - low),
             samples=samples,
+            processors_us=self.processors_us,
+            network_us=self.network_us,
         )
 
     def _wobble(self) -> float:

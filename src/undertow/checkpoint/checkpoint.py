@@ -168,8 +168,7 @@ class _Ranks:
 
     def agree_on_first(self, work: Callable[[], Path | None]) -> Path:
         """Runs `work` on the first rank only, and returns its path on every rank."""
-        mine = self.agree(work if self.is_first else lambda: None)
-        return Path(self._from_all(str(mine))[0])
+        return Path(self._from_all(str(self.agree(work if self.is_first else lambda: None)))[0])
 
     def _from_all(self, text: str, *, waits_for: str = "") -> list[str]:
         """Returns the texts of all ranks. As bytes: an object would be unpickled, and run code of whoever has sent it."""

@@ -52,8 +52,7 @@ class _Lane:
     def reduce(self) -> None:
         times, bucket = self._times, len(self.stepped_us)
         self.free_us = max(self.free_us, times.ready_us[bucket]) + times.reduce_us[bucket]
-        begin_us = max([self.free_us, *self.stepped_us[-1:]])
-        self.stepped_us.append(begin_us + times.step_us[bucket])
+        self.stepped_us.append(max([self.free_us, *self.stepped_us[-1:]]) + times.step_us[bucket])
 
     def gather(self, bucket: int) -> None:
         self.free_us = self.gather_start_us(bucket) + self._times.gather_us[bucket]

@@ -64,6 +64,7 @@ def optimal_groups(  # noqa: PLR0913  # the parameters, the run they are planned
     num_ranks: int,
     has_shards: bool = False,
     max_bucket_bytes: float = math.inf,
+    bucket_us: float = 0.0,
 ) -> Optimum:
     """Groups parameters into the buckets that end first, with as few buckets as come close to that.
 
@@ -82,6 +83,8 @@ def optimal_groups(  # noqa: PLR0913  # the parameters, the run they are planned
         num_ranks: Ranks that the buckets are reduced over.
         has_shards: True plans a reduce-scatter and an all-gather for each bucket.
         max_bucket_bytes: A parameter above it travels alone, or is cut.
+        bucket_us: Processor time of a bucket, if fewer buckets that end later by no more than that
+            are to be preferred.
 
     Returns:
         The buckets, what they take, and lower bounds of it.
@@ -106,7 +109,7 @@ def optimal_groups(  # noqa: PLR0913  # the parameters, the run they are planned
         max_atoms = _MAX_ATOMS_WITH_SHARDS
         pieces = small_pieces(params, order, num_ranks=num_ranks, max_bucket_bytes=max_bucket_bytes)
     atoms = atoms_of(params, pieces, timing, max_atoms=max_atoms, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes)
-    chosen, best = _chosen_cuts(atoms, costs, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes)
+    chosen, best = _chosen_cuts(atoms, costs, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes, bucket_us=bucket_us)
     require(
         math.isfinite(best),
         f"no plan is ever through: a collective costs {best}.",
@@ -281,18 +284,20 @@ def _windows(atoms: Atoms, released_us: Floats, costs: Costs, kind: str, max_buc
     return Windows(time_us=time, earliest_us=earliest)
 
 
-def _chosen_cuts(atoms: Atoms, costs: Costs, *, has_shards: bool, max_bucket_bytes: float) -> tuple[list[int], float]:
+def _chosen_cuts(
+    atoms: Atoms, costs: Costs, *, has_shards: bool, max_bucket_bytes: float, bucket_us: float
+) -> tuple[list[int], float]:
     """Returns the cuts of the plan, and the end of the best one."""
     kind = "reduce_scatter" if has_shards else "all_reduce"
     reductions = _windows(atoms, atoms.ready_us[:, :, None], costs, kind, max_bucket_bytes)
     if not has_shards:
         best = _best_us(reductions)
-        return _fewest_cuts(reductions, enough_us=best * SLACK), best
+        return _fewest_cuts(reductions, enough_us=best * SLACK, bucket_us=bucket_us), best
     # Gathers go from last to first: F is the stall that later buckets cause if nothing else does.
     is_inside = np.tri(len(atoms.cuts), k=-1, dtype=bool).T  # [begin, end]: the atom before `end` comes after `begin`
     used = np.minimum.accumulate(np.where(is_inside, atoms.used_us[:, None, :], math.inf), axis=2)
     gathers = _windows(atoms, -used.transpose(0, 2, 1), costs, "all_gather", max_bucket_bytes)
-    return best_with_shards(reductions, gathers, slack=SLACK)
+    return best_with_shards(reductions, gathers, slack=SLACK, bucket_us=bucket_us)
 
 
 def _best_us(windows: Windows) -> float:
@@ -303,16 +308,20 @@ def _best_us(windows: Windows) -> float:
     return float(through[-1])
 
 
-def _fewest_cuts(windows: Windows, *, enough_us: float) -> list[int]:
-    """Returns the cuts of the fewest windows that end by `enough_us`; among those, of the plan that ends first."""
+def _fewest_cuts(windows: Windows, *, enough_us: float, bucket_us: float) -> list[int]:
+    """Returns the cuts of the fewest windows that end by `enough_us`; among those, of the plan that ends first.
+
+    Fewer windows are taken if that saves more than it costs, at `bucket_us` for each.
+    """
     through = np.full(len(windows.time_us), math.inf)
     through[0] = 0.0
     tables = [through]
     while tables[-1][-1] > enough_us:
         tables.append(np.maximum(tables[-1] + windows.time_us, windows.earliest_us).min(axis=1))
         tables[-1][0] = 0.0
+    num_windows = int(np.argmin([max(table[-1], enough_us) + num * bucket_us for num, table in enumerate(tables)]))
     cuts = [len(through) - 1]
-    for table in reversed(tables[:-1]):
+    for table in reversed(tables[:num_windows]):
         if cuts[-1] > 0:
             cuts.append(int(np.argmin(windows.through_us(table, cuts[-1]))))
     return cuts[::-1]
@@ -356,8 +365,11 @@ class _Lane:
         return _later(us + self._rest_time[cut], self._rest_earliest[cut])
 
 
-def best_with_shards(reductions: Windows, gathers: Windows, *, slack: float) -> tuple[list[int], float]:
-    """Returns the cuts of the fewest windows whose period is within `slack` of the best one, and the best period in us."""
+def best_with_shards(reductions: Windows, gathers: Windows, *, slack: float, bucket_us: float = 0.0) -> tuple[list[int], float]:
+    """Returns the cuts of the fewest windows whose period is within `slack` of the best one, and the best period in us.
+
+    Fewer windows are taken if that saves more than it costs, at `bucket_us` for each.
+    """
     reduction, gather = _Lane(reductions), _Lane(gathers)
     last = reduction.num_cuts - 1
     start = _Prefixes(
@@ -375,7 +387,7 @@ def best_with_shards(reductions: Windows, gathers: Windows, *, slack: float) -> 
         layer, kept = _unbeaten(longer.take((longer.cut < last) & (period < found[-1][0])), kept)
         layers.append(layer)
     best = found[-1][0]
-    num_windows = next(num for num, (period_us, _) in enumerate(found) if period_us <= best * slack)
+    num_windows = int(np.argmin([max(us, best * slack) + num * bucket_us for num, (us, _) in enumerate(found)]))
     cuts, parent = [last], found[num_windows][1]
     for layer in reversed(layers[:num_windows]):
         cuts.append(int(layer.cut[parent]))
@@ -409,6 +421,5 @@ def _unbeaten(new: _Prefixes, kept: _Prefixes) -> tuple[_Prefixes, _Prefixes]:
     stall = every.stall_us[order]
     # Levels are lower for every later cut than for any earlier one, so that one running minimum serves all cuts.
     level = stall - stall.min() - every.cut[order] * (1.0 + stall.max() - stall.min())
-    is_beaten = np.append(False, np.minimum.accumulate(level)[:-1] <= level[1:])
-    unbeaten = order[~is_beaten]
+    unbeaten = order[~np.append(False, np.minimum.accumulate(level)[:-1] <= level[1:])]
     return every.take(unbeaten[is_new[unbeaten]]), every.take(unbeaten)

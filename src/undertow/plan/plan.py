@@ -185,8 +185,7 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[Piece], index: int, num
     first = params[group[0].param] if group else ParamSpec(name="", shape=(), dtype="float32", itemsize=4)
     verdict = {"num_late": num_buckets, "num_ranks": num_ranks} if index == num_buckets - 1 else {}
     trailer_numel = trailer_at(0, num_slots=len(slots), **verdict).stop
-    numel = slots[-1].stop if slots else 0
-    sharded_numel = padded_numel(numel, itemsize=first.itemsize, num_ranks=num_ranks)
+    sharded_numel = padded_numel(slots[-1].stop if slots else 0, itemsize=first.itemsize, num_ranks=num_ranks)
     storage_numel = padded_numel(sharded_numel + trailer_numel, itemsize=first.itemsize, num_ranks=num_ranks)
     return Bucket(
         index=index,

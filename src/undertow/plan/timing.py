@@ -153,8 +153,7 @@ def _cheapest_us(costs: Costs, kind: str, num_bytes: ArrayLike) -> Floats:
     larger one; costs do not decrease with the size.
     """
     wanted = np.asarray(num_bytes, dtype=np.float64)
-    largest = max(1.0, float(wanted.max()))
-    sizes = np.unique(np.concatenate([[0.0], np.geomspace(1.0, largest, _NUM_SIZES), wanted]))
+    sizes = np.unique(np.concatenate([[0.0], np.geomspace(1.0, max(1.0, float(wanted.max())), _NUM_SIZES), wanted]))
     times = np.minimum.accumulate(costs.collective_us(kind, sizes)[::-1])[::-1]
     rates = np.minimum.accumulate(times[:-1] / sizes[1:])  # of all parts below the next size
     at = np.searchsorted(sizes, wanted)

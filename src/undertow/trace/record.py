@@ -78,6 +78,7 @@ class StepRecord:
     gathers: tuple[BucketRecord, ...] = ()  # of parameters, since the optimizer's step: they begin before this step
     idle_us: float = 0.0  # between the end of the previous synchronization, at which all ranks meet, and the start of this step
     arrivals: Mapping[int, float] = field(default_factory=dict)  # of gradients, by parameter; only in some steps
+    cpu_us: float = 0.0  # processor time of all threads from the end of the last backward to the end of the waits
 
     def wire_intervals(self) -> tuple[Interval, ...]:
         """Returns when the link worked on each bucket: one starts after the other, so that queueing is not counted."""

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from undertow.plan import Groups, Plan, finish_us
 from undertow.profile import Profile
 from undertow.shown import Shown, cell, with_experts
-from undertow.tune.messages import Decided, Decision, Outcome
+from undertow.tune.messages import Decided, Decision, Measurement, Outcome
 from undertow.tune.tuner import Tuner, kinds_needed, knows_enough
 
 _MS = 1e-3  # milliseconds in a microsecond
@@ -29,6 +29,7 @@ class Explanation(Shown):
     strategy: str
     bucket_mb: tuple[float, ...]  # 10^6 bytes
     why: str  # the reason for this plan
+    bound_by: str = ""  # what limits its communication, with the figures
     achieved_ms: float | None = None  # measured under this plan, or under the last measured one
     predicted_ms: float | None = None  # from measurements
     best_ms: float | None = None  # under the best plan
@@ -50,7 +51,7 @@ class Explanation(Shown):
 def _lines(it: Explanation) -> Iterator[str]:
     sizes = ", ".join(f"{megabytes:.2f}" for megabytes in it.bucket_mb)
     yield f"The plan: {_num_buckets_text(len(it.bucket_mb))} of {sizes} MB, {it.strategy}, {it.num_ranks} ranks"
-    yield f"  {it.why}"
+    yield from (f"  {line}" for line in (it.why, it.bound_by) if line)
     times = {"achieved": it.achieved_ms, "predicted": it.predicted_ms, "the best plan": it.best_ms, "limit": it.limit_ms}
     known = [f"{name} {milliseconds:.2f}" for name, milliseconds in times.items() if milliseconds is not None]
     if known:
@@ -74,6 +75,7 @@ def explanation(
         strategy=f"{strategy} in backward" if steps_in_backward else strategy,
         bucket_mb=tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
         why=why,
+        bound_by="" if tuner is None or measurement is None else _bound_text(tuner.is_bound_by_processors, measurement),
         achieved_ms=None if measurement is None else measurement.synchronized_us * _MS,
         decisions=tuple(f"round {made.round}: {_decision_text(made.decision)}" for made in history),
     )
@@ -90,8 +92,15 @@ def explanation(
         known,
         predicted_ms=present_us * _MS,
         limit_ms=best.limit_us * _MS,
-        best_ms=(min(present_us, best.best_us) if steps_in_backward else best.finish_us) * _MS,
+        best_ms=min(present_us, best.best_us if steps_in_backward else best.finish_us) * _MS,
         alternatives=() if steps_in_backward else tuple(_alternatives(plan, present_us, predicted_us)),
+    )
+
+
+def _bound_text(by_processors: bool, it: Measurement) -> str:
+    return (
+        f"bound by {'processors' if by_processors else 'the network'}: "
+        f"packing and copying add {it.processors_us * _MS:.2f} ms to a step, the network {it.network_us * _MS:.2f} ms"
     )
 
 
@@ -121,9 +130,9 @@ def _some(places: Sequence[int]) -> Sequence[int]:
 
 def _curve_text(profile: Profile, kind: str) -> str:
     points = profile.curves[kind].points
-    (smallest, least_us), (largest, most_us) = points[0], points[-1]
-    span = f"{smallest / 1e6:.3g} MB in {least_us * _MS:.2f} ms"
-    return f"{kind}: {span} to {largest / 1e6:.3g} MB in {most_us * _MS:.2f} ms" if len(points) > 1 else f"{kind}: {span}"
+    return f"{kind}: " + " to ".join(
+        f"{num_bytes / 1e6:.3g} MB in {us * _MS:.2f} ms" for num_bytes, us in dict.fromkeys((points[0], points[-1]))
+    )
 
 
 def _decision_text(it: Decision) -> str:

@@ -3,8 +3,9 @@
 Ranks exchange rows of numbers, one row per step, and take the maximum over ranks. A row has times in microseconds since the end
 of the previous synchronization, which ends on all ranks at once:
 
-    begin | backward begins | backward ends | rest | synchronized | ready ... | -reductions ... | -gathers ...
-                                                                    by param    by bucket         by bucket
+    begin | backward begins | backward ends | rest | synchronized | packing | -waiting | -processors |
+    ready ... | -reductions ... | -gathers ...
+    by param    by bucket         by bucket
 
 Each rank subtracts the time for which its forward waited for parameters from the times before and in backward.
 
@@ -28,7 +29,7 @@ from undertow.plan import GathersBehind, GroupEntry, ParamSpec, Piece, Plan
 from undertow.plan.layout import member_of, piece_of
 from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
 
-_NUM_TIMES = 5
+_NUM_TIMES = 8
 _UNKNOWN = -np.inf
 
 
@@ -43,6 +44,10 @@ class Measurement:
     synchronized_us: float  # from the start of the step until all gradients were reduced
     spread_us: float  # between the quartiles of synchronized_us
     samples: Mapping[str, tuple[tuple[float, float], ...]]  # by kind of collective: bytes, microseconds
+    # What communication adds to a step: packing in backward and waiting afterwards. The backend's threads work in these waits
+    # (copies, additions) or wait for the link.
+    processors_us: float = 0.0
+    network_us: float = 0.0
 
 
 def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: int) -> NDArray[np.float64]:
@@ -55,13 +60,20 @@ def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: in
 def _row(record: StepRecord, plan: Plan) -> list[float]:
     waits = [gather.waited for gather in record.gathers]
     computing = record.idle_us - sum(max(0.0, stop - max(0.0, start)) for start, stop in waits)
-    last_wait = max(bucket.waited[1] for bucket in record.buckets)
+    backward_end, last_wait = record.backwards[-1][1], max(bucket.waited[1] for bucket in record.buckets)
+    launches = [-np.inf, *(bucket.launched_us for bucket in record.buckets)]
     negated = ({it.bucket: it.launched_us - it.done_us for it in sent} for sent in (record.buckets, record.gathers))
     return [
         record.idle_us,
         *(computing + at for at in record.backwards[-1]),
         record.step_us - last_wait,
         record.idle_us + last_wait,
+        sum(
+            max(0.0, min(at.launched_us, backward_end) - max(at.ready_us, before))
+            for at, before in zip(record.buckets, launches, strict=False)
+        ),
+        backward_end - last_wait,  # with the packing that comes after the end of backward
+        -record.cpu_us,
         *(computing + record.arrivals.get(param, _UNKNOWN) for param in range(len(plan.params))),
         *(of_bucket.get(index, _UNKNOWN) for of_bucket in negated for index in range(len(plan.buckets))),
     ]
@@ -90,7 +102,10 @@ def measurement_of_one_rank(records: Sequence[StepRecord], plan: Plan) -> Measur
     if not records or not all(record.forwards and record.arrivals for record in records):
         return None
     ends_us = [max(record.arrivals.values()) for record in records]
-    times = [(0.0, it.forwards[-1][1], end_us, it.step_us - end_us, end_us) for it, end_us in zip(records, ends_us, strict=True)]
+    times = [
+        (0.0, it.forwards[-1][1], end_us, it.step_us - end_us, end_us, 0.0, 0.0, 0.0)
+        for it, end_us in zip(records, ends_us, strict=True)
+    ]
     ready = [[record.arrivals.get(param, _UNKNOWN) for param in range(len(plan.params))] for record in records]
     return _measurement(np.array(times), np.array(ready), {})
 
@@ -98,10 +113,12 @@ def measurement_of_one_rank(records: Sequence[StepRecord], plan: Plan) -> Measur
 def _measurement(
     times: NDArray[np.float64], ready: NDArray[np.float64], samples: Mapping[str, tuple[tuple[float, float], ...]]
 ) -> Measurement:
-    begins, backward_begins, backward_ends, rest, synchronized = times.T
+    begins, backward_begins, backward_ends, rest, synchronized, packed, waited, computed = times.T
     # Median over steps: a parameter whose gradient arrived only once counts as one that never does.
     ready = np.where(np.isfinite(ready), ready, backward_ends[:, None]) - backward_begins[:, None]
     backward_us = max(0.0, float(np.median(backward_ends - backward_begins)))
+    waited_us = max(0.0, -float(np.median(waited)))
+    computed_us = min(waited_us, -float(np.median(computed)))
     low_us, median_us, high_us = np.quantile(synchronized - begins, [0.25, 0.5, 0.75])
     return Measurement(
         ready_us=tuple(np.clip(np.median(ready, axis=0), 0.0, backward_us).tolist()),
@@ -111,6 +128,8 @@ def _measurement(
         synchronized_us=float(median_us),
         spread_us=float(high_us - low_us),
         samples=samples,
+        processors_us=float(np.median(packed)) + computed_us,
+        network_us=waited_us - computed_us,
     )
 
 

@@ -1,7 +1,7 @@
 """Decides when to move to another plan."""
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -80,6 +80,11 @@ class Tuner:
             for kind, of_sizes in self._windows.items()
         }
 
+    @property
+    def is_bound_by_processors(self) -> bool:
+        """True if communication takes more time from processors than the network adds; the same on all ranks."""
+        return self.measurement is not None and self.measurement.processors_us > self.measurement.network_us
+
     def learn(self, measurement: Measurement) -> None:
         """Adds a measurement of the current plan."""
         self._forget_what_has_changed(measurement)
@@ -91,9 +96,7 @@ class Tuner:
     def learn_costs(self, kind: str, samples: _Samples) -> None:
         """Adds samples of collectives of that kind."""
         of_sizes, sizes = self._windows.setdefault(kind, {}), frozenset(size for size, _ in samples)
-        windows = of_sizes.pop(sizes, deque(maxlen=_NUM_WINDOWS))
-        of_sizes[sizes] = windows  # the newest comes last
-        windows.append(samples)
+        of_sizes[sizes] = deque([*of_sizes.pop(sizes, ()), samples], maxlen=_NUM_WINDOWS)  # the newest comes last
         for oldest in list(of_sizes)[:-_NUM_SIZES]:
             del of_sizes[oldest]
 
@@ -135,7 +138,10 @@ class Tuner:
             outcome, groups = Outcome.TOO_LARGE, None
         return Decision(
             outcome=outcome,
-            next_look=1 if outcome in (Outcome.MOVE, Outcome.FEWER) else NUM_STEPS_BETWEEN_LOOKS,
+            # A plan that stays is looked at less often if processors are short: a look times every gradient.
+            next_look=1
+            if outcome in (Outcome.MOVE, Outcome.FEWER)
+            else NUM_STEPS_BETWEEN_LOOKS * (4 if outcome is Outcome.KEEP and self.is_bound_by_processors else 1),
             present_us=present_us,
             predicted_us=best.finish_us,
             limit_us=best.limit_us,
@@ -160,7 +166,15 @@ class Tuner:
             best = best_groups_in_backward(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes)
             return best, _in_backward_period_us(stepped, plan, costs)
         best = optimal_groups(
-            plan.params, order, timing, costs, num_ranks=plan.num_ranks, has_shards=has_shards, max_bucket_bytes=most_bytes
+            plan.params,
+            order,
+            timing,
+            costs,
+            num_ranks=plan.num_ranks,
+            has_shards=has_shards,
+            max_bucket_bytes=most_bytes,
+            # Not after a plan was slower than promised.
+            bucket_us=_HOST_US if self.is_bound_by_processors and not self._overrated_us else 0.0,
         )
         return best, finish_us(plan.params, plan.groups, timing, costs, has_shards=has_shards)
 
@@ -180,7 +194,7 @@ class Tuner:
     ) -> tuple[Outcome, Groups | None]:
         """Chooses an outcome; measurements take precedence over predictions."""
         self._looks.setdefault(present, deque(maxlen=_NUM_WINDOWS)).append((now.synchronized_us, now.spread_us))
-        usual = {groups: _usual(looks) for groups, looks in self._looks.items()}
+        usual = {groups: (median(us for us, _ in looks), median(us for _, us in looks)) for groups, looks in self._looks.items()}
         fastest = min(usual, key=lambda groups: usual[groups][0])
         (fastest_us, fastest_spread_us), (present_us, present_spread_us) = usual[fastest], usual[present]
         margin_us = _WORTHWHILE * fastest_us + max(fastest_spread_us, present_spread_us)
@@ -212,12 +226,7 @@ class Tuner:
             del self._windows[kind]
         if drifted or _has_drifted(before.forward_us + before.backward_us, now.forward_us + now.backward_us):
             self._looks.clear()
-            self._num_moves, self._overrated_us = 0, 0.0
-            self._has_varied = self._has_tried_fewer = False
-
-
-def _usual(looks: Collection[_Look]) -> _Look:
-    return median(synchronized_us for synchronized_us, _ in looks), median(spread_us for _, spread_us in looks)
+            self._num_moves, self._overrated_us, self._has_varied, self._has_tried_fewer = 0, 0.0, False, False
 
 
 def _sizes(measurement: Measurement) -> dict[str, set[float]]:

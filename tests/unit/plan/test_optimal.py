@@ -80,8 +80,8 @@ def cases(seed: int, shapes: tuple[str, ...] = SHAPES, *, has_shards: bool) -> I
                 yield case
 
 
-def solve(case: Case) -> Optimum:
-    more = {"has_shards": case.has_shards, "max_bucket_bytes": case.max_bucket_bytes}
+def solve(case: Case, **more: Any) -> Optimum:
+    more |= {"has_shards": case.has_shards, "max_bucket_bytes": case.max_bucket_bytes}
     return optimal_groups(case.params, case.order, case.timing, case.costs, num_ranks=NUM_RANKS, **more)
 
 
@@ -105,6 +105,23 @@ def test_no_grouping_is_through_earlier_and_of_the_fewest_windows_within_the_sla
         # A cost that decreases has no limit.
         limit = limit_us(case.params, case.timing, case.costs, has_shards=has_shards) if shapes == NOT_DECREASING else 0.0
         assert limit <= optimum.best_us * (1 + 1e-12), case
+
+
+@each_form
+def test_fewer_buckets_are_planned_if_their_processor_time_is_worth_more(has_shards: bool) -> None:
+    fewer = 0
+    for case in cases(2, NOT_DECREASING, has_shards=has_shards):
+        best = case.best_by_windows()
+        least_us = min(best.values())
+        bucket_us = 0.1 * least_us
+        costs_us = {num: max(us, SLACK * least_us) + num * bucket_us for num, us in best.items()}
+        optimum, plain = solve(case, bucket_us=bucket_us), solve(case)
+        assert (optimum.best_us, optimum.limit_us) == (plain.best_us, plain.limit_us)
+        assert min(costs_us[num] for num in best if best[num] >= optimum.finish_us * (1 - 1e-9)) == pytest.approx(
+            min(costs_us.values()), **ROUNDING
+        ), case
+        fewer += len(optimum.groups) < len(plain.groups)
+    assert fewer > 0
 
 
 @each_form

@@ -75,6 +75,11 @@ def measured(*ranks: Sequence[StepRecord], num_steps: int = 1) -> list[Measureme
 
 
 STEP, GATHERED = step(), with_gathers()
+# The link of b1 ends 60 us after backward. A bucket is packed from its last gradient, or from the launch before, on.
+PACKED = step(
+    buckets=(replace(sent(0, 310.0, 400.0), ready_us=290.0), replace(sent(1, 320.0, 560.0), ready_us=300.0)), cpu_us=15.0
+)
+PACKED_LATE = step(buckets=(sent(0, 310.0, 400.0), replace(sent(1, 530.0, 560.0), ready_us=490.0)), cpu_us=15.0)
 RARE = [step(arrivals={1: 310.0, 2: 250.0})] * 4 + [STEP]
 # What the first rank learns of the records of several ranks: fields and their values.
 
@@ -115,6 +120,21 @@ RARE = [step(arrivals={1: 310.0, 2: 250.0})] * 4 + [STEP]
             {"synchronized_us": 580.0, "spread_us": 30.0},
             id="steps count by their medians and differ by their quartiles",
         ),
+        pytest.param(
+            ([step(cpu_us=15.0)],),
+            {"processors_us": 15.0, "network_us": 45.0},
+            id="threads of the backend work in waits, or wait",
+        ),
+        pytest.param(
+            ([step(cpu_us=100.0)],), {"processors_us": 60.0, "network_us": 0.0}, id="several threads work no longer than a wait"
+        ),
+        pytest.param(
+            ([step(cpu_us=15.0)], [step(cpu_us=20.0, buckets=(sent(0, 310.0, 400.0), sent(1, 500.0, 5560.0)))]),
+            {"processors_us": 15.0, "network_us": 45.0},
+            id="the wait for a late rank is not the network's",
+        ),
+        pytest.param(([PACKED],), {"processors_us": 45.0, "network_us": 45.0}, id="packing takes processors in backward"),
+        pytest.param(([PACKED_LATE],), {"processors_us": 25.0, "network_us": 45.0}, id="packing after backward is in the wait"),
         pytest.param(
             ([step(arrivals={1: 310.0})], [STEP]),
             {"ready_us": (290.0, 110.0, 50.0)},
@@ -262,9 +282,13 @@ def plan_of(*groups: Sequence[int], params: Sequence[ParamSpec] = PARAMS) -> Pla
     return plan_from_groups(params, groups, num_ranks=2)
 
 
-def explained(plan: Plan, measured: Profile | None, *, achieved_us: float | None = None, **changes: Any) -> Explanation:
+def explained(
+    plan: Plan, measured: Profile | None, *, achieved_us: float | None = None, processors_us: float = 500.0, **changes: Any
+) -> Explanation:
     known: dict[str, Any] = {"why": WHY, "strategy": "ddp", "history": (), **changes}
-    measurement = None if achieved_us is None else SimpleNamespace(synchronized_us=achieved_us)
+    measurement = None
+    if achieved_us is not None:
+        measurement = SimpleNamespace(synchronized_us=achieved_us, processors_us=processors_us, network_us=1000.0)
     tuner = Tuner()
     vars(tuner).update(profile=lambda _plan, strategy: measured, measurement=measurement)  # as if it had learned this
     return explanation(plan, None if measured is None else tuner, **known)
@@ -308,6 +332,18 @@ BOTH = "one bucket fewer, at best 0 and 1 in one: +1.90 ms", "one bucket more, a
 )
 def test_alternatives(plan: Plan, measured: Profile, alternatives: tuple[str, ...]) -> None:
     assert explained(plan, measured).alternatives == alternatives
+
+
+@pytest.mark.parametrize(
+    ("processors_us", "bound_by"),
+    [
+        (1000.0, "bound by the network: packing and copying add 1.00 ms to a step, the network 1.00 ms"),
+        (1001.0, "bound by processors: packing and copying add 1.00 ms to a step, the network 1.00 ms"),
+    ],
+)
+def test_it_is_told_what_limits_communication(processors_us: float, bound_by: str) -> None:
+    it = explained(plan_of((3, 2), (1, 0)), profile(), achieved_us=8000.0, processors_us=processors_us)
+    assert (it.bound_by, it.to_dict()["bound_by"]) == (bound_by, bound_by)
 
 
 def test_two_buckets_of_a_kind_next_to_each_other_may_be_one() -> None:
@@ -371,6 +407,7 @@ def test_every_outcome_has_a_text() -> None:
             {"achieved_us": 8123.0, "history": [Decided(round=7, decision=MOVE)]},
             "The plan: 2 buckets of 2.00, 2.00 MB, ddp, 2 ranks\n"
             f"  {WHY}\n"
+            "  bound by the network: packing and copying add 0.50 ms to a step, the network 1.00 ms\n"
             "Until gradients are synchronized, ms since the step began: "
             "achieved 8.12, predicted 8.20, the best plan 7.40, limit 7.10\n"
             "Other plans:\n"

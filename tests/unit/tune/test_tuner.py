@@ -212,6 +212,36 @@ def test_shards_move_if_a_thousand_steps_pay_for_it(cost: Cost, gather_us: float
     assert gather_us == 1e3 or decision.predicted_us < 0.9 * decision.present_us
 
 
+# Each bucket takes 0.1 ms from the computation, which no curve knows.
+BUSY = World(cost=line(100, 0.0015), contention_us=lambda plan: 100.0 * len(plan.buckets))
+
+
+@pytest.mark.parametrize(
+    ("processors_us", "network_us", "is_bound_by_processors"),
+    [(3000.0, 1000.0, True), (1000.1, 1000.0, True), (1000.0, 1000.0, False), (1000.0, 3000.0, False)],
+    ids=["processors", "processors by a little", "both alike", "network"],
+)
+def test_plans_have_fewer_buckets_and_rarer_looks_if_processors_are_short(
+    processors_us: float, network_us: float, is_bound_by_processors: bool
+) -> None:
+    world = replace(BUSY, processors_us=processors_us, network_us=network_us)
+    usual = walk(Tuner(), BUSY, BUSY.plan_of_size(MANY), num_looks=6)
+    path = walk(tuner := Tuner(), world, world.plan_of_size(MANY), num_looks=6)
+    assert tuner.is_bound_by_processors is is_bound_by_processors
+    assert (path.plans == usual.plans) is not is_bound_by_processors
+    assert (len(path.last.buckets) < 0.75 * len(usual.last.buckets)) is is_bound_by_processors
+    assert (world.finish_us(path.last) < 0.99 * world.finish_us(usual.last)) is is_bound_by_processors
+    rarer = 4 if is_bound_by_processors else 1
+    assert (path.outcomes[-1], path.decisions[-1].next_look) == ("K", rarer * NUM_STEPS_BETWEEN_LOOKS)
+
+
+def test_fewer_buckets_are_no_longer_preferred_after_they_were_slower() -> None:
+    idle = replace(BUSY, contention_us=lambda _: 0.0)  # processors are not short, whatever the times say
+    usual = walk(Tuner(), idle, idle.plan_of_size(MANY), num_looks=6)
+    path = walk(Tuner(), replace(idle, processors_us=1.0), idle.plan_of_size(MANY), num_looks=6)
+    assert (path.outcomes, path.last) == ("FBMKKK", usual.last)
+
+
 def test_a_decision_says_what_the_plans_take_and_when_to_look_again() -> None:
     first = SLOW.plan_of_size(FEW)
     path = walk(Tuner(), SLOW, first, num_looks=2)

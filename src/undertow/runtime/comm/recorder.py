@@ -25,6 +25,7 @@ class HostClock:
     """Host clock: seconds of the monotonic clock."""
 
     mark = staticmethod(time.perf_counter)
+    cpu_s = staticmethod(time.process_time)  # of all threads
 
     def mark_done(self, handle: Handle, put: Callable[[Mark], None]) -> None:
         """Passes a mark of the handle's completion to `put`, now or later."""
@@ -36,6 +37,8 @@ class HostClock:
 
 class CudaClock:
     """CUDA clock: events on the current stream; the host does not wait until times are read."""
+
+    cpu_s: Callable[[], float] = float  # a device needs no processors
 
     def __init__(self, device: torch.device) -> None:
         self._done_stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # waits for collectives instead of the compute stream
@@ -85,6 +88,7 @@ class _StepMarks:
     reductions_before: dict[int, BucketMarks] = field(default_factory=dict)
     gathers_after: dict[int, BucketMarks] = field(default_factory=dict)
     busy_ms: tuple[float, ...] = ()
+    cpu_s: float = 0.0  # processor time, first of the process when backward ended, then from there to the end of the waits
     is_synchronized: bool = False
     stop: Mark = None
 
@@ -140,6 +144,7 @@ class Recorder:
     def backward_ends(self) -> None:
         if self.is_on:
             self._now.backwards[-1][1] = self.mark()
+            self._now.cpu_s = self._clock.cpu_s()
 
     def gradient_arrives(self, param: int) -> None:
         """Called in some steps only, because it takes time with many parameters."""
@@ -193,7 +198,7 @@ class Recorder:
     def round_ends(self, busy_ms: tuple[float, ...]) -> None:
         self._round_stop_s = time.perf_counter()
         if self.is_on and (self._now.forwards or self._now.backwards):
-            self._now.busy_ms = busy_ms
+            self._now.busy_ms, self._now.cpu_s = busy_ms, self._clock.cpu_s() - self._now.cpu_s
             self._now.is_synchronized = True
             self._steps.append(self._now)
             self._round_stop = self.mark()
@@ -212,8 +217,7 @@ class Recorder:
         The last step is complete when the next one has begun; until then it is left out, unless there is no other.
         """
         steps = [marks for marks in self._steps if marks.generation == generation]
-        complete = [marks for marks in steps if marks.stop is not None]
-        wanted = complete or steps
+        wanted = [marks for marks in steps if marks.stop is not None] or steps
         return tuple(self._record(marks) for marks in wanted[-at_most if at_most else 0 :])
 
     def _record(self, marks: _StepMarks) -> StepRecord:
@@ -236,6 +240,7 @@ class Recorder:
             buckets=_behind(marks.gathers_after.values(), buckets, us),
             gathers=_behind(marks.reductions_before.values(), gathers, us),
             busy_ms=marks.busy_ms,
+            cpu_us=marks.cpu_s * 1e6,
             idle_us=0.0 if marks.after is None else self._clock.us_between(marks.after, begin),
             arrivals={param: us(mark) for param, mark in marks.arrivals.items()},
         )

@@ -110,8 +110,7 @@ def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig
     if not why and torch.are_deterministic_algorithms_enabled():
         why = "torch.use_deterministic_algorithms: another plan rounds differently"
     elif not why:
-        decisions = [decided.decision for decided in history]
-        is_decided = any(it.groups is not None or it.outcome in (Outcome.KEEP, Outcome.QUICK) for it in decisions)
+        is_decided = any(it.decision.groups or it.decision.outcome in (Outcome.KEEP, Outcome.QUICK) for it in history)
         why = (
             "planned from what was measured" if is_decided else "sizes follow from the size of the model: too little is measured"
         )

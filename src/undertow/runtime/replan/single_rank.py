@@ -119,8 +119,7 @@ class SingleRankProbe:
             ]
         elif self._hooks and self._num_forwards == _FIRST + _NUM_STEPS:
             self.close()
-            records = self._recorder.records(generation=0, at_most=_NUM_STEPS)
-            measurement = measurement_of_one_rank(records, self._plan)
+            measurement = measurement_of_one_rank(self._recorder.records(generation=0, at_most=_NUM_STEPS), self._plan)
             if measurement is not None:
                 self.tuner.learn(measurement)
 

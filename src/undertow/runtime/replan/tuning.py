@@ -109,8 +109,7 @@ class Tuning:
     def _learn(self, measured: Present) -> Generator[None, Present, None]:
         """Exchanges the times of all ranks, and learns from them in the next round."""
         records = self._recorder.records(generation=measured.generation, at_most=NUM_STEPS_MEASURED)
-        mine = array_of_records(records, measured.plan, num_steps=NUM_STEPS_MEASURED)
-        latest = torch.from_numpy(mine).to(self._group.device)
+        latest = torch.from_numpy(array_of_records(records, measured.plan, num_steps=NUM_STEPS_MEASURED)).to(self._group.device)
         handle = self._group.all_reduce_async(latest, dist.ReduceOp.MAX)
         yield
         with self._group.waiting("the times of all ranks"):
@@ -131,5 +130,5 @@ class Tuning:
                 if decision.groups is not None:
                     plan = plan_from_groups(plan.params, decision.groups, num_ranks=plan.num_ranks)
                 decision = replace(decision, gathers_behind=self.tuner.gathers_behind(plan))
-        numbers: Tensor = torch.from_numpy(decision.to_array(measured.plan.params)).to(self._group.device)
-        self.sent = measured, self._group.broadcast(numbers, "rank 0's plan")
+        numbers = torch.from_numpy(decision.to_array(measured.plan.params))
+        self.sent = measured, self._group.broadcast(numbers.to(self._group.device), "rank 0's plan")
