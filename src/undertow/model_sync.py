@@ -260,16 +260,15 @@ class ModelSync:
 
     def _attached_forward_begins(self) -> None:
         follows = None if self._config.buffers == "off" else 0
-        self._untraced_forward_begins(buffers_follow=follows, is_compiled=torch.compiler.is_compiling())
+        self._forward_begins(buffers_follow=follows, is_compiled=torch.compiler.is_compiling())
 
+    @private.untraced
     def _forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
         """Called before each forward of the module: starts a step and, unless `buffers_follow` is None, synchronizes buffers."""
         if self.experts:
             all_of(*(partial(part._one_forward_begins, buffers_follow, is_compiled) for part in self._parts))
         else:
             self._one_forward_begins(buffers_follow, is_compiled)
-
-    _untraced_forward_begins = private.untraced(_forward_begins)
 
     def _one_forward_begins(self, buffers_follow: int | None, is_compiled: bool) -> None:
         self._is_compiled |= is_compiled

@@ -17,7 +17,7 @@ from undertow.errors import ConfigError
 from undertow.schedule.op import COMPUTE, EXTERNAL, Op, OpKind, Schedule
 
 _NO_TRAVERSAL = -2
-_EVERY, _NEVER = 0, 1 << 62  # after how many arrivals a bucket is looked at
+_EVERY = 0
 _MOST_REMEMBERED = 1024
 
 _is_full = attrgetter("is_full")
@@ -31,6 +31,7 @@ class _Bucket:
     def __init__(self, arrivals: Arrivals, index: int, params: Sequence[int]) -> None:
         self.arrivals, self.index, self.params = arrivals, index, params
         self.seen: list[object] = []  # parameters, in the order of their arrivals
+        # How many arrivals it waits for, with expected repeats; from how many on it is looked at.
         self.num_awaited, self.looks_at, self.is_full = 0, _EVERY, False
 
     def arrive(self, param: object) -> None:
@@ -43,9 +44,9 @@ class _Bucket:
     def num_counted(self) -> int:
         """Returns the number of arrivals, without those that were repeated more often than expected."""
         repeats = self.arrivals.expected_repeats
-        if not repeats:
-            return len(set(map(id, self.seen)))
-        return sum(min(count, 1 + repeats[index]) for index, count in self.counts().items())
+        if repeats:
+            return sum(min(count, 1 + repeats[index]) for index, count in self.counts().items())
+        return len(set(map(id, self.seen)))
 
     def counts(self) -> Counter[int]:
         """Returns how often each parameter has arrived."""
@@ -65,24 +66,12 @@ class _Pieces:
         self.arrivals.look(param, self._buckets)
 
 
-class _OneAtATime:
-    """Lets arrivals of several threads wait for one another: autograd has one thread per device."""
-
-    def __init__(self, arrivals: Arrivals, lock: threading.RLock, arrive: Callable[[object], None]) -> None:
-        self.arrivals, self._lock, self._arrive = arrivals, lock, arrive
-
-    def arrive(self, param: object) -> None:
-        """The hook of a parameter."""
-        with self._lock:
-            self._arrive(param)
-
-
 class Arrivals:
     """Follows gradients as they arrive, and calls `on_full(bucket)` when the last one of a bucket arrives.
 
     `hooks` has a function for each of `params`, to be called with it when its gradient arrives. A parameter that is cut into
-    pieces is in several buckets: its arrival counts for each of them. With `is_serial`, arrivals may come from several threads;
-    buckets are launched in one order.
+    pieces is in several buckets: its arrival counts for each of them. Buckets of different devices fill in different
+    threads, which wait for one another.
 
     `traversal` distinguishes one backward from another. If it has changed when the first gradient of a bucket arrives, after a
     reset or `forget_traversal`, `on_traversal(traversal, index)` is called first. Only the runtime uses both.
@@ -96,11 +85,10 @@ class Arrivals:
         on_full: Callable[[int], object],
         traversal: Callable[[], int] = int,
         on_traversal: Callable[[int, int], object] = max,
-        is_serial: bool = False,
     ) -> None:
         self.on_full = on_full
         self.at_each: Callable[[int], object] | None = None  # called with each parameter, by index, that arrives
-        self.lock = threading.RLock() if is_serial else None  # a hook may run a backward
+        self._lock = threading.RLock()  # a hook may run a backward
         self.expected_repeats: Counter[int] = Counter()  # by parameter
         self._traversal, self._on_traversal = traversal, on_traversal
         self._seen_traversal = _NO_TRAVERSAL
@@ -122,8 +110,6 @@ class Arrivals:
             param = buckets_of.index([])
             raise ConfigError(f"parameter {param} belongs to no bucket.", remedy="Put every parameter into one bucket.")
         self.hooks: list[Any] = [(of[0] if len(of) == 1 else _Pieces(self, of)).arrive for of in buckets_of]
-        if self.lock is not None:
-            self.hooks = [_OneAtATime(self, self.lock, arrive).arrive for arrive in self.hooks]
         self.reset()
 
     def reset(self) -> None:
@@ -141,35 +127,29 @@ class Arrivals:
         for bucket in self.buckets:
             bucket.looks_at = _EVERY
 
-    def silence(self) -> None:
-        """Stops calls of `on_full`."""
-        self.on_full = lambda _bucket: None
-
     def look(self, param: object, buckets: Sequence[_Bucket]) -> None:
         """Called after an arrival that may be the first of a backward or the last of a bucket: of `buckets`, which list it."""
-        traversal, index = self._traversal(), self.index_of[id(param)]
-        if traversal != self._seen_traversal:
+        with self._lock:
+            traversal, index, hooks = self._traversal(), self.index_of[id(param)], self.hooks
+            if traversal != self._seen_traversal:
+                self._seen_traversal = traversal
+                self._on_traversal(traversal, index)
+                self._seen_traversal = traversal
+                if hooks is not self.hooks:  # now in other buckets
+                    self.hooks[index](param)
+                    return
             for bucket in buckets:
-                bucket.seen.pop()
-            self._seen_traversal = traversal
-            self._on_traversal(traversal, index)
-            self._seen_traversal = traversal
-            self.hooks[index](param)  # perhaps in other buckets
-            return
-        if self.at_each is not None:
-            self.at_each(index)
-        full = []
-        for bucket in buckets:  # all are counted before any callback runs
-            num_seen, num_missing = len(bucket.seen), 0
-            if not bucket.is_full:
-                # If some have come too often, others are missing, and it is full that many arrivals later.
-                num_missing = bucket.num_awaited - (num_seen if num_seen < bucket.num_awaited else bucket.num_counted())
-                if not num_missing:
-                    bucket.is_full = True
-                    full.append(bucket.index)
-            bucket.looks_at = _EVERY if self.at_each is not None else num_seen + num_missing if num_missing else _NEVER
-        for number in full:
-            self.on_full(number)
+                if not bucket.seen or bucket.seen[-1] is not param:  # reset since
+                    bucket.seen.append(param)
+            if self.at_each is not None:
+                self.at_each(index)
+            # All are counted before any callback runs.
+            full = [it for it in buckets if not it.is_full and len(it.seen) >= it.num_awaited == it.num_counted()]
+            for bucket in buckets:
+                bucket.looks_at = bucket.num_awaited if self.at_each is None else _EVERY
+            for bucket in full:
+                bucket.is_full = True
+                self.on_full(bucket.index)
 
     def arrive(self, index: int) -> None:
         """Records that the gradient of a parameter arrived. A repeated arrival counts only if `learn_repeats` expects it."""
@@ -209,11 +189,6 @@ class Arrivals:
         """
         counts = [count for bucket in self.buckets for count in bucket.counts().items()]
         self.expected_repeats = Counter({index: count - 1 for index, count in counts if count > 1})
-
-    @property
-    def listener(self) -> object:
-        """The object whose method `on_full` is."""
-        return getattr(self.on_full, "__self__", None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -352,9 +352,9 @@ CALLS: dict[str, Callable[..., Any]] = {
             [(1, 0), (2,)],
             [
                 *("2: p2 in 7, b1", "enter 8:", "1: p1 in 8", "0: b0", "2:", "0:"),
-                *("enter 7:", "0:", "forget_traversal:", "0: p0 in 7", "1:"),
+                *("enter 7:", "0: p0 in 7", "1:", "forget_traversal:", "1: p1 in 7", "0:"),
             ],
-            id="a traversal is told at the first arrival of a bucket, or once forgotten",
+            id="a traversal is told of at the first arrival of a bucket, and when it is full",
         ),
         pytest.param(
             [(0, 1)], ["0: p0 in 7", "1: b0", "forget_traversal:", "0: p0 in 7", "1:"], id="a forgotten traversal is told again"
@@ -382,11 +382,6 @@ def test_all_buckets_are_counted_before_one_of_them_is_told_of() -> None:
     assert missing == [frozenset(), frozenset()]
 
 
-def test_arrivals_know_who_listens() -> None:
-    tracker = Tracker(lower_data_parallel(1), [(0,)], num_params=1)
-    assert [it.listener for it in (tracker.arrivals, Arrivals([], range(0), on_full=int))] == [tracker, None]
-
-
 def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
     # As those of another device do: counted before the round has begun, they would count for none.
     full: list[int] = []
@@ -402,11 +397,11 @@ def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
         arrivals.arrive(1)
         has_counted.set()
 
-    arrivals = Arrivals([(0, 1)], range(2), on_full=full.append, traversal=lambda: 7, on_traversal=begin, is_serial=True)
+    arrivals = Arrivals([(0,), (1,)], range(2), on_full=full.append, traversal=lambda: 7, on_traversal=begin)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(arrive_elsewhere)
         arrivals.arrive(0)
-    assert full == [0]
+    assert full == [0, 1]
 
 
 @pytest.mark.parametrize("is_same", [True, False])

@@ -89,7 +89,7 @@ def _watchers_of(param: Tensor) -> Iterator[Any]:
     for hook in private.post_accumulate_hooks(param):
         arrivals = getattr(getattr(hook, "__self__", None), "arrivals", None)
         if isinstance(arrivals, Arrivals):
-            yield arrivals.listener
+            yield getattr(arrivals.on_full, "__self__", None)
 
 
 def is_outermost_forward() -> bool:
@@ -123,25 +123,22 @@ class OutermostEnd:
     def __init__(self, on_end: Callable[[], None], on_gone: Callable[[], None]) -> None:
         self.on_end = on_end
         self._on_gone = on_gone
-        self._watched: set[int] = set()
-        self._watches: list[weakref.ref[_BackwardEnd]] = []
+        self._watches: dict[int, weakref.ref[_BackwardEnd]] = {}  # by backward
 
     @property
     def is_coming(self) -> bool:
         """True if a watched backward still runs. A backward that an exception has ended does not, and never reaches its end."""
-        return any(watch() is not None for watch in self._watches)
+        return any(watch() is not None for watch in self._watches.values())
 
     def watch(self, task: int) -> None:
         """Called from a hook that runs in backward `task`; once per task is enough."""
-        if task not in self._watched:
-            self._watched.add(task)
+        if task not in self._watches:
             watch = _BackwardEnd(self)
-            self._watches.append(weakref.ref(watch, lambda _: self._on_gone()))
+            self._watches[task] = weakref.ref(watch, lambda _: self._on_gone())
             private.call_after_backward(watch)
 
     def forget(self) -> None:
         """Forgets the backwards of this round, including those that an exception ended."""
-        self._watched.clear()
         self._watches.clear()
 
 

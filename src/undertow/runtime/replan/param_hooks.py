@@ -84,7 +84,6 @@ class ParamHooks:
             on_full=listeners.on_full,
             traversal=private.graph_task_id,
             on_traversal=partial(listeners.on_backward, self),
-            is_serial=len({param.device for param in self.params}) > 1,
         )
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
         self.order: ObservedOrder | None = None
@@ -130,7 +129,7 @@ class ParamHooks:
         for _, hook in self._other_hooks:
             hook.remove()
         self._other_hooks = []
-        self.arrivals.silence()  # it may be in the middle of an arrival
+        self.arrivals.on_full = lambda _bucket: None  # it may be in the middle of an arrival
         for other in (self.order, self.tuning, self.probe, self.alone, self.distributed):
             if other is not None:
                 other.close()
