@@ -110,7 +110,8 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
     from undertow.schedule import ZERO1
 
     record = simulate(profile, plan, ZERO1, costs_for("25gbit", num_ranks=plan.num_ranks))
-    overlap_of(record.trace()).exposed_us ```
+    overlap_of(record.trace()).exposed_us
+    ```
     """
     conditions = Conditions() if conditions is None else conditions
     require(

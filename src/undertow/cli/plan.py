@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from undertow.cli.what_if import NetworkOptions, WhatIf, require_rank
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, require
 from undertow.plan import ParamSpec, Plan, first_plan, plan_from_groups, plan_in_order
 from undertow.profile import Profile, source_from_file
 from undertow.report.comparison import print_outcomes
@@ -33,12 +33,12 @@ def show_plan(  # noqa: PLR0913  # one argument per option
     Without `file` they are of the demo's model. Raises ConfigError for options that cannot be combined.
     """
     require_rank(num_ranks, of="a plan is for", where="undertow plan")
-    if is_accumulation and not has_overlap:
-        raise ConfigError(
-            "--accumulation and --no-overlap cannot go together.",
-            where="undertow plan",
-            remedy="Leave one of them out: a backward that only accumulates has one schedule.",
-        )
+    require(
+        has_overlap or not is_accumulation,
+        "--accumulation and --no-overlap cannot go together.",
+        where="undertow plan",
+        remedy="Leave one of them out: a backward that only accumulates has one schedule.",
+    )
     source, what_if = _demo_parameters() if file is None else source_from_file(file), None
     if isinstance(source, Profile):
         what_if = WhatIf.of(source, strategy, num_ranks, network, Conditions(overlap=has_overlap))

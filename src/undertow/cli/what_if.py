@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Self
 
 from undertow.cost import NODE_LINK, Costs, RingCosts, costs_for, link_from_curve
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, require
 from undertow.plan import GroupEntry, Plan, SizeCaps, group_by_size, group_in_pieces, plan_from_groups
 from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.profile import Profile
@@ -23,10 +23,12 @@ PER_PARAMETER, FIXED, OPTIMAL = "per parameter", "25 MiB buckets", "optimal buck
 
 def require_rank(num_ranks: int | None, *, of: str, where: str) -> None:
     """Raises ConfigError if the option --ranks is given and below 1; `of` begins the text."""
-    if num_ranks is not None and num_ranks < 1:
-        raise ConfigError(
-            f"{of} one rank or more, got --ranks {num_ranks}.", where=where, remedy="Give one or more, or leave it out."
-        )
+    require(
+        num_ranks is None or num_ranks >= 1,
+        f"{of} one rank or more, got --ranks {num_ranks}.",
+        where=where,
+        remedy="Give one or more, or leave it out.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

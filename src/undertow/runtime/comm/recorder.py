@@ -1,12 +1,15 @@
 """Marks the events of a step, and converts marks to times only when they are read."""
 
+from __future__ import annotations
+
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 
@@ -104,6 +107,8 @@ class Recorder:
     The `observer` outlives plans: each plan has its own executors, and they all read the observer of the model's recorder.
     """
 
+    in_backward: ClassVar[weakref.WeakSet[Recorder]] = weakref.WeakSet()  # of models whose backward has begun
+
     def __init__(self, group: OwnGroup, *, level: str) -> None:
         self.observer: Observer | None = None
         has_streams = group.device.type == "cuda" and "nccl" in group.backend
@@ -136,6 +141,7 @@ class Recorder:
             return
         if self._now.is_synchronized:  # a second backward without a forward counts as a separate step
             self._step_begins(self.mark())
+        self.in_backward.add(self)
         now = self._now
         now.generation = generation
         forward = now.forwards[-1][1] if len(now.forwards) > len(now.backwards) else None
@@ -197,6 +203,7 @@ class Recorder:
 
     def round_ends(self, busy_ms: tuple[float, ...]) -> None:
         self._round_stop_s = time.perf_counter()
+        self.in_backward.discard(self)
         if self.is_on and (self._now.forwards or self._now.backwards):
             self._now.busy_ms, self._now.cpu_s = busy_ms, self._clock.cpu_s() - self._now.cpu_s
             self._now.is_synchronized = True

@@ -30,7 +30,7 @@ from undertow.schedule import Op, OpKind
 
 # Late arrivals show in the first rounds of a plan and are expected from then on.
 _NUM_ROUNDS_READ_AT_ONCE = 2
-_NUM_STEPS_TOLD_APART = 64  # by trailers, which keep the bits of so many
+_NUM_STEPS_TOLD_APART = 64  # by trailers; a codec keeps the bits that it has written, and need not keep more
 
 _gradient_of = attrgetter("grad")
 
@@ -212,8 +212,8 @@ class Executor:
             bucket.handles = [*self._reduce(bucket, values), self._reducer.reduce(flat[bucket.trailer_start :], numel=0)]
         else:
             bucket.handles = [bucket.reduce(flat)]
-        # At the end of a backward, a single bucket is waited for at once, and is complete when that wait ends.
-        if len(self.buckets) > 1 or private.graph_task_id() == -1:
+        # At the end of the backward of one model, a single bucket is waited for at once, and is complete when that wait ends.
+        if len(self.buckets) > 1 or len(self._recorder.in_backward) > 1 or private.graph_task_id() == -1:
             self._recorder.completes(bucket.marks, bucket.handles[0])
 
     def _bind(self, bucket: LiveBucket) -> None:

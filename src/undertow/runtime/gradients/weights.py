@@ -12,7 +12,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from undertow.errors import ConfigError, PhaseError, WrongType
+from undertow.errors import ConfigError, PhaseError, WrongType, require
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.gradients.trailer import to_device
 
@@ -127,12 +127,12 @@ class Weights:
 
     def require_none(self) -> None:
         """Raises ConfigError if weights are not synchronized yet, because a successor does not know them."""
-        if self._next is not None or self._accumulated is not None:
-            raise ConfigError(
-                "weights were given for gradients that are not synchronized yet.",
-                where=f"another process group, or another wrapper; rank {self._group.rank}",
-                remedy="Synchronize what is accumulated first: a backward outside of accumulate(), or reduce_gradients_async().",
-            )
+        require(
+            self._next is None and self._accumulated is None,
+            "weights were given for gradients that are not synchronized yet.",
+            where=f"another process group, or another wrapper; rank {self._group.rank}",
+            remedy="Synchronize what is accumulated first: a backward outside of accumulate(), or reduce_gradients_async().",
+        )
 
     def forget_accumulated(self) -> None:
         """Forgets the weights of accumulated gradients, which are left out."""
@@ -156,12 +156,12 @@ class Weights:
 
 def require_weighted(op: str) -> None:
     """Raises ConfigError unless gradients are divided by weights."""
-    if op != "weighted":
-        raise ConfigError(
-            f'op="{op}" does not divide gradients by weights.',
-            where="loss_weight(n)",
-            remedy='Set SyncConfig(op="weighted") on every rank, or leave the call out.',
-        )
+    require(
+        op == "weighted",
+        f'op="{op}" does not divide gradients by weights.',
+        where="loss_weight(n)",
+        remedy='Set SyncConfig(op="weighted") on every rank, or leave the call out.',
+    )
 
 
 def _apart_from_computation(device: torch.device) -> AbstractContextManager[object]:

@@ -210,7 +210,7 @@ class Gathers:
 class _Reads(TorchFunctionMode):
     """Records when parameters are needed; `order` has them by id, in that order.
 
-    A module needs its own parameters when its forward begins: reads in a custom autograd function or kernel cannot be seen.
+    A module needs its own parameters when its forward begins: reads by C++ code of an extension cannot be seen.
     Other parameters are needed when they are read; reads while no module runs do not count, because Undertow itself looks at
     every parameter before the model's forward.
     """
@@ -261,8 +261,8 @@ class _Reads(TorchFunctionMode):
 
     def _begins(self, part: nn.Module) -> None:
         self._running.append(part)
-        for param in part.parameters(recurse=False) if self.is_on else ():  # an evaluation may run other modules
-            if id(param) in self._params:
+        for param in part.parameters(recurse=False):
+            if self.is_on and id(param) in self._params:  # an evaluation may run other modules
                 self.order.setdefault(id(param), param)
 
     def _ends(self) -> None:
@@ -288,8 +288,8 @@ class ForwardWaits:
     computes with another one's parameters). Until then, and for parameters that this forward did not read and whose module did
     not run, the forward of the whole model waits.
 
-    `on_order` is called with all buckets in the order of their use. If
-    parts of the model are compiled (`only_root`), only the whole model waits, because hooks would split compiled graphs.
+    `on_order` is called with all buckets in the order of their use. If parts of the model are compiled (`only_root`), only the
+    whole model waits, because hooks would split compiled graphs.
     """
 
     def __init__(

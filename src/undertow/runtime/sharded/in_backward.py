@@ -155,13 +155,14 @@ class StepsInBackward:
 
     def require_confirmed(self, what: str) -> None:
         """Raises PhaseError if `what` comes between a backward that has updated the parameters and its step()."""
-        if self.is_due:
-            raise PhaseError(
-                f"{what} before step(), and with in_backward=True the last backward has updated the parameters.",
-                where="ShardedOptimizer(..., in_backward=True)",
-                remedy="Add losses up and run one backward, or run all but the last one of a step in accumulate(), "
-                "or leave in_backward=True out.",
-            )
+        require(
+            not self.is_due,
+            f"{what} before step(), and with in_backward=True the last backward has updated the parameters.",
+            where="ShardedOptimizer(..., in_backward=True)",
+            remedy="Add losses up and run one backward, or run all but the last one of a step in accumulate(), "
+            "or leave in_backward=True out.",
+            error=PhaseError,
+        )
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -310,6 +310,7 @@ class RoundRunner:
             self.current_plan.now.hooks.alone.backward_runs()
         is_open = self.current_plan.is_active and self.phase < Phase.CLOSED
         if is_open and (self._open is None or self._is_between_rounds()):
+            private.require_eager_backward()
             self._end.watch(task)  # first: a round that is open without an end to come counts as a failed backward
             accumulates = self.is_accumulating and not self.synchronizes
             self._begin(RoundKind.ACCUMULATE if accumulates else RoundKind.REDUCE)

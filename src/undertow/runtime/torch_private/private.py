@@ -18,7 +18,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from undertow.errors import require
+from undertow.errors import PhaseError, require
 
 # The id of this thread's innermost backward; -1 outside of backward.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -78,9 +78,10 @@ _Error = TypeVar("_Error", bound=BaseException)
 def untraced(function: _Function) -> _Function:
     """Makes torch.compile call `function`, and everything that it calls, uncompiled.
 
-    The public torch.compiler.disable imports the compiler at once, and each call takes two more frames.
+    The public torch.compiler.disable imports the compiler at once, and each call of its result takes two more frames. A closure
+    is wrapped all the same: other closures share its code, and may be traced.
     """
-    if not isinstance(function, FunctionType) or function.__closure__:  # other closures share its code, and may be traced
+    if not isinstance(function, FunctionType) or function.__closure__:
         return cast(_Function, torch._compile._disable_dynamo(function))
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, None  # type: ignore[attr-defined]
     return left_alone(function)
@@ -357,6 +358,16 @@ def before_accumulating(param: torch.Tensor, call: Callable[[], object]) -> tupl
         call()
 
     return node, node.register_prehook(hook)
+
+
+def require_eager_backward() -> None:
+    """Raises PhaseError in a hook of a backward that compiled autograd runs: it writes some gradients after their hooks."""
+    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+        raise PhaseError(
+            "compiled autograd runs this backward, and would leave gradients out of the mean.",
+            where="torch._dynamo.config.compiled_autograd, or torch._dynamo.compiled_autograd",
+            remedy="Turn it off; torch.compile of the model or of the whole step works without it.",
+        )
 
 
 def optimizers_in_backward(param: torch.Tensor) -> Sequence[torch.optim.Optimizer]:
