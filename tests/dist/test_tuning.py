@@ -53,7 +53,7 @@ def test_a_plan_that_changes_leaves_every_bit_of_training_as_it_was(name: str, s
     with scripted(*moves) as seen:
         run(dataclasses.replace(TRAINED[name], strategy=strategy, plan="default"))
     if dist.get_rank() == 0 and name == "a tied weight":
-        assert len({plan.fingerprint for plan in seen}) > len(moves)  # the first one, and each of them
+        assert len({plan.to_json() for plan in seen}) > len(moves)  # the first one, and each of them
 
 
 @in_ranks(2)
@@ -78,7 +78,7 @@ def test_wide_values_move_where_the_optimizer_has_no_state() -> None:
 def test_rank_0_decides_for_all() -> None:
     with scripted((all_in_one, one_each)[dist.get_rank() % 2]), training(MLP.model(), "ddp") as (ddp, opt):
         train(ddp, opt, MLP.loss, steps=range(2 * ONE_LOOK))
-        assert (len(set(of_all_ranks(ddp.plan.fingerprint))), len(ddp.plan.buckets)) == (1, 1)
+        assert (len(set(of_all_ranks(ddp.plan.to_json()))), len(ddp.plan.buckets)) == (1, 1)
 
 
 HOOK, PINNED, DETERMINISTIC = "hook", "pinned", "deterministic"
@@ -109,7 +109,7 @@ def test_a_plan_that_was_asked_for_stays(name: str) -> None:
             plans = []
             for step in range(2 * ONE_LOOK):
                 train(ddp, opt, MLP.loss, steps=[step])
-                plans.append(ddp.plan.fingerprint)
+                plans.append(ddp.plan.to_json())
             assert (len(set(plans[name != HOOK :])), ddp.explain().why) == (1, why)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -133,7 +133,7 @@ def test_a_rank_that_fails_in_a_look_does_not_part_the_plans(failing_step: int) 
                 opt.step()
             for hook in hooks:
                 hook.remove()
-        assert len(set(of_all_ranks(ddp.plan.fingerprint))) == 1
+        assert len(set(of_all_ranks(ddp.plan.to_json()))) == 1
 
 
 @in_ranks(2)
@@ -141,8 +141,8 @@ def test_a_rank_without_data_follows_the_plans_of_the_others() -> None:
     with scripted(all_in_one, one_each) as seen, training(MLP.model(), "ddp") as (ddp, opt):
         with ddp.join():
             train(ddp, opt, MLP.loss, steps=range(4 * ONE_LOOK - 13 * dist.get_rank()))
-        assert len(set(of_all_ranks(ddp.plan.fingerprint))) == 1
-    assert dist.get_rank() != 0 or len({plan.fingerprint for plan in seen}) > 1
+        assert len(set(of_all_ranks(ddp.plan.to_json()))) == 1
+    assert dist.get_rank() != 0 or len({plan.to_json() for plan in seen}) > 1
 
 
 @in_ranks(2)
@@ -152,7 +152,7 @@ def test_two_models_in_one_backward_do_not_wait_for_each_other() -> None:
         for step in range(2 * ONE_LOOK):
             losses = [MLP.loss(ddp, step) for ddp in (first, second)]
             (losses[0] + losses[1] if dist.get_rank() == 0 else losses[1] + losses[0]).backward()
-        plans = [ddp.plan.fingerprint for ddp in (first, second)]
+        plans = [ddp.plan.to_json() for ddp in (first, second)]
     assert of_all_ranks(plans) == [plans] * 2
 
 
@@ -256,7 +256,7 @@ def test_a_change_on_one_rank_is_an_error_on_all_while_ranks_compare_their_times
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
 def test_what_one_rank_looks_at_between_backward_and_step_does_not_part_the_plans() -> None:
     with scripted(one_each, in_pieces), training(MLP.model(), "zero1", "SGD") as (ddp, optimizer):
-        first = ddp.plan.fingerprint
+        first = ddp.plan.to_json()
         for step in range(ONE_LOOK + 3):
             optimizer.zero_grad()
             MLP.loss(ddp, step).backward()
@@ -264,7 +264,7 @@ def test_what_one_rank_looks_at_between_backward_and_step_does_not_part_the_plan
                 ddp.module[0].requires_grad_(is_trained)
                 ddp(noise(5, 6))
             optimizer.step()
-        last = ddp.plan.fingerprint
+        last = ddp.plan.to_json()
     assert of_all_ranks(last) == [last] * 2 != [first] * 2
 
 

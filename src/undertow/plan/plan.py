@@ -1,6 +1,5 @@
 """The plan: each parameter's bucket, the order of buckets, and the layout of each bucket."""
 
-import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -90,11 +89,6 @@ class Plan:
     def __post_init__(self) -> None:
         _check_each_is_held_once(self.params, self.buckets)
         _check_kinds(self.params, self.buckets)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Eight hexadecimal digits that differ between different plans."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
 
     @cached_property
     def groups(self) -> Groups:

@@ -143,13 +143,14 @@ class Arrivals:
                     bucket.seen.append(param)
             if self.at_each is not None:
                 self.at_each(index)
-            # All are counted before any callback runs.
-            full = [it for it in buckets if not it.is_full and len(it.seen) >= it.num_awaited == it.num_counted()]
-            for bucket in buckets:
+            full = []
+            for bucket in buckets:  # all are counted before any callback runs
+                if not bucket.is_full and len(bucket.seen) >= bucket.num_awaited == bucket.num_counted():
+                    bucket.is_full = True
+                    full.append(bucket.index)
                 bucket.looks_at = bucket.num_awaited if self.at_each is None else _EVERY
-            for bucket in full:
-                bucket.is_full = True
-                self.on_full(bucket.index)
+            for number in full:
+                self.on_full(number)
 
     def arrive(self, index: int) -> None:
         """Records that the gradient of a parameter arrived. A repeated arrival counts only if `learn_repeats` expects it."""

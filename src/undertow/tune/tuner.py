@@ -49,6 +49,7 @@ _NUM_SHARES = (6, 9, 12, 16, 24, 32, 48, 64)
 # A plan of more buckets must be faster by this share of the step, because each bucket costs time on the host.
 _SLACK_IN_BACKWARD = 0.002
 NUM_STEPS_BETWEEN_LOOKS = 100
+_NUM_STEPS_IF_LIGHT = 400  # at a plan that stays where the network hardly counts, because a look times every gradient
 _DIGITS = 1  # of microseconds in profiles: no clock is finer
 
 _Samples = tuple[tuple[float, float], ...]  # bytes, microseconds
@@ -138,10 +139,11 @@ class Tuner:
             outcome, groups = Outcome.TOO_LARGE, None
         return Decision(
             outcome=outcome,
-            # A plan that stays is looked at less often if processors are short: a look times every gradient.
             next_look=1
             if outcome in (Outcome.MOVE, Outcome.FEWER)
-            else NUM_STEPS_BETWEEN_LOOKS * (4 if outcome is Outcome.KEEP and self.is_bound_by_processors else 1),
+            else _NUM_STEPS_IF_LIGHT
+            if outcome is Outcome.KEEP and self.is_bound_by_processors
+            else NUM_STEPS_BETWEEN_LOOKS,
             present_us=present_us,
             predicted_us=best.finish_us,
             limit_us=best.limit_us,
@@ -185,7 +187,9 @@ class Tuner:
         is_quick = len(plan.buckets) == 1 and max(least_us, default=0.0) < _QUICK_US
         groups = None if self._has_varied or is_quick or not _may_move(plan, has_shards=has_shards) else _varied(plan)
         if groups is None:
-            return Decision(outcome=Outcome.QUICK if is_quick else Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
+            if is_quick:
+                return Decision(outcome=Outcome.QUICK, next_look=_NUM_STEPS_IF_LIGHT)
+            return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
         self._has_varied = True
         return Decision(outcome=Outcome.LEARN, next_look=1, groups=groups)
 
