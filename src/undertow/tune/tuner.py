@@ -187,9 +187,10 @@ class Tuner:
         is_quick = len(plan.buckets) == 1 and max(least_us, default=0.0) < _QUICK_US
         groups = None if self._has_varied or is_quick or not _may_move(plan, has_shards=has_shards) else _varied(plan)
         if groups is None:
-            if is_quick:
-                return Decision(outcome=Outcome.QUICK, next_look=_NUM_STEPS_IF_LIGHT)
-            return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
+            return Decision(
+                outcome=Outcome.QUICK if is_quick else Outcome.UNKNOWN,
+                next_look=_NUM_STEPS_IF_LIGHT if is_quick else NUM_STEPS_BETWEEN_LOOKS,
+            )
         self._has_varied = True
         return Decision(outcome=Outcome.LEARN, next_look=1, groups=groups)
 

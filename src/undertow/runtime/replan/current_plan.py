@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, PhaseError
+from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import Groups, Plan, first_plan
 from undertow.runtime.comm.agreement import Agreement, surroundings
 from undertow.runtime.comm.broadcast import send_in_place
@@ -247,12 +247,13 @@ class CurrentPlan:
         now, compiled, hooks = self.now, self.now.compiled, self.now.hooks
         if compiled.sharding is not None and now.groups is None:
             return compiled.sharding
-        if now.retiring is not None:
-            raise PhaseError(
-                "an optimizer steps after its parameters have changed, and no gradients of the new ones have been averaged.",
-                where=f"rank {self.group.rank}",
-                remedy="Run a forward and a backward between the change and the step.",
-            )
+        require(
+            now.retiring is None,
+            "an optimizer steps after its parameters have changed, and no gradients of the new ones have been averaged.",
+            where=f"rank {self.group.rank}",
+            remedy="Run a forward and a backward between the change and the step.",
+            error=PhaseError,
+        )
         plan = sharded_plan(compiled.plan, hooks, now.groups, self._config)
         if hooks.order is not None:
             hooks.order.close()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.errors import PhaseError, ShardedGradientError
+from undertow.errors import PhaseError, ShardedGradientError, require
 from undertow.plan import Bucket, Slot
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.comm.group import OwnGroup
@@ -99,12 +99,13 @@ def make_gradients_whole(named_params: Iterable[tuple[str, Tensor]], *, rank: in
     """Raises PhaseError if a gradient of which each rank has a part would have to move to a new plan."""
     for name, param in named_params:
         grad = param.grad
-        if isinstance(grad, GradientPlaceholder) and not grad.is_cleared:
-            raise PhaseError(
-                "the parameters have changed while sharded gradients are held.",
-                where=f"parameter {name!r}, rank {rank}",
-                remedy="Call zero_grad() before parameters are frozen, unfrozen, added or replaced.",
-            )
+        require(
+            not isinstance(grad, GradientPlaceholder) or grad.is_cleared,
+            "the parameters have changed while sharded gradients are held.",
+            where=f"parameter {name!r}, rank {rank}",
+            remedy="Call zero_grad() before parameters are frozen, unfrozen, added or replaced.",
+            error=PhaseError,
+        )
         if isinstance(grad, GradientPlaceholder):
             param.grad = torch.zeros_like(param, dtype=private.gradient_dtype(param)) if grad.added is None else grad.added
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, PhaseError
+from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import Bucket, Plan, Slot
 from undertow.runtime.comm.collectives import P2PCollectives, accumulation_dtype, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
@@ -203,12 +203,13 @@ class Sharding:
         others = dict(zip(map(id, params), params, strict=True))
         mine = list(map(others.pop, map(id, self.params), repeat(None)))
         for param in others.values():
-            if param.requires_grad and param.grad is not None:
-                raise PhaseError(
-                    "the optimizer steps on a gradient that is not synchronized: its parameter was frozen in the meantime.",
-                    where=f"a parameter of shape {tuple(param.shape)}, rank {self.groups.rank}",
-                    remedy="Freeze and unfreeze parameters between a step and its next forward, or call zero_grad() then.",
-                )
+            require(
+                not param.requires_grad or param.grad is None,
+                "the optimizer steps on a gradient that is not synchronized: its parameter was frozen in the meantime.",
+                where=f"a parameter of shape {tuple(param.shape)}, rank {self.groups.rank}",
+                remedy="Freeze and unfreeze parameters between a step and its next forward, or call zero_grad() then.",
+                error=PhaseError,
+            )
         for index, stepped in enumerate(mine):
             if stepped is not None and getattr(stepped.grad, "added", None) is not None:
                 raise self._not_synchronized(index)

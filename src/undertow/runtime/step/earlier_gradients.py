@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from undertow.errors import PhaseError
+from undertow.errors import PhaseError, require
 from undertow.runtime.execute.round import RoundKind, RoundResult
 from undertow.runtime.gradients.binding import has_values
 from undertow.runtime.gradients.weights import RoundWeights, Weights
@@ -111,8 +111,15 @@ class EarlierGradients:
                 known, version = self._reduced[key]
                 if known != id(grad):
                     continue  # cleared, and written anew since by something that autograd does not know of
-                if version != grad._version and has_values(grad):
-                    raise _added_to(name)
+                require(
+                    version == grad._version or not has_values(grad),
+                    "something else than autograd has added to a gradient that holds an earlier result, and the two cannot be "
+                    "told apart.",
+                    where=f"parameter {name!r}, before the first gradient of a backward arrived",
+                    remedy="Clear gradients with zero_grad(set_to_none=True) before each backward, and change them before the "
+                    "forward only.",
+                    error=PhaseError,
+                )
                 self._earlier[key] = param, grad
                 param.grad = None
         self._reduced.clear()
@@ -130,11 +137,3 @@ class EarlierGradients:
 
 def _marks(params: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
     return {id(param): (id(grad), grad._version) for param in params if (grad := param.grad) is not None}
-
-
-def _added_to(name: str) -> PhaseError:
-    return PhaseError(
-        "something else than autograd has added to a gradient that holds an earlier result, and the two cannot be told apart.",
-        where=f"parameter {name!r}, before the first gradient of a backward arrived",
-        remedy="Clear gradients with zero_grad(set_to_none=True) before each backward, and change them before the forward only.",
-    )
