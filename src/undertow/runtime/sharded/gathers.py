@@ -136,6 +136,9 @@ class Gathers:
         if self.in_flight:
             self.wait(tuple(self.in_flight))
 
+    def before_forward(self, buckets: Collection[int]) -> None:
+        self.wait(buckets)
+
     def wait(self, buckets: Collection[int]) -> None:
         """Waits until the parameters of these buckets have the optimizer's new values."""
         for bucket in buckets:
@@ -270,7 +273,7 @@ class _WaitHook(ModuleHook):
     """Waits for buckets before the forward of a module. If they are there, as for most modules of a step, it costs one frame."""
 
     def __init__(self, module: nn.Module, gathers: Gathers, buckets: Collection[int]) -> None:
-        super().__init__(module, partial(gathers.wait, buckets))
+        super().__init__(module, partial(gathers.before_forward, buckets))
         self._has_none_of_these, self._unready = methodcaller("isdisjoint", buckets), gathers.unready
 
     def __call__(self, called: nn.Module, *_arguments: Any) -> None:

@@ -51,8 +51,8 @@ class Engine(RoundRunner):
         require_no_fault(current_plan.group.member)
         if self._open is not None:
             self._abandon()
-        if self.also_awaited:
-            self._await_others()
+        while self.also_awaited:
+            self.also_awaited.pop().wait()
         if self.checks.sent:
             self.checks.require_alike()
         current_plan.look()

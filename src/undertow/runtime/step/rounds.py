@@ -368,8 +368,8 @@ class RoundRunner:
         yield
         if ops := this.releases.happen(this.releases.join):
             executor.run(ops)
-        if self.also_awaited:
-            self._await_others()
+        while self.also_awaited:
+            self.also_awaited.pop().wait()
         if result.readings and result.late_buckets:
             executor.launch_late_parts(result.late_buckets)
             yield
@@ -388,11 +388,6 @@ class RoundRunner:
             hooks.arrived_before |= hooks.arrivals.arrived
             self.progress.has_accumulated = True
             current_plan.mark_stale()
-
-    def _await_others(self) -> None:
-        awaited, self.also_awaited = self.also_awaited, []
-        for future in awaited:
-            future.wait()
 
     def _close_round(self) -> None:
         self._open = None
