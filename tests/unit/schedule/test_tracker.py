@@ -275,6 +275,15 @@ def test_repeats_release_nothing_what_is_missing_is_known_and_a_reset_forgets_al
     assert (tracker.arrivals.arrived, [*tracker.end_backward(), *tracker.join()]) == ({*case.arrivals}, [])
 
 
+@given(cases(), st.data())
+def test_remembered_rounds_release_what_the_interpreter_does(case: Case, data: st.DataObject) -> None:
+    remembered = case.tracker
+    orders = [case.arrivals, data.draw(st.permutations(case.arrivals)), case.arrivals[: len(case.arrivals) // 2]]
+    for arrivals in data.draw(st.lists(st.sampled_from(orders), min_size=2, max_size=6)):
+        remembered.reset()
+        assert play(remembered, arrivals) == play(case.tracker, arrivals)  # a new tracker has nothing to remember
+
+
 def test_a_parameter_in_no_bucket_is_an_error() -> None:
     assert refusal(lambda: Tracker(lower_data_parallel(2), [(0,), (2,)], num_params=3)) == (
         "parameter 1 belongs to no bucket.\n  Put every parameter into one bucket."
