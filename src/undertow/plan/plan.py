@@ -201,10 +201,13 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[Piece], index: int, num
 
 
 def _check_each_is_held_once(params: Sequence[ParamSpec], buckets: Sequence[Bucket]) -> None:
+    slots = sorted(((bucket.index, slot) for bucket in buckets for slot in bucket.slots), key=lambda it: it[1].param)
+    # The usual case: all are whole. A model may have thousands.
+    if [(slot.param, slot.first, slot.numel) for _, slot in slots] == [(at, 0, it.slot_numel) for at, it in enumerate(params)]:
+        return
     held: dict[int, list[tuple[int, Piece]]] = defaultdict(list)  # by parameter: index of a bucket, and the piece in it
-    for bucket in buckets:
-        for slot in bucket.slots:
-            held[slot.param].append((bucket.index, slot.piece))
+    for index, slot in slots:
+        held[slot.param].append((index, slot.piece))
     for param in sorted({*range(len(params)), *held}):
         places, is_known = held[param], param in range(len(params))
         if is_known and _is_held_once(places, params[param].slot_numel):
@@ -212,8 +215,8 @@ def _check_each_is_held_once(params: Sequence[ParamSpec], buckets: Sequence[Buck
         name = f"parameter {param} ({params[param].name!r})" if is_known else f"parameter {param}"
         difference, remedy = f"is in {len(places)} slots", "Make the plan from the parameters of this model."
         if is_known and any(piece != piece_of(param, params) for _, piece in places):
-            slots = ", ".join(f"[{piece.first}, {piece.stop}) in bucket {index}" for index, piece in places)
-            difference = f"has elements [0, {params[param].slot_numel}), its slots hold {slots}"
+            parts = ", ".join(f"[{piece.first}, {piece.stop}) in bucket {index}" for index, piece in places)
+            difference = f"has elements [0, {params[param].slot_numel}), its slots hold {parts}"
             remedy = "The pieces of a parameter follow each other without gaps, each in a later bucket."
         raise ConfigError(
             f"a plan must hold each of its {len(params)} parameters exactly once.",

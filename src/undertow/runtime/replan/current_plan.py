@@ -443,7 +443,7 @@ class CurrentPlan:
             if self._call_before is not None:
                 hooks.call_before(self._call_before)
             if follows_observed_order(compiled, self._config):
-                hooks.order = ObservedOrder(hooks.params, self.group)
+                hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
         else:
             hooks.alone = SingleRank(hooks.params, None if before is None else before.alone)
         measure(hooks, compiled, self._config, self._recorder)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.plan import Plan, observed
 from undertow.runtime.comm.group import OwnGroup, Pending
-from undertow.runtime.execute.hooks import ArrivalHooks, is_watched, remove_all, watch_frozen
+from undertow.runtime.execute.hooks import ArrivalHooks, is_watched, watch_frozen
 from undertow.runtime.replan.single_rank import SingleRank, SingleRankProbe
 from undertow.runtime.replan.tuning import Tuning
 from undertow.runtime.torch_private import private
@@ -36,22 +36,23 @@ class Listeners:
 class ObservedOrder:
     """Rank 0's order of arrival: watched for one round, sent to all, and then taken by all."""
 
-    def __init__(self, params: Sequence[Tensor], group: OwnGroup) -> None:
-        self._params = params
-        self._group = group
-        self._seen: list[Tensor] = []
-        self._hooks: list[RemovableHandle] = [private.hook_gradients(param, self._seen.append) for param in params]
+    def __init__(self, arrivals: Arrivals, num_params: int, group: OwnGroup) -> None:
+        self._arrivals, self._num_params, self._group = arrivals, num_params, group
+        self._seen: list[int] | None = []  # None if the watch has ended: then others may use `call_at_each`
         self.sent: Pending[Tensor] | None = None
+        arrivals.call_at_each(self._seen.append)
+        arrivals.reset()  # which counts from the next synchronization on, and this is before the first
 
     def send(self) -> None:
         """Ends the watch and sends what rank 0 has seen; a second call does nothing.
 
         Not waited for: with several models in one backward, another rank may be in another one's turn.
         """
-        if not self._hooks:
+        if self._seen is None:
             return
-        order = torch.tensor(observed(len(self._params), self.close()), dtype=torch.int64)
+        order = torch.tensor(observed(self._num_params, self._seen), dtype=torch.int64)
         # [number of parameters]
+        self.close()
         self.sent = self._group.broadcast(order.to(self._group.device), "the order of rank 0's gradients")
 
     def take(self) -> list[int] | None:
@@ -59,13 +60,11 @@ class ObservedOrder:
         pending, self.sent = self.sent, None
         return None if pending is None else pending.take().tolist()
 
-    def close(self) -> list[int]:
-        """Removes the hooks; returns the parameters whose gradients have arrived, in that order."""
-        remove_all(self._hooks)
-        index_of = {id(param): index for index, param in enumerate(self._params)}
-        order = [index_of[id(param)] for param in self._seen]
-        self._seen.clear()
-        return order
+    def close(self) -> None:
+        """Ends the watch; a second call does nothing."""
+        if self._seen is not None:
+            self._seen = None
+            self._arrivals.call_at_each(None)
 
 
 class ParamHooks:
