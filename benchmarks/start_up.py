@@ -1,4 +1,8 @@
-"""Start-up: importing, wrapping, and the first step, beside torch; fresh processes, for information only."""
+"""Start-up: importing, wrapping, and the first step, beside torch; for information only.
+
+The middle model is wrapped in fresh processes. Models of 1,000 parameters are wrapped by both in turn in one process, a fresh
+model each time.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -20,6 +25,10 @@ _TORCH, _OURS = "torch DDP, default", "Undertow"
 SYSTEMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     _TORCH: lambda model: nn.parallel.DistributedDataParallel(model),
     _OURS: lambda model: DistributedDataParallel(model),
+}
+MANY = {
+    "1,000 tensors": lambda: nn.ParameterList([nn.Parameter(torch.randn(64)) for _ in range(1000)]),
+    "500 layers": lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(500)]),
 }
 _IMPORTS = {
     _TORCH: "import torch.distributed; from torch.nn.parallel import DistributedDataParallel",
@@ -44,6 +53,24 @@ def measure_rank(rank: int, name: str) -> Row:
     return times
 
 
+def measure_many(_rank: int, model: str, num_times: int) -> dict[str, Row]:
+    """By system, milliseconds for wrapping a fresh model the first time in the process, and the median of the others."""
+    found: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+    for _ in range(1 + num_times):
+        for name, system in SYSTEMS.items():
+            module = MANY[model]()
+            dist.barrier()
+            start = time.perf_counter()
+            wrapped = system(module)
+            found[name].append((time.perf_counter() - start) * 1e3)
+            if isinstance(wrapped, DistributedDataParallel):
+                wrapped.close()
+    return {
+        name: {f"{model}, first_ms": round(first, 1), f"{model}, wrap_ms": round(median(rest), 1)}
+        for name, (first, *rest) in found.items()
+    }
+
+
 def measure(is_quick: bool, tell: Tell) -> list[Row]:
     """A row per system: medians over repetitions."""
     num_repetitions = 2 if is_quick else 7
@@ -52,8 +79,10 @@ def measure(is_quick: bool, tell: Tell) -> list[Row]:
         for name in SYSTEMS:
             tell(f"{name}, repetition {repetition + 1} of {num_repetitions}")
             found[name].append({"import_ms": _import_ms(_IMPORTS[name]), **run_ranks(measure_rank, 2, name)})
+    many = [run_ranks(measure_many, 2, model, 4 if is_quick else 20) for model in MANY]
     return [
-        {"system": name, **{key: round(median(row[key] for row in rows), 1) for key in rows[0]}} for name, rows in found.items()
+        {"system": name, **{key: round(median(row[key] for row in rows), 1) for key in rows[0]}, **many[0][name], **many[1][name]}
+        for name, rows in found.items()
     ]
 
 
@@ -66,7 +95,12 @@ def judge(rows: Sequence[Row]) -> list[Figure]:
             unit="ms",
             num_decimals=0,
         )
-        for what, key in (("import, with torch", "import_ms"), ("wrap", "wrap_ms"), ("first step", "step_1_ms"))
+        for what, key in (
+            ("import, with torch", "import_ms"),
+            ("wrap", "wrap_ms"),
+            ("first step", "step_1_ms"),
+            *((f"wrap {model}", f"{model}, wrap_ms") for model in MANY),
+        )
     ]
 
 

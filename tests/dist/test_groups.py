@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import gc
+import os
+import threading
 import time
 import warnings
 import weakref
@@ -38,6 +40,24 @@ from undertow import DistributedDataParallel, ExpertGroup, ShardedOptimizer, Syn
 
 MLP, CONVOLUTIONS = CASES["mlp"], CASES["convolutions"]
 WRAP: dict[str, Callable[..., Any]] = {"DistributedDataParallel": DistributedDataParallel, "attach": attach}
+
+
+def threads() -> set[str]:
+    """Of the system, those of gloo too."""
+    return set(os.listdir("/proc/self/task"))
+
+
+@in_ranks(2, 3, is_fresh=True)
+def test_a_wrapper_starts_few_threads() -> None:
+    """One for each neighbor, one that watches, and those of a gloo group: one for its connections, two for collectives."""
+    gloo = 3
+    for expected in (min(2, dist.get_world_size() - 1) + 1 + gloo, gloo):
+        before = threads()
+        model = DistributedDataParallel(nn.Linear(4, 4))
+        model(noise(2, 4)).sum().backward()
+        while any(thread.name == "undertow-connects" for thread in threading.enumerate()):
+            time.sleep(0.01)  # it has done its work, and is about to end
+        assert len(threads() - before) == expected
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)

@@ -110,9 +110,9 @@ def checked(
     )
     require_settings(config)
     ignored = [*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore)]
-    if caller == "DistributedDataParallel":  # what _set_params_and_buffers_to_ignore_for_model has set
-        known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        ignored += known.intersection(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    marked = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # by _set_params_and_buffers_to_ignore_for_model
+    if marked and caller == "DistributedDataParallel":
+        ignored += {name for name, _ in (*module.named_parameters(), *module.named_buffers())}.intersection(marked)
     params = {name: param for name, param in module.named_parameters() if name not in ignored}
     _check_parameters(module, params, caller)
     if not any(param.requires_grad for param in params.values()):

@@ -54,7 +54,7 @@ class ParamSpec:
                 remedy="Name, dtype and device are texts; whether it is sparse is true or false.",
             )
         sizes = (*self.shape, self.itemsize)
-        is_whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes)
+        is_whole = set(map(type, sizes)) == {int} and min(sizes) >= 0
         if not is_whole or self.itemsize == 0 or self.numel * self.itemsize > MOST:
             raise ConfigError(
                 f"parameter {self.name!r} has an impossible size: shape {brief(self.shape)}, "

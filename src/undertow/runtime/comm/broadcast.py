@@ -99,8 +99,8 @@ def send_in_place(tensors: Iterable[Tensor], group: OwnGroup) -> Callable[[], No
 
 @torch.no_grad()
 def _write(arriving: Iterable[_Values]) -> None:
-    for item, value in chain.from_iterable(arriving):
-        item.tensor.copy_(value)
+    for values in filter(None, arriving):
+        private.copy_each([item.tensor for item, _ in values], [value for _, value in values])
 
 
 def _of_source(items: Sequence[_Item], group: OwnGroup, source: int) -> Iterator[_Values]:

@@ -96,7 +96,8 @@ def spec_of(name: str, tensor: Tensor, *, is_sparse: bool = False) -> ParamSpec:
 
 def strides_of_gradient(param: Tensor) -> tuple[int, ...]:
     """Returns the strides that autograd and optimizers expect of a gradient: the parameter's, such as channels-last."""
-    return torch.empty_like(param, device="meta").stride()
+    # A tensor without gaps gives its strides to a new one like it.
+    return param.stride() if param.is_contiguous() else torch.empty_like(param, device="meta").stride()
 
 
 def _row_shape(tensors: Sequence[Tensor]) -> torch.Size | None:

@@ -23,10 +23,11 @@ def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor
         remedy=f"Write ignore=({_brief(ignore)},)." if isinstance(ignore, str) else "Write ignore=(it,).",
         error=WrongType,
     )
-    places = dict(_named_places(module))  # including places that hold None so far
+    entries = tuple(ignore)  # empty in the usual case, which then looks at nothing
+    places = dict(_named_places(module) if entries else ())  # including places that hold None so far
     # Without the module itself: ignoring all of it is never intended.
-    parts = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
-    chosen = {name for entry in ignore for name in _names_of(entry, places, parts, where)}
+    parts = {name: part for name, part in (module.named_modules(remove_duplicate=False) if entries else ()) if name}
+    chosen = {name for entry in entries for name in _names_of(entry, places, parts, where)}
     tensors = {id(places[name]) for name in chosen if places[name] is not None}
     return tuple(sorted(chosen | {name for name, tensor in places.items() if id(tensor) in tensors}))
 

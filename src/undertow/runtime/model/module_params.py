@@ -153,7 +153,6 @@ class ModuleParams:
         self._wide: torch.dtype | None = None if reduce_dtype is None else getattr(torch, reduce_dtype)
         self.gives_back = self._wide is not None
         self.replaced = Replaced()
-        self._see(module)
         self.common_buffers = CommonBuffers()
         self.common_frozen: list[tuple[str, Tensor]] = []  # as of the last comparison between ranks
 
@@ -183,7 +182,10 @@ class ModuleParams:
     @property
     def device(self) -> torch.device:
         """The device of the first trained parameter, or the CPU if there is none."""
-        return next((param.device for _, param in self.trained_now()), torch.device("cpu"))
+        named_params = self._present_module.named_parameters()  # not `trained_now()`: that makes a list of thousands for one
+        return next(
+            (it.device for name, it in named_params if it.requires_grad and name not in self._ignored), torch.device("cpu")
+        )
 
     def close(self) -> None:
         """Gives gradients the dtype of their parameters again."""
@@ -325,9 +327,16 @@ def sparse_params(module: nn.Module) -> set[int]:
 
 def _description(spec: ParamSpec, tensor: Tensor) -> dict[str, Any]:
     """Returns the properties of a tensor that must be the same on every rank."""
-    axes = [axis for axis, size in enumerate(tensor.shape) if size > 1]
+    axes = [axis for axis, size in enumerate(spec.shape) if size > 1] if tensor.layout is torch.strided else []
     return {
-        **spec.to_dict(),
+        "name": spec.name,
+        "shape": spec.shape,
+        "dtype": spec.dtype,
         "device": tensor.device.type,  # without the index, which may differ
-        "axes in memory": sorted(axes, key=lambda axis: -tensor.stride()[axis]) if tensor.layout is torch.strided else [],
+        "is_sparse": spec.is_sparse,
+        "own_dtype": spec.own_dtype,
+        # In a contiguous tensor they are sorted already.
+        "axes in memory": axes
+        if len(axes) < 2 or tensor.is_contiguous()
+        else sorted(axes, key=lambda axis: -tensor.stride()[axis]),
     }

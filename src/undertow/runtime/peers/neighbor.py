@@ -1,6 +1,6 @@
 """Connections from every rank to its two neighbors, which tell ranks at once when another one is gone.
 
-    rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        each line is a gloo process group of two ranks
+    rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        each line is a gloo process group of two ranks; of two ranks there is one
 
 When a process ends for any reason, the kernel closes its connections and gloo fails the receives posted there. This needs no
 heartbeat, no polling, and no server that could die along with a rank. The store of torch.distributed is used only while the ring
@@ -156,7 +156,7 @@ class Neighbor:
 def make_ring(
     store: Store, key: str, *, rank: int, num_ranks: int, look: Callable[[Sequence[int]], object]
 ) -> list[Neighbor] | None:
-    """Connects `rank` to its two neighbors and returns them, the next one first; every rank of the ring calls it.
+    """Connects `rank` to its neighbors and returns them, the next one first; every rank of the ring calls it.
 
     Returns None on every rank if gloo cannot connect some pair. Calls `look` from time to time with the ranks that have not
     arrived; it may raise. The store is asked for nothing that waits.
@@ -164,23 +164,23 @@ def make_ring(
     meet = partial(_meet, store, rank=rank, num_ranks=num_ranks, look=look)
     meet(f"{key}/at", f"{platform.node()} {os.getpid()}")
     before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
-    host, _, process = store.get(f"{key}/at/{after}").decode().rpartition(" ")
-    others = (after, int(process) if host == platform.node() else None), (before, None)  # by this rank's place in the pair
-    neighbors, within = dict[int, Neighbor](), timedelta(seconds=patience.CONNECT_S)
+    lines = {0} if num_ranks == 2 else {rank, before}  # two ranks are neighbors on both sides, and one line is enough
+    neighbors, within = list[Neighbor](), timedelta(seconds=patience.CONNECT_S)
     with contextlib.ExitStack() as undo:
         with contextlib.suppress(RuntimeError):
             device = private.gloo_device()
             # Each line needs both of its ranks. Adjacent lines have different turns; otherwise all ranks could wait in a circle.
-            for line in sorted((rank, before), key=lambda line: (line == num_ranks - 1, line % 2)):
-                place, were_open = int(line != rank), open_sockets()
-                group = private.pair(store, f"{key}/line/{line}", place, device, within)
-                neighbors[place] = Neighbor(group, place, *others[place], open_sockets() - were_open)
-                undo.callback(neighbors[place].close)
-        store.add(f"{key}/apart", int(len(neighbors) < 2))
+            for line in sorted(lines, key=lambda line: (line == num_ranks - 1, line % 2)):
+                place, other, were_open = (0, after, open_sockets()) if line == rank else (1, before, open_sockets())
+                host, _, process = store.get(f"{key}/at/{other}").decode().rpartition(" ")
+                group, here = private.pair(store, f"{key}/line/{line}", place, device, within), host == platform.node()
+                neighbors.append(Neighbor(group, place, other, int(process) if here else None, open_sockets() - were_open))
+                undo.callback(neighbors[-1].close)
+        store.add(f"{key}/apart", int(len(neighbors) < len(lines)))
         meet(f"{key}/through", "")
         if store.add(f"{key}/apart", 0) == 0:
             undo.pop_all()
-            return [neighbors[0], neighbors[1]]
+            return sorted(neighbors, key=lambda neighbor: neighbor.rank != after)
     return None
 
 

@@ -196,8 +196,7 @@ def pair(store: Any, key: str, place: int, device: Any, timeout: timedelta) -> A
     the other process does not connect within `timeout`.
     """
     options = _c10d.ProcessGroupGloo._Options()
-    options._devices, options._timeout = [device], timeout
-    options._threads = 1  # threads for collectives, which it does not run
+    options._devices, options._timeout, options._threads = [device], timeout, 0  # it runs no collectives
     return _c10d.ProcessGroupGloo(_c10d.PrefixStore(key, store), place, 2, options)
 
 
