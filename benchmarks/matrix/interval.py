@@ -60,7 +60,7 @@ def ratio_of(one: Mapping[str, Any], other: Mapping[str, Any]) -> Ratio:
     if num_turns < LEAST_TURNS:
         return Ratio(value=value, remark=f"{num_turns} turns")
     generator = np.random.default_rng(0)  # the same rows have the same interval
-    if one["runs"] == other["runs"]:
+    if one["runs"] == other["runs"] and (len(one["runs"]) == 1 or len(turns[0]) == len(turns[1])):
         pairs = turns[0][:num_turns] / turns[1][:num_turns]  # a slow system has fewer turns, the first ones
         return Ratio(value=float(np.median(pairs)), interval=_middle(_medians(pairs, generator)))
     ratios = _medians(turns[0], generator) / _medians(turns[1], generator)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from undertow.cli.what_if import FIXED, OPTIMAL, PER_PARAMETER, NetworkOptions, WhatIf, caps_of, require_rank
 from undertow.cost import link_from_text
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, require
 from undertow.profile import profile_from_file
 from undertow.report.comparison import Sweep, print_outcomes, print_sweep, save_curves
 from undertow.report.timeline import checked_writing, make_directory, require_matplotlib, save_timeline
@@ -37,10 +37,12 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
 ) -> None:
     """Prints the requested simulation as a table and draws it. Raises ConfigError for impossible values."""
     require_rank(num_ranks, of="a step has", where=_WHERE)
-    if sweep is not None and sweep not in SWEEPS:
-        raise ConfigError(
-            f"there is no --sweep {sweep!r}.", where=_WHERE, remedy=f"Choose one of: {', '.join(map(repr, SWEEPS))}."
-        )
+    require(
+        sweep is None or sweep in SWEEPS,
+        f"there is no --sweep {sweep!r}.",
+        where=_WHERE,
+        remedy=f"Choose one of: {', '.join(map(repr, SWEEPS))}.",
+    )
     require_matplotlib()
     profile = profile_from_file(file)
     what_if = WhatIf.of(profile, strategy, num_ranks, network, conditions)

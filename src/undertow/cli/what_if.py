@@ -53,8 +53,12 @@ class NetworkOptions:
             ("--node-link", self.node_link, "--link", self.link),
             ("--node-link", self.node_link, "--per-node", self.per_node),
         ):
-            if value is not None and given is None:
-                raise ConfigError(f"{option} says nothing without {needed}.", where="the network", remedy=f"Give {needed} too.")
+            require(
+                value is None or given is not None,
+                f"{option} says nothing without {needed}.",
+                where="the network",
+                remedy=f"Give {needed} too.",
+            )
 
     def network(self, profile: Profile, strategy: Strategy, *, num_ranks: int) -> Network:
         """Returns the network of the options; without a link the profile's network, or one like it over other ranks.

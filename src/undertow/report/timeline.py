@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, require
 from undertow.foreign import printable
 from undertow.trace import Event, Trace, overlap_of
 
@@ -31,12 +31,12 @@ INK, FAINT_INK = "#333333", "#777777"
 
 def require_matplotlib() -> None:
     """Raises ConfigError, naming the package to install, if matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "pictures need matplotlib, which is not installed.",
-            where="undertow.report.timeline",
-            remedy='Install it with: pip install "undertow[cli]"',
-        )
+    require(
+        importlib.util.find_spec("matplotlib") is not None,
+        "pictures need matplotlib, which is not installed.",
+        where="undertow.report.timeline",
+        remedy='Install it with: pip install "undertow[cli]"',
+    )
 
 
 def make_directory(path: Path, *, where: str) -> None:

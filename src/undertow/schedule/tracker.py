@@ -17,22 +17,20 @@ from undertow.errors import ConfigError
 from undertow.schedule.op import COMPUTE, EXTERNAL, Op, OpKind, Schedule
 
 _NO_TRAVERSAL = -2
-_EVERY = 0
 _MOST_REMEMBERED = 1024
-
-_is_full = attrgetter("is_full")
 
 
 class _Bucket:
     """Lists the arrivals of one bucket, and looks at them when it may be full."""
 
-    __slots__ = ("arrivals", "index", "is_full", "looks_at", "num_awaited", "params", "seen")
+    __slots__ = ("arrivals", "index", "is_full", "known", "looks_at", "num_awaited", "num_known", "params", "seen")
 
     def __init__(self, arrivals: Arrivals, index: int, params: Sequence[int]) -> None:
         self.arrivals, self.index, self.params = arrivals, index, params
         self.seen: list[object] = []  # parameters, in the order of their arrivals
-        # How many arrivals it waits for, with expected repeats; from how many on it is looked at.
-        self.num_awaited, self.looks_at, self.is_full = 0, _EVERY, False
+        self.known: Counter[int] = Counter()  # how often each has arrived, by id, as of the last count
+        # How many arrivals are counted; how many it waits for, with expected repeats; from how many on it is looked at.
+        self.num_known, self.num_awaited, self.looks_at, self.is_full = 0, 0, 0, False
 
     def arrive(self, param: object) -> None:
         """The hook of every parameter that is in no other bucket."""
@@ -43,14 +41,17 @@ class _Bucket:
 
     def num_counted(self) -> int:
         """Returns the number of arrivals, without those that were repeated more often than expected."""
-        repeats = self.arrivals.expected_repeats
+        repeats, known, index_of = self.arrivals.expected_repeats, self.known, self.arrivals.index_of
+        known.update(map(id, self.seen[self.num_known :]))
+        self.num_known = len(self.seen)
         if repeats:
-            return sum(min(count, 1 + repeats[index]) for index, count in self.counts().items())
-        return len(set(map(id, self.seen)))
+            return sum(min(count, 1 + repeats[index_of.get(key, -1)]) for key, count in known.items())
+        return len(known)
 
     def counts(self) -> Counter[int]:
-        """Returns how often each parameter has arrived."""
-        return Counter(self.arrivals.index_of[id(param)] for param in self.seen)
+        """Returns how often each parameter has arrived. What a hook of the user's has returned is none."""
+        places = map(self.arrivals.index_of.get, map(id, self.seen))
+        return Counter(index for index in places if index is not None)
 
 
 class _Pieces:
@@ -74,7 +75,8 @@ class Arrivals:
     threads, which wait for one another.
 
     `traversal` distinguishes one backward from another. If it has changed when the first gradient of a bucket arrives, after a
-    reset or `forget_traversal`, `on_traversal(traversal, index)` is called first. Only the runtime uses both.
+    reset or `forget_traversal`, `on_traversal(traversal, index)` is called first. Only the runtime uses both; the defaults, any
+    functions that fit, do nothing.
     """
 
     def __init__(
@@ -116,21 +118,24 @@ class Arrivals:
         """Starts the next synchronization: nothing has arrived."""
         for bucket in self.buckets:
             bucket.seen.clear()
+            bucket.known.clear()
             bucket.num_awaited = len(bucket.params)
             if self.expected_repeats:
                 bucket.num_awaited += sum(self.expected_repeats[index] for index in bucket.params)
-            bucket.is_full, bucket.looks_at = not bucket.params, _EVERY
+            bucket.num_known, bucket.is_full, bucket.looks_at = 0, not bucket.params, 0
 
     def forget_traversal(self) -> None:
         """Makes the next arrival call `on_traversal`, whatever its traversal."""
         self._seen_traversal = _NO_TRAVERSAL
         for bucket in self.buckets:
-            bucket.looks_at = _EVERY
+            bucket.looks_at = 0
 
     def look(self, param: object, buckets: Sequence[_Bucket]) -> None:
         """Called after an arrival that may be the first of a backward or the last of a bucket: of `buckets`, which list it."""
         with self._lock:
-            traversal, index, hooks = self._traversal(), self.index_of[id(param)], self.hooks
+            traversal, index, hooks = self._traversal(), self.index_of.get(id(param)), self.hooks
+            if index is None:
+                return  # a hook of the user's has returned it, which torch is about to refuse
             if traversal != self._seen_traversal:
                 self._seen_traversal = traversal
                 self._on_traversal(traversal, index)
@@ -148,7 +153,7 @@ class Arrivals:
                 if not bucket.is_full and len(bucket.seen) >= bucket.num_awaited == bucket.num_counted():
                     bucket.is_full = True
                     full.append(bucket.index)
-                bucket.looks_at = bucket.num_awaited if self.at_each is None else _EVERY
+                bucket.looks_at = bucket.num_awaited if self.at_each is None else 0
             for number in full:
                 self.on_full(number)
 
@@ -165,12 +170,12 @@ class Arrivals:
     @property
     def arrived(self) -> set[int]:
         """Parameters that have arrived in this synchronization."""
-        return {self.index_of[id(param)] for bucket in self.buckets for param in bucket.seen}
+        return {index for bucket in self.buckets for index in bucket.counts()}
 
     @property
     def absent(self) -> set[int]:
         """Parameters that have not arrived in this synchronization."""
-        return set() if all(map(_is_full, self.buckets)) else set(range(len(self._params))) - self.arrived
+        return set() if all(map(attrgetter("is_full"), self.buckets)) else set(range(len(self._params))) - self.arrived
 
     def missing(self, bucket: int) -> frozenset[int]:
         """Returns the parameters of `bucket` that have not arrived in this synchronization."""

@@ -32,6 +32,7 @@ class ArrivalHooks:
         remove_all(self._hooks)
         for function in {hook.__func__ for hook in self._arrivals.hooks}:
             private.left_alone(function)  # if a backward is compiled with the code around it, so are its hooks
+        # Without parameters before the start.
         self._hooks = [private.hook_gradients(*pair) for pair in zip(self._params, self._arrivals.hooks, strict=False)]
         self._num_hooks_ever = private.num_hooks_ever()
 
@@ -122,7 +123,7 @@ class OutermostEnd:
 
     def __init__(self, on_end: Callable[[], None], on_gone: Callable[[], None]) -> None:
         self.on_end = on_end
-        self._on_gone = on_gone
+        self.on_gone = on_gone
         self._watches: dict[int, weakref.ref[_BackwardEnd]] = {}  # by backward
 
     @property
@@ -134,7 +135,7 @@ class OutermostEnd:
         """Called from a hook that runs in backward `task`; once per task is enough."""
         if task not in self._watches:
             watch = _BackwardEnd(self)
-            self._watches[task] = weakref.ref(watch, lambda _: self._on_gone())
+            self._watches[task] = weakref.ref(watch, lambda _: self.on_gone())
             private.call_after_backward(watch)
 
     def forget(self) -> None:
@@ -156,6 +157,8 @@ class _BackwardEnd:
         if node is None:
             self._outermost.on_end()
             return
+
+        self._outermost.on_gone()  # as it is if that node raises: then no end is to come, though this object may stay
 
         # The task ran inside a node of an outer one: when that node is done, wait for the end of the outer task.
         def climb(*_gradients: Any) -> None:  # holds this object until then

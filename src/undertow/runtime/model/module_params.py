@@ -50,7 +50,7 @@ class _Census:
         self._are_trained = list(map(_is_trained, self._params))
         self._pointers = list(map(Tensor.data_ptr, self._params))
         self._layouts = _layouts(self._params)
-        self._device = self._params[0].device if self._params else None
+        self._kind = [(param.device, param.dtype) for param in self._params[:1]]
 
     def present(self) -> list[Tensor]:
         return [param for param in chain.from_iterable(map(dict.values, self._parameters)) if param is not None]
@@ -72,7 +72,8 @@ class _Census:
             if _layouts(self._params) != self._layouts:
                 return True
             self._pointers = pointers
-        return bool(self._params) and self._params[0].device != self._device
+        # A cast and another one may end at the same place.
+        return [(param.device, param.dtype) for param in self._params[:1]] != self._kind
 
 
 class Replaced:

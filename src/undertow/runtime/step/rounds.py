@@ -206,6 +206,8 @@ class RoundRunner:
             current_plan.apply_changes()
         if current_plan.now.hooks is not self._optimizers.seen:
             self._optimizers.take_over(current_plan.now.hooks)
+        # A hook that user code has registered since the forward may run after Undertow's, once, on the first gradient.
+        is_overtaken = current_plan.now.hooks.arrival_hooks.run_last()
         is_synchronized = kind is not RoundKind.ACCUMULATE
         if is_synchronized:
             if progress.num_rounds == 0:
@@ -231,8 +233,7 @@ class RoundRunner:
             weights=weights,
             is_synchronized=is_synchronized,
         )
-        # A hook that user code has registered since the forward may run after Undertow's, once, on the first gradient.
-        holds_back = now.retiring is not None or now.hooks.arrival_hooks.run_last()
+        holds_back = now.retiring is not None or is_overtaken
         result = RoundResult(this_round)
         # Under some strategies a micro-batch is reduced to shards, and nothing more.
         adds_up_shards = not is_last and compiled.strategy.reduces_micro_batches
