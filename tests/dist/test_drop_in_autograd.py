@@ -16,11 +16,12 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import undertow
 from support.alike import backward_alike, heard, of_all_ranks, require_equal_values, train
+from support.errors import text_of
 from support.models import CASES, mlp, noise
 from support.naive import TIMEOUT_S, naive_mean, require_same, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from support.sharded import parameters, require_equal, training
-from undertow import DistributedDataParallel, SyncConfig, attach, average_gradients, clip_grad_norm_
+from undertow import DistributedDataParallel, PhaseError, SyncConfig, attach, average_gradients, clip_grad_norm_
 
 MLP = CASES["mlp"]
 
@@ -460,3 +461,82 @@ def test_nothing_of_ours_is_compiled_with_what_calls_it(strategy: str, in_backwa
         == []
     )
     require_equal(results(strategy, in_backward=in_backward, run=lambda call: call()), found)
+
+
+class RunsAnotherBackward(torch.autograd.Function):
+    """Its backward runs one that reaches `weight`, and then fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.weight.sum().backward()
+        raise ZeroDivisionError
+
+
+class FailsOnRequest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.also, self.unused = (nn.Parameter(torch.ones(3)) for _ in range(3))
+
+    def forward(self, x: Tensor, *, fails: bool = False) -> Tensor:
+        x = x * self.also
+        return (RunsAnotherBackward.apply(x, self.used) if fails else x * self.used).sum()
+
+
+@in_ranks(2)
+def test_a_backward_after_one_that_failed_around_an_inner_one_is_synchronized() -> None:
+    # The graph of the failed one is still there, and so is what waits for its end.
+    x = torch.full((3,), dist.get_rank() + 1.0)
+    with wrapped(FailsOnRequest()) as ddp:
+        for _ in range(25):  # past the steps that time every gradient
+            ddp.zero_grad()
+            ddp(x).backward()
+        failing, sound = ddp(x, fails=True), ddp(x)
+        with pytest.raises(ZeroDivisionError):
+            failing.backward()
+        ddp.zero_grad()
+        sound.backward()
+        assert [None if param.grad is None else param.grad.tolist() for param in ddp.parameters()] == [[1.5] * 3, [1.5] * 3, None]
+
+
+class InAnotherOrder(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](self[2](x)))
+
+
+def triple(param: Tensor) -> None:
+    param.grad.mul_(3.0)
+
+
+@in_ranks(2)
+def test_a_hook_of_the_users_comes_first_in_the_step_in_which_the_plan_moves() -> None:
+    with wrapped_and_bare(InAnotherOrder(*(nn.Linear(4, 4, bias=False) for _ in range(3))), bucket_cap_mb=1e-5) as (ddp, bare):
+        first_plan = ddp.plan
+        for step in range(3):
+            for each in (ddp, bare):
+                each.zero_grad()
+                loss = each(noise(2, 4) + dist.get_rank() + step).sum()
+                hooks = [param.register_post_accumulate_grad_hook(triple) for param in each.parameters()]
+                loss.backward()
+                for hook in hooks:
+                    hook.remove()
+            naive_mean(bare)
+            require_same_gradients(ddp, bare)
+        assert ddp.plan != first_plan
+
+
+@in_ranks(2)
+def test_compiled_autograd_is_refused() -> None:
+    with wrapped(nn.Linear(3, 2)) as ddp:
+        loss = ddp(torch.ones(1, 3)).sum()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            assert text_of(PhaseError, loss.backward) == (
+                "compiled autograd runs this backward, and would leave gradients out of the mean.\n"
+                "  torch._dynamo.config.compiled_autograd, or torch._dynamo.compiled_autograd\n"
+                "  Turn it off; torch.compile of the model or of the whole step works without it."
+            )

@@ -383,6 +383,25 @@ def test_a_round_may_be_reset_when_its_first_gradient_is_told() -> None:
     assert (arrivals.arrived, arrivals.missing(0)) == ({0}, {1})
 
 
+def test_repeats_before_the_last_gradient_are_counted_once() -> None:
+    # As in a cell under reentrant checkpoints whose embedding comes last: every arrival but the first looks.
+    full: list[int] = []
+    arrivals = Arrivals([(0, 1)], range(2), on_full=full.append)
+    counted, update = [], arrivals.buckets[0].known.update
+    with mock.patch.object(arrivals.buckets[0].known, "update", lambda ids: update(counted.append(it) or it for it in ids)):
+        for _ in range(1000):
+            arrivals.arrive(0)
+        arrivals.arrive(1)
+    assert (full, len(counted)) == ([0], 1001)
+
+
+def test_what_a_hook_of_the_users_returns_is_no_parameter() -> None:
+    arrivals = Arrivals([(0, 1, 2)], range(3), on_full=int)
+    arrivals.hooks[0](object())  # torch passes it on, and then refuses it
+    arrivals.arrive(1)
+    assert (arrivals.arrived, arrivals.absent, arrivals.missing(0)) == ({1}, {0, 2}, {0, 2})
+
+
 def test_all_buckets_are_counted_before_one_of_them_is_told_of() -> None:
     missing: list[frozenset[int]] = []
     arrivals = Arrivals([(0,), (0, 1)], range(2), on_full=lambda _: missing.append(arrivals.missing(1)))
