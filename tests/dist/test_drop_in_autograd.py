@@ -481,7 +481,8 @@ class RunsAnotherBackward(torch.autograd.Function):
 class FailsOnRequest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.also, self.unused = (nn.Parameter(torch.ones(3)) for _ in range(3))
+        self.used, self.also = (nn.Parameter(torch.ones(3)) for _ in range(2))
+        self.unused = nn.ParameterList(torch.ones(3) for _ in range(2))  # so the bucket never looks full
 
     def forward(self, x: Tensor, *, fails: bool = False) -> Tensor:
         x = x * self.also
@@ -501,7 +502,10 @@ def test_a_backward_after_one_that_failed_around_an_inner_one_is_synchronized() 
             failing.backward()
         ddp.zero_grad()
         sound.backward()
-        assert [None if param.grad is None else param.grad.tolist() for param in ddp.parameters()] == [[1.5] * 3, [1.5] * 3, None]
+        assert [None if param.grad is None else param.grad.tolist() for param in ddp.parameters()] == [
+            *[[1.5] * 3] * 2,
+            *[None] * 2,
+        ]
 
 
 class InAnotherOrder(nn.Sequential):
