@@ -39,7 +39,7 @@ TRANSLATED = re.compile(
 # An entry may not grow. It leaves this table when it is within its budget; the table ends empty.
 NOT_YET = {
     "statements": 12_883,
-    "statements of runtime": 6_552,
+    "statements of runtime": 6_551,
 }
 # With one bucket, so that all runs enter the same.
 STEP_BUDGETS = {"ddp": (12, 120), "zero1": (18, 200)}  # files and frames of undertow that a steady step of ten parameters enters

@@ -106,7 +106,10 @@ class Executor:
                 self.ops[op.kind](self, self.buckets[op.bucket or 0])
 
     def let_go(self) -> None:
-        """Frees the buckets before those of the next plan are made, which then take no pages that are new to the process."""
+        """Frees the buckets before those of the next plan are made, which then take no pages that are new to the process.
+
+        If there is no memory for those, this plan is gone too, and so is the training.
+        """
         for bucket in self.buckets:
             bucket.binding.storage.release()
 
