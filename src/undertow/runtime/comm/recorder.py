@@ -107,9 +107,8 @@ class Recorder:
     The `observer` outlives plans: each plan has its own executors, and they all read the observer of the model's recorder.
     """
 
-    in_backward: ClassVar[weakref.WeakSet[Recorder]] = (
-        weakref.WeakSet()
-    )  # of models whose backward has begun, and no synchronization has ended
+    # Of models whose backward has begun, and no synchronization has ended.
+    in_backward: ClassVar[weakref.WeakSet[Recorder]] = weakref.WeakSet()
 
     def __init__(self, group: OwnGroup, *, level: str) -> None:
         self.observer: Observer | None = None
