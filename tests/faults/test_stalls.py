@@ -29,7 +29,7 @@ from undertow import (
 
 pytestmark = pytest.mark.waits
 FIRST = "bucket 0 ('last.bias')"
-FIFTH = "bucket 4 ('norm.weight', 'norm.bias', 'first.bias')"  # those before it have left
+FIFTH = "bucket 4 ('norm.bias', 'norm.weight', 'first.bias')"  # those before it have left
 HEAD = "rank R has waited N s for {bucket}: rank {faulty} has not come."
 REMEDY = "  Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be."
 NEVER_CAME = (
