@@ -42,11 +42,11 @@ class _Bucket:
     def num_counted(self) -> int:
         """Returns the number of arrivals, without those that were repeated more often than expected."""
         repeats, known, index_of = self.arrivals.expected_repeats, self.known, self.arrivals.index_of
+        if not repeats and not known and len(set(map(id, self.seen))) == len(self.seen):
+            return len(self.seen)  # the usual case, and the fastest
         known.update(map(id, self.seen[self.num_known :]))
         self.num_known = len(self.seen)
-        if repeats:
-            return sum(min(count, 1 + repeats[index_of.get(key, -1)]) for key, count in known.items())
-        return len(known)
+        return sum(min(count, 1 + repeats[index_of.get(key, -1)]) for key, count in known.items()) if repeats else len(known)
 
     def counts(self) -> Counter[int]:
         """Returns how often each parameter has arrived. What a hook of the user's has returned is none."""
