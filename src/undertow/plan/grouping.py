@@ -108,7 +108,7 @@ def _take_last_groups(
     """Takes the last groups from the end of `pieces`, as full as their caps allow."""
     groups: list[list[Piece]] = []
     for cap in caps_bytes:
-        # The second: of a parameter whose end is in this group.
+        # `rest` is of a parameter whose end is in this group.
         group, rest, size = list[Piece](), list[Piece](), 0
         while pieces and not rest:
             *rest, last = _cut(pieces[-1], params[pieces[-1].param], num_ranks, cap, taken_bytes=size, at_end=True)

@@ -63,7 +63,7 @@ class Agreement:
         params: Sequence[dict[str, Any]],
         others: Sequence[dict[str, Any]],
     ) -> None:
-        self._text = json.dumps({"settings": settings, "params": list(params), "others": list(others)}).encode()
+        self._text = json.dumps({"settings": settings, "params": list(params), "others": list(others)}, sort_keys=True).encode()
         self._group = group
         mine = torch.frombuffer(bytearray(hashlib.sha256(self._text).digest()), dtype=torch.uint8)
         self._digests = group.all_gather(mine.to(group.device), _COMPARISON)

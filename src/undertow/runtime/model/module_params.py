@@ -330,12 +330,8 @@ def _description(spec: ParamSpec, tensor: Tensor) -> dict[str, Any]:
     """Returns the properties of a tensor that must be the same on every rank."""
     axes = [axis for axis, size in enumerate(spec.shape) if size > 1] if tensor.layout is torch.strided else []
     return {
-        "name": spec.name,
-        "shape": spec.shape,
-        "dtype": spec.dtype,
+        **spec.to_dict(),
         "device": tensor.device.type,  # without the index, which may differ
-        "is_sparse": spec.is_sparse,
-        "own_dtype": spec.own_dtype,
         # In a contiguous tensor they are sorted already.
         "axes in memory": axes
         if len(axes) < 2 or tensor.is_contiguous()

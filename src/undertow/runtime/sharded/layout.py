@@ -160,11 +160,11 @@ class Sharding:
         for slot, values in pieces:
             taken.add(slot.param)
             for part in parts.get(slot.param, ()):
-                start, stop = max(part.start, slot.first), min(part.stop, slot.first + slot.numel)
-                own = slice(start - part.start, max(start, stop) - part.start)
-                self._placeholders[part.param].parts[part.bucket][own] = values[
-                    start - slot.first : max(start, stop) - slot.first
-                ]
+                start = max(part.start, slot.first)
+                stop = max(start, min(part.stop, slot.first + slot.numel))
+                self._placeholders[part.param].parts[part.bucket][start - part.start : stop - part.start].copy_(
+                    values[start - slot.first : stop - slot.first]
+                )
         for index in taken:
             mine, before = self._placeholders[index], self.params[index].grad
             mine.added, mine.is_cleared = getattr(before, "added", None), getattr(before, "is_cleared", False)
