@@ -15,7 +15,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 QUICK := not (slow or waits or alone or root or bench or gpu) or smoke
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test test-all test-torch test-oldest mutants soak bench bench-peers lint format docs clean
+.PHONY: help demo test test-all test-torch test-oldest works-with mutants soak bench bench-peers figures lint format docs clean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,10 @@ test-torch: $(READY) ## Run torch's own tests of its class with ours in its plac
 test-oldest: $(READY) ## Run a short set of tests with the oldest torch and numpy that are supported
 	$(BIN)/python .ci/oldest.py $(ARGS)
 
+works-with: $(READY) ## Run the tests with frameworks, and write docs/integrations/works-with.md from their results
+	$(PYTEST) -n 2 --dist worksteal --junitxml out/frameworks.xml tests/frameworks tests/runner tests/faults/test_nodes.py
+	PYTHONPATH=tests $(BIN)/python -m frameworks out/frameworks.xml
+
 mutants: $(READY) ## Change the source in one place after the other, and tell which tests notice (hours)
 	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
@@ -48,6 +52,9 @@ bench: $(READY) ## Measure everything, the matrix too (hours); make bench ARGS="
 
 bench-peers: $(READY) ## Make the virtual environments of the systems that bench compares with; make bench-peers ARGS="megatron"
 	$(BIN)/python -m benchmarks.matrix.install $(ARGS)
+
+figures: $(READY) ## Write the tables of README and docs/benchmarks.md from recorded results; make figures ARGS="--pictures"
+	$(BIN)/python -m benchmarks figures $(ARGS)
 
 lint: $(READY) ## Check style, types and the layers of the architecture
 	$(BIN)/ruff check

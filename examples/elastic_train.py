@@ -127,11 +127,13 @@ def attempt() -> int:
 def meet() -> None:
     """Makes the default process group.
 
-    torchrun's store outlives its restarts (torch 2.13) and has the addresses of processes that are gone, so that each attempt has
-    names of its own there. Nodes may count attempts differently: on several, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    The store of torchrun's own process outlives restarts (torch 2.13) and has the addresses of processes that are gone, so each
+    attempt uses names of its own there. Nodes may count attempts differently, and would then wait for each other's names for
+    ever: on several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with which every attempt has a new store.
     """
     store, rank, num_ranks = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(f"attempt {attempt()}", store)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(f"attempt {attempt()}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
 
 

@@ -22,7 +22,7 @@ def boxes_of_range(shape: Sequence[int], strides: Sequence[int], start: int, sto
     while start < stop:
         offsets, sizes = [0] * len(shape), list(shape)
         row, rest = math.prod(shape), start
-        for dim in outer_first:  # to the outermost one of which the range begins with whole rows
+        for dim in outer_first:  # to the outermost dimension whose next row lies wholly in the range
             row //= shape[dim]
             offsets[dim], rest = divmod(rest, row)
             if rest == 0 and start + row <= stop:

@@ -10,7 +10,7 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import Any, Literal, Protocol, Self, get_args, get_origin, runtime_checkable
 
-from undertow.errors import ConfigError, WrongType, require, suggestion
+from undertow.errors import ConfigError, WrongType, require, require_known
 from undertow.foreign import as_float, parsed_json
 
 _MAX_SHOWN = 200  # characters of a path
@@ -86,7 +86,7 @@ class SyncConfig:
         bucket_cap_mb: Largest bucket in MiB; None lets the library choose from the size of the
             model. If several sizes are given, they apply to the first buckets one after another;
             the last size holds for all that follow.
-        order: The order in which gradients are expected: "observed" (the order of rank 0's first
+        order: The expected order of gradients: "observed" (the order of rank 0's first
             backward; reverse registration until then), "reverse" (of registration) or
             "largest_first".
         plan: A plan to pin: the path of a file written by `save_plan`, its text, or a `Plan`. It is
@@ -129,8 +129,8 @@ class SyncConfig:
         check_replicas_every: Number of synchronizations between comparisons of a fingerprint of
             every parameter over all ranks; if one differs, every rank raises ReplicaMismatch. None:
             never.
-        stall_warning_s: Seconds of waiting after which a rank has all ranks report who is late, for
-            what, and what it is doing.
+        stall_warning_s: Seconds of waiting after which all ranks report: the late rank, the operation that
+            it is late for, and the code that it runs.
         stall_timeout_s: Seconds of waiting after which the step fails, with StallTimeout on every
             rank. Infinity turns off either limit. Over gloo the step then fails with StallTimeout
             when the timeout of the process group ends, which also cuts a longer stall_timeout_s
@@ -169,7 +169,7 @@ class SyncConfig:
     record: Literal["summary", "full", "off"] = "summary"
 
     def __new__(cls, **settings: Any) -> Self:
-        _require_known(settings, where="SyncConfig")
+        require_known(settings, cls.__dataclass_fields__, "setting", where="SyncConfig")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -238,27 +238,25 @@ class SyncConfig:
         Raises:
             ConfigError: For an unknown name or a value that cannot work.
         """
-        try:
-            data: dict[str, Any] = parsed_json(text)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"these settings are not JSON: {error}.", where=_READ, remedy=_WRITTEN) from error
-        require(isinstance(data, dict), f"settings are a JSON object, got {type(data).__name__}.", where=_READ, remedy=_WRITTEN)
-        _require_known(data, where=_READ)
-        num_groups = len(data["experts"]) if isinstance(data.get("experts"), list) else 0
-        require(
-            num_groups == 0,
-            f"these settings have {num_groups} groups of experts, whose process groups are not in a text.",
-            where=_READ,
-            remedy="Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
-        )
-        return cls(**data)
+        return cls(**settings_of_json(text))
 
 
-def _require_known(names: Iterable[str], *, where: str) -> None:
-    for name in names:
-        if name not in SyncConfig.__dataclass_fields__:
-            remedy = suggestion(name, sorted(SyncConfig.__dataclass_fields__), all_known="Known settings")
-            raise ConfigError(f"setting {name!r} does not exist.", where=where, remedy=remedy)
+def settings_of_json(text: str) -> dict[str, Any]:
+    """Returns the settings by name. Checks only the names. Raises ConfigError like `SyncConfig.from_json`."""
+    try:
+        data: dict[str, Any] = parsed_json(text)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"these settings are not JSON: {error}.", where=_READ, remedy=_WRITTEN) from error
+    require(isinstance(data, dict), f"settings are a JSON object, got {type(data).__name__}.", where=_READ, remedy=_WRITTEN)
+    require_known(data, SyncConfig.__dataclass_fields__, "setting", where=_READ)
+    num_groups = len(data["experts"]) if isinstance(data.get("experts"), list) else 0
+    require(
+        num_groups == 0,
+        f"these settings have {num_groups} groups of experts, whose process groups are not in a text.",
+        where=_READ,
+        remedy="Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
+    )
+    return data
 
 
 def _text_of_plan(plan: object) -> str | None:
@@ -290,7 +288,7 @@ def bytes_from_mib(value: Any, *, name: str) -> float:
         as_float(value) > 0,
         f"{name} must be a positive number of MiB, got {brief(value)}.",
         where="SyncConfig",
-        remedy="Give a size above zero, or leave it out for a planned one.",
+        remedy="Give a number above zero, such as 25, or leave it out for a planned size.",
     )
     return value * 1024 * 1024  # type: ignore[no-any-return]  # a number
 
@@ -316,12 +314,12 @@ def _check_goes_with_experts(config: SyncConfig, group: ExpertGroup) -> None:
         ),
         (
             config.nonfinite == "skip",
-            'nonfinite="skip" does not go with experts: only some ranks would know that a step is to be skipped.',
+            'nonfinite="skip" cannot be used with experts: only some ranks would know that a step is to be skipped.',
             'Use "raise" or "warn".',
         ),
         (
             config.op == "weighted",
-            'op="weighted" does not go with experts: their ranks know only the weights in their group.',
+            'op="weighted" cannot be used with experts: their ranks know only the weights in their group.',
             "Divide the loss by the number of tokens of all ranks, over the number of ranks.",
         ),
         (

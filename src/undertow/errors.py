@@ -5,7 +5,7 @@
     │   └── WrongType (TypeError)     an argument has a type that cannot work
     ├── PlanMismatch                  ranks disagree about parameters, plan or settings
     ├── PhaseError                    a call does not fit the current phase of the step
-    ├── ShardedGradientError          a gradient was used of which each rank has only its shard
+    ├── ShardedGradientError          a gradient was used, and each rank has only its shard
     ├── NonFiniteGradient             a gradient, or the norm of all, is not finite (NaN or Inf)
     ├── ReplicaMismatch               parameters differ between ranks
     ├── CheckpointError               a checkpoint, or a state, cannot be saved or loaded
@@ -14,12 +14,15 @@
     ├── RankLost                      another rank's process is gone, or left while others wait for it
     └── StallTimeout (TimeoutError)   a rank has waited for others longer than the limit
 
-Every message has three parts: what happened, where, and what to do. All are RuntimeErrors, like most of torch's own errors about
-distributed training: code that catches those keeps working.
+Every message has three parts: what happened, where, and what to do. A traceback also names the page to read. All errors are
+RuntimeErrors, like most of torch's own errors about distributed training: code that catches those keeps working.
 """
 
 import difflib
-from collections.abc import Collection
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from undertow.foreign import printable_lines
 
@@ -39,16 +42,22 @@ __all__ = [
     "WrongType",
 ]
 
+_ELSEWHERE = "Give another directory for the pictures: --out DIR."
+
 
 class UndertowError(RuntimeError):
     """Base of all errors of this library; `str()` gives what happened, where, and what to do, one line each.
 
-    Control characters are shown as escapes, because a traceback prints an error as it is.
+    Control characters are shown as escapes, because a traceback prints an error as it is. `page` is the page of the
+    documentation that the traceback names below the message.
     """
+
+    page = "docs/troubleshooting.md"
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
         # One argument only, so that the error survives pickling between processes unchanged.
         super().__init__(printable_lines("\n  ".join(part for part in (what, where, remedy) if part)))
+        self.add_note(f"See {self.page}.")
 
 
 class ConfigError(UndertowError, ValueError):
@@ -62,41 +71,59 @@ class WrongType(ConfigError, TypeError):
 class PlanMismatch(UndertowError):
     """Ranks disagree about parameters, plan or settings; raised on every rank."""
 
+    page = "docs/reliability.md"
+
 
 class PhaseError(UndertowError):
     """A call does not fit the current phase of the step."""
 
 
 class ShardedGradientError(UndertowError):
-    """A gradient was used of which each rank has only its shard."""
+    """A gradient was used, and each rank has only its shard of it."""
+
+    page = "docs/sharded-optimizer.md"
 
 
 class NonFiniteGradient(UndertowError):
     """A gradient, or the norm of all gradients, is not finite (NaN or Inf)."""
 
+    page = "docs/reliability.md"
+
 
 class ReplicaMismatch(UndertowError):
     """Parameters differ between ranks; raised on every rank."""
+
+    page = "docs/reproducibility.md"
 
 
 class CheckpointError(UndertowError):
     """A checkpoint, or the state of an optimizer, cannot be saved or loaded."""
 
+    page = "docs/checkpoints.md"
+
 
 class Desync(UndertowError):
     """Ranks are in different steps, plan generations or modes; raised on every rank."""
+
+    page = "docs/reliability.md"
 
 
 class PeerFailed(UndertowError):
     """Another rank reported an error in this step, or ended with one."""
 
+    page = "docs/reliability.md"
+
 
 class RankLost(UndertowError):
     """Another rank's process is gone, or left while others wait for it; raised on every remaining rank."""
 
+    page = "docs/reliability.md"
+
 
 class StallTimeout(UndertowError, TimeoutError):
     """A rank has waited for others longer than the limit; raised on every rank that has wrapped its model."""
+
+    page = "docs/reliability.md"
 
 
 def require(holds: object, what: str, *, where: str = "", remedy: str = "", error: type[UndertowError] = ConfigError) -> None:
@@ -105,7 +132,33 @@ def require(holds: object, what: str, *, where: str = "", remedy: str = "", erro
         raise error(what, where=where, remedy=remedy)
 
 
-def suggestion(name: object, known: Collection[str], *, all_known: str = "Known") -> str:
-    """Returns the remedy for a name that is not known: the one it resembles, or all."""
+def suggestion(name: object, known: Collection[str], *, all_known: str = "Known", instead: str = "") -> str:
+    """Returns the remedy for a name that is not known: the one it resembles, or `instead`, by default all."""
     close = difflib.get_close_matches(str(name), known, n=1)
-    return f"Did you mean {close[0]!r}?" if close else f"{all_known}: {', '.join(known)}."
+    return f"Did you mean {close[0]!r}?" if close else instead or f"{all_known}: {', '.join(known)}."
+
+
+def require_known(names: Iterable[str], known: Collection[str], kind: str, *, where: str) -> None:
+    """Raises ConfigError for the first name that is not known, with the known name that it resembles."""
+    for name in (name for name in names if name not in known):
+        raise ConfigError(
+            f"{kind} {name!r} does not exist.", where=where, remedy=suggestion(name, sorted(known), all_known=f"Known {kind}s")
+        )
+
+
+def make_directory(path: Path, *, where: str, to: str = "", remedy: str = _ELSEWHERE) -> None:
+    """Creates the directory if it is missing; raises ConfigError if nothing can be written there."""
+    with checked_writing(path, where=where, to=to, remedy=remedy):
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+
+
+@contextmanager
+def checked_writing(path: Path, *, where: str, to: str = "", remedy: str = _ELSEWHERE) -> Iterator[None]:
+    """Raises ConfigError, naming `path` and the reason, instead of an OSError; `to` names it differently."""
+    try:
+        yield
+    except OSError as error:
+        what = f"nothing can be written {to or f'to {str(path)!r}'}: {error.strerror or type(error).__name__}."
+        raise ConfigError(what, where=where, remedy=remedy) from error

@@ -32,6 +32,7 @@ from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.rounds import Phase
 from undertow.runtime.step.sharded_steps import ShardedSteps
 from undertow.runtime.step.siblings import SiblingEngines, all_of
+from undertow.runtime.step.tracing import trace_at_end
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook, cut_graphs
 from undertow.schedule import DDP
@@ -47,7 +48,7 @@ class ModelSync:
 
     experts: tuple[Any, ...] = ()  # one for each group of experts, in the order of the settings
 
-    def __init__(  # noqa: PLR0913  what users choose, and what the caller synchronizes elsewhere
+    def __init__(  # noqa: PLR0913  settings of users, and the parts that the caller synchronizes elsewhere
         self,
         module: nn.Module,
         *,
@@ -91,6 +92,7 @@ class ModelSync:
         )  # a successor has taken the members over
         attached.callback(engine.close)
         attached.callback(_watch_steps(self, engine))
+        attached.callback(trace_at_end(engine, self._config))
         self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this, a dropped model is never freed.
         self._let_go = weakref.finalize(self, _let_go, engine, attached.close, os.getpid())
@@ -408,5 +410,4 @@ def _before_step(
         # Not before a closure, whose backward is still to come.
         engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")
     numbers: NonFinite = engine.checks.numbers
-    judges = steps and numbers.is_on and sync._steps is None
-    return numbers.before_step(optimizer, args, kwargs) if judges else None
+    return numbers.before_step(optimizer, args, kwargs) if steps and numbers.is_on and sync._steps is None else None

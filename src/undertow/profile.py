@@ -5,12 +5,14 @@ Profiles are written by `Profile.save` or by hand: every error names the field o
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from reprlib import repr as brief
+from statistics import median_low
 from typing import Any
 
 from undertow.cost import COLLECTIVES, CostCurve, MeasuredCosts
@@ -24,16 +26,21 @@ from undertow.schedule import strategy_named
 __all__ = ["Profile", "profile_from_file", "profile_from_json"]
 
 FORMAT_FIELD, FORMAT = "undertow_profile", 1  # the first entry of a file, and the version of the format
-_REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
+_REQUIRED = (FORMAT_FIELD, "backward_us", "params")
 _TEXTS = ("name", "strategy")
 _TIMES = ("forward_us", "backward_us", "update_us", "step_us")
-FIELDS = (*_REQUIRED, *_TEXTS, "update_us", "step_us", "num_ranks", "costs", "buckets")
+# Of the run: a rank's computing time per collective and per megabyte of a bucket, the standard deviation of computing times
+# between ranks, and of steps, both relative, and the share of its speed that computation loses to communication.
+EFFECTS = ("launch_us", "copy_us_per_mb", "skew", "spread", "contention")
+FIELDS = (*_REQUIRED, *_TEXTS, "forward_us", "update_us", "step_us", "num_ranks", *EFFECTS, "costs", "buckets")
 _RENAMED = {"costs": "curves", "buckets": "groups"}  # fields of a file with another name in a Profile
 _TABLE_FIELDS = ("name", "shape", "bytes", "dtype", "device", "sparse")
-PARAM_FIELDS = ("name", "ready_us", *_TABLE_FIELDS[1:])
+PARAM_FIELDS = ("name", "ready_us", *_TABLE_FIELDS[1:], "backward_us")  # all parameters have the last one, instead of ready_us
+_LINE = ("alpha_us", "beta_us_per_mb")  # a cost curve that is a line
 _EXPECTED = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
 _REMEDY = "docs/profiles.md has the format and an example."
 _GIVEN_TWICE = object()  # replaces the value of a field that an object has more than once
+_MOST = {"skew": 0.2, "contention": 0.99}  # the largest values that a simulation can use
 _ROUNDING_US = 1.0  # two times of one step may disagree by this much, because each is rounded separately
 
 
@@ -62,10 +69,17 @@ class Profile:
     strategy: str = "ddp"
     groups: tuple[tuple[GroupEntry, ...], ...] | None = None  # the buckets under which it was measured
     step_us: float | None = None  # measured time of the whole step
+    launch_us: float | None = None  # computing time of a rank per collective
+    copy_us_per_mb: float | None = None  # computing time of a rank to fill a bucket
+    skew: float | None = None  # standard deviation of computing times between ranks, relative
+    spread: float | None = None  # standard deviation between steps, relative
+    contention: float | None = None  # share of its speed that computation loses while the network works
+    is_forward_guessed: bool = False  # as half of backward
 
     def __post_init__(self) -> None:
-        for name in _TIMES if self.step_us is not None else _TIMES[:-1]:
-            _checked_us(getattr(self, name), name)
+        for name in (*_TIMES, *EFFECTS):
+            if getattr(self, name) is not None or name in _TIMES[:-1]:
+                _reader_of(name)(getattr(self, name), name)
         require(
             len(self.ready_us) == len(self.params),
             f"ready_us must have a time for each of {len(self.params)} parameters, got {len(self.ready_us)}.",
@@ -94,6 +108,16 @@ class Profile:
             raise ConfigError("buckets, the groups of a profile, do not fit the parameters.", where=reason) from error
 
     @property
+    def is_measured(self) -> bool:
+        """True if its times are of a run of several ranks, so that waiting and contention are part of them."""
+        return self.num_ranks > 1 and bool(self.curves)
+
+    @property
+    def is_of_one_size(self) -> bool:
+        """True if messages of one size were measured, so that the costs of smaller ones are not known."""
+        return not all(curve.is_enough for curve in self.curves.values())
+
+    @property
     def used_us(self) -> tuple[float, ...]:
         """Estimated time at which forward first uses each parameter, in microseconds since forward began.
 
@@ -105,7 +129,7 @@ class Profile:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Indices of the parameters in the order in which they become ready; ties in reverse order of registration."""
+        """Indices of the parameters in the order they become ready; ties in reverse order of registration."""
         return tuple(sorted(range(len(self.params)), key=lambda param: (self.ready_us[param], -param)))
 
     @property
@@ -131,7 +155,7 @@ class Profile:
             "backward_us": _number(self.backward_us),
             "update_us": _number(self.update_us),
             "strategy": self.strategy,
-            "step_us": None if self.step_us is None else _number(self.step_us),
+            **{name: None if getattr(self, name) is None else _number(getattr(self, name)) for name in ("step_us", *EFFECTS)},
         }
         curves = {kind: json.dumps([[*map(_number, point)] for point in curve.points]) for kind, curve in self.curves.items()}
         of_lines = {
@@ -152,6 +176,18 @@ def _checked_us(value: Any, path: str) -> float:
     time_us, remedy = as_float(value), "A millisecond is 1000. NaN and infinity are not times."
     _require(0 <= time_us < math.inf, path, "a number of microseconds, zero or more", value, remedy=remedy)
     return time_us
+
+
+def _checked_share(value: Any, path: str) -> float:
+    """Returns `value` as a share; raises ConfigError unless it is finite, not negative, and not too large."""
+    share, most = as_float(value), _MOST.get(path, math.inf)
+    limit = "zero or more" if math.isinf(most) else f"0 to {most}"
+    _require(0 <= share <= most and share < math.inf, path, f"a share, {limit}", value, remedy="0.05 is 5 %.")
+    return share
+
+
+def _reader_of(name: str) -> Callable[[Any, str], float]:
+    return _checked_share if name in ("skew", "spread", "contention") else _checked_us
 
 
 def _checked_ready_us(value: Any, path: str, *, backward_us: float) -> float:
@@ -186,8 +222,7 @@ def _object_text(entries: Mapping[str, str], indent: str = "") -> str:
 
 
 def _list_text(values: Iterable[Any]) -> str:
-    lines = ",\n".join(f"    {json.dumps(value)}" for value in values)
-    return f"[\n{lines}\n  ]"
+    return "[\n" + ",\n".join(f"    {json.dumps(value)}" for value in values) + "\n  ]"
 
 
 def _number(value: float) -> float:
@@ -263,21 +298,34 @@ def _profile(data: Any) -> Profile:
     fields = _checked_object(data, "", FIELDS, _REQUIRED)
     is_read = fields[FORMAT_FIELD] == FORMAT and not isinstance(fields[FORMAT_FIELD], bool)
     _require(is_read, FORMAT_FIELD, FORMAT, fields[FORMAT_FIELD])
-    rows = _checked(fields["params"], "params", kind=list)
+    rows = _with_ready_times(_checked(fields["params"], "params", kind=list), backward_us=as_float(fields["backward_us"]))
     readers: dict[str, Callable[[Any, str], Any]] = {
         **dict.fromkeys(_TEXTS, partial(_checked, kind=str)),
-        **dict.fromkeys(_TIMES, _checked_us),
+        **{name: _reader_of(name) for name in (*_TIMES, *EFFECTS)},
         "num_ranks": partial(_checked_integer, lowest=1),
         "costs": _curves,
         "buckets": partial(_groups, num_params=len(rows)),
     }
     given = {_RENAMED.get(name, name): read(fields[name], name) for name, read in readers.items() if name in fields}
-    params = tuple(_spec(row, f"params[{index}]", PARAM_FIELDS, ("name", "ready_us")) for index, row in enumerate(rows))
+    params = tuple(_spec(row, f"params[{index}]", PARAM_FIELDS[:-1], ("name", "ready_us")) for index, row in enumerate(rows))
     ready_us = tuple(
         _checked_ready_us(row["ready_us"], f"params[{index}].ready_us", backward_us=given["backward_us"])
         for index, row in enumerate(rows)
     )
-    return Profile(params=params, ready_us=ready_us, **given)
+    guess = {} if "forward_us" in given else {"forward_us": given["backward_us"] / 2, "is_forward_guessed": True}
+    return Profile(params=params, ready_us=ready_us, **given, **guess)
+
+
+def _with_ready_times(rows: list[Any], *, backward_us: float) -> list[Any]:
+    """Returns rows with ready times for rows with the time of each in backward, which runs from the last one to the first."""
+    if not rows or not all(isinstance(row, dict) and "backward_us" in row and "ready_us" not in row for row in rows):
+        return rows
+    indices = range(len(rows))[::-1]
+    ready_us = [*accumulate(_checked_us(rows[index]["backward_us"], f"params[{index}].backward_us") for index in indices)]
+    is_within = not ready_us[-1] > backward_us + _ROUNDING_US  # a time that is not a number is refused elsewhere
+    _require(is_within, "the sum of params[...].backward_us", f"at most backward_us, {brief(backward_us)}", ready_us[-1])
+    timed = [{**rows[index], "ready_us": at} for index, at in zip(indices, ready_us, strict=True)]
+    return [{name: value for name, value in row.items() if name != "backward_us"} for row in reversed(timed)]
 
 
 def _spec(row: Any, path: str, known: Collection[str], required: Collection[str]) -> ParamSpec:
@@ -317,13 +365,20 @@ def _curves(costs: Any, path: str) -> dict[str, CostCurve]:
 
 
 def _curve(points: Any, path: str) -> CostCurve:
+    if isinstance(points, dict):
+        alpha_us, beta_us = (_checked_us(_checked_object(points, path, _LINE, _LINE)[name], f"{path}.{name}") for name in _LINE)
+        points = [[size, alpha_us + beta_us * size / 1e6] for size in (1, 1_000_000, 1_000_000_000)]
+    times: dict[float, list[float]] = defaultdict(list)  # by size: repeated ones count once, at their median
     for index, row in enumerate(_checked(points, path, kind=list)):
         _require(isinstance(row, list) and len(row) == 2, f"{path}[{index}]", "[bytes, microseconds]", row)
         for position, number in enumerate(row):
             is_number = isinstance(number, int | float) and not isinstance(number, bool)
             _require(is_number, f"{path}[{index}][{position}]", "a number", number)
+        times[row[0]].append(row[1])
     try:
-        return CostCurve(points=tuple((size, time) for size, time in points))
+        # A median must not hide an impossible time: the curve refuses it.
+        middles = {size: next((us for us in it if not 0 < us < math.inf), median_low(it)) for size, it in times.items()}
+        return CostCurve(points=tuple(middles.items()))
     except ConfigError as error:
         raise ConfigError(f"{path} is not a cost curve.", where=str(error)) from error
 

@@ -1,41 +1,61 @@
-"""Values that print themselves, and texts from elsewhere prepared for rich: no markup, no emoji."""
+"""Values that print themselves, and texts from elsewhere prepared for rich: no markup, no emoji.
+
+Rich is imported when something is shown: training does not need it.
+"""
 
 import io
 import shutil
 from collections.abc import Iterable, Mapping
-
-from rich.console import Console, Group, RenderableType
-from rich.jupyter import JupyterMixin
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from undertow.foreign import printable
 
+if TYPE_CHECKING:
+    from rich.console import Console, Group, RenderableType
+    from rich.text import Text
 
-class Shown(JupyterMixin):
+_HTML = '<pre style="font-family:monospace;line-height:1.2;white-space:pre">{code}</pre>'
+
+
+class Shown:
     """A value that `print`, `rich.print` and a notebook show as tables or lines."""
 
     __slots__ = ()
 
-    def __rich__(self) -> RenderableType:
+    def __rich__(self) -> "RenderableType":
         raise NotImplementedError
 
     def __str__(self) -> str:
-        file, width = io.StringIO(), max(shutil.get_terminal_size().columns, 120)  # a narrower table would cut names
-        console = Console(file=file, width=width, color_system=None, force_terminal=False, force_jupyter=False)
+        return self._printed().export_text().removesuffix("\n")
+
+    def _repr_html_(self) -> str:
+        return self._printed().export_html(code_format=_HTML, inline_styles=True)
+
+    def _printed(self) -> "Console":
+        from rich.console import Console
+
+        width = max(shutil.get_terminal_size().columns, 80)  # a narrower table would cut names
+        console = Console(file=io.StringIO(), width=width, record=True, force_jupyter=False)
         console.print(self, soft_wrap=True)  # lines stay whole, however wide the terminal is
-        return file.getvalue().removesuffix("\n")
+        return console
 
 
-def cell(text: str) -> Text:
+def cell(text: str) -> "Text":
     """Returns the text for a cell of a table."""
+    from rich.text import Text
+
     return Text(printable(text))
 
 
-def with_experts(parts: Iterable[RenderableType], experts: Mapping[str, Shown]) -> Group:
+def with_experts(parts: "Iterable[RenderableType]", experts: Mapping[str, Shown]) -> "Group":
     """Returns the parts, and below them the values of the groups of experts under their names."""
+    from rich.console import Group
+
     return Group(*parts, *(part for name, it in experts.items() for part in (cell(""), cell(f"Experts {name}:"), it)))
 
 
-def print_line(console: Console, text: str, style: str = "") -> None:
+def print_line(console: "Console", text: str, style: str = "") -> None:
     """Prints the text on one line, however wide the terminal is."""
+    from rich.text import Text
+
     console.print(Text(printable(text), style=style), soft_wrap=True)

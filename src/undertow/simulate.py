@@ -1,6 +1,7 @@
 """Simulates a step: the runtime's schedule and its release of ops, driven by a clock and a cost model."""
 
 import math
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,16 +12,18 @@ from numpy.typing import NDArray
 
 from undertow.cost import Costs
 from undertow.errors import require
-from undertow.plan import GathersBehind, LaneTimes, Plan, in_backward_order
+from undertow.plan import GathersBehind, LaneTimes, Plan, in_backward_order, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import Arrivals, Op, OpKind, Releases, Strategy, lower_data_parallel, lower_in_backward, verify
 from undertow.trace import BucketRecord, StepRecord
 
-__all__ = ["Conditions", "simulate"]
+__all__ = ["DEFAULTS", "IDEAL", "Conditions", "simulate"]
 
 _Times = NDArray[np.float64]  # by rank; one entry if all ranks are equal
 
 _WHERE = "conditions of a simulated step"
+# Values for a profile that nobody measured; docs/fidelity.md has the published rows that they come from.
+DEFAULTS = {"skew": 0.02, "contention": 0.12, "launch_us": 90.0, "copy_us_per_mb": 25.0}
 _MAX_SKEW = 0.2  # the fastest of a million ranks is 4.9 deviations below the mean: it must still take some time
 
 
@@ -28,13 +31,18 @@ _MAX_SKEW = 0.2  # the fastest of a million ranks is 4.9 deviations below the me
 class Conditions:
     """Conditions of a step other than its costs.
 
+    A number that is None is the profile's; if it has none, it is 0 for a profile with measured costs,
+    whose times contain it, and the one in `DEFAULTS` for any other. `IDEAL` has zeros.
+
     Args:
         overlap: False sends every bucket after backward, and waits for gathers before the forward.
         skew: Standard deviation of the ranks' computing times relative to their mean, which is the
-            profile's; 0 to 0.2. Ranks are the quantiles of a normal distribution.
+            profile's; 0 to 0.2. Ranks are the quantiles of a normal distribution. Measured times
+            belong to the slowest rank.
         contention: Share of its speed that computation loses while the communication stream is
             busy; 0 to below 1.
         launch_us: Microseconds of computing time that a rank needs to launch one collective.
+        copy_us_per_mb: Microseconds of computing time that a rank needs to copy a megabyte into a bucket.
         in_backward: True steps and gathers buckets while backward runs; only with a sharded
             optimizer and with overlap.
         gathers_behind: With `in_backward`, the gathers after each bucket's reduction; None lets
@@ -47,9 +55,10 @@ class Conditions:
     """
 
     overlap: bool = True
-    skew: float = 0.0
-    contention: float = 0.0
-    launch_us: float = 0.0
+    skew: float | None = None
+    contention: float | None = None
+    launch_us: float | None = None
+    copy_us_per_mb: float | None = None
     in_backward: bool = False
     gathers_behind: GathersBehind | None = None
     rank: int = 0
@@ -57,29 +66,45 @@ class Conditions:
     def __post_init__(self) -> None:
         impossible = (
             (
-                not 0 <= self.skew <= _MAX_SKEW,
+                not 0 <= (self.skew or 0.0) <= _MAX_SKEW,
                 f"skew must be 0 to {_MAX_SKEW}, got {self.skew}.",
                 "0.05 is a standard deviation of 5 % between ranks.",
             ),
             (
-                not 0 <= self.contention < 1,
+                not 0 <= (self.contention or 0.0) < 1,
                 f"contention must be 0 or more and below 1, got {self.contention}.",
                 "0.1 slows computation by 10 % while the network works.",
             ),
             (
-                not 0 <= self.launch_us < math.inf,
+                not 0 <= (self.launch_us or 0.0) < math.inf,
                 f"launch_us must be 0 or more, got {self.launch_us}.",
                 "Give microseconds per collective.",
             ),
             (
+                not 0 <= (self.copy_us_per_mb or 0.0) < math.inf,
+                f"copy_us_per_mb must be 0 or more, got {self.copy_us_per_mb}.",
+                "Give microseconds per megabyte.",
+            ),
+            (
                 self.in_backward and not self.overlap,
-                "steps in backward lie under backward, and overlap=False lets nothing lie there.",
+                "steps in backward overlap with backward, and overlap=False forbids that.",
                 "Leave one out.",
             ),
             (self.rank < 0, f"rank {self.rank} does not exist.", "Ranks count from 0, the fastest."),
         )
         for is_wrong, what, remedy in impossible:
             require(not is_wrong, what, where=_WHERE, remedy=remedy)
+
+    def of(self, profile: Profile) -> dict[str, float]:
+        """Returns the numbers by name, with the values of `profile` and of `DEFAULTS` for None."""
+        given = {
+            name: (getattr(self, name), getattr(profile, name), 0.0 if profile.is_measured else assumed)
+            for name, assumed in DEFAULTS.items()
+        }
+        return {name: next(value for value in values if value is not None) for name, values in given.items()}
+
+
+IDEAL = Conditions(skew=0.0, contention=0.0, launch_us=0.0, copy_us_per_mb=0.0)
 
 
 def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions | None = None) -> StepRecord:
@@ -94,7 +119,7 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
     Args:
         profile: The computation of a step.
         plan: The buckets, and the number of ranks.
-        strategy: What is sharded.
+        strategy: The strategy of sharding.
         costs: The time of a collective by kind and bytes, such as `costs_for` or a profile
             gives.
         conditions: None is `Conditions()`.
@@ -168,7 +193,7 @@ class _Clocks:
         self._contention = contention
         self._free_us = 0.0  # time from which the lane is free
         # Computation has lost this much to contention by these times; linear in between.
-        self._times_us, self._lost_us = [0.0], [0.0]
+        self._times_us, self._lost_us = array("d", [0.0]), array("d", [0.0])
 
     def compute(self, us: float) -> None:
         """Advances every rank by a computation that takes a mean rank `us` while the lane is idle."""
@@ -190,8 +215,10 @@ class _Clocks:
         start_us = max(self._free_us, float(self.now_us.max()), not_before_us)
         self._free_us = start_us + us
         if us > 0:
-            self._times_us += (start_us, self._free_us)
-            self._lost_us += (self._lost_us[-1], self._lost_us[-1] + self._contention * us)
+            lost_us = self._lost_us[-1]
+            begin = int(start_us == self._times_us[-1] and len(self._times_us) > 1)  # the lane stays busy: the last knot moves on
+            self._times_us[len(self._times_us) - begin :] = array("d", (start_us, self._free_us)[begin:])
+            self._lost_us[len(self._lost_us) - begin :] = array("d", (lost_us, lost_us + self._contention * us)[begin:])
         return self._free_us
 
 
@@ -202,9 +229,10 @@ class _Step:
     """
 
     def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
-        self._profile = profile
+        self._profile = profile = _without_packing(profile)
         self._plan = plan
-        self._conditions = conditions
+        effects = (conditions if plan.num_ranks > 1 else IDEAL).of(profile)
+        self._conditions = replace(conditions, launch_us=effects["launch_us"], copy_us_per_mb=effects["copy_us_per_mb"])
         self._uses = _uses(profile, plan)
         num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets], strategy.gather: _gathered_bytes(plan)}
         self._num_bytes = {kind: sizes for kind, sizes in num_bytes.items() if kind is not None}
@@ -212,7 +240,7 @@ class _Step:
         if conditions.in_backward:
             times = lane_times(profile, plan, costs)
             following = in_backward_order(times) if conditions.gathers_behind is None else conditions.gathers_behind
-            schedule = lower_in_backward(len(plan.buckets), strategy, following)
+            schedule = verify(lower_in_backward(len(plan.buckets), strategy, following), strategy, num_buckets=len(plan.buckets))
             self._cost_us[strategy.reduction] = np.asarray(times.reduce_us)
             self._step_us = times.step_us
         else:
@@ -222,8 +250,8 @@ class _Step:
                 overlap=conditions.overlap,
                 gather_order=[bucket for bucket, _ in self._uses],
             )
-        self._schedule = verify(schedule, strategy, num_buckets=len(plan.buckets))
-        self._clocks = _Clocks(_slowness(plan.num_ranks, conditions.skew), contention=conditions.contention)
+        self._schedule = schedule
+        self._clocks = _Clocks(_slowness(plan.num_ranks, effects["skew"], profile), contention=effects["contention"])
         self._ready_us: dict[int, float] = {}  # by bucket: when it is packed or stepped
         # By bucket, as the recorded rank sees them.
         self._reductions: dict[int, BucketRecord] = {}
@@ -305,6 +333,7 @@ class _Step:
             match op.kind:
                 case OpKind.PACK:
                     self._ready_us[bucket] = self._now_us
+                    self._clocks.compute((self._conditions.copy_us_per_mb or 0.0) * self._plan.buckets[bucket].num_bytes / 1e6)
                 case OpKind.BIND:
                     self._wait(self._reductions, bucket)
                 case OpKind.STEP:  # one bucket after another
@@ -316,11 +345,11 @@ class _Step:
                 case reduction if reduction in self._num_bytes:
                     self._reductions[bucket] = self._send(op)
                 case _:  # the second half of a hybrid reduction, whose cost the first half includes
-                    self._clocks.compute(self._conditions.launch_us)
+                    self._clocks.compute(self._conditions.launch_us or 0.0)
 
     def _send(self, op: Op) -> BucketRecord:
         bucket, launched_us = op.bucket or 0, self._now_us
-        self._clocks.compute(self._conditions.launch_us)
+        self._clocks.compute(self._conditions.launch_us or 0.0)
         return BucketRecord(
             bucket=bucket,
             num_bytes=self._num_bytes[op.kind][bucket],
@@ -350,11 +379,28 @@ def _since(begin_us: float, records: Iterable[BucketRecord]) -> tuple[BucketReco
     )
 
 
-def _slowness(num_ranks: int, skew: float) -> _Times:
-    """Returns how long each rank computes, relative to the mean."""
+def _slowness(num_ranks: int, skew: float, profile: Profile) -> _Times:
+    """Returns how long each rank computes, relative to the profile: of the slowest rank if it is measured, else of the mean."""
     if skew == 0:
         return np.ones(1)
-    return np.asarray([NormalDist(mu=1.0, sigma=skew).inv_cdf((rank + 0.5) / num_ranks) for rank in range(num_ranks)])
+    slowest = NormalDist(sigma=skew).inv_cdf(1 - 0.5 / (profile.num_ranks if profile.is_measured else 1))
+    ranks = NormalDist(mu=1.0 - slowest, sigma=skew)
+    return np.maximum(0.02, [ranks.inv_cdf((rank + 0.5) / num_ranks) for rank in range(num_ranks)])
+
+
+def _without_packing(profile: Profile) -> Profile:
+    """Returns a measured profile without the time for packing and launching its own buckets in backward.
+
+    The last one was launched after backward.
+    """
+    if profile.groups is None or profile.launch_us is None or profile.copy_us_per_mb is None:
+        return profile
+    buckets = plan_from_groups(profile.params, profile.groups, num_ranks=profile.num_ranks).buckets
+    full_us = np.maximum.accumulate([max((profile.ready_us[param] for param in it.params), default=0.0) for it in buckets])
+    packing_us = np.cumsum([0.0, *(profile.launch_us + profile.copy_us_per_mb * it.num_bytes / 1e6 for it in buckets[:-1])])
+    times_us = np.array([*profile.ready_us, profile.backward_us])
+    *ready_us, backward_us = np.maximum(0.0, times_us - packing_us[np.searchsorted(full_us[:-1], times_us)]).tolist()
+    return replace(profile, ready_us=tuple(np.minimum(ready_us, backward_us).tolist()), backward_us=backward_us)
 
 
 def _uses(profile: Profile, plan: Plan) -> list[tuple[int, float]]:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from undertow.errors import require
@@ -14,13 +15,14 @@ from undertow.model_sync import ModelSync
 from undertow.profile import Profile
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.gradients.weights import require_weighted
-from undertow.runtime.replan.planning import explanation_of, measured_profile
+from undertow.runtime.replan.planning import explanation_of, measured_profile, why_fixed
 from undertow.runtime.step.reduction import Reduction, start_reduction, sweep
 from undertow.runtime.step.sharded_steps import (
     full_gradient,
     no_hooks_with_shards,
 )
 from undertow.runtime.step.siblings import all_of
+from undertow.runtime.step.tracing import save_trace
 from undertow.runtime.torch_private import private
 from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation
@@ -57,7 +59,7 @@ class GradientSync(ModelSync):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Context in which backward only accumulates gradients; the next backward outside of it synchronizes their sum."""
+        """Context that makes backward only accumulate gradients; the next backward outside of it synchronizes their sum."""
         if self._is_closed:  # checked before the call, which every micro-batch would pay for
             self._require_open("accumulate()")
         before, self.is_accumulating = self.is_accumulating, True
@@ -182,27 +184,33 @@ class GradientSync(ModelSync):
             raise no_hooks_with_shards()
         require(
             self._engine.earlier is None,
-            'a communication hook divides gradients as it sees fit: it goes neither with op="sum" nor with op="weighted".',
+            'a communication hook divides gradients itself: it cannot be used with op="sum" or op="weighted".',
             where="register_comm_hook(state, hook)",
-            remedy="Leave the hook out, or have it divide by what you want.",
+            remedy="Leave the hook out, or leave op out and let the hook divide.",
         )
         self._engine.use_hook(CommHook(state, hook))
 
     def report(self) -> StepReport:
         """Returns the times of the last steps on this rank; `print` shows them as tables. Never communicates.
 
-        They are those of the dense parameters; `experts` has the reports of the groups of experts.
+        They cover the dense parameters; `experts` has the reports of the groups of experts.
         """
-        engine = self._engine
+        engine, compiled = self._engine, self._engine.current_plan.now.compiled
         is_one_graph = self.num_ranks > 1 and (self._is_compiled or private.is_compiled(self._module)) and not self._cut_bytes()
         report = summarize(
-            engine.recorder.records(generation=engine.current_plan.now.compiled.generation),
+            engine.recorder.records(generation=compiled.generation),
             self.plan,
             rank=self.rank,
             num_skipped=engine.checks.numbers.num_skipped,
             is_one_graph=is_one_graph,
+            plan_since=engine.recorder.changed_at(compiled.generation),
         )
-        return dataclasses.replace(report, experts=self._of_experts(GradientSync.report))
+        return dataclasses.replace(
+            report,
+            num_threads=torch.get_num_threads(),
+            why_fixed=why_fixed(self._config, compiled.reducer),
+            experts=self._of_experts(GradientSync.report),
+        )
 
     def traces(self) -> tuple[Trace, ...]:
         """Returns the traces of the recorded steps that ran under the current plan, oldest first."""
@@ -253,6 +261,27 @@ class GradientSync(ModelSync):
             path: The file to write.
         """
         self.profile().save(path)
+
+    def save_trace(self, path: str | Path, *, steps: int | None = None) -> Path:
+        """Writes the recorded steps of this rank as a trace for Perfetto and HTA; never communicates.
+
+        Beside the measured steps are those that the simulator expects. `undertow trace` merges the
+        traces of all ranks.
+
+        Args:
+            path: A file whose name ends with .json or .json.gz. The rank is added to the name:
+                trace.json.gz becomes trace-rank0.json.gz. Experts have separate files.
+            steps: The last so many steps; None takes all that are recorded.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            PhaseError: If no step is recorded.
+            ConfigError: If the file cannot be written.
+        """
+        paths = [save_trace(it._engine, it._config, path, steps=steps, number=at) for at, it in enumerate(self._parts)]
+        return paths[0]
 
     def save_plan(self, path: str | Path) -> None:
         """Writes the current plan as JSON.

@@ -76,7 +76,7 @@ def environment_with(wheel: Path, *extras: str, at: Path) -> Path:
 def test_the_wheel_has_the_library_and_nothing_else(wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = (ROOT / "src" / "undertow").rglob("*")
-    known = {str(path.relative_to(ROOT / "src")) for path in sources if path.suffix in (".py", ".typed")}
+    known = {str(path.relative_to(ROOT / "src")) for path in sources if path.suffix in (".py", ".typed", ".html")}
     assert packed == known | {"undertow/py.typed"}
 
 

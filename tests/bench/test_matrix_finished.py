@@ -206,7 +206,7 @@ def test_what_shared_a_run_that_failed_is_measured_one_by_one_and_the_cell_says_
     )
     assert ran == [["bare", "ours", "torch-ddp"], ["bare", "ours"], ["bare", "torch-ddp"]]
     why = "bare, ours, torch-ddp: rank 1 ended with exit code 3. its last words"
-    assert f"Measured one by one, for a run that they shared failed: {why}" in markdown({}, [one], pictures={})
+    assert f"Measured one by one, for a run that they shared failed: {why}" in markdown({}, [one])
     assert lines_of({}, [one])[1]["divided"] == [why.replace(". its", ".\nits")]
 
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import fidelity
 from benchmarks.matrix import guard, run
 from benchmarks.matrix.catalog import SYSTEMS
-from benchmarks.matrix.picture import save_pictures
+from benchmarks.matrix.picture import ratios_of, save_picture
 from benchmarks.matrix.rows import rows_of_cell
 from benchmarks.matrix.table import markdown, may_be_lost, validation_rows
 
@@ -160,7 +160,7 @@ SHAPED, EMULATED = cell("ours", ours=ms(100)), {**cell("ours", ours=ms(106)), "k
     ],
 )
 def test_a_document(cells: list[dict[str, Any]], lines: list[str]) -> None:
-    text = markdown({"cpu": "one"}, cells, pictures={})
+    text = markdown({"cpu": "one"}, cells)
     assert [line for line in lines if line not in text] == []
 
 
@@ -173,7 +173,6 @@ def test_a_line_for_each_cell_says_how_far_ours_are_from_the_fastest_peer() -> N
     told = markdown(
         {},
         [cell("bare", "ours", "ours-zero1", "torch-ddp", "fsdp2", **systems), {**cell("bare", "ours", ours=ms(121)), "ranks": 4}],
-        pictures={},
     )
     table = told.partition("## At a glance (but for the first figure, whole steps)")[2].partition("##")[0].strip().splitlines()
     assert table[2:3] == [f"| {PLACE} | 1.100 | 0.80 |  | 122 | ours-zero1 91 | fsdp2 100 | 1.22 (2 turns) | 0.91 (2 turns) |"]
@@ -195,7 +194,7 @@ def test_cells_with_all_peers_are_counted_by_interval_and_without_one_by_the_rat
         one(2, "1gbit", 50, 50, kind="emulated"),
         cell("bare", "ours", "torch-ddp", ours=ms(50), torch_ddp=ms(100)),
     ]
-    lines = markdown({}, cells, pictures={}).splitlines()
+    lines = markdown({}, cells).splitlines()
     counted = (
         "| whole steps, 6 cells | won | level | undecided | lost | no interval: 3% faster, alike, 3% slower |",
         "| our defaults | 1 | 1 | 1 | 1 | 1, 0, 1 |",
@@ -209,29 +208,23 @@ def test_every_note_and_version_is_told_once() -> None:
     cells = [
         {**OURS, "rows": [{**row, "note": note} for row in OURS["rows"]]} for note in ("In one run it failed.", "Slow.", "Slow.")
     ]
-    assert markdown({}, cells, pictures={}).partition("## Notes")[2].strip().splitlines() == [
+    assert markdown({}, cells).partition("## Notes")[2].strip().splitlines() == [
         f"- Undertow, defaults: {note}" for note in ("version 1.", "In one run it failed.", "Slow.")
     ]
 
 
-def test_each_workload_has_a_picture_with_a_panel_for_each_cell_that_has_figures(tmp_path: Path) -> None:
-    one = cell("ours", "fsdp2", ours=ms(121), fsdp2=ms(199))
-    four, other = {**one, "ranks": 4}, {**one, "workload": "gpt2@0.125"}
-    pictures = save_pictures(
-        [one, four, {**one, "workload": "moe", "rows": cell("ours", errors={"ours": KILLED["fsdp2"]})["rows"]}, other], tmp_path
-    )
-    assert {name: path.name for name, path in pictures.items()} == {
-        "replay": "matrix-replay.png",
-        "gpt2@0.125": "matrix-gpt2@0.125.png",
+def test_the_picture_compares_cells_that_have_both_sides(tmp_path: Path) -> None:
+    both = cell("ours", "ours-zero1", "torch-ddp", "fsdp2", ours=ms(119), ours_zero1=ms(89), torch_ddp=ms(149), fsdp2=ms(299))
+    assert ratios_of(both) == {
+        "another system, the fastest": 2.0,
+        "Undertow, fastest mode": pytest.approx(0.6),
+        "Undertow, defaults": pytest.approx(0.8),
     }
-    svg = (tmp_path / "matrix-replay.svg").read_text(encoding="utf-8")
-    assert [svg.count(f"<!-- replay, {ranks} ranks, 1gbit (shaped) -->") for ranks in (2, 4)] == [1, 1]
-    assert (
-        markdown({}, [one, four, other], pictures=pictures).count(
-            "![replay: milliseconds per step of every system, a panel per cell](matrix-replay.png)"
-        )
-        == 1
-    )
+    alone = cell("ours", ours=ms(119))
+    assert (ratios_of(alone), save_picture([alone], tmp_path), [*tmp_path.iterdir()]) == ({}, None, [])
+    picture = save_picture([both, {**alone, "ranks": 4}], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["matrix-dark.png", "matrix.png"]
+    assert markdown({}, [both], picture=picture).count("multiples of torch DDP's](matrix.png)") == 1
 
 
 def test_ratios_of_a_cell() -> None:
@@ -339,8 +332,8 @@ def test_what_the_matrix_writes_is_what_is_simulated(tmp_path: Path) -> None:
     assert fidelity.main(["--out", str(tmp_path)]) == 0
     table = (tmp_path / "fidelity.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in table if line.startswith("| replay")] == [
-        "| replay, 2 ranks, 1gbit (shaped) | ours | 121.0 | 120.0 | -0.8% |",
-        "| replay, 2 ranks, 5gbit (shaped) | ours | 121.0 | 120.0 | -0.8% |",
+        "| replay, 2 ranks, 1gbit (shaped) | ours | 121.0 | 120.0 | 119.9 to 130.8 | -0.8% |",
+        "| replay, 2 ranks, 5gbit (shaped) | ours | 121.0 | 120.0 | 119.9 to 130.8 | -0.8% |",
     ]
 
 

@@ -514,7 +514,7 @@ def test_a_sharded_optimizer_that_is_left_behind_raises(name: str) -> None:
         change(model.module)
         step_of(model)
         assert text_of(PhaseError, optimizer.step) == (
-            "this optimizer updates parameters that the model has no more, and not those that came in their place.\n"
+            "this optimizer updates parameters that the model no longer has, and not their replacements.\n"
             f"  ShardedOptimizer, parameter {which}\n"
             "  Make the optimizer after the change, or give it the new parameters by add_param_group()."
         )

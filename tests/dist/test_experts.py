@@ -302,7 +302,7 @@ REFUSED = {
     "no match": NO_MATCH.format("c.*"),
     "two groups": "parameter 'a.weight' is in several groups of experts.\n"
     "  it matches 'a.*' and '*.weight'\n"
-    "  Write patterns of which each parameter matches one.",
+    "  Write patterns so that no parameter matches two of them.",
     "ignored": NO_MATCH.format("a.*"),
     "no group": "process_group must be a torch.distributed.ProcessGroup, got NoneType.\n"
     "  ExpertGroup(match='a.*')\n"
@@ -313,7 +313,7 @@ REFUSED = {
     "strangers": "experts are on ranks that do not train this model: {strangers}.\n"
     "  ExpertGroup(match='a.*'), the model is on ranks {own}\n"
     "  Give a group of ranks of the model.",
-    "weighted": 'op="weighted" does not go with experts: their ranks know only the weights in their group.\n'
+    "weighted": 'op="weighted" cannot be used with experts: their ranks know only the weights in their group.\n'
     "  SyncConfig, ExpertGroup(match='a.*')\n"
     "  Divide the loss by the number of tokens of all ranks, over the number of ranks.",
     "optimizer": "this model has experts, whose parameters and optimizer state are sharded over other ranks than the dense "
@@ -323,10 +323,10 @@ REFUSED = {
     "other group": "the ranks of a model with experts cannot change.\n"
     "  _update_process_group\n"
     "  Close the wrapper, and wrap the model anew.",
-    "join": "a rank that has run out of data cannot leave a model with experts: tokens of others need those that it holds.\n"
+    "join": "a rank without data cannot leave a model with experts: tokens of other ranks need the experts that it holds.\n"
     "  join\n"
-    "  Give every rank as many batches.",
-    "checkpoint": "this model has experts: ranks have other tensors under the same names, and a checkpoint has one of each.\n"
+    "  Give every rank the same number of batches.",
+    "checkpoint": "this model has experts: ranks have different tensors under one name, and a checkpoint stores one per name.\n"
     "  save_checkpoint, load_checkpoint\n"
     "  Save model.state_dict() and optimizer.full_state_dict() on each rank, in separate files.",
 }
@@ -419,7 +419,7 @@ def test_clipping_goes_without_experts_as_well() -> None:
                 wanted = optimizer.clip_grad_norm_(1e9)
             assert torch.equal(clip_grad_norm_(ddp, 1e9), wanted)
             assert "norm_type must be above zero" in text_of(ConfigError, lambda ddp=ddp: clip_grad_norm_(ddp, 1.0, 0.0))
-    assert "target must be what attach()" in text_of(WrongType, lambda: clip_grad_norm_(model, 1.0))
+    assert "target must be the result of attach()" in text_of(WrongType, lambda: clip_grad_norm_(model, 1.0))
 
 
 @in_ranks(4)
@@ -428,7 +428,7 @@ def test_clipping_what_is_not_synchronized_is_an_error() -> None:
         with ddp.no_sync():
             loss(ddp, 0).backward()
         assert text_of(PhaseError, lambda: clip_grad_norm_(ddp, 1.0)) == (
-            "gradients were accumulated and are not synchronized: each rank would find another norm.\n"
+            "gradients were accumulated and are not synchronized: each rank would compute a different norm.\n"
             f"  clip_grad_norm_, rank {dist.get_rank()}\n"
             "  Run the last backward of a step outside of accumulate() and no_sync()."
         )

@@ -30,10 +30,11 @@ from support.mutations import mutate_checkpoint, mutated_bytes, mutated_json
 from support.ranks import in_ranks
 from undertow import CheckpointError, SyncConfig, load_checkpoint, save_checkpoint
 from undertow.cli.plan import show_plan
-from undertow.cli.what_if import NetworkOptions
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Piece, Plan, plan_from_groups
 from undertow.profile import Profile, profile_from_json
+from undertow.report.what_if import NetworkOptions
+from undertow.simulate import Conditions
 
 _ACTS = (
     *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod", "shutil."),
@@ -154,7 +155,8 @@ def shown(text: str, folder: Path) -> None:
     """As `undertow plan` shows it."""
     path = folder / "model.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape" if "\udcff" in text else "surrogatepass"))
-    options = {"strategy": None, "num_ranks": None, "bucket_cap_mb": None, "has_overlap": True, "is_accumulation": False}
+    flags = {"is_json": False, "is_accumulation": False, "has_schedule": False}
+    options = {"strategy": None, "num_ranks": None, "bucket_cap_mb": None, "conditions": Conditions(), **flags}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), watch().only_reading(folder):
         show_plan(path, **options, network=NetworkOptions())

@@ -144,7 +144,7 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     assert text_of(ConfigError, bucket.prepare) == (
         "gradient 0 of bucket 0 is missing: its .grad is None.\n"
         "  a tensor of shape (2,)\n"
-        "  Run backward first, and leave tensors out that get no gradient."
+        "  Run backward first, and leave out tensors that get no gradient."
     )
     assert text_of(PhaseError, bucket.reduce_async) == NOTHING_NEW
     assert text_of(PhaseError, bucket.copy_back) == (
@@ -423,7 +423,7 @@ def test_shapes_that_differ_between_ranks_are_an_error_on_every_rank(
     gradients = [torch.zeros(shape) for shape in (others if dist.get_rank() else first)]
     what, where, remedy = text_of(PlanMismatch, lambda: average_gradients(gradients)).splitlines()
     assert average_gradients([torch.ones(2)])[0].tolist() == [1.0, 1.0]  # nothing is left over from before
-    assert what == "ranks gave gradients of other shapes or dtypes."
+    assert what == "ranks gave gradients of different shapes or dtypes."
     before, _, fingerprint = where.rpartition(" ")
     assert (before, len(set(of_all_ranks(fingerprint))), remedy) == (
         f"  rank {dist.get_rank()}: fingerprint",
@@ -434,16 +434,16 @@ def test_shapes_that_differ_between_ranks_are_an_error_on_every_rank(
 
 PARAM = torch.zeros(2, requires_grad=True)
 ORDER = "Pass the parameters that torch.autograd.grad was given, in the same order."
-ENTRY = "Pass what torch.autograd.grad returned, and what it was asked for."
-LIST = "Pass the tuple that torch.autograd.grad returned, and a tuple or list of what it was asked for."
+ENTRY = "Pass the gradients that torch.autograd.grad returned, and the parameters that you gave it."
+LIST = "Pass the tuple that torch.autograd.grad returned, and a tuple or list of the parameters that you gave it."
 UNLIKE = "gradient 0 must be like its parameter, (2,) torch.float32 on cpu, got"
 
 NOT_AVERAGED: list[tuple[type[Exception], tuple[Any, ...], str, str]] = [
     (
         ConfigError,
         ([torch.zeros(2), None],),
-        "gradient 1 is None, and nothing says how large it would be.",
-        "Pass parameters too, those that torch.autograd.grad was given.",
+        "gradient 1 is None, and its size is unknown.",
+        "Pass parameters too: the same ones that you gave to torch.autograd.grad.",
     ),
     (ConfigError, ([None], [PARAM, PARAM]), "there are 1 gradients and 2 parameters.", ORDER),
     (WrongType, ([torch.zeros(2), 3.0],), "gradient 1 must be a tensor or None, got float.", ENTRY),
@@ -470,5 +470,5 @@ def test_a_call_inside_a_backward_is_refused() -> None:
     x.register_hook(lambda gradient: average_gradients([gradient])[0])
     assert text_of(PhaseError, x.sum().backward) == (
         f"average_gradients() was called inside a backward.\n  {WHERE}\n"
-        "  Call it on what torch.autograd.grad has returned; there ranks may come in different orders."
+        "  Call it after torch.autograd.grad has returned: during a backward, ranks may run in different orders."
     )

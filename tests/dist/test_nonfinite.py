@@ -36,8 +36,8 @@ from undertow.schedule import OpKind
 
 EACH_ALONE, ALL_IN_ONE = 1e-6, 25.0  # MiB
 BAD_STEP = 2
-REMEDY = '  No rank has taken the step. Look for what has overflowed there, or set nonfinite="skip".'
-PARTLY = "  Other buckets are updated already: start from a checkpoint, and look for what has overflowed there."
+REMEDY = '  No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
+PARTLY = "  Other buckets are updated already: start from a checkpoint, and look for the overflow there."
 WHAT = "the gradient of '{}' is not finite (NaN or Inf) on {}."
 STRATEGIES = ["ddp", "zero1", "zero2"]
 
@@ -225,7 +225,7 @@ def test_a_plain_step_with_a_closure_cannot_be_skipped(way: str) -> None:
     with wrapped(Layers(), nonfinite="skip") as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         assert text_of(PhaseError, lambda: STEPS[way](optimizer, lambda: backward(ddp, 0))) == (
-            'nonfinite="skip" does not go with step(closure): the step has begun when the closure brings gradients.\n'
+            'nonfinite="skip" cannot be used with step(closure): the step has begun when the closure computes gradients.\n'
             f"  SGD, rank {dist.get_rank()}\n"
             '  Call the closure before step(), or use nonfinite="raise".'
         )
@@ -258,7 +258,8 @@ def test_a_sharded_step_with_a_closure_is_skipped() -> None:
 def test_a_step_in_backward_cannot_be_skipped() -> None:
     with wrapped(Layers(), nonfinite="skip") as ddp:
         assert text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1, in_backward=True)) == (
-            'nonfinite="skip" does not go with in_backward=True: buckets are updated before the last one is known to be finite.\n'
+            'nonfinite="skip" cannot be used with in_backward=True: buckets are updated before the last one is known to be '
+            "finite.\n"
             "  ShardedOptimizer\n"
             '  Leave in_backward=True out, or use nonfinite="raise".'
         )
@@ -411,7 +412,7 @@ def test_optimizers_in_backward_are_skipped() -> None:
 
 EXPERTS_RAISE = """the gradient of 'experts.0.bias' is not finite (NaN or Inf) on rank 3.
   synchronization {step}
-  Ranks with other experts take the step: start from a checkpoint, and look for what has overflowed there."""
+  Ranks with other experts take the step: start from a checkpoint, and look for the overflow there."""
 
 
 @in_ranks(4, is_fresh=True)

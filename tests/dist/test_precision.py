@@ -304,9 +304,9 @@ def test_torchs_mixed_precision_says_what_travels(mixed: dict[str, torch.dtype],
             assert ddp.module.weight.grad.tolist() == [[1.0, 1.0]] * 2
         else:
             assert text_of(ConfigError, lambda: ddp.register_comm_hook(None, bf16_compress_hook)) == (
-                f"a communication hook decides in which dtype gradients travel, and they are to travel in torch.{wire}.\n"
+                f"a communication hook chooses the dtype of sent gradients, and the settings ask for torch.{wire}.\n"
                 "  register_comm_hook, with wire_dtype=... or mixed_precision=...\n"
-                "  Leave wire_dtype out; with mixed_precision let reduce_dtype=torch.float32 say that they travel as they are."
+                "  Leave wire_dtype out; with mixed_precision, give it reduce_dtype=torch.float32."
             )
 
 
@@ -360,7 +360,7 @@ def test_mixed_precision_refuses_to_compute_again(use_reentrant: bool) -> None:
         average(x).sum().backward()
         for model in (ddp, other):
             assert text_of(PhaseError, lambda model=model: model(x).sum().backward()) == (
-                "Linear computes again in a backward, where its parameters are not narrow any more.\n"
+                "Linear runs its forward again during backward, when its parameters have their own dtype again.\n"
                 "  DistributedDataParallel(mixed_precision=...), with activation checkpoints\n"
                 "  Use torch.autocast around the forward instead of mixed_precision, or leave checkpoints out."
             )

@@ -100,7 +100,7 @@ LACKING = (
 )
 ZERO = (
     "the weights of all ranks add up to 0, and gradients cannot be divided by that.\n  {where}\n"
-    "  Leave out a step in which no rank has anything to learn from."
+    "  Leave out a step if no rank has data for it."
 )
 # Whether buckets are stepped in backward, how many are sound, the weights of the next one, and its error.
 UNSOUND: dict[str, tuple[bool, int, Any, str]] = {
@@ -169,7 +169,7 @@ def test_a_weight_behind_its_backward_is_an_error_when_the_optimizer_steps() -> 
         loss_of(ddp).backward()
         ddp.loss_weight(3)
         assert text_of(PhaseError, optimizer.step) == (
-            "loss_weight(3) was given, and no backward has come before the optimizer steps.\n"
+            "loss_weight(3) was called, and no backward ran before the optimizer step.\n"
             f"  SGD.step, rank {dist.get_rank()}\n"
             "  Call loss_weight(n) before the backward of the loss that is a sum over n, not after it."
         )
@@ -199,7 +199,7 @@ def test_weights_are_not_handed_on_to_another_group_or_wrapper(is_accumulated: b
             assert text_of(ConfigError, hand_on) == (
                 "weights were given for gradients that are not synchronized yet.\n"
                 f"  another process group, or another wrapper; rank {dist.get_rank()}\n"
-                "  Synchronize what is accumulated first: a backward outside of accumulate(), or reduce_gradients_async()."
+                "  Synchronize accumulated gradients first: run backward outside of accumulate(), or reduce_gradients_async()."
             )
         loss_of(ddp).backward()  # with all of the weight
         ddp._update_process_group(group)
@@ -232,9 +232,9 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [  # the op, what is refu
             lambda ddp: ddp.register_comm_hook(None, allreduce_hook),
             ConfigError,
             (
-                'a communication hook divides gradients as it sees fit: it goes neither with op="sum" nor with op="weighted".\n'
+                'a communication hook divides gradients itself: it cannot be used with op="sum" or op="weighted".\n'
                 "  register_comm_hook(state, hook)\n"
-                "  Leave the hook out, or have it divide by what you want."
+                "  Leave the hook out, or leave op out and let the hook divide."
             ),
         )
         for op in ("sum", "weighted")
@@ -403,7 +403,7 @@ def test_an_op_that_cannot_be_right_is_refused_on_every_rank() -> None:
         assert text_of(ConfigError, lambda: ddp.reduce_gradients_async("sum")) == (
             "with a communication hook it is the hook that divides gradients.\n"
             "  reduce_gradients_async(op)\n"
-            "  Leave op out, and have the hook do what you want."
+            "  Leave op out, and let the hook divide."
         )
     with stepped(2) as (ddp, _opt):
         accumulate(ddp)
@@ -572,9 +572,10 @@ def test_join_can_be_switched_off() -> None:
 
 
 NOT_WITH_SHARDS = (
-    "join() does not go with a ShardedOptimizer: each step needs all shards, and a rank without data does not step.\n"
+    "join() cannot be used with a ShardedOptimizer: each step needs all shards, and a rank without data does not step.\n"
     "  join\n"
-    "  Give every rank as many batches: drop_last=True of a DataLoader, or a sampler that pads, as DistributedSampler does."
+    "  Give every rank the same number of batches: drop_last=True of a DataLoader, or a sampler that pads, as "
+    "DistributedSampler does."
 )
 
 

@@ -243,12 +243,26 @@ def test_all_ways_agree_and_the_pictures_are_there(num_ranks: int, strategy: str
     settings = DemoSettings(num_ranks=num_ranks, link="none", num_steps=1, out=tmp_path, strategy=strategy)
     code, text = run_and_read(settings)
     assert verdict in text
-    assert (code, {path.name for path in tmp_path.iterdir()}) == (0, {"demo.png", *(f"demo-{way}.png" for way in settings.ways)})
+    names = ["demo", *(f"demo-{way}" for way in settings.ways)]
+    assert code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}{theme}.png" for name in names for theme in ("", "-dark")}
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith(" yes")]
     assert (len(rows), len({row[-2] for row in rows})) == (len(settings.ways), 1)  # and one loss
+    # The bars were printed with the figures of the table, whose first one is that of a step. The table begins with the slowest.
+    bars = sorted(re.findall(r"(\d+\.\d) ms/step", text), key=float, reverse=True)
+    assert bars == [re.search(r" (\d+\.\d) ", f" {' '.join(row)}")[1] for row in rows]
     if strategy != "ddp" and num_ranks > 1:
         num_ops = int(rows[-1][-3])
         assert (num_ops > 2, num_ops % 2) == (True, 0)  # each bucket is reduced and gathered
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_spinner_turns_on_a_terminal_until_the_ranks_have_started(is_terminal: bool, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=is_terminal, legacy_windows=False)
+    with demo_ranks(fail_in_rank_1):
+        run_demo(DemoSettings(out=tmp_path), console)
+    assert ("Starting 2 ranks" in console.file.getvalue()) == is_terminal
 
 
 def fail_in_rank_1(rank: int, *arguments: object) -> None:

@@ -1,6 +1,7 @@
 """An optimizer that exists already continues in shards with the bits of the plain one, or is refused by name."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from support.errors import text_of
 from support.inside import num_state_elements
@@ -79,13 +81,89 @@ def test_its_groups_are_those_of_the_plain_one_and_its_state_is_moved() -> None:
         groups, state = [dict(group) for group in plain.param_groups], plain.state_dict()
         opt = shard_optimizer(plain, ddp, state_dict="sharded")
         assert (opt.optimizer_class, opt.param_groups, opt.defaults) == (torch.optim.AdamW, groups, plain.defaults)
-        assert all(mine is not given for mine, given in zip(opt.param_groups, plain.param_groups, strict=True))
+        assert opt.param_groups is plain.param_groups  # a scheduler that was left out acts on the result
         assert not plain.state
         require_equal(flat(state), flat(opt.full_state_dict()))
         one_step(ddp, opt, 1)
         assert num_state_elements(opt) < 1.3 * sum(param.numel() for param in ddp.parameters())  # it was twice as many
         MLP.loss(ddp, 2).backward()
         assert "AdamW steps on parameters that a ShardedOptimizer updates" in text_of(PhaseError, plain.step)
+
+
+def in_turn_and_together(opt: Any) -> Any:
+    turns = [lr_scheduler.LinearLR(opt, 0.1, total_iters=2), lr_scheduler.ExponentialLR(opt, 0.9)]
+    return lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(opt, 2), lr_scheduler.SequentialLR(opt, turns, milestones=[2])])
+
+
+def on_a_plateau(opt: Any) -> Any:
+    schedule = lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0)
+    schedule.step = functools.partial(schedule.step, 1.0)  # the metric stays the same
+    return schedule
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step)),
+    "ChainedScheduler of SequentialLR": in_turn_and_together,
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=9),
+    "CyclicLR": lambda opt: lr_scheduler.CyclicLR(opt, 0.01, 0.1, step_size_up=2),
+    "ReduceLROnPlateau": on_a_plateau,
+}
+
+
+def scheduled(make: Callable[[Any], Any], num_plain: int, *, shards: bool, reloads: bool) -> tuple[list[Any], dict[str, Tensor]]:
+    """The settings of each of six steps, and the parameters; the schedule exists before the optimizer is taken over."""
+    settings = []
+    with wrapped() as ddp:
+        opt = made(ddp)
+        schedule = make(opt)
+        for step in range(6):
+            if shards and step == num_plain:
+                opt = shard_optimizer(opt, ddp, schedulers=[schedule])
+                assert schedule.optimizer is opt
+            one_step(ddp, opt, step)
+            schedule.step()
+            settings.append([{key: it for key, it in group.items() if "params" not in key} for group in opt.param_groups])
+            if reloads and step == 3:
+                schedule.load_state_dict(schedule.state_dict())
+        return settings, parameters(ddp)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("num_plain", [0, 2])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedulers_of_the_plain_one_continue(name: str, num_plain: int) -> None:
+    """torch warns if a scheduler steps before its optimizer, and warnings are errors here."""
+    wanted, found = (
+        scheduled(SCHEDULES[name], num_plain, shards=it, reloads=it and "Lambda" not in name) for it in (False, True)
+    )
+    assert wanted[0] == found[0]
+    require_equal(wanted[1], found[1])
+
+
+@in_ranks(2)
+def test_it_is_taken_over_between_its_step_and_its_schedulers() -> None:
+    with wrapped() as ddp:
+        plain = made(ddp)
+        schedule = lr_scheduler.StepLR(plain, 1, gamma=0.5)
+        one_step(ddp, plain)
+        left_out, rates = lr_scheduler.ExponentialLR(plain, 0.5), [group["lr"] for group in plain.param_groups]
+        opt = shard_optimizer(plain, ddp, schedulers=[schedule])
+        schedule.step()
+        assert [group["lr"] for group in opt.param_groups] == [rate / 2 for rate in rates]
+        left_out.step()
+        assert [group["lr"] for group in opt.param_groups] == [rate / 4 for rate in rates]
+        assert "AdamW steps on parameters that a ShardedOptimizer updates" in text_of(PhaseError, plain.step)
+
+
+@in_ranks(2)
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    with wrapped() as ddp:
+        schedule = lr_scheduler.StepLR(other := made(ddp), 1)
+        given = made(ddp)
+        text = text_of(ConfigError, lambda: shard_optimizer(given, ddp, schedulers=[schedule]))
+        assert text.startswith("AdamW cannot be taken over: StepLR is not a scheduler of it.")
+        assert "as schedulers=[...]" in text
+        assert schedule.optimizer is other
 
 
 class Named(torch.optim.AdamW):
@@ -137,7 +215,8 @@ def changed(change: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 DIFFERS = "SGD cannot be taken over: a new one differs in "
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a scheduler": (changed(lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1)), f"{DIFFERS}step"),
+    "a scheduler": (changed(lambda opt: lr_scheduler.StepLR(opt, 1)), "SGD cannot be taken over: it has a scheduler that is not"),
+    "a step of its own": (changed(lambda opt: setattr(opt, "step", lambda: None)), f"{DIFFERS}step."),
     "a hook": (changed(lambda opt: opt.register_step_pre_hook(lambda *_: None)), f"{DIFFERS}_optimizer_step_pre_hooks."),
     "an attribute": (changed(lambda opt: setattr(opt, "num_steps", 3)), f"{DIFFERS}num_steps."),
     "a setting": (lambda ddp: Named(ddp.parameters(), name="mine"), "Named cannot be taken over: a new one differs in name."),

@@ -269,7 +269,14 @@ NOT_MADE: dict[str, tuple[type[Exception], str, Any]] = {
         lambda it: (getattr(torch.optim, "Muon", type("Muon", (SGD,), {})), it, [it.module[0].weight]),
     ),
     "a norm": (ConfigError, "Coupled cannot be sharded: it updates parts", lambda it: (Coupled, it)),
-    "a bare module": (WrongType, "target must be what attach", lambda _: (SGD, nn.Linear(1, 1))),
+    "a bare module": (WrongType, "target must be the result of attach", lambda _: (SGD, nn.Linear(1, 1))),
+    "groups in the model's place": (
+        WrongType,
+        "target must be the result of attach() or DistributedDataParallel, got list.\n  ShardedOptimizer\n"
+        "  Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model. Parameters or groups come third: "
+        "ShardedOptimizer(torch.optim.AdamW, model, groups, lr=...).",
+        lambda it: (SGD, [{"params": [*it.parameters()]}]),
+    ),
     "a name": (WrongType, "cls must be a class of optimizers", lambda it: ("SGD", it)),
     "a stranger": (
         ConfigError,

@@ -257,7 +257,7 @@ def test_a_child_process_cannot_read_what_only_its_parent_receives() -> None:
         with os.fdopen(reader) as file:
             said = file.read()
         os.wait()
-        assert said.startswith("a parameter is read in a child process, and was on its way when that was started.")
+        assert said.startswith("a child process reads a parameter that had not arrived when the process was started.")
 
 
 @in_ranks(2)

@@ -438,7 +438,7 @@ def test_the_plan_follows_what_is_measured_and_says_so() -> None:
     with stepped(14, "hybrid", "AdamW") as (ddp, _):
         explanation = ddp.explain()
         assert explanation.strategy == "hybrid"
-        assert explanation.why.startswith(("planned from what was measured", "sizes follow from the size of the model"))
+        assert explanation.why.startswith(("planned from measurements", "sizes follow from the size of the model"))
         profile = ddp.sync.profile()
         assert (profile.strategy, profile.num_ranks) == ("hybrid", 4)
         assert profile.curves.keys() == {"reduce_scatter", "all_gather"}  # that of a reduction is of both axes

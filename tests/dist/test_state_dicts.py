@@ -142,7 +142,7 @@ def test_one_rank_may_have_all_of_the_state_until_the_next_step(kind: str) -> No
             assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
         else:
             assert text_of(PhaseError, optimizer.state_dict) == (
-                "the state was brought to rank 1 by consolidate_state_dict(), and is asked for on another rank.\n"
+                "consolidate_state_dict() gathered the state on rank 1, and state_dict() is called on another rank.\n"
                 "  ShardedOptimizer.state_dict\n"
                 "  Call state_dict() on rank 1 only, or full_state_dict() on every rank."
             )

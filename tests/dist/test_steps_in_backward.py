@@ -110,13 +110,13 @@ AGAIN = (
 )
 REFUSED: dict[str, tuple[str, Any]] = {
     "clipping": (
-        "clip_grad_norm_ does not go with in_backward=True: the norm is known when parameters are updated already.\n"
+        "clip_grad_norm_ cannot be used with in_backward=True: parameters are updated before the norm is known.\n"
         "  ShardedOptimizer\n"
-        "  Leave in_backward=True out: gathers lie under the next forward, and updates between them and backward.",
+        "  Leave in_backward=True out: then updates run after backward, and gathers under the next forward.",
         lambda _, opt: opt.clip_grad_norm_(1.0),
     ),
     "a closure": (
-        "step(closure) does not go with in_backward=True: the closure's backward would update parameters before step() ends.",
+        "step(closure) cannot be used with in_backward=True: the closure's backward would update parameters before step() ends.",
         lambda _, opt: opt.step(lambda: None),
     ),
     "a training forward": (AGAIN.replace("a second backward runs", "a training forward begins"), lambda ddp, _: MLP.loss(ddp, 2)),
@@ -187,7 +187,7 @@ def test_a_second_loss_of_one_forward_is_refused_with_its_reason(structure: str,
 @in_ranks(2)
 def test_a_scaler_is_refused_before_the_first_update() -> None:
     scaler = torch.amp.GradScaler("cpu")
-    text = "GradScaler does not go with in_backward=True: it looks for infinite gradients when parameters are updated"
+    text = "GradScaler cannot be used with in_backward=True: it looks for infinite gradients when parameters are updated"
     with training(MLP.model(), **IN_BACKWARD_SMALL) as (ddp, opt):
         scaler.scale(MLP.loss(ddp, 0)).backward()
         assert text in text_of(PhaseError, lambda: scaler.step(opt))  # the very first, before anything is updated
@@ -198,7 +198,7 @@ def test_a_scaler_is_refused_before_the_first_update() -> None:
     ("settings", "text"),
     [
         ({}, "an optimizer of this model was made with in_backward=False before"),
-        ({"overlap": False}, "in_backward=True steps under backward, and overlap=False lets nothing lie there"),
+        ({"overlap": False}, "in_backward=True steps during backward, and overlap=False forbids that"),
     ],
 )
 def test_it_is_refused_where_it_cannot_be_made(settings: dict[str, Any], text: str) -> None:
@@ -442,7 +442,7 @@ def test_another_thread_is_told_that_a_backward_updates_what_it_reads() -> None:
         one_step(ddp, opt, 4)
         require_same_everywhere(parameters(ddp))
         first, where, remedy = text_of(PhaseError, reads[0].result).splitlines()
-    assert first == "parameters are read that a backward updates: the shards of other ranks are not there yet."
+    assert first == "parameters are read while a backward updates them: the shards of other ranks have not arrived."
     assert re.fullmatch(rf"  ShardedOptimizer\(\.\.\., in_backward=True\), bucket .*, rank {dist.get_rank()}", where)
     assert (remedy, len(reads)) == (
         "  Read them in the thread that trains, after backward. If none runs, start again from a checkpoint.",
@@ -458,7 +458,7 @@ def test_what_cannot_be_made_whole_raises_wherever_it_is_read() -> None:
         with interrupted_at_the_end_of_backward(ddp), pytest.raises(KeyboardInterrupt):
             one_step(ddp, opt, 3)
         for act in (ddp.state_dict, lambda: MLP.loss(ddp, 4).backward(), ddp.state_dict, ddp.close):
-            assert "parameters are read that a backward updates" in text_of(PhaseError, act)
+            assert "parameters are read while a backward updates them" in text_of(PhaseError, act)
 
 
 # Of a backward that has updated a part; the other rank will never send its shards.

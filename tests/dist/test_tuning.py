@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import undertow
 from support.alike import backwards, of_all_ranks, train
 from support.errors import text_of
 from support.inside import NUM_STEPS_OF_A_LOOK as ONE_LOOK
-from support.inside import processor_time, storages_of
+from support.inside import processor_time, sizes_of_messages, storages_of
 from support.models import CASES, noise
 from support.naive import TIMEOUT_S, wrapped
 from support.programs import Program, run
@@ -204,8 +205,8 @@ def test_every_decision_is_explained_on_every_rank_alike(strategy: str) -> None:
     # By the same costs nothing is through before the limit, and the best plan is no worse than this one.
     assert explanation.limit_ms <= explanation.best_ms <= explanation.predicted_ms * 1.002
     told = [explanation.why, *explanation.decisions]
-    assert (of_all_ranks(told), told[0]) == ([told] * dist.get_world_size(), "planned from what was measured")
-    assert told[1].startswith(f"round {ONE_LOOK - 1}: ")
+    assert (of_all_ranks(told), told[0]) == ([told] * dist.get_world_size(), "planned from measurements")
+    assert told[1].startswith(f"step {ONE_LOOK - 1}: ")
 
 
 # The processor time of rank 1 counts: there the backend's threads work in the whole wait, or not at all.
@@ -292,3 +293,7 @@ def test_the_buckets_of_a_plan_that_is_left_are_freed(strategy: str) -> None:
         left = storages[-2]
         assert all(storage.flat.numel() == 0 for storage in left)
         assert all(storage.flat.numel() > 0 for storage in storages[-1])
+        if strategy != "ddp":
+            buckets = ddp.plan.buckets
+            sizes = [(bucket.shard_numel, bucket.storage_numel - bucket.trailer.start) for bucket in buckets]
+            assert sizes_of_messages(ddp) == set(chain.from_iterable(sizes))

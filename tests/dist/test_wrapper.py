@@ -513,6 +513,9 @@ def test_switches_of_torchs_are_accepted() -> None:
         for is_required in (False, True):  # of which no_sync() is the context
             ddp.require_backward_grad_sync = is_required
             assert (ddp.require_backward_grad_sync, ddp.sync.is_accumulating) == (is_required, not is_required)
+            ddp.is_accumulating = is_required  # the opposite, which the wrapper has too
+            assert (ddp.require_backward_grad_sync, ddp.is_accumulating) == (not is_required, is_required)
+            ddp.is_accumulating = not is_required
         backward_alike(ddp, bare, MLP.loss, steps=[0])
         assert ddp._get_ddp_logging_data() == {
             "module_name": "Sequential",
@@ -563,7 +566,7 @@ MESH_OR_GROUP = (
 SIZE = (
     "bucket_cap_mb must be a positive number of MiB, got {}.\n"
     "  SyncConfig\n"
-    "  Give a size above zero, or leave it out for a planned one."
+    "  Give a number above zero, such as 25, or leave it out for a planned size."
 )
 BATCH_NORM = (
     "SyncBatchNorm layers only work with GPU modules.\n"
@@ -573,13 +576,13 @@ BATCH_NORM = (
 SHARDED = (
     "parameter 'weight' is sharded already, by torch's fully_shard or by tensor parallelism.\n"
     "  {}(...)\n"
-    "  Leave fully_shard out, or use it alone; with tensor parallelism it goes on the data-parallel dimension."
+    "  Leave fully_shard out, or use it alone; with tensor parallelism, apply it to the data-parallel dimension."
 )
 ARGUMENTS = {
     "no group": "process_group must be a torch.distributed.ProcessGroup, got str.\n"
     "  the group over which gradients are averaged\n"
     "  Pass what torch.distributed.new_group() returned; a rank outside of the group does not wrap.",
-    "group in second place": "a process group stands where device_ids belongs.\n"
+    "group in second place": "device_ids must not be a process group.\n"
     "  DistributedDataParallel, second argument\n"
     "  Write DistributedDataParallel(module, process_group=group).",
     "no module": "module must be a torch.nn.Module, got list.\n"
@@ -688,7 +691,9 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         "no size in a list": lambda: DistributedDataParallel(mlp(), bucket_cap_mb_list=[1, -2]),
     }
     for case, call in calls.items():
-        text = text_of(WrongType if case in ("no group", "no module") else ConfigError, call)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Flatten has no parameter")
+            text = text_of(WrongType if case in ("no group", "no module") else ConfigError, call)
         assert text.replace(str(mesh), "MESH") == ARGUMENTS[case], case
     assert calls.keys() == ARGUMENTS.keys()
     destroy(mesh)

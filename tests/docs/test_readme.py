@@ -1,4 +1,4 @@
-"""Every snippet and every command of the README is run, or checked in another way where a run takes long."""
+"""Every snippet and command of the README is run, or checked differently if a run takes long; every limit has its tests."""
 
 import contextlib
 import io
@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,35 +16,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-import undertow
 from support.models import step_in_backward
 from support.pages import execute, snippets
 from support.project import ROOT
 from support.ranks import in_ranks
 from support.sharded import hybrid
-from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, StallTimeout, SyncConfig, demo
-from undertow.cli import main
+from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, StallTimeout, SyncConfig
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = list(snippets(ROOT / "README.md"))
 PYTHON = [snippet for snippet in SNIPPETS if snippet.language == "python"]
-ONE_SCRIPT = "\n".join(snippet.code for snippet in PYTHON if snippet.mark == "two ranks")
-EXPLAIN, CHANGE, HOOK = (snippet for snippet in PYTHON if snippet.mark == "")
-
-
-def commands(block: str) -> list[str]:
-    """Without the words that some lines have behind two spaces, or all to themselves."""
-    return [line.split("  ")[0] for line in block.splitlines() if not line.startswith(" ")]
-
-
-BLOCKS = [commands(snippet.code) for snippet in SNIPPETS if snippet.language == ""]
+FIRST, SHARDED = PYTHON
 NAMED = re.findall(r"`((?:make|pip|torchrun|undertow|python) [^`]+)`", TEXT)
-# These take minutes, a network, or processes: how each is checked stands beside its list.
-MADE, INSTALLED = ["make demo", "make test", "make docs", "make bench"], ["pip install .", "pip install '.[cli]'"]
-DEMOS, LAUNCHED = ["undertow demo --strategy zero2"], ["torchrun --nproc-per-node=2 script.py"]
-RUN = [block for block in BLOCKS if not set(block) & set(MADE)]
+# These take minutes, a network, or processes: each has a check below or in the file that is named.
+MADE, INSTALLED = ["make demo", "make test", "make docs"], ["pip install .", "pip install '.[cli,page]'"]
+LAUNCHED = ["torchrun --nproc-per-node=2 script.py"]
+# tests/runner and tests/dist run these.
+ELSEWHERE = ["undertow run --out DIR torchrun --nproc-per-node=2 train.py", "undertow report DIR", "undertow simulate"]
 
 
 def shell(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
@@ -63,37 +52,24 @@ def shell(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@contextlib.contextmanager
-def quiet(directory: Path) -> Iterator[io.StringIO]:
-    """This rank in its folder of `directory`, its output in the value."""
-    here = directory / str(dist.get_rank())
-    here.mkdir()
-    with contextlib.chdir(here), contextlib.redirect_stdout(io.StringIO()) as printed:
-        yield printed
+def test_every_command_and_snippet_is_run_or_in_a_list() -> None:
+    assert set(NAMED) == {*MADE, *INSTALLED, *LAUNCHED, *ELSEWHERE}
+    assert TEXT.count("```") == 2 * len(SNIPPETS)
+    assert [snippet.language for snippet in SNIPPETS] == ["diff", "python", "python", "text"]
 
 
-def test_every_command_is_run_or_in_a_list() -> None:
-    listed = {*MADE, *INSTALLED, *DEMOS, *LAUNCHED}
-    found = {*NAMED, *(command for block in BLOCKS if block not in RUN for command in block)}
-    assert (found, {command.split()[0] for block in RUN for command in block}) == (listed, {".venv/bin/undertow", "echo"})
-    assert TEXT.count("```") == 2 * len(SNIPPETS) == 2 * len(PYTHON) + 2 * len(BLOCKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", RUN, ids=lambda block: " ".join(block[0].split()[1:3]))
-def test_commands_run(block: list[str], tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    done = shell("\n".join(block).replace(".venv/bin/", "").replace("/tmp/", f"{tmp_path}/"), tmp_path)
-    assert (done.returncode, done.stderr, done.stdout == "") == (0, "", False)
+def test_the_diff_names_what_the_script_imports() -> None:
+    before, after = SNIPPETS[0].code.splitlines()
+    assert after.removeprefix("+") in FIRST.code
+    exec(f"{before.removeprefix('-')}\n{after.removeprefix('+')}", {})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", LAUNCHED)
-def test_torchrun_runs_the_first_snippets_as_one_script(command: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(ONE_SCRIPT + "dist.destroy_process_group()\n")
+def test_torchrun_runs_the_script(command: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FIRST.code)
     done = shell(command, tmp_path)
-    # Two reports on two ranks.
-    assert (done.returncode, done.stdout.count("Where a step goes")) == (0, 4), done.stderr
+    assert (done.returncode, done.stdout.count("Where a step goes")) == (0, 1), done.stderr
 
 
 @pytest.mark.parametrize("command", MADE)
@@ -111,87 +87,20 @@ def test_pip_installs_extras_that_there_are(command: str) -> None:
     assert [extra for extra in extras.rstrip("]").split(",") if extra and extra not in known] == []
 
 
-@pytest.mark.parametrize("command", DEMOS)
-def test_the_demo_takes_the_options(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ways themselves are run by tests/dist/test_scripts.py."""
-    seen: list[demo.DemoSettings] = []
-    monkeypatch.setattr(demo, "run_demo", lambda settings: seen.append(settings) or 0)
-    monkeypatch.setattr(sys, "argv", command.split())
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main()
-    assert [settings.strategy for settings in seen] == ["zero2"]
-
-
 @in_ranks(2)
-def test_the_first_snippets_make_one_script(tmp_path: Path) -> None:
-    names = {"__name__": "__main__"}
-    with pytest.MonkeyPatch.context() as patch, quiet(tmp_path) as printed:
+def test_the_snippets_run_one_after_the_other() -> None:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(dist, "init_process_group", lambda _backend: None)
-        exec(ONE_SCRIPT, names)
-    names["sync"].close()
-    assert printed.getvalue().count("Where a step goes") == 2
+        names = execute(replace(FIRST, code=FIRST.code.removesuffix("dist.destroy_process_group()\n")))
+        execute(SHARDED, torch=names["torch"])["model"].close()
+    assert printed.getvalue().count("Where a step goes") == (dist.get_rank() == 0)
 
 
-@in_ranks(2)
-def test_a_plan_is_explained_and_saved(tmp_path: Path) -> None:
-    with contextlib.closing(DistributedDataParallel(nn.Linear(8, 1))) as model:
-        for _ in range(11):
-            model(torch.ones(2, 8)).sum().backward()
-        with quiet(tmp_path) as printed:
-            execute(EXPLAIN, model=model)
-            assert sorted(path.name for path in Path.cwd().iterdir()) == ["plan.json", "profile.json"]
-        assert printed.getvalue().startswith("The plan: ")
+# Every limit that docs/limits.md states has tests that show it.
 
 
-class Tokens(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.body, self.head = nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-        self.head.requires_grad_(False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(self.embedding(tokens)))
-
-
-@in_ranks(2)
-def test_a_model_is_changed_and_weighted() -> None:
-    num_tokens, params = dist.get_rank() + 1, [torch.ones(2, requires_grad=True)]
-    names = {"undertow": undertow, "torch": torch, "DistributedDataParallel": DistributedDataParallel, "model": Tokens()}
-    model = execute(CHANGE, **names, params=params, loss=params[0].sum(), num_tokens=num_tokens)["model"]
-    model(torch.zeros(num_tokens, dtype=torch.int64)).sum().backward()
-    assert model.module.head.bias.grad.item() == 1.0  # the mean over the tokens of both ranks, each of which adds 1
-    torch.testing.assert_close(
-        model.module.embedding.weight.grad[0], num_tokens * (model.module.head.weight @ model.module.body.weight)[0]
-    )  # rounds otherwise
-    model.close()
-
-
-def clip_values(limit: float, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    done = torch.futures.Future[torch.Tensor]()
-    done.set_result(bucket.buffer().clamp_(-limit, limit))
-    return done
-
-
-@in_ranks(2)
-def test_a_hook_clips_before_another_one_sends() -> None:
-    with contextlib.closing(DistributedDataParallel(nn.Linear(8, 1, bias=False))) as model:
-        execute(
-            HOOK,
-            undertow=undertow,
-            model=model,
-            clip_values=clip_values,
-            PowerSGDState=PowerSGDState,
-            powerSGD_hook=powerSGD_hook,
-        )
-        model(torch.full((1, 8), 100.0)).sum().backward()
-        assert torch.equal(model.module.weight.grad, torch.ones(1, 8))
-
-
-# Every limit that the README states has tests that show it.
-
-
-SECTION = TEXT.split("\n## What it does not do yet\n")[1].split("\n## ")[0]
-LIMITS = [" ".join(text.split()) for text in re.findall(r"^- (.*?)$(?=\n(?:- |\n|\Z))", SECTION + "\n", re.MULTILINE | re.DOTALL)]
+PAGE = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+LIMITS = [" ".join(text.split()) for text in re.findall(r"^- (.*?)$(?=\n(?:- |\n|\Z))", PAGE + "\n", re.MULTILINE | re.DOTALL)]
 
 # Words of a limit, and its tests.
 SHOWN_BY = {
@@ -214,7 +123,7 @@ SHOWN_BY = {
         "test_what_does_not_go_with_weights_is_refused",
         "test_optimizers_in_backward_do_not_go_with_shards",
     ],
-    "What is frozen, added or replaced": [
+    "Freeze, add or replace": [
         "test_a_change_on_one_rank_is_an_error_on_all_while_ranks_compare_their_times",
         "test_experts_may_change_and_their_gradients_may_come_late",
     ],
@@ -227,7 +136,7 @@ SHOWN_BY = {
     "communication hook raises on one rank": ["test_a_hook_that_raises_on_one_rank_ends_the_others_by_the_timeout"],
     "looks at its loss alone": ["test_a_look_after_gradients_were_zeroed_by_hand_is_a_step_of_its_own"],
     "With sums or weights `.grad`": ["test_with_weights_a_gradient_is_new_until_the_next_synchronization"],
-    "is no `torch.optim.Optimizer`": ["test_steps_that_torch_does_not_know_are_not_skipped"],
+    "`nonfinite` covers subclasses": ["test_steps_that_torch_does_not_know_are_not_skipped"],
     "Call `wait()` before C++ code": ["test_after_wait_code_in_cpp_reads_what_was_stepped"],
     "shares a parameter's memory": ["test_a_read_between_steps_sees_what_was_stepped"],
     "is not stepped, whatever its `.grad`": ["test_with_shards_what_is_frozen_is_not_stepped"],

@@ -1,6 +1,7 @@
 """The snippets of the pages run as they stand there, and what the pages quote and list is what the library and torch have."""
 
 import ast
+import contextlib
 import importlib
 import inspect
 import os
@@ -17,31 +18,43 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from support.pages import Snippet, execute, snippets, titles
-from support.project import ROOT, SOURCES
+from support.project import DOCS, ROOT, SOURCES
 from support.ranks import Ranks
 from undertow import UndertowError
 from undertow.profile import FIELDS, PARAM_FIELDS, profile_from_file, profile_from_json
 
 RANKS = {"two ranks": "two_ranks", "three ranks": "three_ranks", "four ranks": "four_ranks"}
 GPU, FAILS, SCRIPT, BEFORE = "needs a GPU", "two ranks, fails", "script", "before"
+# What becomes of each library has a page, which shows a script before and after.
+LIBRARIES = [f"migration/{name}" for name in ("torch-ddp", "megatron", "deepspeed", "fsdp2", "horovod")]
 FILES = {
     name: ROOT / "docs" / f"{name}.md"
-    for name in ("concepts", "migration", "troubleshooting", "planning", "profiles", "reliability")
+    for name in (
+        *("concepts", *LIBRARIES, "sharded-optimizer", "report", "uneven-data", "reproducibility", "slow-networks"),
+        *("troubleshooting", "planning", "profiles", "reliability", "traces"),
+    )
 }
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 SNIPPETS = {name: list(snippets(path)) for name, path in FILES.items()}
-MIGRATION, TROUBLES = TEXTS["migration"], TEXTS["troubleshooting"]
+TROUBLES = TEXTS["troubleshooting"]
 (EXAMPLE,) = (snippet for snippet in SNIPPETS["profiles"] if snippet.language == "json")
 FINGERPRINT = re.compile(r"fingerprint [0-9a-f]{4}")  # other settings, and versions of torch, have other ones
 SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
-# Of each page: the marks of its snippets in Python; those under which a snippet asserts something; its contents.
+# Of each page: the marks of its snippets in Python; those under which a snippet asserts something; its contents, if any.
 PAGES: dict[str, tuple[set[str], set[str], str]] = {
-    "concepts": ({"", "two ranks", "four ranks", GPU}, {"", "two ranks", "four ranks", GPU}, TEXTS["concepts"]),
-    "migration": ({BEFORE, "two ranks"}, {"two ranks"}, MIGRATION.split("Contents: ")[1].split("\n\n")[0]),
+    "concepts": (
+        {"", "two ranks", "four ranks", GPU},
+        {"", "two ranks", "four ranks", GPU},
+        TEXTS["concepts"].split("Contents: ")[1].split("\n\n")[0],
+    ),
+    "sharded-optimizer": ({"two ranks", "four ranks"}, {"two ranks", "four ranks"}, ""),
+    "report": ({"two ranks"}, {"two ranks"}, ""),
+    "uneven-data": ({"two ranks"}, {"two ranks"}, ""),
+    "reproducibility": ({"two ranks", "three ranks"}, {"two ranks", "three ranks"}, ""),
     "planning": ({""}, {""}, TEXTS["planning"]),
     "troubleshooting": (
-        {"two ranks", "three ranks", FAILS, SCRIPT},
-        {"two ranks", "three ranks"},
+        {"two ranks", FAILS, SCRIPT},
+        {"two ranks"},
         TROUBLES.split("Contents: ")[1].split("\n\n")[0],
     ),
 }
@@ -56,8 +69,9 @@ def with_ids(page: str, pairs: Iterable[tuple[Snippet, ...]], marks: Iterable[st
     ]
 
 
-def run(snippet: Snippet) -> None:
-    execute(snippet)  # whose names stay in the rank
+def run(snippet: Snippet, directory: Path) -> None:
+    with contextlib.chdir(directory):
+        execute(snippet)  # whose names stay in the rank
 
 
 @pytest.mark.parametrize(
@@ -69,7 +83,7 @@ def test_a_snippet_holds(
     monkeypatch.chdir(tmp_path)
     Path("example.json").write_text(EXAMPLE.code)
     if snippet.mark in RANKS:
-        request.getfixturevalue(RANKS[snippet.mark]).run(run, snippet)
+        request.getfixturevalue(RANKS[snippet.mark]).run(run, snippet, tmp_path)
     else:
         execute(snippet)
 
@@ -118,21 +132,24 @@ def test_no_snippet_has_slipped_through(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_snippet_is_run_and_can_fail_and_contents_are_complete(page: str) -> None:
     marks, asserting, contents = PAGES[page]
-    python = [snippet for snippet in SNIPPETS[page] if snippet.language != "text"]
+    python = [snippet for snippet in SNIPPETS[page] if snippet.language not in ("text", "diff")]
     assert {(snippet.language, snippet.mark) for snippet in python} == {("python", mark) for mark in marks}
     nodes = {snippet.line: set(map(type, ast.walk(ast.parse(snippet.code)))) for snippet in python}
     assert [it.line for it in python if (ast.Assert in nodes[it.line]) != (it.mark in asserting)] == []
-    assert re.findall(r"\]\(#([^)]*)\)", contents) == [
+    assert not contents or re.findall(r"\]\(#([^)]*)\)", contents) == [
         re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles(TEXTS[page])
     ]
 
 
-def test_concepts_have_a_snippet_each_and_every_way_of_migrating_has_both_sides() -> None:
+def test_concepts_have_a_snippet_each() -> None:
     assert {snippet.section for snippet in SNIPPETS["concepts"]} == set(titles(TEXTS["concepts"]))
-    ways = [title for title in titles(MIGRATION) if title.startswith("From ")]
-    assert [(snippet.section, snippet.mark) for snippet in SNIPPETS["migration"]] == [
-        (way, mark) for way in ways for mark in (BEFORE, "two ranks")
-    ]
+
+
+@pytest.mark.parametrize("page", LIBRARIES)
+def test_every_migration_shows_both_sides(page: str) -> None:
+    found = [(snippet.language, snippet.mark) for snippet in SNIPPETS[page] if snippet.language != "diff"]
+    assert found == [("python", BEFORE), ("python", "two ranks")]
+    assert "assert " in SNIPPETS[page][-1].code
 
 
 def named_in(text: str, title: str) -> set[str]:
@@ -146,10 +163,7 @@ def arguments_of(function: Callable[..., object]) -> set[str]:
 
 
 def test_everything_of_torchs_constructor_and_of_fully_shard_has_a_row() -> None:
-    of_torch, of_fsdp = (
-        MIGRATION.split(f"\n## {title}\n")[1].split("\n## ")[0]
-        for title in ("From torch's DistributedDataParallel", "From FSDP2")
-    )
+    of_torch, of_fsdp = TEXTS["migration/torch-ddp"], TEXTS["migration/fsdp2"]
     assert (
         named_in(of_torch, "argument"),
         named_in(of_fsdp, "argument of `fully_shard`"),
@@ -158,15 +172,32 @@ def test_everything_of_torchs_constructor_and_of_fully_shard_has_a_row() -> None
     assert named_in(of_fsdp, "method of `FSDPModule`") == {name for name in vars(FSDPModule) if not name.startswith("_")}
 
 
+def shown_in(page: str) -> set[str]:
+    """The first column of a printed report."""
+    return set(re.findall(r"^ *([a-z][a-z ]*?)  +\d+\.\d(?:  .*)?$", page, re.MULTILINE))
+
+
 def test_the_rows_of_printed_reports_and_the_reasons_of_a_plan_are_the_librarys() -> None:
-    rows = set(re.findall(r"^│ +([a-z][a-z ]*?) +│ +[\d.]+ │", TROUBLES, re.MULTILINE))
+    rows = shown_in(TROUBLES)
     assert (
         len(rows),
         [row for row in sorted(rows) if not any(f'"{indent}{row}"' in SOURCE for indent in ("", "  ", "    "))],
-    ) == (10, [])
+    ) == (11, [])
     table = TROUBLES.split("| it says | because of |\n| --- | --- |\n")[1].split("\n\n")[0]
     quoted = [row.split("`")[1] for row in table.splitlines()]
     assert len(quoted) > 8
+    assert [text for text in quoted if not all(part in SOURCE for part in text.split("..."))] == []
+
+
+def test_the_rows_columns_and_advice_of_the_report_are_explained_and_are_the_librarys() -> None:
+    page = TEXTS["report"]
+    shown = shown_in(page)
+    explained = {name for cells in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", cells)}
+    assert len(shown) == 11
+    assert shown | {"MB", "ready", "launched", "done", "wire", "waited", "largest parameter +others"} <= explained
+    assert [name for name in sorted(explained) if not any(f'"{indent}{name}"' in SOURCE for indent in ("", "  ", "    "))] == []
+    quoted = re.findall(r"^> (.*)$", page, re.MULTILINE)
+    assert len(quoted) == 7
     assert [text for text in quoted if not all(part in SOURCE for part in text.split("..."))] == []
 
 
@@ -227,10 +258,10 @@ def test_every_public_class_and_function_has_a_docstring(module: str) -> None:
     assert without == []
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    assert set(
-        re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1], re.MULTILINE)
-    ) == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+def test_every_page_is_in_the_navigation_once() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    pages = [str(page.relative_to(ROOT / "docs")) for page in DOCS]
+    assert sorted(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == pages
 
 
 # The settings of docs/reliability.md work, and its table is of tests that there are; tests/unit has its quotes of errors.

@@ -9,13 +9,13 @@ from support.processes import Ended
 WITHIN_S = 10.0
 GONE = """rank {faulty} is gone: its process has ended without a word, or was killed.
   {where}
-  The step is incomplete on every rank. Look for what has ended it (memory, the scheduler), and start from a checkpoint."""
+  The step is incomplete on every rank. Find out why it ended (memory, the scheduler), and start from a checkpoint."""
 FAILED = """rank {faulty} has failed: support.faults.BadBatch: row 7 has no label
   {where}
   The step is incomplete on every rank. The traceback is in the log of rank {faulty}."""
 FINISHED = """rank {faulty} has left: it has finished after 3 synchronizations, and others wait for it.
   {where}
-  Give every rank as many batches, train inside join() of the wrapper, or have a rank without data call finish()."""
+  Give every rank the same number of batches, train inside join() of the wrapper, or have a rank without data call finish()."""
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def test_a_rank_that_has_finished_early_is_named_with_its_steps(num_ranks: int, 
 
 NONFINITE = """the gradient of 'norm.bias' is not finite (NaN or Inf) on rank {faulty}.
   synchronization 3, bucket 4
-  No rank has taken the step. Look for what has overflowed there, or set nonfinite="skip"."""
+  No rank has taken the step. Look for the overflow there, or set nonfinite="skip"."""
 DIFFERS = """parameter 'last.weight' has other values on rank {faulty} than on rank {others}.
   synchronization 3; 1 of 8 parameters differ
   Look for what writes to parameters, or steps, on some ranks only; broadcast_parameters() makes them equal again."""
@@ -281,6 +281,7 @@ def test_the_way_a_script_ends_is_told(fault: str, told: str) -> None:
     said = first.log.replace("[rank0]: ", "")  # torch's hook puts it before each line
     assert re.search(rf"^undertow\.errors\.{re.escape(told)}$", said, re.MULTILINE), said
     assert ("ValueError: row 7 has no label" in second.log) == (fault == RAISES)
+    assert ("Connection closed" in said, "another exception" in said, "direct cause" in said) == (False, False, False), said
 
 
 @pytest.mark.parametrize(

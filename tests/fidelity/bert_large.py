@@ -6,6 +6,7 @@ the model; the others are predicted.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from undertow.cost import Costs, Link, RingCosts
 from undertow.plan import ParamSpec, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import DDP
-from undertow.simulate import Conditions, simulate
+from undertow.simulate import IDEAL, simulate
 
 ONE_GPU_MS = 163.3
 FUSED_MS: Mapping[str, Mapping[int, float]] = {  # one message, after backward
@@ -42,35 +43,40 @@ class Cell(NamedTuple):
 
 @cache
 def profile() -> Profile:
-    """391 tensors, 335 M parameters; a block's gradients become ready evenly within its share of backward."""
-    embeddings = [30_522 * _WIDTH, 512 * _WIDTH, 2 * _WIDTH, _WIDTH, _WIDTH]
-    square = _WIDTH * _WIDTH
-    attention = [square, _WIDTH] * 4 + [_WIDTH, _WIDTH]
-    feed_forward = [4 * square, 4 * _WIDTH, 4 * square, _WIDTH, _WIDTH, _WIDTH]
-    numels = embeddings + (attention + feed_forward) * _NUM_BLOCKS + [square, _WIDTH]
+    """391 tensors, 335 M parameters."""
+    return bert("BERT-Large", _WIDTH, _NUM_BLOCKS, one_gpu_us=ONE_GPU_MS * 1e3)
+
+
+def bert(name: str, width: int, num_blocks: int, *, one_gpu_us: float) -> Profile:
+    """A block's gradients become ready evenly within its share of backward."""
+    embeddings = [30_522 * width, 512 * width, 2 * width, width, width]
+    square = width * width
+    attention = [square, width] * 4 + [width, width]
+    feed_forward = [4 * square, 4 * width, 4 * square, width, width, width]
+    numels = embeddings + (attention + feed_forward) * num_blocks + [square, width]
     # Blocks are the work; embeddings and the pooler come with the first and the last one.
-    num_in_blocks = len(attention + feed_forward) * _NUM_BLOCKS
+    num_in_blocks = len(attention + feed_forward) * num_blocks
     places = [min(max(index - len(embeddings), 0), num_in_blocks) for index in range(len(numels))]
-    backward_us = ONE_GPU_MS * 1e3 * _BACKWARD_SHARE
+    backward_us = one_gpu_us * _BACKWARD_SHARE
     return Profile(
         params=tuple(ParamSpec(name=f"p{i}", shape=(numel,), dtype="float32", itemsize=4) for i, numel in enumerate(numels)),
         ready_us=tuple(backward_us * (1 - place / num_in_blocks) for place in places),
-        forward_us=ONE_GPU_MS * 1e3 - backward_us,
+        forward_us=one_gpu_us - backward_us,
         backward_us=backward_us,
-        name="BERT-Large",
+        name=name,
     )
 
 
 def fused_ms(costs: Costs, num_ranks: int) -> float:
     bert = profile()
     plan = plan_from_groups(bert.params, [bert.order], num_ranks=num_ranks)
-    return simulate(bert, plan, DDP, costs, Conditions(overlap=False)).step_us / 1e3
+    return simulate(bert, plan, DDP, costs, replace(IDEAL, overlap=False)).step_us / 1e3
 
 
 def per_tensor_ms(costs: Costs, num_ranks: int) -> float:
     bert = profile()
     plan = plan_from_groups(bert.params, [[param] for param in bert.order], num_ranks=num_ranks)
-    return simulate(bert, plan, DDP, costs).step_us / 1e3
+    return simulate(bert, plan, DDP, costs, IDEAL).step_us / 1e3
 
 
 def link_of(network: str, num_ranks: int, *, hop_s: float) -> Link:

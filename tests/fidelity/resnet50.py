@@ -13,7 +13,7 @@ from undertow.cost import Costs, Link, RingCosts
 from undertow.plan import GroupEntry, ParamSpec, StepTiming, optimal_groups, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import DDP
-from undertow.simulate import simulate
+from undertow.simulate import IDEAL, simulate
 from undertow.trace import overlap_of
 
 NUM_RANKS, ITERATION_MS, _MIB = 32, 128.1, 1024 * 1024
@@ -70,7 +70,7 @@ class Comparison:
 
 
 def compare(profile: Profile, link: Link) -> Comparison:
-    costs = RingCosts(link, num_ranks=NUM_RANKS)
+    costs = RingCosts(link, num_ranks=NUM_RANKS, has_trees=False)
     timing = StepTiming(ready_us=profile.ready_us, backward_end_us=profile.backward_us)
     optimum = optimal_groups(profile.params, profile.order, timing, costs, num_ranks=NUM_RANKS)
     return Comparison(
@@ -83,7 +83,7 @@ def compare(profile: Profile, link: Link) -> Comparison:
 
 def exposed_ms(profile: Profile, groups: Sequence[Sequence[GroupEntry]], costs: Costs) -> float:
     plan = plan_from_groups(profile.params, groups, num_ranks=NUM_RANKS)
-    return overlap_of(simulate(profile, plan, DDP, costs).trace()).exposed_us / 1e3
+    return overlap_of(simulate(profile, plan, DDP, costs, IDEAL).trace()).exposed_us / 1e3
 
 
 def table(profile: Profile) -> str:

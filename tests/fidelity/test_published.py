@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fidelity import bert_large, gpt3, resnet50
+from fidelity import bert_large, gpt3, published, resnet50
 from support.project import ROOT
+from undertow.cost import link_from_text
 from undertow.profile import Profile
+from undertow.report.what_if import BAND
+from undertow.simulate import DEFAULTS, IDEAL, Conditions
 
 PAGE = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
 
@@ -45,9 +48,29 @@ def test_the_page_has_the_tables_of_bert_large_and_of_what_the_inputs_of_gpt3_im
 
 
 def test_the_page_has_the_worst_errors_in_its_text() -> None:
-    errors = {num_ranks: [cell.error for cell in bert_large.cells() if cell.num_ranks == num_ranks] for num_ranks in (16, 32)}
-    assert min(errors[16] + errors[32]) > 0
-    assert f"up to {100 * max(errors[16]):.1f} % too long on 16 GPUs and up to {100 * max(errors[32]):.1f} % on 32" in PAGE
+    worst = {num: max(abs(cell.error) for cell in bert_large.cells() if cell.num_ranks == num) for num in (16, 32)}
+    assert f"at most {100 * worst[16]:.1f} % on 16 GPUs and {100 * worst[32]:.1f} % on 32" in PAGE
+
+
+def test_rows_that_were_kept_out_of_every_fit_are_predicted() -> None:
+    found, others = (published.errors(it, is_kept_out=True) for it in (Conditions(), IDEAL))
+    assert (found.usual <= 0.05, found.worst <= 0.2, found.usual < others.usual) == (True, True, True)
+
+
+def test_the_page_has_the_rows_that_were_kept_out_and_the_defaults() -> None:
+    num_inside, num = published.num_in_band(BAND)
+    assert num_inside >= 0.9 * num
+    for text in (published.table(), published.worst_table(), f"kept out it holds {num_inside} of {num}."):
+        assert text in PAGE
+    for name, value in DEFAULTS.items():
+        assert f"| {value:g} | `--{name.replace('_', '-')}` |" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "network"), [("tcp10", "10 GbE"), ("tcp100", "100 GbE"), ("infiniband100", "100 Gb/s InfiniBand")]
+)
+def test_links_of_the_catalogue_have_the_latency_that_was_fitted(name: str, network: str) -> None:
+    assert link_from_text(name).hop_s == pytest.approx(published.HOPS_US[network] * 1e-6)
 
 
 def test_the_page_has_the_figures_of_gpt3_in_its_text() -> None:

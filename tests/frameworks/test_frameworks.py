@@ -1,6 +1,12 @@
 """Training through Undertow's class by frameworks has the bits of training through torch's; sharded, of training that goes on."""
 
 import importlib
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,21 +26,24 @@ from support.frameworks import (
     TIMEOUT_S,
     Recipe,
     Wrapper,
-    configured,
+    as_launched,
+    environment,
     fabric_strategy,
     gpt2_trainer,
+    is_ours,
+    prepared,
     require_installed,
     run_recipe,
     same_as_torch,
     state_of,
-    torchs_name_is,
 )
 from support.models import mlp, noise
 from support.naive import require_same, wrapped
-from support.pages import snippets
+from support.processes import free_port
 from support.project import ROOT
 from support.ranks import Ranks
-from undertow import ShardedOptimizer, SyncConfig
+from undertow import ConfigError, DistributedDataParallel, ShardedGradientError, ShardedOptimizer, SyncConfig
+from undertow.integrations.versions import require_version
 
 
 @pytest.fixture(scope="module")
@@ -43,26 +53,27 @@ def framework_ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-def with_accelerate(wrapper: Wrapper, _folder: Path, settings: dict[str, Any], clip: str) -> dict[str, Tensor]:
+def with_accelerate(
+    wrapper: Wrapper, _folder: Path, settings: dict[str, Any], clip: str, ours: dict[str, Any]
+) -> dict[str, Tensor]:
     from accelerate import Accelerator
 
     x = torch.randn(44, 6, generator=torch.Generator().manual_seed(3))
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-    with torchs_name_is(wrapper):
-        accelerator = Accelerator(cpu=True, **settings)
-        loader = DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=4)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-        model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
-        for x, y in (batch for _ in range(2) for batch in loader):
-            with accelerator.accumulate(model):
-                accelerator.backward(mse_loss(model(x), y))
-                if accelerator.sync_gradients:
-                    getattr(accelerator, clip)(model.parameters(), 0.1)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-        accelerator.free_memory()
+    accelerator = Accelerator(cpu=True, **settings)
+    loader = DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=4)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    model, optimizer, loader, scheduler = prepared(wrapper, accelerator, net, optimizer, loader, scheduler, **ours)
+    for x, y in (batch for _ in range(2) for batch in loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(x), y))
+            if accelerator.sync_gradients and clip:
+                getattr(accelerator, clip)(model.parameters(), 0.1)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    accelerator.free_memory()
     return state_of(net)
 
 
@@ -70,56 +81,61 @@ def triggered(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
     """All forwards run under no_sync; the last backward is to synchronize all the same."""
     from accelerate import Accelerator
 
-    with torchs_name_is(wrapper):
-        accelerator, net = Accelerator(cpu=True), mlp()
-        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-        for step in range(3):
-            with accelerator.no_sync(model):
-                losses = [model(noise(3, 6, step=2 * step + index)).square().mean() for index in range(2)]
-                accelerator.backward(losses[0])
-                with accelerator.trigger_sync_in_backward(model):
-                    accelerator.backward(losses[1])
-            optimizer.step()
-            optimizer.zero_grad()
-        accelerator.free_memory()
+    accelerator, net = Accelerator(cpu=True), mlp()
+    model, optimizer = prepared(wrapper, accelerator, net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    for step in range(3):
+        with accelerator.no_sync(model):
+            losses = [model(noise(3, 6, step=2 * step + index)).square().mean() for index in range(2)]
+            accelerator.backward(losses[0])
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(losses[1])
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.free_memory()
     return state_of(net)
 
 
 def with_trainer(wrapper: Wrapper, _folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
     from support import lightning_recipes as recipes
 
-    module = getattr(recipes, name)()
-    recipes.trainer_of(wrapper, **settings).fit(module, recipes.loader())
+    module, trainer = getattr(recipes, name)(), recipes.trainer_of(wrapper, **settings)
+    trainer.fit(module, recipes.loader())
+    wanted = is_ours(wrapper) and settings.get("ours", {}).get("shard_optimizer", False)
+    assert isinstance(trainer.optimizers[0], ShardedOptimizer) == wanted
     return state_of(module)
 
 
-def with_fabric(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
+def with_fabric(wrapper: Wrapper, folder: Path, ours: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Accumulates two micro-batches, clips, saves halfway, and goes on from the file with a new model."""
     import lightning.fabric as fabric
 
-    launched = fabric.Fabric(accelerator="cpu", devices=2, strategy=fabric_strategy(wrapper))
+    launched = fabric.Fabric(accelerator="cpu", devices=2, strategy=fabric_strategy(wrapper, ours=ours))
     launched.launch()
     path = folder / "fabric.ckpt"
     for half in range(2):
-        model, optimizer = launched.setup(net := mlp(), torch.optim.AdamW(net.parameters(), lr=1e-2))
+        net = mlp()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        model, optimizer, scheduler = launched.setup(net, optimizer, scheduler=scheduler)
         if half:
             launched.load(path, {"model": model, "optimizer": optimizer})
         for step in range(4):
             with launched.no_backward_sync(model, enabled=step % 2 == 0):
                 launched.backward(model(noise(3, 6, step=10 * half + step)).square().mean())
             if step % 2:
-                launched.clip_gradients(model, optimizer, max_norm=0.1)
+                if arguments:
+                    launched.clip_gradients(model, optimizer, **arguments)
                 optimizer.step()
+                scheduler.step()
                 optimizer.zero_grad()
         launched.save(path, {"model": model, "optimizer": optimizer})
     return state_of(net)
 
 
-def with_transformers(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:
-    with torchs_name_is(wrapper):
-        # Five batches on each rank: the last step of an epoch has one micro-batch less.
-        trainer = gpt2_trainer(folder, num_rows=20, num_train_epochs=2, gradient_accumulation_steps=3, max_grad_norm=0.1)
-        trainer.train()
+def with_transformers(wrapper: Wrapper, folder: Path, ours: dict[str, Any], settings: dict[str, Any]) -> dict[str, Tensor]:
+    # Five batches on each rank: the last step of an epoch has one micro-batch less.
+    trainer = gpt2_trainer(wrapper, folder, num_rows=20, num_train_epochs=2, gradient_accumulation_steps=3, ours=ours, **settings)
+    trainer.train()
     return state_of(trainer.model)
 
 
@@ -178,12 +194,7 @@ def past_forward(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
     return state_of(module)
 
 
-MakesOptimizer, PAGE = Callable[..., torch.optim.Optimizer], ROOT / "docs" / "checkpoints.md"
 NUM_STEPS = 2  # before, and as many after
-
-
-def plain(cls: type[torch.optim.Optimizer], model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-    return cls(model.parameters(), **settings)
 
 
 def network() -> nn.Module:
@@ -194,7 +205,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(x, x.sum(1, keepdim=True)) for x in (noise(4, 6, step=step) for step in range(2 * NUM_STEPS))]
 
 
-def lightning(wrapper: Wrapper, folder: Path, make: MakesOptimizer, is_cut: bool) -> dict[str, Tensor]:
+def lightning(wrapper: Wrapper, folder: Path, ours: dict[str, Any], is_cut: bool) -> dict[str, Tensor]:
     import lightning.pytorch as pl
 
     from support.lightning_recipes import trainer_of
@@ -209,7 +220,7 @@ def lightning(wrapper: Wrapper, folder: Path, make: MakesOptimizer, is_cut: bool
             return nn.functional.mse_loss(self.net(x), y)
 
         def configure_optimizers(self) -> Any:
-            optimizer = make(torch.optim.AdamW, self.trainer.strategy.model, lr=1e-2)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -218,7 +229,7 @@ def lightning(wrapper: Wrapper, folder: Path, make: MakesOptimizer, is_cut: bool
                 self.trainer.save_checkpoint(folder / "saved.ckpt")
 
     def trained(checkpoint: Path | None = None) -> dict[str, Tensor]:
-        trainer, module = trainer_of(wrapper, max_epochs=2, use_distributed_sampler=False), Module()
+        trainer, module = trainer_of(wrapper, max_epochs=2, use_distributed_sampler=False, ours=ours), Module()
         trainer.fit(
             module, torch.utils.data.DataLoader(batches()[:NUM_STEPS], batch_size=None), ckpt_path=checkpoint, weights_only=True
         )
@@ -228,16 +239,15 @@ def lightning(wrapper: Wrapper, folder: Path, make: MakesOptimizer, is_cut: bool
     return trained(folder / "saved.ckpt") if is_cut else whole
 
 
-def accelerate(wrapper: Wrapper, folder: Path, make: MakesOptimizer, is_cut: bool) -> dict[str, Tensor]:
+def accelerate(wrapper: Wrapper, folder: Path, ours: dict[str, Any], is_cut: bool) -> dict[str, Tensor]:
     from accelerate import Accelerator
     from safetensors.torch import load_model
 
     def made() -> tuple[Any, nn.Module, Any, Any]:
-        accelerator = Accelerator(cpu=True)
-        with torchs_name_is(wrapper):
-            model = accelerator.prepare(network())
-        optimizer = accelerator.prepare(make(torch.optim.AdamW, model, lr=1e-2))
-        return accelerator, model, optimizer, accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, step_size=1))
+        accelerator, net = Accelerator(cpu=True), network()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+        return accelerator, *prepared(wrapper, accelerator, net, optimizer, scheduler, **ours)
 
     def train(accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any, steps: slice) -> None:
         for x, y in batches()[steps]:
@@ -262,37 +272,47 @@ def accelerate(wrapper: Wrapper, folder: Path, make: MakesOptimizer, is_cut: boo
     return dict(last[1].module.state_dict())
 
 
-def transformers(wrapper: Wrapper, folder: Path, make: MakesOptimizer, is_cut: bool) -> dict[str, Tensor]:
-    made: dict[str, Any] = {}
+def transformers(wrapper: Wrapper, folder: Path, ours: dict[str, Any], is_cut: bool) -> dict[str, Tensor]:
+    """The best model is loaded at the end, and saving may evaluate before."""
     steps = {"save_strategy": "steps", "save_steps": NUM_STEPS, "lr_scheduler_type": "constant", "max_grad_norm": 0.1}
-    exec(next(snippet.code for snippet in snippets(PAGE) if snippet.mark == "with transformers"), made)
+    best = {"eval_strategy": "steps", "eval_steps": NUM_STEPS, "load_best_model_at_end": True}
 
     def trained(num_steps: int, *, resumes: bool = False) -> dict[str, Tensor]:
-        classes = {} if make is plain else {"trainer": made["ShardedTrainer"], "callbacks": [made["Consolidate"]()]}
-        trainer = gpt2_trainer(folder, num_rows=32, max_steps=num_steps, **steps, **classes)
+        trainer = gpt2_trainer(wrapper, folder, num_rows=32, max_steps=num_steps, ours=ours, **steps, **best)
         trainer.train(resume_from_checkpoint=resumes)
         assert trainer.state.global_step == num_steps
         return dict(trainer.model.state_dict())
 
-    with torchs_name_is(wrapper):
-        if not is_cut:
-            return trained(2 * NUM_STEPS)
-        trained(NUM_STEPS)
-        return trained(2 * NUM_STEPS, resumes=True)
+    if not is_cut:
+        return trained(2 * NUM_STEPS)
+    trained(NUM_STEPS)
+    return trained(2 * NUM_STEPS, resumes=True)
 
 
+SHARDS = {"config": SyncConfig(strategy="zero1"), "shard_optimizer": True}
+OF_TRAINER = {"sync_config": SyncConfig(strategy="zero1"), "shard_optimizer": True}
 UNUSED, TWICE = {"find_unused_parameters": True}, {"max_epochs": 2}
-# What a recipe needs, the recipe, and its arguments.
-RECIPES: dict[str, tuple[str, Recipe, tuple[Any, ...]]] = {
+Needed = tuple[str, Recipe, tuple[Any, ...]]  # the packages of a recipe, the recipe, and its arguments
+
+
+def compare(ranks: Ranks, comparison: Callable[..., None], needed: Needed, folder: Path) -> None:
+    packages, recipe, args = needed
+    require_installed(*packages.split())
+    ranks.run(comparison, recipe, folder, *args, timeout_s=TIMEOUT_S)
+
+
+RECIPES: dict[str, Needed] = {
     # The last step of an epoch has two micro-batches.
     "accelerate: accumulation and norm": (
         "accelerate",
         with_accelerate,
-        ({"gradient_accumulation_steps": 4}, "clip_grad_norm_"),
+        ({"gradient_accumulation_steps": 4}, "clip_grad_norm_", {}),
     ),
-    "accelerate: bf16 and value": ("accelerate", with_accelerate, ({"mixed_precision": "bf16"}, "clip_grad_value_")),
+    "accelerate: bf16 and value": ("accelerate", with_accelerate, ({"mixed_precision": "bf16"}, "clip_grad_value_", {})),
+    "accelerate: shards, accumulation": ("accelerate", with_accelerate, ({"gradient_accumulation_steps": 4}, "", SHARDS)),
+    "accelerate: shards, bf16": ("accelerate", with_accelerate, ({"mixed_precision": "bf16"}, "", SHARDS)),
     "accelerate: trigger_sync_in_backward": ("accelerate", triggered, ()),
-    "accelerate: saved and resumed": ("accelerate safetensors", accelerate, (plain, True)),
+    "accelerate: saved and resumed": ("accelerate safetensors", accelerate, ({}, True)),
     "lightning: accumulation and norm": (
         "lightning",
         with_trainer,
@@ -312,16 +332,43 @@ RECIPES: dict[str, tuple[str, Recipe, tuple[Any, ...]]] = {
         with_trainer,
         ("Regression", TWICE | {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "strategy": UNUSED}),
     ),
+    "lightning: shards, accumulation": (
+        "lightning",
+        with_trainer,
+        ("Regression", TWICE | {"accumulate_grad_batches": 4, "ours": SHARDS}),
+    ),
+    "lightning: shards, bf16-mixed": (
+        "lightning",
+        with_trainer,
+        ("Regression", TWICE | {"precision": "bf16-mixed", "ours": SHARDS}),
+    ),
+    "lightning: bf16-true": ("lightning", with_trainer, ("Plain", {"precision": "bf16-true"})),
+    "lightning: shards, schedule by a metric": ("lightning", with_trainer, ("OnPlateau", TWICE | {"ours": SHARDS})),
+    "lightning by hand: shards": ("lightning", with_trainer, ("ManualRegression", {"ours": SHARDS})),
+    "lightning by hand: shards, accumulation": ("lightning", with_trainer, ("AccumulatingRegression", {"ours": SHARDS})),
     "lightning by hand": ("lightning", with_trainer, ("ManualRegression", {})),
     "lightning by hand: accumulation": ("lightning", with_trainer, ("AccumulatingRegression", {})),
     "lightning by hand: unused parameters": ("lightning", with_trainer, ("SometimesUnused", {"strategy": UNUSED})),
     "lightning by hand: static graph": ("lightning", with_trainer, ("ManualRegression", {"strategy": {"static_graph": True}})),
     "lightning by hand: two optimizers": ("lightning", with_trainer, ("TwoOptimizers", {"strategy": UNUSED})),
     "lightning by hand: toggled optimizers": ("lightning", with_trainer, ("Adversarial", {"strategy": UNUSED})),
-    "lightning: saved and resumed": ("lightning", lightning, (plain, True)),
-    "fabric: accumulation, clipping, saved and resumed": ("lightning", with_fabric, ()),
-    "transformers: accumulation and norm": ("transformers accelerate", with_transformers, ()),
-    "transformers: saved and resumed": ("transformers accelerate", transformers, (plain, True)),
+    "lightning: saved and resumed": ("lightning", lightning, ({}, True)),
+    "lightning: shards, saved and resumed": ("lightning", lightning, (SHARDS, True)),
+    "fabric: accumulation, clipping, saved and resumed": ("lightning", with_fabric, ({}, {"max_norm": 0.1})),
+    "fabric: value": ("lightning", with_fabric, ({}, {"clip_val": 0.01})),
+    "fabric: shards, accumulation, saved and resumed": ("lightning", with_fabric, (SHARDS, {})),
+    "transformers: accumulation and norm": ("transformers accelerate", with_transformers, ({}, {"max_grad_norm": 0.1})),
+    "transformers: shards, accumulation, tokens of all ranks": (
+        "transformers accelerate",
+        with_transformers,
+        (OF_TRAINER, {"max_grad_norm": 0.0, "average_tokens_across_devices": True, "optim": "adamw_torch"}),
+    ),
+    "transformers: shards, optimizer and schedule of the user": (
+        "transformers accelerate",
+        with_transformers,
+        (OF_TRAINER, {"max_grad_norm": 0.0, "brings": True}),
+    ),
+    "transformers: saved and resumed": ("transformers accelerate", transformers, ({}, True)),
     "pipelining: 1F1B": ("", pipelined, (1,)),
     "pipelining: interleaved 1F1B": ("", pipelined, (2,)),
     "a subclass that runs the module past forward": ("", past_forward, ()),
@@ -331,9 +378,7 @@ RECIPES: dict[str, tuple[str, Recipe, tuple[Any, ...]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_as_with_torchs_class(framework_ranks: Ranks, tmp_path: Path, name: str) -> None:
-    packages, recipe, args = RECIPES[name]
-    require_installed(*packages.split())
-    framework_ranks.run(same_as_torch, recipe, tmp_path, *args, timeout_s=TIMEOUT_S)
+    compare(framework_ranks, same_as_torch, RECIPES[name], tmp_path)
 
 
 def is_unwrapped(package: str) -> bool:
@@ -352,9 +397,9 @@ def test_a_framework_unwraps_it(framework_ranks: Ranks, package: str) -> None:
 
 
 def resumed_as_uninterrupted(recipe: Recipe, strategy: str, folder: Path) -> None:
-    wrapper = configured(SyncConfig(strategy=strategy))
-    wanted = run_recipe(recipe, wrapper, folder / "whole", ShardedOptimizer, False)
-    found = run_recipe(recipe, wrapper, folder / "cut", ShardedOptimizer, True)
+    ours = {"sync_config" if recipe is transformers else "config": SyncConfig(strategy=strategy), "shard_optimizer": True}
+    wanted = run_recipe(recipe, DistributedDataParallel, folder / "whole", ours, False)
+    found = run_recipe(recipe, DistributedDataParallel, folder / "cut", ours, True)
     assert wanted, "the recipe returned nothing to compare"
     require_same(found, wanted)
 
@@ -369,6 +414,278 @@ def test_a_framework_saves_and_resumes_sharded_training_with_equal_bits(
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
     framework_ranks.run(resumed_as_uninterrupted, recipe, strategy, tmp_path, timeout_s=TIMEOUT_S)
+
+
+NORM = {"gradient_clip_val": 0.05}
+CLIPPED: dict[str, Needed] = {
+    "lightning": ("lightning", with_trainer, ("Regression", NORM | {"ours": SHARDS})),
+    "fabric": ("lightning", with_fabric, (SHARDS, {"max_norm": 0.05})),
+    "accelerate": ("accelerate", with_accelerate, ({}, "clip_grad_norm_", SHARDS)),
+    "transformers": ("transformers accelerate", with_transformers, (OF_TRAINER, {"max_grad_norm": 0.05})),
+}
+
+
+def close_to_torch(recipe: Recipe, folder: Path, *args: Any) -> None:
+    """torch's norm is of fp32. Biases before a batch norm, and the mean there, are not compared: their gradients are noise."""
+    wanted, found = (run_recipe(recipe, cls, folder, *args) for cls in (TorchDistributedDataParallel, DistributedDataParallel))
+    assert any(name.endswith("weight") for name in wanted)
+    for name in (name for name in wanted if name.endswith("weight")):
+        torch.testing.assert_close(found[name], wanted[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLIPPED)
+def test_a_framework_clips_by_the_norm_of_all_shards(framework_ranks: Ranks, tmp_path: Path, name: str) -> None:
+    compare(framework_ranks, close_to_torch, CLIPPED[name], tmp_path)
+
+
+def refusals_of_lightning() -> dict[str, str]:
+    from support import lightning_recipes as recipes
+
+    class NoOptimizer(recipes.Regression):
+        def configure_optimizers(self) -> None:
+            return None
+
+    found = {}
+    for what, module, settings in (
+        ("two optimizers", recipes.TwoOptimizers(), {}),
+        ("no optimizer", NoOptimizer(), {}),
+        ("an optimizer of matrices", recipes.Matrices(), {}),
+        ("clipping by value", recipes.Regression(), {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
+    ):
+        with as_launched():
+            warnings.filterwarnings("ignore", message=".*configure_optimizers. returned")
+            trainer = recipes.trainer_of(DistributedDataParallel, ours=SHARDS, **settings)
+            error = ShardedGradientError if what == "clipping by value" else ConfigError
+            found[what] = text_of(error, lambda trainer=trainer, module=module: trainer.fit(module, recipes.loader()))
+    return found
+
+
+@pytest.mark.slow
+def test_lightning_refuses_what_shards_cannot_do(framework_ranks: Ranks) -> None:
+    require_installed("lightning")
+    for texts in framework_ranks.run(refusals_of_lightning, timeout_s=TIMEOUT_S):
+        assert texts["two optimizers"].startswith("shard_optimizer=True takes one optimizer, got 2.\n  UndertowStrategy\n")
+        assert texts["no optimizer"].startswith("shard_optimizer=True takes one optimizer, got 0.\n  UndertowStrategy\n")
+        assert texts["an optimizer of matrices"].startswith("Muon cannot be sharded: it orthogonalizes whole matrices.")
+        assert "is sharded: no rank has all of it." in texts["clipping by value"]
+
+
+def fabric_without_its_model() -> str:
+    import lightning.fabric as fabric
+
+    with as_launched():
+        launched = fabric.Fabric(
+            accelerator="cpu", devices=2, strategy=fabric_strategy(DistributedDataParallel, ours={"shard_optimizer": True})
+        )
+        launched.launch()
+        optimizer = torch.optim.AdamW(mlp().parameters(), lr=1e-2)
+        return text_of(ConfigError, lambda: launched.setup_optimizers(optimizer))
+
+
+@pytest.mark.slow
+def test_fabric_needs_the_model_with_its_optimizer(framework_ranks: Ranks) -> None:
+    require_installed("lightning")
+    assert (
+        framework_ranks.run(fabric_without_its_model, timeout_s=TIMEOUT_S)
+        == [
+            "shard_optimizer=True needs the model together with its optimizer.\n  Fabric.setup_optimizers\n"
+            "  Call fabric.setup(model, optimizer)."
+        ]
+        * 2
+    )
+
+
+def odd_uses_of_lightning() -> None:
+    from support import lightning_recipes as recipes
+
+    with as_launched():
+        trainer = recipes.trainer_of(DistributedDataParallel, precision="bf16-true", ours=SHARDS, max_epochs=1)
+        for _ in range(2):  # with a new wrapper each time
+            trainer.fit(module := recipes.Plain(), recipes.loader())
+            assert all(param.isfinite().all() and param.dtype == torch.bfloat16 for param in module.parameters())
+
+
+def on_one_device() -> None:
+    from support import lightning_recipes as recipes
+
+    with as_launched():
+        trainer = recipes.trainer_of(DistributedDataParallel, devices=1, gradient_clip_val=0.1, ours=SHARDS)
+        trainer.fit(recipes.Regression(), recipes.loader())
+
+
+@pytest.mark.slow
+def test_lightning_fits_twice_with_parameters_of_16_bits(framework_ranks: Ranks) -> None:
+    require_installed("lightning")
+    framework_ranks.run(odd_uses_of_lightning, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.slow
+def test_lightning_trains_in_shards_on_one_device() -> None:
+    require_installed("lightning")
+    with Ranks(1) as alone:
+        alone.run(on_one_device, timeout_s=TIMEOUT_S)
+
+
+def registered() -> list[str]:
+    from lightning.fabric import Fabric
+
+    from support import lightning_recipes as recipes
+    from undertow.integrations.lightning import UndertowCallback
+
+    class Logs(recipes.Regression):
+        def on_train_end(self) -> None:
+            found.extend(sorted(name for name in self.trainer.logged_metrics if name.startswith("undertow/")))
+
+    found: list[str] = []
+    with as_launched():
+        found.append(type(Fabric(accelerator="cpu", devices=2, strategy="undertow").strategy).__name__)
+        trainer = recipes.pl.Trainer(
+            strategy="undertow",
+            max_epochs=1,
+            callbacks=[UndertowCallback(every_n_steps=2)],
+            plugins=environment(),
+            **recipes.SETTINGS,
+        )
+        found.append(type(trainer.strategy).__name__)
+        trainer.fit(Logs(), recipes.loader())
+    return found
+
+
+@pytest.mark.slow
+def test_the_strategies_have_a_name_and_the_callback_logs_the_report(framework_ranks: Ranks) -> None:
+    require_installed("lightning")
+    for found in framework_ranks.run(registered, timeout_s=TIMEOUT_S):
+        assert found[:2] == ["UndertowFabricStrategy", "UndertowStrategy"]
+        names = ("communication_ms", "exposed_ms", "late_rank_ms", "overlap", "step_ms")
+        assert found[2:] == [f"undertow/{name}" for name in names]
+
+
+def steps_logged() -> list[int]:
+    from support import lightning_recipes as recipes
+    from undertow.integrations.lightning import UndertowCallback
+
+    class Logs(recipes.Regression):
+        def log_dict(self, *args: Any, **settings: Any) -> None:
+            found.append(self.trainer.global_step)
+
+    found: list[int] = []
+    with as_launched():
+        text = text_of(ConfigError, lambda: UndertowCallback(every_n_steps=0))
+        assert text.startswith("every_n_steps must be 1 or more, got 0.\n  UndertowCallback\n")
+        trainer = recipes.trainer_of(
+            DistributedDataParallel, accumulate_grad_batches=3, callbacks=[UndertowCallback(every_n_steps=1)], max_epochs=1
+        )
+        trainer.fit(Logs(), recipes.loader())
+    return found
+
+
+@pytest.mark.slow
+def test_the_callback_logs_a_step_once_however_many_micro_batches_it_has(framework_ranks: Ranks) -> None:
+    require_installed("lightning")
+    for steps in framework_ranks.run(steps_logged, timeout_s=TIMEOUT_S):
+        assert (len(steps) > 1, steps) == (True, list(range(1, len(steps) + 1)))
+
+
+def prepared_twice(folder: Path) -> None:
+    """Prepares anew what is prepared, and loads a checkpoint of a plain Accelerate."""
+    from accelerate import Accelerator
+
+    def made(wrapper: Wrapper) -> Any:
+        accelerator, net = Accelerator(cpu=True), mlp()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        return accelerator, *prepared(wrapper, accelerator, net, optimizer, **(SHARDS if is_ours(wrapper) else {}))
+
+    def step(accelerator: Any, model: nn.Module, optimizer: Any, number: int) -> None:
+        accelerator.backward(model(noise(3, 6, step=number)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with as_launched():
+        plain = made(TorchDistributedDataParallel)
+        for number in range(2):
+            step(*plain, number)
+        plain[0].save_state(folder / "plain")
+        plain[0].free_memory()
+        accelerator, model, optimizer = made(DistributedDataParallel)
+        again = prepared(DistributedDataParallel, accelerator, model, optimizer, **SHARDS, device_placement=[False, None])
+        assert (again[0] is model, again[1] is optimizer) == (True, True)
+        text = text_of(
+            ConfigError, lambda: prepared(DistributedDataParallel, accelerator, model, optimizer, device_placement=[True])
+        )
+        assert text.startswith("device_placement takes one value for each of 2 objects, got 1.")
+        accelerator.load_state(folder / "plain")
+        for each in ((accelerator, model, optimizer), plain):
+            step(*each, 2)
+        require_same(state_of(model.module), state_of(plain[1].module))
+        accelerator.free_memory()
+
+
+@pytest.mark.slow
+def test_accelerate_prepares_twice_and_loads_checkpoints_of_plain_training(framework_ranks: Ranks, tmp_path: Path) -> None:
+    require_installed("accelerate")
+    framework_ranks.run(prepared_twice, tmp_path, timeout_s=TIMEOUT_S)
+
+
+def accelerate_refuses() -> list[str]:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    found = []
+    with as_launched():
+        accelerator, net, other = Accelerator(cpu=True), mlp(), mlp()
+        optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        ours = {"shard_optimizer": True}
+        for args in ((net,), (other, optimizer)):
+            found.append(text_of(ConfigError, lambda args=args: prepared(DistributedDataParallel, accelerator, *args, **ours)))
+        accelerator.state.distributed_type = DistributedType.FSDP
+        found.append(text_of(ConfigError, lambda: prepared(DistributedDataParallel, accelerator, net)))
+    return found
+
+
+@pytest.mark.slow
+def test_accelerate_refuses_what_shards_cannot_do(framework_ranks: Ranks) -> None:
+    require_installed("accelerate")
+    for count, scheduler, kind in framework_ranks.run(accelerate_refuses, timeout_s=TIMEOUT_S):
+        assert count.startswith("shard_optimizer=True takes one model and one optimizer, got 1 and 0.")
+        assert scheduler.startswith("AdamW cannot be taken over: it has a scheduler that is not given.")
+        assert "schedulers=[...]" in scheduler
+        assert kind.startswith("Accelerate distributes by DistributedType.FSDP, and Undertow replaces DDP only.")
+
+
+def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("2.4.0", "2.10.1", "3.0rc1"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
+        require_version("lightning", "2.4")
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.3.3")
+    assert text_of(ConfigError, lambda: require_version("lightning", "2.4")) == (
+        "lightning 2.3.3 is not supported: 2.4 is the oldest version that is.\n  undertow.integrations.lightning\n"
+        "  pip install 'lightning>=2.4'"
+    )
+
+
+EXAMPLES = {"lightning_train.py": "lightning", "accelerate_train.py": "accelerate", "hf_trainer.py": "transformers"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_learns(tmp_path: Path, name: str) -> None:
+    require_installed(EXAMPLES[name])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, ROOT / "examples" / name],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *_, last = [float(loss) for loss in re.findall(r"^step +\d+ .*loss (\S+)$", done.stdout, re.MULTILINE)]
+    assert last < 0.8 * first
 
 
 REASON = "not installed: no_such_framework. Install the extra: pip install 'undertow[integrations]'"

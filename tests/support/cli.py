@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from support.project import ROOT
 from support.strategies import spec
-from undertow.cli.what_if import NetworkOptions, WhatIf
 from undertow.cost import CostCurve
 from undertow.profile import Profile
+from undertow.report.what_if import NetworkOptions, WhatIf
 from undertow.schedule import STRATEGIES
 from undertow.simulate import Conditions
 

@@ -11,14 +11,12 @@ How to use it: add a recipe to tests/frameworks/test_frameworks.py,
 and name it in the table of recipes, with the packages that it needs: `require_installed` skips it, or fails under CI=true,
 if one is missing.
 
-`same_as_torch` calls the recipe twice on each rank, from the same seed: with a subclass of torch's class, then with a
-subclass of Undertow's. The recipe must construct a wrapper of the class it is given. Path arguments become a folder for
-each class, which both ranks share. Wrappers are closed afterwards, and the frameworks' global state is reset.
+`same_as_torch` calls the recipe twice on each rank, from the same seed: with torch's class, then with a subclass of
+Undertow's, of which it must construct one. Path arguments become a folder for each class, which both ranks share. Wrappers
+are closed afterwards, and the frameworks' global state is reset.
 
-A recipe that torch's class cannot do (a sharded optimizer) runs by itself: `run_recipe(recipe, configured(SyncConfig(...)))`.
-
-How a framework gets the class: `lightning_strategy(wrapper)` and `fabric_strategy(wrapper)` make a strategy for
-Trainer and Fabric; within `torchs_name_is(wrapper)` Accelerate and the HF Trainer find the class under torch's name.
+How a framework gets the class: `lightning_strategy`, `fabric_strategy`, `prepared` and `gpt2_trainer` take torch's class as
+the framework has it, and Undertow's by `undertow.integrations`, which get the arguments `ours`.
 """
 
 import contextlib
@@ -39,8 +37,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+import undertow
 from support.naive import require_same
-from undertow import DistributedDataParallel, SyncConfig
+from undertow import DistributedDataParallel
 
 Wrapper, Recipe = type[TorchDistributedDataParallel], Callable[..., dict[str, Tensor]]
 
@@ -64,14 +63,8 @@ def require_installed(*packages: str) -> None:
     pytest.skip(reason, allow_module_level=True)
 
 
-def configured(config: SyncConfig) -> Wrapper:
-    """Undertow's class with settings: frameworks that construct the wrapper do not know of `config`."""
-
-    class Configured(DistributedDataParallel):
-        def __init__(self, *args: Any, **arguments: Any) -> None:
-            super().__init__(*args, **arguments, config=config)
-
-    return Configured
+def is_ours(wrapper: Wrapper) -> bool:
+    return issubclass(wrapper, DistributedDataParallel)
 
 
 def same_as_torch(recipe: Recipe, *args: Any) -> None:
@@ -96,30 +89,26 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return tensors if dist.get_rank() else {**tensors, **dict(module.named_buffers())}
 
 
-def run_recipe(recipe: Recipe, chosen: Wrapper, *args: Any) -> dict[str, Tensor]:
-    """The recipe's tensors on this rank; it must have constructed a wrapper of the class `chosen`."""
-    wrapper, made = _recorded(chosen)
-    with as_launched():
-        try:
-            torch.manual_seed(0)
-            tensors = {name: tensor.detach().clone() for name, tensor in recipe(wrapper, *args).items()}
-        finally:
-            for ddp in (reference() for reference in made):
-                if isinstance(ddp, DistributedDataParallel):
-                    ddp.close()
-    assert made, f"the recipe never constructed {wrapper.__mro__[1].__name__}"
-    return tensors
-
-
-def _recorded(wrapper: Wrapper) -> tuple[Wrapper, list[weakref.ref[Any]]]:
+def run_recipe(recipe: Recipe, wrapper: Wrapper, *args: Any) -> dict[str, Tensor]:
+    """The recipe's tensors on this rank; it must have constructed a wrapper if it is to be Undertow's."""
     made: list[weakref.ref[Any]] = []
 
-    class Recorded(wrapper):
+    class Recorded(DistributedDataParallel):
         def __init__(self, *args: Any, **arguments: Any) -> None:
             super().__init__(*args, **arguments)
             made.append(weakref.ref(self))
 
-    return Recorded, made
+    with as_launched(), mock.patch.object(undertow, "DistributedDataParallel", Recorded):
+        try:
+            torch.manual_seed(0)
+            tensors = recipe(Recorded if is_ours(wrapper) else wrapper, *args)
+            tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        finally:
+            for ddp in (reference() for reference in made):
+                if ddp is not None:
+                    ddp.close()
+    assert bool(made) == is_ours(wrapper), f"the recipe constructed {len(made)} of Undertow's wrappers"
+    return tensors
 
 
 @contextlib.contextmanager
@@ -144,34 +133,40 @@ def as_launched() -> Iterator[None]:
                 importlib.import_module("accelerate.state").GradientState._reset_state()
 
 
-@contextlib.contextmanager
-def torchs_name_is(wrapper: Wrapper) -> Iterator[None]:
-    with mock.patch.object(torch.nn.parallel, "DistributedDataParallel", wrapper):
-        yield
+def environment() -> Any:
+    """Lightning's for processes that run already."""
+    return importlib.import_module("lightning.fabric.plugins.environments").LightningEnvironment()
 
 
 def lightning_strategy(wrapper: Wrapper, **arguments: Any) -> Any:
-    """Lightning's DDP strategy for `Trainer(strategy=...)`, which wraps by `wrapper`; `arguments` are the wrapper's."""
-    return _strategy("pytorch", "_setup_model", "determine_ddp_device_ids", wrapper, arguments)
+    return _strategy(wrapper, "pytorch", "UndertowStrategy", **arguments)
 
 
 def fabric_strategy(wrapper: Wrapper, **arguments: Any) -> Any:
-    return _strategy("fabric", "setup_module", "_determine_ddp_device_ids", wrapper, arguments)
+    return _strategy(wrapper, "fabric", "UndertowFabricStrategy", **arguments)
 
 
-def _strategy(package: str, method: str, devices: str, wrapper: Wrapper, arguments: dict[str, Any]) -> Any:
-    strategies = importlib.import_module(f"lightning.{package}.strategies")
-    environments = importlib.import_module("lightning.fabric.plugins.environments")
-
-    def wrap(self: Any, model: Any) -> Any:
-        return wrapper(model, device_ids=getattr(self, devices)(), **self._ddp_kwargs)
-
-    made = type("Strategy", (strategies.DDPStrategy,), {method: wrap})
-    return made(cluster_environment=environments.LightningEnvironment(), **arguments)
+def _strategy(wrapper: Wrapper, package: str, name: str, *, ours: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    if is_ours(wrapper):
+        make, arguments = getattr(importlib.import_module("undertow.integrations.lightning"), name), arguments | (ours or {})
+    else:
+        make = importlib.import_module(f"lightning.{package}.strategies").DDPStrategy
+    return make(cluster_environment=environment(), **arguments)
 
 
-def gpt2_trainer(folder: Path, *, num_rows: int, trainer: Any = None, callbacks: Any = (), **settings: Any) -> Any:
-    """A Trainer of transformers, or what `trainer` makes, with a small language model and `num_rows` rows of tokens."""
+def prepared(wrapper: Wrapper, accelerator: Any, *args: Any, **ours: Any) -> Any:
+    if not is_ours(wrapper):
+        return accelerator.prepare(*args)
+    return importlib.import_module("undertow.integrations.accelerate").prepare(accelerator, *args, **ours)
+
+
+def gpt2_trainer(
+    wrapper: Wrapper, folder: Path, *, num_rows: int, ours: dict[str, Any] | None = None, brings: bool = False, **settings: Any
+) -> Any:
+    """A Trainer of transformers with a small language model and `num_rows` rows of tokens.
+
+    `brings` gives it an optimizer with a schedule.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     sizes = {"vocab_size": 19, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
@@ -180,9 +175,11 @@ def gpt2_trainer(folder: Path, *, num_rows: int, trainer: Any = None, callbacks:
     usual = {"use_cpu": True, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "no"}
     arguments = TrainingArguments(str(folder), **{**quiet, **usual, **settings})
     tokens = torch.randint(19, (num_rows, 8), generator=torch.Generator().manual_seed(3))
-    return (trainer or Trainer)(
-        GPT2LMHeadModel(GPT2Config(**sizes, **without_dropout)),
-        arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-        callbacks=list(callbacks),
-    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    make, model, given = Trainer, GPT2LMHeadModel(GPT2Config(**sizes, **without_dropout)), {}
+    if brings:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        given = {"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))}
+    if is_ours(wrapper):
+        make, given = importlib.import_module("undertow.integrations.transformers").UndertowTrainer, given | (ours or {})
+    return make(model, arguments, train_dataset=rows, eval_dataset=rows[:4], **given)

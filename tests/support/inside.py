@@ -84,6 +84,11 @@ def storages_of(model: Model) -> list[Any]:
     return [bucket.binding.storage for bucket in assembly_of(model).executor.buckets]
 
 
+def sizes_of_messages(model: Model) -> set[int]:
+    """Of the tensors that are kept for other ranks' parts and trailers, between synchronizations of shards."""
+    return {numel for numel, *_ in _sharding_after_a_step(model).groups.shard.free}
+
+
 def sharding_of(model: Model) -> Sharding | None:
     return assembly_of(model).sharding
 

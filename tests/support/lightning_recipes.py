@@ -22,8 +22,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def trainer_of(wrapper: Wrapper, *, max_epochs: int = 1, **settings: Any) -> pl.Trainer:
-    """A Trainer that wraps by `wrapper`; `strategy` holds arguments of the wrapper."""
-    strategy = lightning_strategy(wrapper, **settings.pop("strategy", {}))
+    """A Trainer that wraps by `wrapper`; `strategy` holds arguments of the wrapper, `ours` arguments of Undertow's strategy."""
+    strategy = lightning_strategy(wrapper, ours=settings.pop("ours", None), **settings.pop("strategy", {}))
     return pl.Trainer(strategy=strategy, max_epochs=max_epochs, **{**SETTINGS, **settings})
 
 
@@ -106,6 +106,32 @@ class TwoOptimizers(ManualRegression):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (self.net, self.other)]
+
+
+class Plain(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return mse_loss(self.net(x.to(self.dtype)), y.to(self.dtype))
+
+
+class OnPlateau(Regression):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.log("metric", 1.0)  # that never falls
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "metric"}}
+
+
+class Matrices(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([param for param in self.parameters() if param.dim() == 2], lr=1e-2)
 
 
 class Adversarial(pl.LightningModule):

@@ -4,6 +4,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
+# The pages for readers. docs/matrix is the record of a run, outside of the navigation.
+DOCS = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "matrix")
 
 
 def name_of(path: Path) -> str:

@@ -5,6 +5,7 @@ other tests: a skip is expected if this machine lacks what its reason names, and
 """
 
 import difflib
+import importlib.util
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
+from support.browser import CHROMIUM
 
 OPTION = "--no-unexpected-skips"
 
@@ -39,7 +42,11 @@ EXPECTED = (
     ),
     Expected(reason="shaped links .*: they are refused .*", holds=lambda: True),  # by the kernel
     Expected(reason=".* UNDERTOW_PUBLISHED_DATA.*", holds=lambda: True),  # files of others, not in the repository
+    Expected(reason="torchft is not installed: .*", holds=lambda: importlib.util.find_spec("torchft") is None),
     Expected(reason=".*; make bench-peers makes it", holds=lambda: True),  # gigabytes that nothing here installs by itself
+    Expected(reason="needs chromium, which is not installed", holds=lambda: CHROMIUM is None),
+    Expected(reason="needs node, which is not installed", holds=lambda: shutil.which("node") is None),
+    Expected(reason="mkdocs is not installed: .*", holds=lambda: importlib.util.find_spec("mkdocs") is None),
     Expected(reason="the machine is busy, load .*", holds=lambda: True),  # the test has looked at the load itself
 )
 

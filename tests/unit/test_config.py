@@ -149,7 +149,7 @@ CHOICES = {
                 "bucket_cap_mb",
                 sizes,
                 f"bucket_cap_mb must be a positive number of MiB, got {bad!r}.\n"
-                "  SyncConfig\n  Give a size above zero, or leave it out for a planned one.",
+                "  SyncConfig\n  Give a number above zero, such as 25, or leave it out for a planned size.",
             )
             for sizes, bad in (
                 *((value, value) for value in (0, -1, -0.5, math.nan, "25", True)),
@@ -241,7 +241,7 @@ READ = "\n  SyncConfig.from_json\n  "
         ),
         pytest.param(
             lambda: SyncConfig(experts=(experts(),), nonfinite="skip"),
-            'nonfinite="skip" does not go with experts: only some ranks would know that a step is to be skipped.\n'
+            'nonfinite="skip" cannot be used with experts: only some ranks would know that a step is to be skipped.\n'
             f'  {HERE}\n  Use "raise" or "warn".',
             id="skipping with experts",
         ),

@@ -5,13 +5,14 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from support.errors import refusal
 from support.steps import FREE, lines, profile_of, random_profile
-from undertow.cost import Costs, NodeCosts
+from undertow.cost import CostCurve, Costs, NodeCosts
 from undertow.plan import Piece, Plan, StepTiming, finish_us, in_backward_order, lane_period_us, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import (
@@ -23,7 +24,7 @@ from undertow.schedule import (
     gathers_after_reductions,
     lower_data_parallel,
 )
-from undertow.simulate import Conditions, lane_times, simulate
+from undertow.simulate import DEFAULTS, IDEAL, Conditions, _Clocks, lane_times, simulate
 from undertow.trace import StepRecord, Trace, summarize
 
 # Times are multiples of a microsecond, or end in clocks that add up a few hundred of them: what remains is rounding.
@@ -46,7 +47,7 @@ def simulated(
     **conditions: Any,
 ) -> StepRecord:
     return simulate(
-        profile, plan_from_groups(profile.params, groups, num_ranks=num_ranks), strategy, costs, Conditions(**conditions)
+        profile, plan_from_groups(profile.params, groups, num_ranks=num_ranks), strategy, costs, replace(IDEAL, **conditions)
     )
 
 
@@ -276,7 +277,7 @@ def steps(draw: st.DrawFn) -> tuple[Profile, Plan]:
 def test_reductions_end_as_the_planner_reckons(step: tuple[Profile, Plan], cost: tuple[float, float]) -> None:
     # The planner's recurrence: F = max(F, ready) + C, with the last bucket not ready before backward is over.
     profile, plan = step
-    record, finished_us, ready_us = simulate(profile, plan, DDP, lines(cost)), 0.0, 0.0
+    record, finished_us, ready_us = simulate(profile, plan, DDP, lines(cost), IDEAL), 0.0, 0.0
     for bucket in plan.buckets:
         is_last = bucket.index == len(plan.buckets) - 1
         ready_us = max(ready_us, *(profile.ready_us[param] for param in bucket.params), profile.backward_us * is_last)
@@ -296,7 +297,7 @@ def test_a_step_takes_what_the_planner_has_minimized(
     costs = lines((reduction_us, 0), (gather_us, 0))
     timing = StepTiming(ready_us=profile.ready_us, backward_end_us=profile.backward_us, used_us=profile.used_us)
     planned_us = finish_us(profile.params, plan.groups, timing, costs, has_shards=strategy.gather is not None)
-    assert simulate(profile, plan, strategy, costs).step_us == pytest.approx(
+    assert simulate(profile, plan, strategy, costs, IDEAL).step_us == pytest.approx(
         profile.update_us + profile.forward_us + planned_us, abs=ROUNDING_US
     )
 
@@ -307,7 +308,7 @@ def test_a_step_in_backward_takes_the_period_that_the_planner_counts(seed: int, 
     plan = plan_from_groups(profile.params, [[param] for param in profile.order], num_ranks=2)
     times = lane_times(profile, plan, costs)
     order = in_backward_order(times) if is_planned else gathers_after_reductions(num)
-    record = simulate(profile, plan, ZERO1, costs, Conditions(in_backward=True, gathers_behind=None if is_planned else order))
+    record = simulate(profile, plan, ZERO1, costs, replace(IDEAL, in_backward=True, gathers_behind=None if is_planned else order))
     # The same sums in another order: some tens of numbers below 1000, and what remains is rounding.
     assert record.step_us == pytest.approx(lane_period_us(times, order), abs=1e-6)
 
@@ -356,7 +357,7 @@ WHERE = "\n  conditions of a simulated step\n  "
         ),
         pytest.param(
             lambda: Conditions(in_backward=True, overlap=False),
-            f"steps in backward lie under backward, and overlap=False lets nothing lie there.{WHERE}Leave one out.",
+            f"steps in backward overlap with backward, and overlap=False forbids that.{WHERE}Leave one out.",
             id="in_backward without overlap",
         ),
         pytest.param(
@@ -379,3 +380,46 @@ WHERE = "\n  conditions of a simulated step\n  "
 )
 def test_what_cannot_be_simulated_is_refused(call: Callable[[], object], text: str) -> None:
     assert refusal(call) == text
+
+
+PACKED = replace(
+    profile_of([20, 10], backward_us=24), num_ranks=2, curves={"all_reduce": CostCurve(points=((1, 8), (1e6, 8), (1e9, 8)))}
+)
+
+
+def test_numbers_are_given_measured_or_assumed_in_this_order() -> None:
+    measured = replace(PACKED, skew=0.01)
+    assert Conditions().of(TWO) == DEFAULTS
+    assert Conditions().of(measured) == {**dict.fromkeys(DEFAULTS, 0.0), "skew": 0.01}
+    assert Conditions(skew=0.02, launch_us=3).of(measured) == {**dict.fromkeys(DEFAULTS, 0.0), "skew": 0.02, "launch_us": 3}
+
+
+def test_packing_that_is_in_a_measured_profile_counts_once() -> None:
+    # The bucket of p1 was packed from 10 to 12, which delayed p0 and the end of backward; the last one from 24 to 26.
+    profile = replace(PACKED, groups=((1,), (0,)), launch_us=2.0, copy_us_per_mb=0.0)
+    plan = plan_from_groups(profile.params, profile.groups, num_ranks=2)
+    record = simulate(profile, plan, DDP, FIXED)
+    assert [row.ready_us - 10 for row in record.buckets] == pytest.approx([10, 24])
+    assert record.step_us == pytest.approx(10 + 24 + 2 + 8 + 5)
+    together = plan_from_groups(profile.params, [[1, 0]], num_ranks=2)
+    assert simulate(profile, together, DDP, FIXED).step_us == pytest.approx(10 + 22 + 2 + 8 + 5)
+
+
+def test_measured_times_are_those_of_the_slowest_rank() -> None:
+    profile = replace(PACKED, skew=0.1)
+    plan = plan_from_groups(profile.params, [[1, 0]], num_ranks=2)
+    as_measured = simulate(profile, plan, DDP, FIXED, replace(IDEAL, skew=0.0)).step_us
+    assert simulate(profile, plan, DDP, FIXED).step_us == pytest.approx(as_measured, abs=1.1)  # the fast rank's update
+    more = plan_from_groups(profile.params, [[1, 0]], num_ranks=64)
+    assert simulate(profile, more, DDP, FIXED).step_us > as_measured + 2
+
+
+@given(st.lists(TIMES, min_size=1, max_size=30), st.floats(0.01, 0.5))
+def test_knots_that_are_joined_change_no_clock(sends: list[float], contention: float) -> None:
+    one, many = (_Clocks(np.ones(1), contention=contention) for _ in range(2))
+    for us in sends:
+        one.send(us, not_before_us=0.0)
+    many.send(sum(sends), not_before_us=0.0)
+    for clocks in (one, many):
+        clocks.compute(sum(sends) / 2 + 1)
+    assert one.now_us == pytest.approx(many.now_us, rel=1e-9)

@@ -18,7 +18,7 @@ from undertow.runtime.torch_private import private
 
 _WHERE = "average_gradients(gradients, parameters)"
 _SAME_ORDER = "Pass the parameters that torch.autograd.grad was given, in the same order."
-_ENTRIES = "Pass what torch.autograd.grad returned, and what it was asked for."
+_ENTRIES = "Pass the gradients that torch.autograd.grad returned, and the parameters that you gave it."
 _ONE_BUCKET = SizeCaps(cap_bytes=math.inf)  # for each dtype and device
 _Pair = tuple[Tensor | None, Tensor]  # a gradient, and a tensor of its shape, dtype, device and strides
 
@@ -62,7 +62,7 @@ def average_gradients(
         private.graph_task_id() == -1,
         "average_gradients() was called inside a backward.",
         where=_WHERE,
-        remedy="Call it on what torch.autograd.grad has returned; there ranks may come in different orders.",
+        remedy="Call it after torch.autograd.grad has returned: during a backward, ranks may run in different orders.",
         error=PhaseError,
     )
     group = user_group(process_group)
@@ -82,7 +82,7 @@ def average_gradients(
             handle.wait()
         require(
             not any(shipment.learn() for shipment in shipments),
-            "ranks gave gradients of other shapes or dtypes.",
+            "ranks gave gradients of different shapes or dtypes.",
             where=f"rank {reference.rank}: fingerprint {fingerprint:06x}",
             remedy="Give the gradients of the same parameters in the same order on every rank.",
             error=PlanMismatch,
@@ -137,7 +137,7 @@ def _listed(tensors: Iterable[Tensor | None], name: str) -> tuple[Tensor | None,
         isinstance(tensors, Iterable) and not isinstance(tensors, Tensor),
         f"{name} must be a sequence of tensors, got {type(tensors).__name__}.",
         where=_WHERE,
-        remedy="Pass the tuple that torch.autograd.grad returned, and a tuple or list of what it was asked for.",
+        remedy="Pass the tuple that torch.autograd.grad returned, and a tuple or list of the parameters that you gave it.",
         error=WrongType,
     )
     return tuple(tensors)
@@ -157,9 +157,9 @@ def _with_examples(gradients: Sequence[Tensor | None], parameters: Sequence[Tens
         example = gradient if parameters is None else parameters[index]
         require(
             parameters is not None or gradient is not None,
-            f"gradient {index} is None, and nothing says how large it would be.",
+            f"gradient {index} is None, and its size is unknown.",
             where=_WHERE,
-            remedy="Pass parameters too, those that torch.autograd.grad was given.",
+            remedy="Pass parameters too: the same ones that you gave to torch.autograd.grad.",
         )
         if not isinstance(example, Tensor):
             raise WrongType(f"parameter {index} must be a tensor, got {type(example).__name__}.", where=_WHERE, remedy=_ENTRIES)

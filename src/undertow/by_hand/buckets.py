@@ -28,8 +28,8 @@ class GradientBucket:
     Args:
         bucket_index: Number of the bucket, for errors.
         size_in_bytes: Capacity; it must be large enough for the gradients.
-        gradients: Gradient tensors, or tensors that require grad, of which it takes `.grad`. All
-            have one dtype and device.
+        gradients: Gradient tensors, or tensors that require grad: then it takes their `.grad`.
+            All have one dtype and device.
 
     Raises:
         ConfigError: If the arguments do not fit together.
@@ -84,7 +84,7 @@ class GradientBucket:
 
     def require_ready(self) -> list[Tensor]:
         """Returns the gradients for `prepare` to copy; raises its errors."""
-        # Checks what the caller knows, not whether the reduction is complete by now: that depends on the network and differs
+        # Checks that the caller knows of the end. Whether the reduction is complete by now depends on the network, and differs
         # between ranks.
         require(
             self.reduction_handle is None or self.reduction_handle.is_found_complete,
@@ -157,7 +157,7 @@ class GradientBucket:
                 source is not None,
                 f"gradient {position} of bucket {self.bucket_index} is missing: its .grad is None.",
                 where=f"a tensor of shape {tuple(gradient.shape)}",
-                remedy="Run backward first, and leave tensors out that get no gradient.",
+                remedy="Run backward first, and leave out tensors that get no gradient.",
             )
         return found  # type: ignore[return-value]  # none is missing
 

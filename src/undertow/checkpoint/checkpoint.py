@@ -49,7 +49,7 @@ def save_checkpoint(
         path: A folder that all ranks can see.
         model: The model: wrapped, bare, or synchronized by `attach`.
         optimizer: A ShardedOptimizer or a plain optimizer; None saves the model only.
-        extra: Any JSON value, such as counters or a scheduler's state.
+        extra: Any JSON value, such as counters or a scheduler's state. The first rank's is stored.
 
     Raises:
         CheckpointError: On every rank, if saving fails on one.
@@ -171,7 +171,7 @@ class _Ranks:
         return Path(self._from_all(str(self.agree(work if self.is_first else lambda: None)))[0])
 
     def _from_all(self, text: str, *, waits_for: str = "") -> list[str]:
-        """Returns the texts of all ranks. As bytes: an object would be unpickled, and run code of whoever has sent it."""
+        """Returns the texts of all ranks. They are sent as bytes, because unpickling an object would run the sender's code."""
         if self.group is None:
             return [text]
         mine = text.encode()
@@ -204,7 +204,7 @@ def _require_no_experts(model: nn.Module, optimizer: torch.optim.Optimizer | Non
     is_of_experts = isinstance(optimizer, ShardedOptimizer) and optimizer.has_experts
     if is_of_experts or (isinstance(model, DistributedDataParallel) and model.sync.config.experts):
         raise CheckpointError(
-            "this model has experts: ranks have other tensors under the same names, and a checkpoint has one of each.",
+            "this model has experts: ranks have different tensors under one name, and a checkpoint stores one per name.",
             where="save_checkpoint, load_checkpoint",
             remedy="Save model.state_dict() and optimizer.full_state_dict() on each rank, in separate files.",
         )
@@ -280,7 +280,7 @@ def _room_for_model(stored: Stored, names: _Names) -> dict[str, Tensor | None]:
         if name not in saved:
             raise _other_model(stored, f"has no {name!r}, which the model has")
         if name not in names.values:
-            raise _other_model(stored, f"has {name!r}, which the model has not")
+            raise _other_model(stored, f"has {name!r}, which the model does not have")
     for name, value in names.values.items():
         shape, dtype = saved[name][0].shape, saved[name][0].dtype
         if isinstance(value, Tensor) and shape != value.shape:
@@ -372,9 +372,9 @@ def _for_optimizer(found: Mapping[str, Any], names: _Names, optimizer: torch.opt
         other = next((name for name in params if same is None or saved_group_of.get(name) is not same), None)
         if other is not None or same is None or len(saved) != len(optimizer.param_groups):
             raise CheckpointError(
-                f"the checkpoint has {len(saved)} parameter groups that are not the optimizer's {len(optimizer.param_groups)}.",
+                f"the checkpoint's {len(saved)} parameter groups differ from the optimizer's {len(optimizer.param_groups)}.",
                 where=f"group {number}" + (f", parameter {other!r}" if other is not None else ""),
-                remedy="Make the optimizer with the parameter groups that it was saved with.",
+                remedy="Make the optimizer with the same parameter groups as the saved one.",
             )
         groups.append({**same, "params": params})
     return {_STATE: found[_STATE], _GROUPS: groups}

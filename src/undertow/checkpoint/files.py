@@ -86,7 +86,7 @@ def found_at(path: Path) -> Path | None:
 
 
 def folder_for_loading(path: Path) -> Path:
-    """Returns the folder to load; raises CheckpointError if there is none."""
+    """Returns the folder to load; raises CheckpointError if the path has no checkpoint."""
     found = found_at(path)
     if found is None:
         raise CheckpointError(
@@ -261,7 +261,7 @@ class _Part(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
         if begin + offset < 0:
-            raise ValueError("it ends before its end")
+            raise ValueError("it is cut short")
         self._place = begin + offset
         return self._place
 

@@ -74,11 +74,11 @@ def stored_entries(data: bytes) -> dict[str, Entry]:
     metadata = _state(_Reader(BytesIO(data)).load(), _METADATA)
     described, paths = metadata["state_dict_metadata"], metadata["planner_data"]
     if described.keys() != paths.keys():
-        raise ValueError("it describes other names than it has paths for")
+        raise ValueError("the names that it describes differ from the names of its paths")
     places = dict(_place(index, info) for index, info in metadata["storage_data"].items())
     entries = {name: _entry(name, tuple(paths[name]), found, places) for name, found in described.items()}
     if places:
-        raise ValueError(f"nothing is said of {brief(next(iter(places))[0])}")
+        raise ValueError(f"it does not describe {brief(next(iter(places))[0])}")
     # If two pieces shared bytes, a small file could request any amount of memory.
     pieces = sorted((piece.file, piece.start, piece.num_bytes) for entry in entries.values() for piece in entry.pieces)
     for (file, start, num_bytes), (following, later, _) in itertools.pairwise(pieces):
@@ -114,7 +114,7 @@ class _Reader(_Unpickler):  # type: ignore[misc]
     def _give_state(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
         if not isinstance(made, _Made) or made.state is not None:
-            raise pickle.UnpicklingError("it changes what is made already")
+            raise pickle.UnpicklingError("it changes an object that is made already")
         made.state = state
 
     # The opcodes of protocols 4 and 5. Others can do more, or reserve as much memory as the file claims to need.
@@ -137,18 +137,18 @@ def _entry(name: str, path: tuple[str | int, ...], found: Any, places: dict[tupl
     """Returns the entry `name`, and takes the bytes of its pieces out of `places`."""
     is_path = 1 < len(path) <= MOST_LEVELS and all(type(step) in (str, int) for step in path)
     if not is_path or ".".join(map(str, path)) != name:
-        raise ValueError(f"the path of {brief(name)} is another one")
+        raise ValueError(f"the path of {brief(name)} does not match the name")
     if isinstance(found, _Made) and found.name == _VALUE:
         return Entry(name=name, path=path, pieces=(places.pop((name, ())),))
     fields = _state(found, _TENSOR)
     dtype, layout, *_ = _state(fields["properties"], _PROPERTIES)
     if (layout.name, layout.arguments) != _STRIDED:
-        raise ValueError(f"{brief(name)} has another layout than tensors that are saved")
+        raise ValueError(f"{brief(name)} does not have the layout of saved tensors")
     shape = _sizes(fields["size"])
     chunks = [_state(chunk, _CHUNK) for chunk in fields["chunks"]]
     extents = [(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks]
     if any(len(numbers) != len(shape) for extent in extents for numbers in extent):
-        raise ValueError(f"{brief(name)} has a shape that cannot be")
+        raise ValueError(f"{brief(name)} has an impossible shape")
     if not _is_whole(extents, shape):
         raise ValueError(f"the pieces of {brief(name)} do not make up all of it")
     pieces = tuple(replace(places.pop((name, offsets)), sizes=sizes) for offsets, sizes in extents)
@@ -189,17 +189,17 @@ def _is_whole(extents: Sequence[Extent], shape: Sizes) -> bool:
 
 def _state(value: Any, name: str) -> Any:
     if not isinstance(value, _Made) or value.name != name or value.arguments:
-        raise ValueError(f"it has something else than a {name.rpartition('.')[2]}")
+        raise ValueError(f"it has something that is not a {name.rpartition('.')[2]}")
     return value.state
 
 
 def _sizes(value: Any) -> Sizes:
     if value.name != _SIZE or len(value.arguments) != 1:
-        raise ValueError("it has something else than a torch.Size")
+        raise ValueError("it has something that is not a torch.Size")
     return tuple(map(_count, value.arguments[0]))
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MOST:
-        raise ValueError("it has a size or an offset that cannot be")
+        raise ValueError("it has an impossible size or offset")
     return value

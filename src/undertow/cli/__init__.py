@@ -3,16 +3,16 @@
 import importlib.util
 import sys
 
-from rich.console import Console
-from rich.text import Text
-
 from undertow.errors import UndertowError
+from undertow.runner.command import main as run
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Runs the command; an UndertowError prints its text and exits with code 2, without a traceback."""
+    if sys.argv[1:2] == ["run"]:  # without typer and rich, which take time to load
+        run(sys.argv[2:])
     if importlib.util.find_spec("typer") is None:
         sys.exit('The command needs typer, which is not installed.\n  Install it with: pip install "undertow[cli]"')
     try:
@@ -20,6 +20,9 @@ def main() -> None:
 
         app()
     except UndertowError as error:
+        from rich.console import Console
+        from rich.text import Text
+
         Console(stderr=True).print(Text.assemble(("Error:", "bold red"), " ", (str(error), "red")), soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -8,10 +8,11 @@ import typer
 from undertow import __version__
 from undertow.cli.plan import show_plan
 from undertow.cli.simulate import show_simulation
-from undertow.cli.what_if import NetworkOptions
-from undertow.cost import NODE_LINK
+from undertow.cost import LINKS, NODE_LINK
 from undertow.plan.layout import ITEMSIZES
+from undertow.report.what_if import NetworkOptions
 from undertow.simulate import Conditions
+from undertow.trace.files import merge
 
 _Link = Annotated[
     str | None,
@@ -25,6 +26,23 @@ _NodeLink = Annotated[
     str | None,
     typer.Option(help=f"Network inside a node, like --link; with --per-node {NODE_LINK} by default.", show_default=False),
 ]
+
+_Skew = Annotated[
+    float | None,
+    typer.Option(
+        help="Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest rank is shown. This and the next "
+        "three are by default as measured, or else as in docs/fidelity.md.",
+        show_default=False,
+    ),
+]
+_Contention = Annotated[
+    float | None, typer.Option(help="Share of its speed that computing loses while the network works.", show_default=False)
+]
+_Launch = Annotated[float | None, typer.Option(help="Microseconds that a rank computes per collective.", show_default=False)]
+_Copy = Annotated[
+    float | None, typer.Option(help="Microseconds that a rank computes per megabyte of a bucket.", show_default=False)
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, and draw nothing.")]
 
 app = typer.Typer(
     name="undertow",
@@ -79,11 +97,39 @@ def demo(  # noqa: PLR0913  # one argument per option
     raise typer.Exit(run_demo(settings))
 
 
+@app.command(help="Run a training program as it is, with Undertow's class instead of torch's; `undertow run --help` says more.")
+def run() -> None:
+    """Is for the list of commands: `main` runs this one."""
+
+
 @app.command(
-    help="Show the buckets of a model and the schedule of one step, without running anything.\n\n"
-    "FILE is JSON: a profile, whose best buckets are shown with what a step of them takes; a plan that save_plan() has "
-    "written, whose buckets are taken as they are; or a table of parameters in the order in which the model registers them, "
-    "written by hand:\n\n"
+    help="Write a page about a run that any browser shows without a network: advice, the step as a timeline, each bucket, and "
+    "the same model on other links.\n\n"
+    "DIR has what `undertow run --out DIR` or report.save(DIR/report-rank0.json) has written. The page is OUT/report.html; a "
+    "second model of the run has report-2.html. With --json no page is written: all reports are printed, by model and "
+    "in the order of ranks.\n\n"
+    "Exit code 0: written. 2: files are missing, damaged or of different runs or groups, or the page cannot be written."
+)
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that a run has written.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Directory for the page; by default DIR.", show_default=False)] = None,
+    json: _Json = False,
+) -> None:
+    # Not at the top: the other commands do not need it.
+    from undertow.report.page import json_of_reports, save_pages
+
+    if json:
+        print(json_of_reports(folder))
+        return
+    for page in save_pages(folder, folder if out is None else out):
+        print(f"Page: {page}")
+
+
+@app.command(
+    help="Show the buckets of a model, and with --schedule the ops of one step, without running anything.\n\n"
+    "FILE is JSON. For a profile, the command shows its best buckets and the time of a step. For a plan that save_plan() has "
+    "written, it shows the buckets of that plan. FILE may also be a table of parameters in the order of the model, written by "
+    "hand:\n\n"
     '{"params": [{"name": "weight", "shape": [10, 20], "dtype": "float32"}]}\n\n'
     f"with dtypes of so many bytes: {', '.join(f'{dtype} {itemsize}' for dtype, itemsize in ITEMSIZES.items())}. "
     "Without FILE: the model of `undertow demo`.\n\n"
@@ -97,8 +143,8 @@ def plan(  # noqa: PLR0913  # one argument per option
     strategy: Annotated[
         str | None,
         typer.Option(
-            help='What is sharded: "ddp", "zero1", "zero2" or "hybrid", which shards inside a node; without it that of the '
-            'profile, else "ddp".',
+            help='Strategy: "ddp", "zero1", "zero2" or "hybrid", which shards inside a node. By default the profile\'s '
+            'strategy, else "ddp".',
             show_default=False,
         ),
     ] = None,
@@ -109,19 +155,31 @@ def plan(  # noqa: PLR0913  # one argument per option
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="Largest bucket in MiB; without it, saved or planned ones.", show_default=False)
     ] = None,
-    overlap: Annotated[bool, typer.Option(help="Reduce while backward goes on, or all at its end.")] = True,
-    accumulation: Annotated[bool, typer.Option("--accumulation", help="Show a backward that only accumulates.")] = False,
+    overlap: Annotated[bool, typer.Option(help="Reduce during backward, or everything at its end.")] = True,
+    schedule: Annotated[bool, typer.Option("--schedule", help="Show the ops of one step in their order too.")] = False,
+    accumulation: Annotated[
+        bool, typer.Option("--accumulation", help="Show the schedule of a backward that only accumulates.")
+    ] = False,
     link: _Link = None,
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
+    skew: _Skew = None,
+    contention: _Contention = None,
+    launch_us: _Launch = None,
+    copy_us_per_mb: _Copy = None,
+    json: _Json = False,
 ) -> None:
     show_plan(
         file,
         strategy=strategy,
         num_ranks=ranks,
         bucket_cap_mb=bucket_cap_mb,
-        has_overlap=overlap,
+        conditions=Conditions(
+            overlap=overlap, skew=skew, contention=contention, launch_us=launch_us, copy_us_per_mb=copy_us_per_mb
+        ),
+        is_json=json,
         is_accumulation=accumulation,
+        has_schedule=schedule or accumulation,
         network=NetworkOptions(link=link, per_node=per_node, node_link=node_link),
     )
 
@@ -138,7 +196,7 @@ def plan(  # noqa: PLR0913  # one argument per option
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
 )
 def simulate(  # noqa: PLR0913  # one argument per option
-    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What was measured of a model.", show_default=False)],
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="Measurements of a model.", show_default=False)],
     ranks: Annotated[int | None, typer.Option(help="Ranks; by default as in the profile.", show_default=False)] = None,
     link: _Link = None,
     per_node: _PerNode = None,
@@ -150,23 +208,66 @@ def simulate(  # noqa: PLR0913  # one argument per option
             show_default=False,
         ),
     ] = None,
-    skew: Annotated[
-        float, typer.Option(help="Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest rank is shown.")
-    ] = 0.0,
-    contention: Annotated[float, typer.Option(help="Share of its speed that computing loses while the network works.")] = 0.0,
+    overlap: Annotated[bool, typer.Option(help="Reduce during backward, or everything at its end.")] = True,
+    skew: _Skew = None,
+    contention: _Contention = None,
+    launch_us: _Launch = None,
+    copy_us_per_mb: _Copy = None,
     in_backward: Annotated[
         bool,
-        typer.Option("--in-backward", help="Buckets are stepped and gathered while backward goes on; not with ddp."),
+        typer.Option("--in-backward", help="Step and gather buckets during backward; not with ddp."),
     ] = False,
     sweep: Annotated[str | None, typer.Option(help='Vary "ranks", "bandwidth" or "bucket".', show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
+    json: _Json = False,
 ) -> None:
     show_simulation(
         profile,
         strategy=strategy,
         num_ranks=ranks,
         network=NetworkOptions(link=link, per_node=per_node, node_link=node_link),
-        conditions=Conditions(skew=skew, contention=contention, in_backward=in_backward),
+        conditions=Conditions(
+            overlap=overlap,
+            skew=skew,
+            contention=contention,
+            launch_us=launch_us,
+            copy_us_per_mb=copy_us_per_mb,
+            in_backward=in_backward,
+        ),
         sweep=sweep,
         out=out,
+        is_json=json,
     )
+
+
+@app.command(
+    help="Show the facts for a bug report: versions, backends, devices, cores, memory, network interfaces, and the variables "
+    "that change how training runs. The values of other variables are not read, nor are addresses."
+)
+def env(json: _Json = False) -> None:
+    # Not at the top: the other commands do not need it.
+    from undertow.cli.env import show_environment
+
+    show_environment(is_json=json)
+
+
+@app.command(help="List the links that have a name, with their rate and latency, and where these are from.")
+def links() -> None:
+    for name, (text, source) in LINKS.items():
+        print(f"{name:14} {text:14} {source}")
+
+
+@app.command(
+    help="Merge the traces of all ranks into one file for Perfetto, with their clocks aligned.\n\n"
+    "DIR has the files that a training with UNDERTOW_TRACE=DIR or model.save_trace(path) has written. Open the result at "
+    "https://ui.perfetto.dev. If a rank's trace is missing, the others are merged.\n\n"
+    "Exit code 0: merged. 2: there are no traces, one cannot be read, they are of different runs, or OUT cannot be written."
+)
+def trace(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with the ranks' traces.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write, .json or .json.gz; by default DIR.json.gz.", show_default=False)
+    ] = None,
+) -> None:
+    out = folder.absolute().with_name(f"{folder.absolute().name}.json.gz") if out is None else out
+    typer.echo(f"{merge(folder, out)}: {out}")

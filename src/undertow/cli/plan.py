@@ -7,12 +7,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Column, Table
 
-from undertow.cli.what_if import NetworkOptions, WhatIf, require_rank
+from undertow.cli.simulate import json_of, print_assumptions
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, require
 from undertow.plan import ParamSpec, Plan, first_plan, plan_from_groups, plan_in_order
 from undertow.profile import Profile, source_from_file
 from undertow.report.comparison import print_outcomes
+from undertow.report.what_if import NetworkOptions, WhatIf, require_rank
 from undertow.schedule import OpKind, Strategy, lower_accumulation, lower_data_parallel, strategy_named, verify
 from undertow.shown import cell, print_line
 from undertow.simulate import Conditions
@@ -24,24 +25,26 @@ def show_plan(  # noqa: PLR0913  # one argument per option
     strategy: str | None,
     num_ranks: int | None,
     bucket_cap_mb: float | None,
-    has_overlap: bool,
+    conditions: Conditions,
+    is_json: bool,
     is_accumulation: bool,
+    has_schedule: bool,
     network: NetworkOptions,
 ) -> None:
-    """Prints the requested buckets and schedule, and for a profile the time of a step.
+    """Prints the requested buckets, with `has_schedule` the schedule, and for a profile the time of a step.
 
     Without `file` they are of the demo's model. Raises ConfigError for options that cannot be combined.
     """
     require_rank(num_ranks, of="a plan is for", where="undertow plan")
     require(
-        has_overlap or not is_accumulation,
+        conditions.overlap or not is_accumulation,
         "--accumulation and --no-overlap cannot go together.",
         where="undertow plan",
         remedy="Leave one of them out: a backward that only accumulates has one schedule.",
     )
     source, what_if = _demo_parameters() if file is None else source_from_file(file), None
     if isinstance(source, Profile):
-        what_if = WhatIf.of(source, strategy, num_ranks, network, Conditions(overlap=has_overlap))
+        what_if = WhatIf.of(source, strategy, num_ranks, network, conditions)
         chosen, measured = what_if.strategy, what_if.network  # refused before anything is printed
         if bucket_cap_mb is None:
             plan = what_if.optimal_plan
@@ -50,27 +53,32 @@ def show_plan(  # noqa: PLR0913  # one argument per option
             plan = plan_in_order(source.params, source.order, config, num_ranks=what_if.num_ranks, splits=splits)
     elif network.link is not None:
         raise ConfigError(
-            "--link says what a step takes, which needs a profile.",
+            "--link predicts the time of a step, which needs a profile.",
             where=f"{file or 'the model of undertow demo'} has no times",
             remedy="Give a profile that save_profile() has written, or leave --link, --per-node and --node-link out.",
         )
     else:
         chosen = strategy_named(strategy)
         plan = plan_from_source(source, num_ranks=num_ranks, bucket_cap_mb=bucket_cap_mb, splits=chosen.gather is not None)
+    if is_json:
+        print(plan.to_json() if what_if is None else json_of(what_if, {str(plan.num_ranks): [what_if.outcome("as above", plan)]}))
+        return
     num_nodes = None if network.per_node is None else plan.num_ranks // min(network.per_node, plan.num_ranks)
-    lower = lower_accumulation if is_accumulation else partial(lower_data_parallel, overlap=has_overlap)
+    lower = lower_accumulation if is_accumulation else partial(lower_data_parallel, overlap=conditions.overlap)
     schedule = lower(len(plan.buckets), chosen)
     verify(schedule, chosen, num_buckets=len(plan.buckets))
     console, megabytes = Console(), sum(bucket.num_bytes for bucket in plan.buckets) / 1e6
     sizes = f"parameters: {len(plan.params)}, MB: {megabytes:.2f}, buckets: {len(plan.buckets)}"
     console.print(f"{chosen.name}, ranks: {plan.num_ranks}, {sizes}", highlight=False)
-    console.print(_bucket_table(plan, chosen, num_nodes=num_nodes), "")
-    # Unformatted, so that a copy of this text parses.
-    console.print(schedule.to_text(), end="", markup=False, highlight=False, soft_wrap=True)
+    console.print(_bucket_table(plan, chosen, num_nodes=num_nodes))
+    if has_schedule:
+        # Unformatted, so that a copy of this text parses.
+        console.print(f"\n{schedule.to_text()}", end="", markup=False, highlight=False, soft_wrap=True)
     if what_if is not None and not is_accumulation:
         console.print()
         print_outcomes([what_if.outcome("as above", plan)], console)
         print_line(console, f"Network: {measured.source}")
+        print_assumptions(what_if, console)
 
 
 def plan_from_source(

@@ -3,26 +3,27 @@
 A sweep varies one quantity and keeps the others: ranks, the rate of their links, or the size of buckets.
 """
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from undertow.cli.what_if import FIXED, OPTIMAL, PER_PARAMETER, NetworkOptions, WhatIf, caps_of, require_rank
 from undertow.cost import link_from_text
-from undertow.errors import ConfigError, require
+from undertow.errors import ConfigError, checked_writing, make_directory, require
 from undertow.profile import profile_from_file
-from undertow.report.comparison import Sweep, print_outcomes, print_sweep, save_curves
-from undertow.report.timeline import checked_writing, make_directory, require_matplotlib, save_timeline
+from undertow.report.comparison import Outcome, Sweep, print_outcomes, print_sweep, save_curves
+from undertow.report.timeline import require_matplotlib, save_timeline
+from undertow.report.what_if import FIXED, OPTIMAL, PER_PARAMETER, NetworkOptions, WhatIf, caps_of, require_rank
 from undertow.shown import print_line
 from undertow.simulate import Conditions
 
 _WHERE = "undertow simulate"
 _RATE_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 _BUCKET_MIBS = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100, 200, 400, 800, 1600)
-_RATE = re.compile(r"(?P<rate>[\d.]+)(?P<unit>\w+)(?P<latency>.*)")  # splits a text that link_from_text reads
+_RATE = re.compile(r"(?P<rate>[\d.]+)\s*(?P<unit>[a-zA-Z/]+)(?P<latency>.*)")  # splits a text that link_from_text reads
 
 
 def show_simulation(  # noqa: PLR0913  # one argument per option
@@ -34,6 +35,7 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
     conditions: Conditions,
     sweep: str | None,
     out: Path,
+    is_json: bool,
 ) -> None:
     """Prints the requested simulation as a table and draws it. Raises ConfigError for impossible values."""
     require_rank(num_ranks, of="a step has", where=_WHERE)
@@ -43,10 +45,14 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
         where=_WHERE,
         remedy=f"Choose one of: {', '.join(map(repr, SWEEPS))}.",
     )
-    require_matplotlib()
+    if not is_json:
+        require_matplotlib()
     profile = profile_from_file(file)
     what_if = WhatIf.of(profile, strategy, num_ranks, network, conditions)
     console, source = Console(), what_if.network.source
+    if is_json:
+        print(json_of(what_if, SWEEPS[sweep](what_if).points if sweep else {str(what_if.num_ranks): what_if.outcomes()}))
+        return
     make_directory(out, where=_WHERE)
     print_line(
         console,
@@ -54,17 +60,54 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
         f"{sum(spec.num_bytes for spec in profile.params) / 1e6:.1f} MB, {what_if.compute_us / 1e3:.1f} ms of computing per step",
     )
     print_line(console, f"Network: {source}")
+    print_assumptions(what_if, console)
     path = out / ("simulate.png" if sweep is None else f"simulate-{sweep}.png")
     with checked_writing(path, where=_WHERE):
         if sweep is None:
             outcomes = what_if.outcomes()
             print_outcomes(outcomes, console)
-            save_timeline({outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, OPTIMAL)}, path)
+            save_timeline(
+                {outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, OPTIMAL)},
+                path,
+                conditions=f"simulated, {source}",
+                limit_us=what_if.limit_us,
+            )
         else:
             swept = SWEEPS[sweep](what_if)
             print_sweep(swept, console)
-            save_curves(swept, path)
+            save_curves(swept, path, conditions=f"simulated, {source}")
     print_line(console, f"Picture: {path}")
+
+
+def print_assumptions(what_if: WhatIf, console: Console) -> None:
+    """Prints the numbers that are neither measured nor given, and that the forward was guessed."""
+    effects, profile = what_if.conditions.of(what_if.profile), what_if.profile
+    assumed = [name for name in effects if getattr(what_if.conditions, name) is None and getattr(profile, name) is None]
+    if assumed and not profile.is_measured:
+        print_line(console, f"Assumed, not measured: {', '.join(f'{name} {effects[name]:g}' for name in assumed)}")
+    if what_if.options.link is None and profile.is_of_one_size:
+        print_line(
+            console,
+            "Warning: messages of one size were measured, and smaller ones count as no cheaper, so the times of other buckets "
+            "say little. Give --link, or call model.measure_network() before you save the profile.",
+        )
+    if profile.is_forward_guessed:
+        print_line(console, "Warning: the share of forward is a guess, half of backward; give forward_us.")
+
+
+def json_of(what_if: WhatIf, points: Mapping[str, Sequence[Outcome]]) -> str:
+    """Returns outcomes as JSON, by the value of the swept option."""
+    return json.dumps(
+        {
+            "model": what_if.profile.name,
+            "strategy": what_if.strategy.name,
+            "ranks": what_if.num_ranks,
+            "network": what_if.network.source,
+            "conditions": what_if.conditions.of(what_if.profile),
+            "outcomes": {value: [outcome.to_dict() for outcome in of_value] for value, of_value in points.items()},
+        },
+        indent=2,
+    )
 
 
 def swept_ranks(num_ranks: int, per_node: int | None) -> list[int]:
@@ -95,7 +138,8 @@ def _sweep_bandwidth(what_if: WhatIf) -> Sweep:
     rates = [f"{float(match['rate']) * factor:.6f}".rstrip("0").rstrip(".") for factor in _RATE_FACTORS]
     options = {rate: replace(what_if.options, link=f"{rate}{match['unit']}{match['latency']}") for rate in rates}
     points = {rate: replace(what_if, options=changed).outcomes() for rate, changed in options.items()}
-    return Sweep(axis="rate of every link", unit=f"{match['unit']}/s", points=points)
+    unit = match["unit"]
+    return Sweep(axis="rate of every link", unit=unit if unit[-1] in "seE" else f"{unit}/s", points=points)  # "Gb/s", "GbE"
 
 
 def _sweep_bucket(what_if: WhatIf) -> Sweep:

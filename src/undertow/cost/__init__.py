@@ -2,6 +2,7 @@
 
 from undertow.cost.costs import (
     COLLECTIVES,
+    LINKS,
     NODE_LINK,
     CostCurve,
     Costs,
@@ -14,10 +15,12 @@ from undertow.cost.costs import (
     curve_from_samples,
     link_from_curve,
     link_from_text,
+    scaled_curve,
 )
 
 __all__ = [
     "COLLECTIVES",
+    "LINKS",
     "NODE_LINK",
     "CostCurve",
     "Costs",
@@ -30,4 +33,5 @@ __all__ = [
     "curve_from_samples",
     "link_from_curve",
     "link_from_text",
+    "scaled_curve",
 ]

@@ -5,8 +5,12 @@ ranks, with M bytes, latency a of one message and inverse bandwidth b in seconds
 
              all_reduce                     reduce_scatter           all_gather
     ring     2(n-1)a + 2(n-1)/n Mb          (n-1)a + (n-1)/n Mb      (n-1)a + (n-1)/n Mb
+    tree     2 log2(n)a + 2Mb
     nodes    reduce_scatter inside + all_reduce across of M/g + all_gather inside, with g ranks per node
     mesh     the same                       all but the gather       the all_gather inside
+
+NCCL takes the faster of ring and tree for an all-reduce (since its version 2.4; src/graph/tuning.cc counts log2 of the ranks for
+a tree, and half of a ring's bandwidth as a bus has it), and gloo always the ring. log2 is taken of any number: nothing jumps.
 """
 
 import math
@@ -32,14 +36,30 @@ _LEAST_RATIO = 1.5
 # Lines are tried through pairs of at most this many points: the work grows with the square.
 _MAX_FIT_POINTS = 48
 
-# NVLink 3 of an A100 carries 300 GB/s in each direction.
-NODE_LINK = "2400gbit,3us"
+# NVLink 3 of an A100 carries 300 GB/s in each direction. NCCL's src/graph/tuning.cc has, for rings of its protocol Simple, 3.4 us
+# of latency a hop over NVLink, and 5.7 us over PCI.
+_NVLINK_LATENCY = "3us"
+NODE_LINK = f"2400gbit,{_NVLINK_LATENCY}"
 # Share of the line rate that is payload: iperf3 over TCP on a link shaped to 1 Gb/s carries 956 Mb/s.
 TCP_PAYLOAD_SHARE = 0.956
 _ETHERNET_HOP_S = 100e-6
-_UNITS = {"mbit": 1e6, "gbit": 1e9, "tbit": 1e12, "us": 1e-6, "ms": 1e-3}  # bits per second, and seconds
+_UNITS = {"m": 1e6, "g": 1e9, "t": 1e12, "us": 1e-6, "ms": 1e-3}  # bits per second, and seconds
+_OF_NVLINK = "latency of NCCL's tuning model, rounded"
+# Fitted to a whole all-reduce and what launches it: a wire alone has a fraction of that latency.
+_OF_NETWORKS = "nodes of 4 V100s: ddl-benchmarks, rate of fused rows of BERT, latency fitted to rows of a message per tensor"
+# Links by name: their rate and latency as text, and where these are from.
+LINKS: Mapping[str, tuple[str, str]] = {
+    "nvlink2": (f"1200gbit,{_NVLINK_LATENCY}", f"V100: 6 links of 25 GB/s in each direction; {_OF_NVLINK}"),
+    "nvlink3": (NODE_LINK, f"A100: 12 links of 25 GB/s in each direction; {_OF_NVLINK}"),
+    "nvlink4": (f"3600gbit,{_NVLINK_LATENCY}", f"H100: 18 links of 25 GB/s in each direction; {_OF_NVLINK}"),
+    "pcie3": ("40gbit,5.7us", "4 V100s of a node: ddl-benchmarks, fused rows of BERT; latency of NCCL's tuning model"),
+    "infiniband100": ("40gbit,58us", f"100 Gb/s InfiniBand; {_OF_NETWORKS}"),
+    "tcp100": ("19gbit,72us", f"100 GbE with TCP; {_OF_NETWORKS}"),
+    "tcp10": ("9.6gbit,57us", f"10 GbE with TCP; {_OF_NETWORKS}"),
+}
 _LINK_TEXT = re.compile(
-    r"(?P<rate>\d+(?:\.\d+)?)(?P<rate_unit>mbit|gbit|tbit)(?:,(?P<latency>\d+(?:\.\d+)?)(?P<latency_unit>us|ms))?"
+    r"(?P<rate>\d+(?:\.\d+)?)(?P<rate_unit>[mMgGtT])(?:bits?(?:/s)?|bps|b/s|b[eE]?|BE)"
+    r"(?:,(?P<latency>\d+(?:\.\d+)?)(?P<latency_unit>us|ms))?"
 )
 
 
@@ -70,19 +90,20 @@ def link_from_text(text: str) -> Link:
     - "1gbit" or "200mbit": a rate, with the latency of Ethernet carrying TCP, 100 us.
     - "100gbit,5us" or "1gbit,20ms": a rate and another latency.
     - "none": a link that costs nothing.
+    - The name of an entry of `LINKS`, such as "nvlink3".
 
-    Raises ConfigError for any other text.
+    "25gbps", "25 Gb/s", "25 Gbit/s" and "25GbE" are other spellings of "25gbit". Raises ConfigError for any other text.
     """
     if text == "none":
         return Link(name="none", hop_s=0.0, bytes_per_s=math.inf)
-    match = _LINK_TEXT.fullmatch(text)
+    match = _LINK_TEXT.fullmatch(LINKS[text.lower()][0] if text.lower() in LINKS else text.replace(" ", ""))
     if match is None or float(match["rate"]) == 0:
         raise ConfigError(
             f"link {text!r} is not known.",
             remedy='Write a rate such as "1gbit", "2.5gbit" or "200mbit", a rate and a latency such as "100gbit,5us", '
             'or "none" for the bare loopback.',
         )
-    line_rate = float(match["rate"]) * _UNITS[match["rate_unit"]] / 8
+    line_rate = float(match["rate"]) * _UNITS[match["rate_unit"].lower()] / 8
     hop_s = float(match["latency"]) * _UNITS[match["latency_unit"]] if match["latency"] else _ETHERNET_HOP_S
     return Link(name=text, hop_s=hop_s, bytes_per_s=line_rate * TCP_PAYLOAD_SHARE)
 
@@ -121,7 +142,7 @@ class CostCurve:
 
     def __post_init__(self) -> None:
         points = [_checked_point(point, index) for index, point in enumerate(self.points)]
-        require(points, "a cost curve needs one point at least.", remedy="Measure one size or more.")
+        require(points, "a cost curve needs at least one point.", remedy="Measure one size or more.")
         for index, ((before, _), (size, _)) in enumerate(pairwise(points), 1):
             require(
                 before < size,
@@ -156,9 +177,9 @@ class CostCurve:
     def us(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Returns the microseconds of payloads of `num_bytes`, in an array of the same shape; not decreasing in the size.
 
-        The curve is linear between two points. Beyond the last point it continues with the slope of `line_through` all points, in
-        which larger ones count more. With fewer than three sizes that are far enough apart it continues in proportion to the last
-        point. Below the first point it runs towards the latency of a line in which smaller points count more.
+        The curve is linear between two points. Beyond the last point it continues with the slope of `line_through` all points,
+        which gives larger ones more weight. With fewer than three sizes that are far enough apart it continues in proportion to
+        the last point. Below the first point it runs towards the latency of a line that gives smaller points more weight.
         """
         wanted = np.asarray(num_bytes, dtype=np.float64)
         sizes, times, us_per_byte = self._interpolated
@@ -263,10 +284,14 @@ class Costs(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class RingCosts:
-    """Ring algorithms over `num_ranks` ranks, each with its own `link`. Raises ConfigError unless `num_ranks` is positive."""
+    """Ring algorithms over `num_ranks` ranks, each with its own `link`. Raises ConfigError unless `num_ranks` is positive.
+
+    With `has_trees` an all-reduce goes through trees where that is faster, as in NCCL; without, through a ring, as in gloo.
+    """
 
     link: Link
     num_ranks: int = field(kw_only=True)
+    has_trees: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_num_ranks(self.num_ranks)
@@ -274,8 +299,15 @@ class RingCosts:
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         """Implements `Costs` for any kind in COLLECTIVES."""
         require(kind in COLLECTIVES, f"there is no {kind} over a ring.", remedy=f"Choose one of: {', '.join(COLLECTIVES)}.")
-        hops, share = COLLECTIVES[kind](self.num_ranks) if self.num_ranks > 1 else (0, 0.0)
-        return 1e6 * (hops * self.link.hop_s + share / self.link.bytes_per_s * np.asarray(num_bytes, dtype=np.float64))
+        ways, sizes = _ways(kind, self.num_ranks, has_trees=self.has_trees), np.asarray(num_bytes, dtype=np.float64)
+        times = [hops * self.link.hop_s + share / self.link.bytes_per_s * sizes for hops, share in ways]
+        return 1e6 * np.minimum(times[0], times[-1])
+
+
+def _ways(kind: str, num_ranks: int, *, has_trees: bool) -> list[tuple[float, float]]:
+    """Returns messages one after another, and the share of the payload that crosses a link: of the ring, then of the tree."""
+    ring = COLLECTIVES[kind](num_ranks) if num_ranks > 1 else (0, 0.0)
+    return [ring, (2 * math.log2(num_ranks), 2.0)] if has_trees and kind == "all_reduce" and num_ranks > 1 else [ring]
 
 
 # The collectives inside a node that are part of a collective over all nodes.
@@ -337,18 +369,24 @@ class MeasuredCosts:
                 return factor * sum((self.curves[measured].us(num_bytes) for measured in kinds), start=np.zeros(()))
         known = ", ".join(sorted(self.curves)) or "nothing"
         raise ConfigError(
-            f"what {kind} costs was not measured.", where=f"measured: {known}", remedy="Measure it, or name a link."
+            f"the cost of {kind} was not measured.", where=f"measured: {known}", remedy="Measure it, or name a link."
         )
 
 
 def _check_num_ranks(num_ranks: int) -> None:
-    require(
-        num_ranks >= 1, f"a collective is one of one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks."
-    )
+    require(num_ranks >= 1, f"a collective needs one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
 
 
-def costs_for(text: str, *, num_ranks: int, per_node: int | None = None, inside: str = NODE_LINK, is_mesh: bool = False) -> Costs:
-    """Returns the costs of ring collectives over `num_ranks` ranks, each with its own link.
+def costs_for(  # a network, and how its collectives go
+    text: str,
+    *,
+    num_ranks: int,
+    per_node: int | None = None,
+    inside: str = NODE_LINK,
+    is_mesh: bool = False,
+    has_trees: bool = True,
+) -> Costs:
+    """Returns the costs of collectives over `num_ranks` ranks, each with its own link.
 
     Args:
         text: A link, see `link_from_text`. With `per_node` it is each rank's link to other
@@ -358,6 +396,7 @@ def costs_for(text: str, *, num_ranks: int, per_node: int | None = None, inside:
         inside: The link between ranks of a node, as `text`.
         is_mesh: True if only ranks of one node have different shards, and nodes are replicas;
             see `NodeCosts`.
+        has_trees: True for NCCL's collectives, False for gloo's; see `RingCosts`.
 
     Raises:
         ConfigError: For an unknown link or impossible numbers of ranks.
@@ -369,17 +408,34 @@ def costs_for(text: str, *, num_ranks: int, per_node: int | None = None, inside:
     """
     require(num_ranks >= 1, f"a network has one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
     if per_node is None:
-        return RingCosts(link_from_text(text), num_ranks=num_ranks)
+        return RingCosts(link_from_text(text), num_ranks=num_ranks, has_trees=has_trees)
     require(
         per_node >= 1 and num_ranks % per_node == 0,
         f"{num_ranks} ranks cannot be on nodes of {per_node} ranks each.",
         remedy=f"Give a number of ranks per node that divides {num_ranks}.",
     )
     return NodeCosts(
-        inside=costs_for(inside, num_ranks=per_node),
-        across=costs_for(text, num_ranks=num_ranks // per_node),
+        inside=costs_for(inside, num_ranks=per_node, has_trees=has_trees),
+        across=costs_for(text, num_ranks=num_ranks // per_node, has_trees=has_trees),
         per_node=per_node,
         is_mesh=is_mesh,
+    )
+
+
+def scaled_curve(curve: CostCurve, kind: str, *, num_ranks: int, to: int, has_trees: bool) -> CostCurve:
+    """Returns what `curve`, measured over `num_ranks` ranks, would be over `to` ranks of the same network.
+
+    The latency of its line grows with the messages of the formula, and the rest with the share of the payload on a link.
+    """
+    (hops, share), (to_hops, to_share) = (
+        (min(way[0] for way in ways), ways[0][1]) for ways in (_ways(kind, num, has_trees=has_trees) for num in (num_ranks, to))
+    )
+    latency_us, _ = line_through(curve.points)
+    return CostCurve(
+        points=tuple(
+            (size, min(latency_us, us) * to_hops / hops + max(0.0, us - latency_us) * to_share / share)
+            for size, us in curve.points
+        )
     )
 
 
@@ -393,7 +449,7 @@ def link_from_curve(curve: CostCurve, kind: str, *, num_ranks: int, name: str) -
     require(
         num_ranks >= 2 and curve.is_enough,
         f"no link can be made of the curve of {kind}: {reason}.",
-        remedy="Measure between two ranks or more, and sizes of which one is half as large again as another.",
+        remedy="Measure between two ranks or more, and let one size be at least 1.5 times another.",
     )
     hops, share = COLLECTIVES[kind](num_ranks)
     latency_us, us_per_byte = line_through(curve.points)

@@ -30,7 +30,7 @@ def check_devices(
     """Returns the device indices of the module and of its outputs; None if inputs stay where they are."""
     require(
         not isinstance(device_ids, dist.ProcessGroup),
-        "a process group stands where device_ids belongs.",
+        "device_ids must not be a process group.",
         where="DistributedDataParallel, second argument",
         remedy="Write DistributedDataParallel(module, process_group=group).",
     )
@@ -203,7 +203,7 @@ def _require_first_forward(called: weakref.ref[nn.Module]) -> None:
     is_narrow = module is None or any(type(param) is Tensor for param in module._parameters.values())
     if private.graph_task_id() != -1 and not is_narrow:
         raise PhaseError(
-            f"{type(module).__name__} computes again in a backward, where its parameters are not narrow any more.",
+            f"{type(module).__name__} runs its forward again during backward, when its parameters have their own dtype again.",
             where="DistributedDataParallel(mixed_precision=...), with activation checkpoints",
             remedy="Use torch.autocast around the forward instead of mixed_precision, or leave checkpoints out.",
         )

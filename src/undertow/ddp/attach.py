@@ -126,19 +126,20 @@ def checked(
 
 
 def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller: str) -> None:
-    for name, param in params.items():
-        require(
-            not isinstance(param, nn.parameter.UninitializedParameter),
-            f"Modules with uninitialized parameters can't be used with `{caller}`.",
-            where=f"parameter {name!r} has no shape yet",
-            remedy="Run a dummy forward pass to correctly initialize the modules.",
-        )
-        require(
-            type(param.data).__name__ != "DTensor",
-            f"parameter {name!r} is sharded already, by torch's fully_shard or by tensor parallelism.",
-            where=f"{caller}(...)",
-            remedy="Leave fully_shard out, or use it alone; with tensor parallelism it goes on the data-parallel dimension.",
-        )
+    shapeless = next((name for name, it in params.items() if isinstance(it, nn.parameter.UninitializedParameter)), None)
+    require(
+        shapeless is None,
+        f"Modules with uninitialized parameters can't be used with `{caller}`.",
+        where=f"parameter {shapeless!r} has no shape yet",
+        remedy="Run a dummy forward pass to correctly initialize the modules.",
+    )
+    sharded = next((name for name, param in params.items() if type(param.data).__name__ == "DTensor"), None)
+    require(
+        sharded is None,
+        f"parameter {sharded!r} is sharded already, by torch's fully_shard or by tensor parallelism.",
+        where=f"{caller}(...)",
+        remedy="Leave fully_shard out, or use it alone; with tensor parallelism, apply it to the data-parallel dimension.",
+    )
     types = sorted({param.device.type for param in params.values()})
     require(
         len(types) <= 1,
@@ -272,5 +273,5 @@ def _require_one_group_each(module: nn.Module, groups: Sequence[ExpertGroup], ig
             len(matching) <= 1,
             f"parameter {name!r} is in several groups of experts.",
             where=f"it matches {' and '.join(map(repr, matching))}",
-            remedy="Write patterns of which each parameter matches one.",
+            remedy="Write patterns so that no parameter matches two of them.",
         )

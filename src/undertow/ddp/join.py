@@ -60,9 +60,9 @@ class ShadowHook(JoinHook):
         if is_enabled:
             require(
                 not sync.experts,
-                "a rank that has run out of data cannot leave a model with experts: tokens of others need those that it holds.",
+                "a rank without data cannot leave a model with experts: tokens of other ranks need the experts that it holds.",
                 where="join",
-                remedy="Give every rank as many batches.",
+                remedy="Give every rank the same number of batches.",
                 error=PhaseError,
             )
             if sync._steps is not None:
@@ -110,7 +110,7 @@ def _exchange(sync: GradientSync, *, source: int | None = None, synchronizes: bo
     Returns the highest rank that offers its tensors, and True if any rank's backward will synchronize.
     """
     said = torch.tensor([-1 if source is None else source, int(synchronizes)], device=sync._group.device)
-    with sync._group.waiting("all ranks, to tell what they do"):
+    with sync._group.waiting("all ranks, to learn which of them still train"):
         sync._group.all_reduce(said, dist.ReduceOp.MAX)
     highest, any_synchronizes = said.tolist()
     return None if highest < 0 else highest, bool(any_synchronizes)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
@@ -108,6 +108,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     use_side_stream_for_tensor_copies = True
     logger = None
     reducer = Reducer()  # type: ignore[assignment]
+    _overrides: Mapping[str, Any] = {}  # settings that precede the arguments
     _precision: arguments.MixedPrecision | None = None
     _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None
     _buffer_hook_location = "POST_FORWARD"
@@ -149,6 +150,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
             bucket_cap_mb_list=bucket_cap_mb_list,
             forward_sync=arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers, check_reduction=check_reduction),
         )
+        chosen = dataclasses.replace(chosen, **self._overrides) if self._overrides else chosen
 
         nn.Module.__init__(self)  # skips torch's constructor, which would create its reducer
         Joinable.__init__(self)
@@ -238,7 +240,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         """Joins the other ranks if this rank's backward reached no parameter, or if it has no data at all."""
         self.sync.finish(buffers_follow=0 if self._buffers_follow_a_rank else None)
 
-    accumulate = _of_sync(GradientSync.accumulate)  # returns a context in which backwards only accumulate
+    accumulate = _of_sync(GradientSync.accumulate)  # returns a context: backwards inside only accumulate
     no_sync = accumulate  # torch's name; the mode at the time of the backward counts
     loss_weight = private.untraced(_of_sync(GradientSync.loss_weight))  # sets the weight of the next backward's loss
     reduce_gradients_async = private.untraced(_of_sync(GradientSync.reduce_gradients_async))  # sends accumulated gradients
@@ -251,6 +253,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     explain = _of_sync(GradientSync.explain)  # explains the plan and the effect of other buckets
     profile = _of_sync(GradientSync.profile)  # returns the measurements of the model and the network
     measure_network = _of_sync(GradientSync.measure_network)  # measures the network; a collective call between steps
+    save_trace = _of_sync(GradientSync.save_trace)  # writes the recorded steps of this rank for Perfetto and HTA
     save_profile = _of_sync(GradientSync.save_profile)  # writes the profile as JSON
     save_plan = _of_sync(GradientSync.save_plan)  # writes the current plan as JSON
 
@@ -271,6 +274,11 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, is_required: bool) -> None:
         self.sync.is_accumulating = not is_required
+
+    # The opposite, as in GradientSync: an assignment must not be one to a name that nothing reads.
+    is_accumulating = property(
+        lambda model: model.sync.is_accumulating, lambda model, value: setattr(model.sync, "is_accumulating", value)
+    )
 
     def will_sync_module_buffers(self) -> bool:
         """Returns True if the next training forward synchronizes buffers."""

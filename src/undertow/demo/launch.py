@@ -33,7 +33,7 @@ class _Failure(NamedTuple):
 def messages_of_ranks(
     target: Callable[..., None], arguments: Sequence[Any], *, num_ranks: int, silence_s: float
 ) -> Generator[Any]:
-    """Runs `target(rank, *arguments, send)` in processes and yields what they send; closing it ends the ones that still run.
+    """Runs `target(rank, *arguments, send)` in processes and yields their messages; closing it ends the ones that still run.
 
     It ends when all ranks have succeeded. Raises RanksLost if a rank fails, or if none sends a message for `silence_s`: then the
     ranks are assumed to hang.

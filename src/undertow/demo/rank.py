@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from statistics import median
+from statistics import median, median_high
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,9 @@ def _train_all_ways(settings: DemoSettings, link: EmulatedLink) -> Iterator[Mess
     for step, batch in enumerate(batches, 1):
         for run in runs:
             run.step(batch)
-            yield run.way, f"{run.steps[-1].duration_us / 1e3:5.0f} ms/step  loss {run.loss:.4f}"
+            # As the table has it: the median of the measured steps, not of those to warm up.
+            middle_us = median_high(step.duration_us for step in run.steps[NUM_WARM_UP_STEPS:] or run.steps)
+            yield run.way, f"{middle_us / 1e3:6.1f} ms/step  loss {run.loss:.4f}"
         # Later, with more ranks, rounding makes the weights drift apart, and only losses can be compared.
         if step == 1 or (step == len(batches) and settings.is_exact):
             for run in runs:
@@ -265,7 +267,7 @@ def _waits_and_ops(recorded: Sequence[Event], messages: Sequence[Event], *, forw
     """
     yield from (event for event in recorded if event.kind == "wait" and event.stop_us <= forward_stop_us)
     ended_us = -math.inf
-    for op in (event for event in recorded if event.lane != "compute"):  # in the order in which they end
+    for op in (event for event in recorded if event.lane != "compute"):  # in the order they end
         own = [message for message in messages if ended_us < message.stop_us <= op.stop_us]
         ended_us = op.stop_us
         yield replace(op, start_us=min(it.start_us for it in own), stop_us=max(it.stop_us for it in own)) if own else op

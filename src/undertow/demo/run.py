@@ -1,6 +1,7 @@
 """Runs the demo from start to end, in the process that starts the ranks."""
 
 import contextlib
+import itertools
 import os
 import tempfile
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ from rich.text import Text
 
 from undertow.cost import collective_seconds, link_from_text
 from undertow.demo.launch import RanksLost, messages_of_ranks
-from undertow.demo.settings import GRADIENTS, NUM_WARM_UP_STEPS, OURS, WAYS, DemoSettings, WayDone, load_corpus
-from undertow.report.timeline import make_directory, require_matplotlib, save_timeline
+from undertow.demo.settings import GRADIENTS, NUM_WARM_UP_STEPS, OURS, TORCH_DDP, WAYS, DemoSettings, WayDone, load_corpus
+from undertow.errors import make_directory
+from undertow.report.timeline import require_matplotlib, save_timeline, takeaway
 from undertow.shown import print_line
 from undertow.trace import overlap_of
 
@@ -41,6 +43,9 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     except KeyboardInterrupt:
         console.print("Interrupted; all ranks have ended.")
         return 130  # as shells expect of a process ended by Ctrl-C
+    lead = takeaway({WAYS[done.way]: done.typical for done in results}, baseline=WAYS[TORCH_DDP])
+    console.print("")
+    print_line(console, lead, "bold")
     console.print("", comparison_table(results, num_steps=settings.num_steps), "")
     _save(settings, results, console)
     complaints = complaints_of(results)
@@ -66,7 +71,10 @@ def _print_introduction(console: Console, settings: DemoSettings, *, num_cores: 
 
 
 def _train(settings: DemoSettings, console: Console) -> list[WayDone]:
-    """Runs the ranks under a bar per variant, which moves on a terminal and is printed once at the end elsewhere."""
+    """Runs the ranks under a bar per variant, which moves on a terminal and is printed once at the end elsewhere.
+
+    Until the first message there is a spinner instead, on a terminal only.
+    """
     name, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
     progress = Progress(name, BarColumn(bar_width=14), MofNCompleteColumn(), figures, console=console)
     total = NUM_WARM_UP_STEPS + settings.num_steps
@@ -76,19 +84,21 @@ def _train(settings: DemoSettings, console: Console) -> list[WayDone]:
     results = []
     with (
         tempfile.TemporaryDirectory(prefix="undertow-demo-") as folder,
-        progress,
         contextlib.closing(
             messages_of_ranks(_run_rank, (settings, f"{folder}/meeting-point"), num_ranks=num_ranks, silence_s=silence_s)
         ) as messages,
     ):
-        for message in messages:
-            match message:
-                case str():
-                    console.print(message)
-                case WayDone():
-                    results.append(message)
-                case way, figures:
-                    progress.update(tasks[way], advance=1, figures=figures)
+        with console.status(f"Starting {num_ranks} rank{'s' if num_ranks > 1 else ''}"):
+            first = [*itertools.islice(messages, 1)]
+        with progress:
+            for message in itertools.chain(first, messages):
+                match message:
+                    case str():
+                        console.print(message)
+                    case WayDone():
+                        results.append(message)
+                    case way, figures:
+                        progress.update(tasks[way], advance=1, figures=figures)
     return results
 
 
@@ -106,7 +116,7 @@ def complaints_of(results: Sequence[WayDone]) -> list[str]:
 
 def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
     """Returns a table with one row per variant; at most 80 columns wide."""
-    names = ("ms per\nstep", "vs.\nfirst", "exposed\nms", "over-\nlap", "wire\nops", "final\nloss", "same\ngrads")
+    names = ("ms per\nstep", "vs.\nDDP", "exposed\nms", "over-\nlap", "wire\nops", "final\nloss", "same\ngrads")
     table = Table(
         Column(no_wrap=True),
         *(Column(name, justify="right", no_wrap=True) for name in names),
@@ -116,12 +126,13 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
         show_edge=False,
         padding=(0, 1, 0, 0),
     )
-    for done in results:
+    compared = next((done for done in results if done.way == TORCH_DDP), results[0]).typical.duration_us
+    for done in sorted(results, key=lambda it: -it.typical.duration_us):
         overlap = overlap_of(done.typical)
         table.add_row(
             WAYS[done.way],
             f"{done.typical.duration_us / 1e3:.1f}",
-            f"{results[0].typical.duration_us / done.typical.duration_us:.2f}x",
+            f"{compared / done.typical.duration_us:.2f}x",
             "-" if overlap.fraction is None else f"{overlap.exposed_us / 1e3:.1f}",
             "-" if overlap.fraction is None else f"{overlap.fraction:.0%}",
             str(len(done.typical.communication)),
@@ -135,7 +146,12 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
 def _save(settings: DemoSettings, results: Sequence[WayDone], console: Console) -> None:
     """Saves pictures of a typical step, and the profiles of Undertow's variants for `undertow plan` and `undertow simulate`."""
     picture, profiles = settings.out / "demo.png", {}
-    save_timeline({WAYS[done.way]: done.typical for done in results}, picture)
+    save_timeline(
+        {WAYS[done.way]: done.typical for done in results},
+        picture,
+        baseline=WAYS[TORCH_DDP],
+        conditions=f"{settings.num_ranks} ranks on one machine, {settings.link} emulated, typical of {settings.num_steps} steps",
+    )
     for done in results:
         save_timeline({WAYS[done.way]: done.typical}, settings.out / f"demo-{done.way}.png")
         if done.profile is not None:

@@ -16,13 +16,14 @@ NUM_WARM_UP_STEPS = 2  # buckets are made in the first step and may be reordered
 _MAX_BYTES = 4 * 1024 * 1024  # of the text
 _MIN_BYTES = 4096
 
-# Variants of averaging gradients over ranks and their labels, in the order in which the demo runs them. All are compared with the
-# first one. A variant with shards is named after its strategy.
+TORCH_DDP = "torch-ddp"  # the variant that speeds are compared with
+# Variants of averaging gradients over ranks and their labels, in the order the demo runs them. Gradients and
+# all parameters are compared with the first variant's. A variant with shards is named after its strategy.
 WAYS: Mapping[str, str] = {
     "per-parameter": "a reduction per parameter",
     "bucketed": "bucketed, after backward",
     "overlapped": "bucketed, overlapped",
-    "torch-ddp": "torch DDP, defaults",
+    TORCH_DDP: "torch DDP, defaults",
     "undertow": "Undertow, defaults",
     "zero1": "Undertow, ZeRO-1",
     "zero2": "Undertow, ZeRO-2",

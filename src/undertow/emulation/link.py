@@ -132,7 +132,7 @@ class EmulatedLink:
         work.finish()
 
     def take_log(self) -> tuple[Transfer, ...]:
-        """Returns all transfers that ended since the last call, in the order in which they ended.
+        """Returns all transfers that ended since the last call, in the order they ended.
 
         On a free link, receives are missing: gloo's own handles do not tell when they end.
         """
@@ -171,7 +171,7 @@ class TaskThread(threading.Thread):
 class Receives:
     """The receives of one group: each ends when the link would have carried its message.
 
-    Receives from one sender end in the order in which they were posted, whatever their tags. Senders do not wait for each other,
+    Receives from one sender end in the order they were posted, whatever their tags. Senders do not wait for each other,
     because one may be late, or send only after it has heard from another.
     """
 
@@ -219,7 +219,7 @@ def _num_bytes(payload: Any) -> int:
 
 @contextmanager
 def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLink]:
-    """Context in which `dist.init_process_group("emulated", ...)` and `dist.new_group(..., backend="emulated")` use `link`.
+    """Context that lets `dist.init_process_group("emulated", ...)` and `dist.new_group(..., backend="emulated")` use `link`.
 
     `burst_bytes` of payload pass at once after a rest if a token bucket (`tc tbf`) shapes the link; a cable has no burst. Destroy
     the process groups inside: at its end the threads of all groups end.

@@ -46,7 +46,7 @@ def clip_grad_norm_(
     sync: Any = getattr(target, "sync", target)
     require(
         isinstance(sync, GradientSync),
-        f"target must be what attach() or DistributedDataParallel returned, got {type(target).__name__}.",
+        f"target must be the result of attach() or DistributedDataParallel, got {type(target).__name__}.",
         where="clip_grad_norm_",
         remedy="For a bare model use torch.nn.utils.clip_grad_norm_.",
         error=WrongType,

@@ -3,7 +3,8 @@
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -16,10 +17,10 @@ from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
 
-# Groups and state are taken over. torch's optimizers set the flags in their first step.
+# Groups and state are taken over. torch's optimizers set the flags in their first step, the last one for their schedulers.
 _NOT_COMPARED = {
     *("state", "param_groups", "defaults"),
-    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"),
+    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_opt_called"),
 }
 
 
@@ -28,6 +29,7 @@ def shard_optimizer(
     optimizer: torch.optim.Optimizer,
     model: GradientSync | nn.Module,
     *,
+    schedulers: Iterable[Any] = (),
     in_backward: bool = False,
     state_dict: Literal["full", "sharded"] = "full",
 ) -> ShardedOptimizer:
@@ -38,12 +40,14 @@ def shard_optimizer(
 
     It is for optimizers that a factory makes, as in timm, Transformers and Accelerate. The result has
     the class, the parameter groups and the state of `optimizer`. If `optimizer` has stepped, its state
-    moves, and each rank keeps its shards. Make learning-rate schedulers and register hooks on the
-    result. `optimizer` must not be stepped afterwards: its step raises PhaseError.
+    moves, and each rank keeps its shards. Register hooks on the result. `optimizer` must not be stepped
+    afterwards: its step raises PhaseError.
 
     Args:
         optimizer: An elementwise optimizer of torch's kind, the same on every rank.
         model: The result of `attach` or `DistributedDataParallel`.
+        schedulers: All learning-rate schedulers of `optimizer`. They continue on the result. One that is
+            left out acts on the result until a state is loaded.
         in_backward: As for ShardedOptimizer.
         state_dict: As for ShardedOptimizer.
 
@@ -52,9 +56,10 @@ def shard_optimizer(
 
     Raises:
         ConfigError: If a new optimizer of its class would not behave the same: if its constructor
-            takes other arguments than its defaults, if it has hooks, a scheduler or other attributes
-            that a new one does not have, or if its state is not one of numbers and tensors of the
-            parameters' shapes. Also if ShardedOptimizer raises it. `optimizer` stays as it is.
+            takes other arguments than its defaults, if it has hooks, schedulers although none are
+            given, or other attributes that a new one does not have, or if its state is not one of numbers and
+            tensors of the parameters' shapes. Also if one of `schedulers` belongs to another optimizer,
+            and if ShardedOptimizer raises it. `optimizer` and `schedulers` stay as they are.
         PlanMismatch: On every rank, if ranks have different groups or different kinds of state.
     """
     require(
@@ -64,14 +69,17 @@ def shard_optimizer(
         remedy="Give the optimizer itself, such as torch.optim.AdamW(model.parameters(), lr=...).",
         error=WrongType,
     )
+    schedulers = list(_with_parts(schedulers))
     settings = _constructor_settings(optimizer)
-    reason = _found_different(optimizer, settings) or _found_in_state(optimizer)
+    # Schedulers have torch replace `step`, to warn if they step first.
+    is_watched = getattr(vars(optimizer).get("step"), "__wrapped__", None) is type(optimizer).step
+    reason = _reason_against(optimizer, schedulers, settings, is_watched=is_watched)
     require(
         reason is None,
         f"{type(optimizer).__name__} cannot be taken over: {reason}.",
         where="shard_optimizer",
-        remedy="Give a plain optimizer, and make schedulers and register hooks on the one that is returned; "
-        "or write ShardedOptimizer(cls, model, params, ...).",
+        remedy="Give a plain optimizer and all its schedulers, as schedulers=[...], and register hooks on the one that is "
+        "returned; or write ShardedOptimizer(cls, model, params, ...).",
     )
     groups = [
         {name: list(value) if name == "params" else copy.deepcopy(value) for name, value in group.items()}
@@ -80,13 +88,37 @@ def shard_optimizer(
     sharded = ShardedOptimizer(type(optimizer), model, groups, in_backward=in_backward, state_dict=state_dict, **settings)
     group: Any = getattr(model, "sync", model)._group
     if group.num_ranks > 1:
-        states = [optimizer.state.get(param, {}) for param in params_of(optimizer)]
+        states = (optimizer.state.get(param, {}) for param in params_of(optimizer))
         described = [{key: description(value) for key, value in state.items()} for state in states]
         Agreement(group, settings={"state of the optimizer": described}, params=[], others=[]).require()
     if optimizer.state:
         sharded.load_state_dict(optimizer.state_dict())
         optimizer.state.clear()
+    optimizer.param_groups = sharded.param_groups  # a scheduler that is not known acts on the result
+    for scheduler in schedulers:
+        scheduler.optimizer = sharded
+    if is_watched:
+        torch.optim.lr_scheduler.ConstantLR(sharded, factor=1.0)  # has torch replace this step too, and changes no rate
+        vars(sharded).update({name: True for name in vars(optimizer) if name == "_opt_called"})
     return sharded
+
+
+def _reason_against(
+    optimizer: torch.optim.Optimizer, schedulers: Iterable[Any], settings: dict[str, Any], *, is_watched: bool
+) -> str | None:
+    """Returns why it cannot be taken over, or None if it can."""
+    strangers = [type(each).__name__ for each in schedulers if getattr(each, "optimizer", None) is not optimizer]
+    return (
+        (f"{strangers[0]} is not a scheduler of it" if strangers else None)
+        or ("it has a scheduler that is not given" if is_watched and not schedulers else None)
+        or _found_different(optimizer, settings, {"step"} if is_watched else ())
+        or _found_in_state(optimizer)
+    )
+
+
+def _with_parts(schedulers: Iterable[Any]) -> Iterator[Any]:
+    """Returns schedulers, and after each one the schedulers that it runs in turn or together."""
+    return chain.from_iterable([each, *_with_parts(getattr(each, "_schedulers", ()))] for each in schedulers)
 
 
 def _constructor_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -102,7 +134,7 @@ def _constructor_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.defaults.items() if name in arguments}
 
 
-def _found_different(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> str | None:
+def _found_different(optimizer: torch.optim.Optimizer, settings: dict[str, Any], passed_over: Collection[str]) -> str | None:
     """Returns how a new optimizer with these settings and the same groups differs, or None if it does not."""
     make: Any = type(optimizer)
     try:
@@ -111,7 +143,7 @@ def _found_different(optimizer: torch.optim.Optimizer, settings: dict[str, Any])
     except Exception as error:  # a constructor may raise anything
         return f"a new one cannot be made with its defaults ({type(error).__name__}: {error})"
     mine, theirs = _described(optimizer, new.defaults), _described(new, new.defaults)
-    different = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    different = [name for name in {**mine, **theirs} if name not in passed_over and mine.get(name) != theirs.get(name)]
     return f"a new one differs in {', '.join(different)}" if different else None
 
 
@@ -131,7 +163,7 @@ def _described(optimizer: torch.optim.Optimizer, defaults: Iterable[str]) -> dic
 
 
 def _found_in_state(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns a state that cannot be cut into shards, or None if there is none."""
+    """Returns a state that cannot be cut into shards, or None if all can."""
     params = params_of(optimizer)
     if not optimizer.state.keys() <= set(params):
         return "it has state that does not belong to one of its parameters"

@@ -190,7 +190,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
             PhaseError: With `in_backward=True`, when parameters are updated already.
         """
-        self._require_barrier("clip_grad_norm_", "the norm is known when parameters are updated already")
+        self._require_barrier("clip_grad_norm_", "parameters are updated before the norm is known")
         finish_before_look(self._sync, params_of(self))
         sharding = self._begin()
         sharding.require_synchronized(params_of(self))
@@ -324,7 +324,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             raise ConfigError(
                 f"parameter {stranger} of the optimizer, of shape {tuple(params[stranger].shape)}, is not synchronized.",
                 where="ShardedOptimizer",
-                remedy="Give it parameters of the wrapped module, and none that `ignore` names.",
+                remedy="Give it only parameters of the wrapped module that `ignore` does not name.",
             )
         self._waiting = self._full_states(is_moved=True) | self._waiting
         self._sharding, self._inners = None, {}
@@ -386,9 +386,9 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     def _require_barrier(self, what: str, why: str) -> None:
         require(
             not self._steps.steps_in_backward,
-            f"{what} does not go with in_backward=True: {why}.",
+            f"{what} cannot be used with in_backward=True: {why}.",
             where="ShardedOptimizer",
-            remedy="Leave in_backward=True out: gathers lie under the next forward, and updates between them and backward.",
+            remedy="Leave in_backward=True out: then updates run after backward, and gathers under the next forward.",
             error=PhaseError,
         )
 
@@ -486,9 +486,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 def _checked(cls: Any, sync: GradientSync, params: ParamGroups | None, state_dict: object) -> GradientSync:
     require(
         isinstance(sync, GradientSync),
-        f"target must be what attach() or DistributedDataParallel returned, got {type(sync).__name__}.",
+        f"target must be the result of attach() or DistributedDataParallel, got {type(sync).__name__}.",
         where="ShardedOptimizer",
-        remedy="Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model.",
+        remedy="Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model. "
+        "Parameters or groups come third: ShardedOptimizer(torch.optim.AdamW, model, groups, lr=...).",
         error=WrongType,
     )
     require(
@@ -516,7 +517,7 @@ def _checked(cls: Any, sync: GradientSync, params: ParamGroups | None, state_dic
 
 def _raise_elsewhere(rank: int) -> FullStates:
     raise PhaseError(
-        f"the state was brought to rank {rank} by consolidate_state_dict(), and is asked for on another rank.",
+        f"consolidate_state_dict() gathered the state on rank {rank}, and state_dict() is called on another rank.",
         where="ShardedOptimizer.state_dict",
         remedy=f"Call state_dict() on rank {rank} only, or full_state_dict() on every rank.",
     )

@@ -192,7 +192,7 @@ def _cut(tensor: Tensor) -> list[Tensor]:
 
 
 class ShardedState(Tensor):
-    """A state tensor of a parameter's shape of which this rank holds `pieces`, flat ranges of the parameter in memory order.
+    """A state tensor of a parameter's shape. This rank holds `pieces` of it, flat ranges of the parameter in memory order.
 
     It is a tensor because torch.distributed.checkpoint looks for shards only in tensors, and it has the methods that
     torch.distributed.checkpoint saves and loads boxes by. The pieces of all ranks are stored as one tensor of this shape. It can
@@ -352,7 +352,7 @@ def full_states(
             for part, state in mine.items():
                 if part.bucket == bucket.index and key in state and state[key].dtype == own.dtype:
                     part.of_shard(own).copy_(state[key])
-            flat = sharding.gathered(bucket.index, own)
+            flat = sharding.gathering(bucket.index, own)()
             for slot in bucket.slots:
                 if slot.param in found and described[slot.param].get(key) == [_TENSOR, dtype]:
                     whole = in_memory_order(found[slot.param][key], sharding.strides[slot.param])

@@ -1,9 +1,9 @@
 """Orders reductions and gathers on the communication stream if buckets are stepped while backward runs.
 
 Reductions keep the order of the buckets. A gather follows the reduction of the same bucket or of a later one. The bucket reduced
-last is needed first in the next forward. So a reduction that is ready goes before any gather, and gathers fill the gaps in which
-the lane would be idle. A gather that is still running when the next gradient is ready delays that gradient. The order is computed
-for several shares of a gather that may run over, and the order with the shortest period wins.
+last is needed first in the next forward. So a reduction that is ready goes before any gather, and gathers fill the gaps that
+would leave the lane idle. A gather that is still running when the next gradient is ready delays that gradient. The order is
+computed for several shares of a gather that may run over, and the order with the shortest period wins.
 """
 
 import math

@@ -4,7 +4,6 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from undertow.config import SyncConfig, bytes_from_mib
 from undertow.errors import ConfigError, require
@@ -175,7 +174,7 @@ def reverse_registration(num_params: int) -> tuple[int, ...]:
 
 
 def observed(num_params: int, arrivals: Sequence[int]) -> tuple[int, ...]:
-    """Returns the order in which gradients arrived; missing ones follow in reverse order of registration."""
+    """Returns the gradients' order of arrival; missing ones follow in reverse order of registration."""
     first_seen = dict.fromkeys(arrivals)
     return (*first_seen, *(i for i in reverse_registration(num_params) if i not in first_seen))
 
@@ -210,8 +209,7 @@ def groups_in_order(
 ) -> Groups:
     """Returns the groups of `plan_in_order`."""
     caps = _caps(config.bucket_cap_mb, total_bytes=sum(spec.num_bytes for spec in params), has_shards=splits)
-    cut = partial(group_in_pieces, num_ranks=num_ranks) if splits else group_by_size
-    return cut(params, order, caps)
+    return group_in_pieces(params, order, caps, num_ranks=num_ranks) if splits else group_by_size(params, order, caps)
 
 
 def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int, has_shards: bool) -> SizeCaps:

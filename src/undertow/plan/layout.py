@@ -49,7 +49,7 @@ class ParamSpec:
         texts = (self.name, self.dtype, self.device, self.dtype if self.own_dtype is None else self.own_dtype)
         if not all(isinstance(text, str) for text in texts) or not isinstance(self.is_sparse, bool):
             raise ConfigError(
-                f"parameter {brief(self.name)} has a description that cannot be: dtype {brief(self.dtype)}, "
+                f"parameter {brief(self.name)} has an impossible description: dtype {brief(self.dtype)}, "
                 f"device {brief(self.device)}, sparse {brief(self.is_sparse)}.",
                 remedy="Name, dtype and device are texts; whether it is sparse is true or false.",
             )
@@ -83,8 +83,7 @@ class ParamSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, as in JSON."""
-        own = {name: getattr(self, name) for name in self.__slots__}
-        return {name: value for name, value in own.items() if value is not None} | {"shape": list(self.shape)}
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None} | {"shape": [*self.shape]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,9 +187,7 @@ def ranks_differ(signature: Sequence[bool]) -> bool:
 
 def piece_of(member: GroupEntry, params: Sequence[ParamSpec]) -> Piece:
     """Returns the piece that `member` of a group holds."""
-    if isinstance(member, Piece):
-        return member
-    return Piece(param=member, first=0, stop=params[member].slot_numel)
+    return member if isinstance(member, Piece) else Piece(param=member, first=0, stop=params[member].slot_numel)
 
 
 def member_of(piece: Piece, params: Sequence[ParamSpec]) -> GroupEntry:

@@ -74,7 +74,7 @@ def optimal_groups(  # noqa: PLR0913  # the parameters, the run they are planned
 
     Args:
         params: The parameters, in the order of their registration.
-        order: Indices of the parameters in the order in which their gradients become ready.
+        order: Indices of the parameters in the order their gradients become ready.
         timing: Ready times of gradients, and with shards first uses of parameters, in
             microseconds.
         costs: The time of a collective by kind and bytes. It must not decrease with the size;
@@ -87,7 +87,7 @@ def optimal_groups(  # noqa: PLR0913  # the parameters, the run they are planned
             are to be preferred.
 
     Returns:
-        The buckets, what they take, and lower bounds of it.
+        The buckets, their time, and lower bounds of it.
 
     Raises:
         ConfigError: If `order` is not a permutation of the parameters, a time is missing,
@@ -112,12 +112,18 @@ def optimal_groups(  # noqa: PLR0913  # the parameters, the run they are planned
     chosen, best = _chosen_cuts(atoms, costs, has_shards=has_shards, max_bucket_bytes=max_bucket_bytes, bucket_us=bucket_us)
     require(
         math.isfinite(best),
-        f"no plan is ever through: a collective costs {best}.",
+        f"no plan has a finite time: a collective costs {best}.",
         where=f"costs of {'reduce_scatter and all_gather' if has_shards else 'all_reduce'}",
         remedy="Give finite costs for all sizes up to the size of all gradients together.",
     )
     groups = groups_of(atoms, params, chosen)
     finish = finish_us(params, groups, timing, costs, has_shards=has_shards)
+    # Atoms hide the finest plan where messages cost next to nothing: a plan is not to be slower than that one.
+    alone = tuple((param,) for param in order)
+    alone_us = finish_us(params, alone, timing, costs, has_shards=has_shards)
+    is_faster = alone_us * SLACK + bucket_us * (len(alone) - len(groups)) < finish
+    if is_faster and (not has_shards or max(spec.num_bytes for spec in params) <= max_bucket_bytes):
+        groups, finish = alone, alone_us
     best = min(best, finish)
     return Optimum(groups=groups, finish_us=finish, best_us=best, limit_us=min(limit, best))
 
@@ -241,9 +247,9 @@ def _cuts(sizes: Floats, ready: Floats, used: Floats, *, max_atoms: int, max_buc
 
 def _cell(signal: Floats, num_cells: int) -> Floats:
     low, high = float(signal.min()), float(signal.max())
-    if high <= low:
-        return np.zeros(len(signal))
-    return np.minimum(np.floor((signal - low) * (num_cells / (high - low))), num_cells - 1)
+    return (
+        np.zeros(len(signal)) if high <= low else np.minimum(np.floor((signal - low) * (num_cells / (high - low))), num_cells - 1)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,9 +105,7 @@ def limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs, *, h
     reduction = "reduce_scatter" if has_shards else "all_reduce"
     alone_us = float(costs.collective_us(reduction, [0.0])[0])
     reduced = max(timing.backward_end_us + alone_us, _latest_us(params, -np.asarray(timing.ready_us), costs, reduction))
-    if not has_shards:
-        return reduced
-    return max(0.0, _latest_us(params, np.asarray(timing.used_us), costs, "all_gather")) + reduced
+    return reduced + max(0.0, _latest_us(params, np.asarray(timing.used_us), costs, "all_gather")) if has_shards else reduced
 
 
 def in_backward_limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs) -> float:
@@ -155,7 +153,8 @@ def _cheapest_us(costs: Costs, kind: str, num_bytes: ArrayLike) -> Floats:
     wanted = np.asarray(num_bytes, dtype=np.float64)
     sizes = np.unique(np.concatenate([[0.0], np.geomspace(1.0, max(1.0, float(wanted.max())), _NUM_SIZES), wanted]))
     times = np.minimum.accumulate(costs.collective_us(kind, sizes)[::-1])[::-1]
-    rates = np.minimum.accumulate(times[:-1] / sizes[1:])  # of all parts below the next size
+    # Of all parts below the next size; no part is smaller than a byte, and none but zero bytes may cost nothing.
+    rates = np.minimum.accumulate(np.append(math.inf, times[1:-1] / sizes[2:]))
     at = np.searchsorted(sizes, wanted)
     rate = np.minimum(times[at] / np.maximum(wanted, 1.0), rates[np.maximum(at - 1, 0)])
     cheapest: Floats = np.maximum(times[0], np.where(wanted > 0, wanted * rate, 0.0))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from undertow.errors import ConfigError, require
+from undertow.errors import require
 from undertow.foreign import printable
 from undertow.trace import Event, Trace, overlap_of
 
@@ -17,16 +15,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The color of each kind and its name: calm colors for work, a loud one for waiting.
+# The color of each kind and its name, as in page.html: a loud one for waiting, and none that tells red from green.
 _KINDS = {
-    "forward": ("#9dc3e6", "forward"),
-    "backward": ("#2f75b5", "backward"),
-    "wait": ("#e4572e", "waiting for the network"),
-    "optimizer": ("#a5a5a5", "optimizer"),
-    "reduce": ("#7fb069", "gradients sent"),
-    "all_gather": ("#f2b134", "parameters gathered"),
+    "forward": ("#56b4e9", "forward"),
+    "backward": ("#0072b2", "backward"),
+    "wait": ("#d55e00", "waiting for the network"),
+    "optimizer": ("#999999", "optimizer"),
+    "reduce": ("#cc79a7", "gradients sent"),
+    "all_gather": ("#e69f00", "parameters gathered"),
 }
-INK, FAINT_INK = "#333333", "#777777"
+# For light pages and for dark pages: the end of the picture's name, ink, ground and grid.
+_THEMES = (("", "#333333", "#ffffff", "#e6e6e6"), ("-dark", "#e6edf3", "#0d1117", "#30363d"))
+LEAST_GAIN = 1.03  # smaller ones are within the variation of the model and of a machine
 
 
 def require_matplotlib() -> None:
@@ -37,27 +37,6 @@ def require_matplotlib() -> None:
         where="undertow.report.timeline",
         remedy='Install it with: pip install "undertow[cli]"',
     )
-
-
-def make_directory(path: Path, *, where: str) -> None:
-    """Creates the directory if it is missing; raises ConfigError if nothing can be written there."""
-    with checked_writing(path, where=where):
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-
-
-@contextmanager
-def checked_writing(path: Path, *, where: str) -> Iterator[None]:
-    """Raises ConfigError, naming `path` and the reason, instead of an OSError."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"nothing can be written to '{path}': {error.strerror or type(error).__name__}.",
-            where=where,
-            remedy="Give another directory for the pictures: --out DIR.",
-        ) from error
 
 
 def drawn(text: str) -> str:
@@ -71,28 +50,56 @@ def new_figure(title: str, *, inches: float) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, inches), dpi=150, layout="constrained")
-    figure.suptitle(drawn(title), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    figure.suptitle(drawn(title), x=0.012, ha="left", fontsize=13, fontweight="bold")
     return figure
 
 
 def dress(axes: Axes, label: str, *, grid: Literal["x", "both"], without: Sequence[str]) -> None:
     """Labels the horizontal axis, and draws a faint grid and no frame at the sides `without`."""
-    axes.set_xlabel(drawn(label), fontsize=9.5, color=INK)
-    axes.grid(axis=grid, color="#e6e6e6", linewidth=0.8)
+    axes.set_xlabel(drawn(label), fontsize=9.5)
+    axes.grid(axis=grid, linewidth=0.8)
     axes.set_axisbelow(True)
     for side in without:
         axes.spines[side].set_visible(False)
 
 
-def save_timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
-    """Writes a PNG with two rows per named trace, computation above network, on one axis in milliseconds.
+def save_themes(draw: Callable[[], Figure], path: Path) -> None:
+    """Writes the figure that `draw` makes as PATH, and for dark pages as PATH with -dark in its name."""
+    import matplotlib as mpl
 
-    Events before the forward, such as gathers of parameters, are drawn to the left of 0. The trace of interest is the last, its
-    baseline the first.
+    for name, ink, ground, grid in _THEMES:
+        theme: dict[Any, str] = dict.fromkeys(
+            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink
+        )
+        theme |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), ground)
+        with mpl.rc_context(theme | {"grid.color": grid}):
+            draw().savefig(path.with_stem(path.stem + name))
+
+
+def save_timeline(
+    traces: Mapping[str, Trace],
+    path: str | Path,
+    *,
+    subject: str = "",
+    baseline: str = "",
+    conditions: str = "",
+    limit_us: float | None = None,
+) -> None:
+    """Writes a PNG with two rows per named trace, computation above network, on one axis in milliseconds; another for dark pages.
+
+    Events before the forward, such as gathers of parameters, are drawn to the left of 0. The slowest trace is on top. The title
+    compares `subject`, by default the last trace, with `baseline`, by default the first. `conditions` are drawn below: where the
+    steps ran. `limit_us` is drawn as a line: no step can be shorter.
     """
+    title = takeaway(traces, subject=subject, baseline=baseline)
+    slowest_first = dict(sorted(traces.items(), key=lambda it: -it[1].duration_us))
+    save_themes(lambda: _timeline(slowest_first, title, conditions, limit_us), Path(path))
+
+
+def _timeline(traces: Mapping[str, Trace], title: str, conditions: str, limit_us: float | None) -> Figure:
     from matplotlib.patches import Patch
 
-    figure = new_figure(_takeaway(traces), inches=1.75 + 0.82 * len(traces))
+    figure = new_figure(title, inches=1.75 + 0.82 * len(traces))
     axes = figure.add_subplot()
     visible = [event for trace in traces.values() for event in trace.events if event.duration_us > 0]
     start_ms = min((event.start_us for event in visible), default=0.0) / 1e3
@@ -101,12 +108,24 @@ def save_timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
         _draw_trace(axes, trace, row=row, axis_ms=end_ms - start_ms)
     axes.set_xlim(start_ms, end_ms + (end_ms - start_ms) * 0.085)
     axes.set_ylim(len(traces) - 0.55, -0.6)  # the first trace on top
-    axes.set_yticks([row - 0.05 for row in range(len(traces))], [*map(drawn, traces)], fontsize=10.5, color=INK)
+    axes.set_yticks([row - 0.05 for row in range(len(traces))], [*map(drawn, traces)], fontsize=10.5)
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=9, colors=INK)
-    dress(axes, "milliseconds since the forward began", grid="x", without=("top", "right", "left"))
+    axes.tick_params(axis="x", labelsize=9)
+    dress(
+        axes,
+        "milliseconds since the forward began" + (f"; {conditions}" if conditions else ""),
+        grid="x",
+        without=("top", "right", "left"),
+    )
     shown = {_kind(event) for event in visible}
-    handles = [Patch(facecolor=color, label=label) for kind, (color, label) in _KINDS.items() if kind in shown]
+    handles: list[Any] = [Patch(facecolor=color, label=label) for kind, (color, label) in _KINDS.items() if kind in shown]
+    if limit_us is not None:
+        begin_us = min((event.start_us for trace in traces.values() for event in trace.on_lane("compute")), default=0.0)
+        handles.append(
+            axes.axvline(
+                (begin_us + limit_us) / 1e3, linestyle=":", color="#999999", label=f"lower bound {limit_us / 1e3:.0f} ms"
+            )
+        )
     axes.legend(
         handles=handles,
         loc="lower left",
@@ -118,9 +137,8 @@ def save_timeline(traces: Mapping[str, Trace], path: str | Path) -> None:
         handleheight=1.0,
         borderaxespad=0.2,
         columnspacing=1.6,
-        labelcolor=INK,
     )
-    figure.savefig(path)
+    return figure
 
 
 def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
@@ -132,27 +150,31 @@ def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
             [(event.start_us / 1e3, event.duration_us / 1e3)],
             (row - 0.4, 0.4) if is_compute else (row + 0.03, 0.26),
             facecolors=_KINDS[_kind(event)][0],
-            edgecolors="white",
+            edgecolors=axes.get_facecolor(),
             linewidth=0.6,
         )
     left = _end_ms(trace) + axis_ms * 0.008
-    axes.text(left, row - 0.2, f"{trace.duration_us / 1e3:.0f} ms", va="center", fontsize=10.5, fontweight="bold", color=INK)
+    axes.text(left, row - 0.2, f"{trace.duration_us / 1e3:.0f} ms", va="center", fontsize=10.5, fontweight="bold")
     if (hidden := overlap_of(trace).fraction) is not None:
-        axes.text(left, row + 0.15, f"{hidden:.0%} hidden", va="center", fontsize=8.5, color=FAINT_INK)
+        axes.text(left, row + 0.15, f"{hidden:.0%} hidden", va="center", fontsize=8.5, alpha=0.75)
 
 
-def _takeaway(traces: Mapping[str, Trace]) -> str:
-    (first_name, first), *_ = traces.items()
-    *_, (name, trace) = traces.items()
+def takeaway(traces: Mapping[str, Trace], *, subject: str = "", baseline: str = "") -> str:
+    """Returns one line: how fast the step `subject` is beside `baseline`, and what of its communication is hidden."""
+    first_name = baseline if baseline in traces else next(iter(traces))
+    name = subject if subject in traces else [*traces][-1]
+    trace = traces[name]
     overlap, step_ms = overlap_of(trace), trace.duration_us / 1e3
     if overlap.fraction is None:
         return f"{name}: {step_ms:.0f} ms per step, no communication"
     hidden = f"{overlap.fraction:.0%} of the network time is hidden"
     if len(traces) == 1:
         return f"{name}: {hidden}, {overlap.exposed_us / 1e3:.0f} of {step_ms:.0f} ms are spent waiting"
-    gain = first.duration_us / trace.duration_us
+    gain = traces[first_name].duration_us / trace.duration_us
+    if 1 / LEAST_GAIN < gain < LEAST_GAIN:
+        return f"{name}: as fast as {first_name}, {hidden}"
     digits = 1 if gain >= 1.2 else 2  # a smaller gain would be shown as 1.0 or 1.1
-    return f"{name}: {hidden}, {gain:.{digits}f}x the speed of {first_name}"
+    return f"{name}: {gain:.{digits}f}x the speed of {first_name}, {hidden}"
 
 
 def _kind(event: Event) -> str:

@@ -13,8 +13,8 @@ def lower_data_parallel(
     """Reduces every bucket as soon as it and all earlier ones are full, and gathers updated parameters after the step.
 
     The last bucket is always launched after backward: its trailer carries information that a rank knows only then. Without
-    `overlap` every bucket waits for the end of backward. Gathers are launched in `gather_order`, the order in which the next
-    forward needs them; None is the reverse order of the buckets.
+    `overlap` every bucket waits for the end of backward. Gathers are launched in `gather_order`, the order of their use in
+    the next forward; None is the reverse order of the buckets.
     """
     build = _Builder(strategy)
     step = build.add(OpKind.STEP, None, after=build.backward(num_buckets, overlap=overlap))

@@ -75,7 +75,7 @@ class Schedule:
         for position, op in enumerate(self.ops):
             if op.id != position or any(not 0 <= earlier < op.id for earlier in op.after):
                 raise ConfigError(
-                    f"op {op.id} ({op.label}) stands at position {position} and comes after {list(op.after)}.",
+                    f"op {op.id} ({op.label}) is at position {position} and comes after {list(op.after)}.",
                     where="schedule",
                     remedy="Number ops from 0 in order; an op may only come after ops with smaller ids.",
                 )

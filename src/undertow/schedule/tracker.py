@@ -49,7 +49,7 @@ class _Bucket:
         return sum(min(count, 1 + repeats[index_of.get(key, -1)]) for key, count in known.items()) if repeats else len(known)
 
     def counts(self) -> Counter[int]:
-        """Returns how often each parameter has arrived. What a hook of the user's has returned is none."""
+        """Returns how often each parameter has arrived. A tensor that a user's hook has returned is not a parameter."""
         places = map(self.arrivals.index_of.get, map(id, self.seen))
         return Counter(index for index in places if index is not None)
 
@@ -190,7 +190,7 @@ class Arrivals:
     def learn_repeats(self) -> None:
         """Expects each parameter to arrive as often as in this synchronization, from the next one on.
 
-        Learning costs one synchronization in which a gradient arrived after its bucket was sent. If a parameter then arrives less
+        Learning costs one synchronization: a gradient in it arrived after its bucket was sent. If a parameter then arrives less
         often, its bucket is sent at the end of backward: later than possible, but never wrong.
         """
         counts = [count for bucket in self.buckets for count in bucket.counts().items()]
@@ -218,7 +218,7 @@ class Releases:
     def __init__(self, schedule: Schedule) -> None:
         self._ops = schedule.ops
         self._successors: list[list[int]] = [[] for _ in schedule.ops]
-        lanes: dict[str, list[int]] = {}  # by comm lane and update lane: its ops, in the order in which they are released
+        lanes: dict[str, list[int]] = {}  # by comm lane and update lane: its ops, in the order they are released
         of_kind: dict[OpKind, list[Op]] = {}
         for op in schedule.ops:
             for earlier in op.after:
@@ -229,7 +229,7 @@ class Releases:
         self._lanes = tuple(lanes.values())
         self._is_computed = [op.lane == COMPUTE and op.kind not in EXTERNAL for op in schedule.ops]
         fills = tuple(op.id for op in sorted(of_kind[OpKind.FILL], key=lambda op: op.bucket or 0))
-        # What may happen: all gradients of a bucket have arrived; backward ends, so that gradients that have not arrived are
+        # Possible events: all gradients of a bucket have arrived; backward ends, so that gradients that have not arrived are
         # unused on this rank and all remaining buckets are launched; and every engine of this process has launched.
         self.fills = [(op_id,) for op_id in fills]
         self.end, self.join = (*fills, of_kind[OpKind.END][0].id), (of_kind[OpKind.JOIN][0].id,)

@@ -21,7 +21,7 @@ def verify(schedule: Schedule, strategy: Strategy = DDP, *, num_buckets: int) ->
     - The optimizer steps on all buckets at once, or once on each; an accumulation has no step.
     - Every bucket's gradients are filled once and cross each mesh axis once, after they are filled and before their step, the
       inner axis first. If they come back as shards, every bucket's parameters cross once between their step and their use.
-    - Collectives are launched in the order of their ids, whatever the order in which gradients arrive (each comm lane is a
+    - Collectives are launched in the order of their ids, whatever order gradients arrive in (each comm lane is a
       queue).
     - No op writes a buffer while another may touch it, in this step or in the next one.
     """
@@ -88,7 +88,7 @@ def _check_end(schedule: Schedule, before: Sequence[int]) -> None:
             _is_before(before, end, last),
             f"op {last.id:02d} ({last.label}) may leave before backward ends.",
             where=f"it is the last reduction; backward ends with op {end.id:02d}",
-            remedy="The last bucket leaves after backward: its trailer carries what a rank knows only then.",
+            remedy="The last bucket leaves after backward: its trailer carries facts that a rank knows only then.",
         )
 
 
@@ -137,7 +137,7 @@ def _check_bucket(
         len(gathers) == num_wanted,
         f"the ops on {Buffer('param', bucket)} do not bring each parameter to every rank once.",
         where=f"all_gathers: expected {num_wanted}, got {len(gathers)}; the plan has {num_buckets} buckets",
-        remedy="Where the optimizer is sharded, every bucket is gathered once after the step; elsewhere never.",
+        remedy="With a sharded optimizer every bucket is gathered once after the step; without one, never.",
     )
     for gather in gathers:
         require(

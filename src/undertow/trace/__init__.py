@@ -11,7 +11,8 @@ from undertow.trace.record import (
     union_us,
 )
 from undertow.trace.samples import Transfer, cost_samples
-from undertow.trace.summary import BucketReport, GatherReport, StepReport, summarize
+from undertow.trace.step_report import BucketReport, GatherReport, StepReport
+from undertow.trace.summary import summarize
 
 __all__ = [
     "BucketRecord",

@@ -61,7 +61,7 @@ class BucketRecord:
     ready_us: float  # its last gradient was ready
     launched_us: float
     done_us: float
-    waited: Interval  # interval in which the compute lane waited for this bucket
+    waited: Interval  # interval of the compute lane's wait for this bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,7 @@ class StepRecord:
     idle_us: float = 0.0  # between the end of the previous synchronization, at which all ranks meet, and the start of this step
     arrivals: Mapping[int, float] = field(default_factory=dict)  # of gradients, by parameter; only in some steps
     cpu_us: float = 0.0  # processor time of all threads from the end of the last backward to the end of the waits
+    generation: int = 0  # of the plan, which counts from 0
 
     def wire_intervals(self) -> tuple[Interval, ...]:
         """Returns when the link worked on each bucket: one starts after the other, so that queueing is not counted."""
@@ -87,6 +88,15 @@ class StepRecord:
     def gather_intervals(self) -> tuple[Interval, ...]:
         """Returns when the link worked on each gather, in the same way; below 0 while the optimizer's step was running."""
         return _wire_intervals(self.gathers)
+
+    def packing_us(self) -> float:
+        """Returns the time that packing took from backward, until each launch: since the last gradient or the launch before."""
+        backward_end_us = self.backwards[-1][1] if self.backwards else 0.0
+        launches_us = (float("-inf"), *(bucket.launched_us for bucket in self.buckets))
+        return sum(
+            max(0.0, min(at.launched_us, backward_end_us) - max(at.ready_us, before))
+            for at, before in zip(self.buckets, launches_us, strict=False)
+        )
 
     def trace(self) -> Trace:
         """Returns the step as events; the optimizer runs from the end of the waits to the end of the step."""
@@ -121,8 +131,8 @@ def _wire_intervals(buckets: Sequence[BucketRecord]) -> tuple[Interval, ...]:
 class Overlap:
     """Communication of one step in microseconds."""
 
-    total_us: float  # time in which the link was in use
-    exposed_us: float  # time in which the compute lane waited for it
+    total_us: float  # time that the link was in use
+    exposed_us: float  # time that the compute lane waited for it
 
     @property
     def hidden_us(self) -> float:

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LEAST_US = 1e-3  # of a sample: no transfer takes zero time, whatever the clock says
-# An interval in which the link was busy without a pause: the bytes of each collective in it, and the microseconds until it ended
-# since the link became busy; in the order in which they ended.
+# An interval of the link being busy without a pause: the bytes of each collective in it, and the microseconds until it ended
+# since the link became busy; in the order they ended.
 _Spell = Sequence[tuple[int, float]]
 # Limits how much an error in a time is amplified in the cost of a collective: by 1 / this.
 _LEAST_APART = 0.1
@@ -27,7 +27,7 @@ def cost_samples(steps: Sequence[Sequence[Transfer]]) -> tuple[tuple[float, floa
     """Returns a pair (bytes, microseconds of the link) for each collective of these steps.
 
     A backend may carry several at a time, a small one between the parts of a large one; then each takes longer than it would
-    alone. So the samples come from the intervals in which the link was busy without a pause. Each interval is divided among its
+    alone. So the samples come from the intervals that keep the link busy without a pause. Each interval is divided among its
     collectives in proportion to latency + bytes / bandwidth, with the latency and bandwidth that explain all intervals best.
 
     If all intervals contain about the same mix, they cannot separate latency from bandwidth. Then the time from the start of an

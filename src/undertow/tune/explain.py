@@ -4,15 +4,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
-
-from rich.console import RenderableType
+from typing import TYPE_CHECKING, Any
 
 from undertow.plan import Groups, Plan, finish_us
 from undertow.profile import Profile
 from undertow.shown import Shown, cell, with_experts
 from undertow.tune.messages import Decided, Decision, Measurement, Outcome
 from undertow.tune.tuner import Tuner, kinds_needed, knows_enough
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _MS = 1e-3  # milliseconds in a microsecond
 _MAX_TRIED = 64  # cuts and merges to try, spread over the buckets: a plan has hundreds at most
@@ -30,7 +31,7 @@ class Explanation(Shown):
     bucket_mb: tuple[float, ...]  # 10^6 bytes
     why: str  # the reason for this plan
     bound_by: str = ""  # what limits its communication, with the figures
-    achieved_ms: float | None = None  # measured under this plan, or under the last measured one
+    measured_ms: float | None = None  # under this plan, or under the last measured one
     predicted_ms: float | None = None  # from measurements
     best_ms: float | None = None  # under the best plan
     limit_ms: float | None = None  # lower bound of every plan
@@ -44,7 +45,7 @@ class Explanation(Shown):
         """Returns the explanation as plain values, ready for JSON."""
         return asdict(self)
 
-    def __rich__(self) -> RenderableType:
+    def __rich__(self) -> "RenderableType":
         return with_experts(map(cell, _lines(self)), self.experts)
 
 
@@ -52,7 +53,12 @@ def _lines(it: Explanation) -> Iterator[str]:
     sizes = ", ".join(f"{megabytes:.2f}" for megabytes in it.bucket_mb)
     yield f"The plan: {_num_buckets_text(len(it.bucket_mb))} of {sizes} MB, {it.strategy}, {it.num_ranks} ranks"
     yield from (f"  {line}" for line in (it.why, it.bound_by) if line)
-    times = {"achieved": it.achieved_ms, "predicted": it.predicted_ms, "the best plan": it.best_ms, "limit": it.limit_ms}
+    times = {
+        "measured": it.measured_ms,
+        "predicted": it.predicted_ms,
+        "the best plan": it.best_ms,
+        "limit of every plan": it.limit_ms,
+    }
     known = [f"{name} {milliseconds:.2f}" for name, milliseconds in times.items() if milliseconds is not None]
     if known:
         yield f"Until gradients are synchronized, ms since the step began: {', '.join(known)}"
@@ -76,8 +82,8 @@ def explanation(
         bucket_mb=tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
         why=why,
         bound_by="" if tuner is None or measurement is None else _bound_text(tuner.is_bound_by_processors, measurement),
-        achieved_ms=None if measurement is None else measurement.synchronized_us * _MS,
-        decisions=tuple(f"round {made.round}: {_decision_text(made.decision)}" for made in history),
+        measured_ms=None if measurement is None else measurement.synchronized_us * _MS,
+        decisions=tuple(f"step {made.round}: {_decision_text(made.decision)}" for made in history),
     )
     has_shards = strategy != "ddp"
     needed = kinds_needed(has_shards=has_shards)
@@ -143,7 +149,8 @@ def _decision_text(it: Decision) -> str:
 
 
 _TEXTS = {
-    Outcome.KEEP: "kept ({numbers}: too little to gain, or tried before)",
+    Outcome.KEEP: "kept ({numbers}: too little to gain)",
+    Outcome.TRIED: "kept ({numbers}: a plan tried before was slower than predicted)",
     Outcome.MOVE: "moved to {buckets} ({numbers})",
     Outcome.FEWER: "moved to {buckets} ({numbers}: fewer, as good)",
     Outcome.BACK: "went back to {buckets}: measured to be faster",

@@ -24,6 +24,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from undertow.cost.costs import curve_from_samples, line_through
 from undertow.errors import require
 from undertow.plan import GathersBehind, GroupEntry, ParamSpec, Piece, Plan
 from undertow.plan.layout import member_of, piece_of
@@ -31,6 +32,7 @@ from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
 
 _NUM_TIMES = 8
 _UNKNOWN = -np.inf
+_LEAST_US, _MOST_SKEW = 1e-3, 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +46,14 @@ class Measurement:
     synchronized_us: float  # from the start of the step until all gradients were reduced
     spread_us: float  # between the quartiles of synchronized_us
     samples: Mapping[str, tuple[tuple[float, float], ...]]  # by kind of collective: bytes, microseconds
-    # What communication adds to a step: packing in backward and waiting afterwards. The backend's threads work in these waits
-    # (copies, additions) or wait for the link.
+    # The time that communication adds to a step: packing in backward and waiting afterwards. The backend's threads work in these
+    # waits (copies, additions) or wait for the link.
     processors_us: float = 0.0
     network_us: float = 0.0
+    # Of several ranks: what this one computes per collective and per megabyte, and the relative standard deviation between ranks.
+    launch_us: float | None = None
+    copy_us_per_mb: float | None = None
+    skew: float | None = None
 
 
 def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: int) -> NDArray[np.float64]:
@@ -61,17 +67,13 @@ def _row(record: StepRecord, plan: Plan) -> list[float]:
     waits = [gather.waited for gather in record.gathers]
     computing = record.idle_us - sum(max(0.0, stop - max(0.0, start)) for start, stop in waits)
     backward_end, last_wait = record.backwards[-1][1], max(bucket.waited[1] for bucket in record.buckets)
-    launches = [-np.inf, *(bucket.launched_us for bucket in record.buckets)]
     negated = ({it.bucket: it.launched_us - it.done_us for it in sent} for sent in (record.buckets, record.gathers))
     return [
         record.idle_us,
         *(computing + at for at in record.backwards[-1]),
         record.step_us - last_wait,
         record.idle_us + last_wait,
-        sum(
-            max(0.0, min(at.launched_us, backward_end) - max(at.ready_us, before))
-            for at, before in zip(record.buckets, launches, strict=False)
-        ),
+        record.packing_us(),
         backward_end - last_wait,  # with the packing that comes after the end of backward
         -record.cpu_us,
         *(computing + record.arrivals.get(param, _UNKNOWN) for param in range(len(plan.params))),
@@ -91,7 +93,19 @@ def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRe
     # In the planner's bytes, even if gradients are sent in a narrower dtype.
     planned = [[replace(row, num_bytes=plan.buckets[row.bucket].wire_bytes) for row in record.buckets] for record in records]
     samples = _samples(planned, -durations[:, :num_buckets])
-    return _measurement(times, ready, samples | _samples([record.gathers for record in records], -durations[:, num_buckets:]))
+    packed = [
+        (plan.buckets[row.bucket].num_bytes, max(_LEAST_US, row.launched_us - max(row.ready_us, before)))
+        for record in records
+        for row, before in zip(record.buckets, (-np.inf, *(row.launched_us for row in record.buckets)), strict=False)
+    ]
+    launch_us, us_per_byte = line_through(curve_from_samples(packed).points)
+    skews = [float(np.std(it) / max(_LEAST_US, np.mean(it).item())) for it in (row.busy_ms or (1.0,) for row in records)]
+    return replace(
+        _measurement(times, ready, samples | _samples([record.gathers for record in records], -durations[:, num_buckets:])),
+        launch_us=round(launch_us, 1),
+        copy_us_per_mb=round(us_per_byte * 1e6, 1),
+        skew=round(min(float(np.median(skews)), _MOST_SKEW), 4),
+    )
 
 
 def measurement_of_one_rank(records: Sequence[StepRecord], plan: Plan) -> Measurement | None:
@@ -164,6 +178,7 @@ class Outcome(IntEnum):
     TOO_LARGE = 7  # every rank would have to hold all state for a moment
     FEWER = 8  # predicted to be as fast, with less work for the host
     QUICK = 9  # one bucket, sent in less time than a second one costs the host
+    TRIED = 10  # another plan promises a gain, but it or one before has not kept such a promise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +203,7 @@ class Decision:
         most = _most_rows(params)
         require(
             len(rows) <= most,
-            f"a plan of {len(rows)} slots is too long to tell the other ranks of.",
+            f"a plan of {len(rows)} slots is too long to send to the other ranks.",
             where=f"{len(params)} parameters, at most {most} slots",
             remedy="Cut parameters into fewer pieces.",
         )

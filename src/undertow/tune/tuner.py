@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -50,7 +50,7 @@ _NUM_SHARES = (6, 9, 12, 16, 24, 32, 48, 64)
 _SLACK_IN_BACKWARD = 0.002
 NUM_STEPS_BETWEEN_LOOKS = 100
 _NUM_STEPS_IF_LIGHT = 400  # at a plan that stays where the network hardly counts, because a look times every gradient
-_DIGITS = 1  # of microseconds in profiles: no clock is finer
+_DIGITS, _DIGITS_OF_SHARES = 1, 4  # of microseconds in profiles: no clock is finer
 
 _Samples = tuple[tuple[float, float], ...]  # bytes, microseconds
 _Look = tuple[float, float]  # microseconds until all gradients are reduced, and their spread
@@ -59,7 +59,7 @@ _Look = tuple[float, float]  # microseconds until all gradients are reduced, and
 class Tuner:
     """Learns from measurements of one set of parameters, and decides on their plan.
 
-    `order` is the order of the plans if the user wants another one than the order in which gradients become ready.
+    `order` is the order of the plans if the user wants another one than the gradients' order of arrival.
     """
 
     def __init__(self, order: Sequence[int] | None = None) -> None:
@@ -117,6 +117,11 @@ class Tuner:
             strategy=strategy,
             groups=plan.groups,
             step_us=round(now.synchronized_us + now.rest_us, _DIGITS),
+            launch_us=now.launch_us,
+            copy_us_per_mb=now.copy_us_per_mb,
+            skew=now.skew,
+            # Between the quartiles of a normal distribution are 1.349 standard deviations.
+            spread=round(now.spread_us / 1.349 / max(1.0, now.synchronized_us), _DIGITS_OF_SHARES),
         )
 
     def decide(self, plan: Plan, *, has_shards: bool, steps_in_backward: bool = False) -> Decision:
@@ -134,15 +139,15 @@ class Tuner:
         best, present_us = self.best_and_present(profile, plan, has_shards=has_shards, steps_in_backward=steps_in_backward)
         # Gradients and optimizer state move to their owners under another plan.
         move_us = (1 + _NUM_STATES) * float(profile.costs().collective_us("all_gather", _num_bytes(plan))) if has_shards else 0.0
-        outcome, groups = self._choose(plan.groups, best.groups, now, gain_us=present_us - best.finish_us, move_us=move_us)
+        outcome, groups = self._choose(plan, best.groups, now, gain_us=present_us - best.finish_us, move_us=move_us)
         if groups is not None and not _may_move(plan, has_shards=has_shards):
             outcome, groups = Outcome.TOO_LARGE, None
         return Decision(
             outcome=outcome,
             next_look=1
-            if outcome in (Outcome.MOVE, Outcome.FEWER)
+            if outcome in (Outcome.MOVE, Outcome.FEWER, Outcome.BACK)
             else _NUM_STEPS_IF_LIGHT
-            if outcome is Outcome.KEEP and self.is_bound_by_processors
+            if outcome in (Outcome.KEEP, Outcome.TRIED) and self.is_bound_by_processors
             else NUM_STEPS_BETWEEN_LOOKS,
             present_us=present_us,
             predicted_us=best.finish_us,
@@ -185,8 +190,8 @@ class Tuner:
         # The whole model is sent so fast that a second bucket would cost the host more than it could hide.
         least_us = [min(time_us for _, time_us in samples) for samples in now.samples.values() if samples]
         is_quick = len(plan.buckets) == 1 and max(least_us, default=0.0) < _QUICK_US
-        groups = None if self._has_varied or is_quick or not _may_move(plan, has_shards=has_shards) else _varied(plan)
-        if groups is None:
+        is_possible = not (self._has_varied or is_quick) and _may_move(plan, has_shards=has_shards)
+        if not is_possible or (groups := _varied(plan)) == plan.groups:
             return Decision(
                 outcome=Outcome.QUICK if is_quick else Outcome.UNKNOWN,
                 next_look=_NUM_STEPS_IF_LIGHT if is_quick else NUM_STEPS_BETWEEN_LOOKS,
@@ -195,14 +200,17 @@ class Tuner:
         return Decision(outcome=Outcome.LEARN, next_look=1, groups=groups)
 
     def _choose(
-        self, present: Groups, best: Groups, now: Measurement, *, gain_us: float, move_us: float
+        self, plan: Plan, best: Groups, now: Measurement, *, gain_us: float, move_us: float
     ) -> tuple[Outcome, Groups | None]:
         """Chooses an outcome; measurements take precedence over predictions."""
+        present = plan.groups
         self._looks.setdefault(present, deque(maxlen=_NUM_WINDOWS)).append((now.synchronized_us, now.spread_us))
         usual = {groups: (median(us for us, _ in looks), median(us for _, us in looks)) for groups, looks in self._looks.items()}
         fastest = min(usual, key=lambda groups: usual[groups][0])
         (fastest_us, fastest_spread_us), (present_us, present_spread_us) = usual[fastest], usual[present]
-        margin_us = _WORTHWHILE * fastest_us + max(fastest_spread_us, present_spread_us)
+        # A plan has one chance if it promised nothing, or if no curve has what binds the step.
+        is_trial = len(self._looks[present]) == 1 and (self.is_bound_by_processors or not self._promised_us)
+        margin_us = _WORTHWHILE * fastest_us + (0.0 if is_trial else max(fastest_spread_us, present_spread_us))
         loss_us = present_us - fastest_us
         if fastest_us + margin_us < present_us and loss_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._overrated_us = max(self._overrated_us, self._promised_us + loss_us)
@@ -214,12 +222,14 @@ class Tuner:
         if best not in usual and gain_us > least_us and gain_us * _PAID_BACK_AFTER_STEPS > move_us:
             self._num_moves, self._promised_us = self._num_moves + 1, gain_us
             return Outcome.MOVE, best
-        # Once per network: the next measurement shows whether it pays.
-        is_tried = self._has_tried_fewer or best in usual
-        if len(best) <= _FEWER * len(present) and not is_tried and -host_us * _PAID_BACK_AFTER_STEPS > move_us:
+        # The best ones once per network, and half as many while processors bind: the next measurement shows whether it pays.
+        tried = (() if self._has_tried_fewer else (best,)) + ((_halved(plan),) if self.is_bound_by_processors else ())
+        fewer = next((it for it in tried if it not in usual and len(it) <= _FEWER * len(present)), present)
+        if _HOST_US * (len(present) - len(fewer)) * _PAID_BACK_AFTER_STEPS > move_us:
             self._has_tried_fewer, self._promised_us = True, 0.0
-            return Outcome.FEWER, best
-        return Outcome.KEEP, None
+            return Outcome.FEWER, fewer
+        is_tried = best in usual or gain_us <= self._overrated_us
+        return Outcome.TRIED if is_tried and gain_us > _WORTHWHILE * now.synchronized_us else Outcome.KEEP, None
 
     def _forget_what_has_changed(self, now: Measurement) -> None:
         before = self.measurement
@@ -291,15 +301,19 @@ def _max_bucket_bytes(plan: Plan) -> float:
     return max(_LEAST_CAP_BYTES, _num_bytes(plan) / _LARGEST_SHARE)
 
 
-def _varied(plan: Plan) -> Groups | None:
-    groups, most_bytes = plan.groups, _max_bucket_bytes(plan)
-    for at, (bucket, following) in enumerate(pairwise(plan.buckets)):
-        # Pieces of one parameter would have to be joined.
-        is_whole = plan.split_params.isdisjoint((*bucket.params, *following.params))
-        if bucket.kind == following.kind and is_whole and bucket.num_bytes + following.num_bytes <= most_bytes:
-            return (*groups[:at], groups[at] + groups[at + 1], *groups[at + 2 :])
-    thirds = ((at, group, max(1, len(group) // 3)) for at, group in enumerate(groups) if len(group) > 1)
-    return next(((*groups[:at], group[:third], group[third:], *groups[at + 1 :]) for at, group, third in thirds), None)
+def _varied(plan: Plan) -> Groups:
+    """Returns the groups with one cut, or joined in pairs if none can be cut; the groups of the plan if neither is possible."""
+    thirds = ((at, group, max(1, len(group) // 3)) for at, group in enumerate(plan.groups) if len(group) > 1)
+    cut = ((*plan.groups[:at], group[:third], group[third:], *plan.groups[at + 1 :]) for at, group, third in thirds)
+    return next(cut, _halved(plan))
+
+
+def _halved(plan: Plan) -> Groups:
+    """Returns every two neighbors in one bucket; the groups of the plan if some cannot be joined."""
+    is_simple = len({bucket.kind for bucket in plan.buckets}) == 1 and not plan.split_params
+    is_small = 2 * max(bucket.num_bytes for bucket in plan.buckets) <= _max_bucket_bytes(plan)
+    pairs = zip_longest(plan.groups[::2], plan.groups[1::2], fillvalue=())
+    return tuple(first + second for first, second in pairs) if is_simple and is_small else plan.groups
 
 
 def _may_move(plan: Plan, *, has_shards: bool) -> bool:

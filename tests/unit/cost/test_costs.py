@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.errors import Call, refusal
 from undertow.cost import (
     COLLECTIVES,
+    LINKS,
     CostCurve,
     Costs,
     Link,
@@ -24,6 +25,7 @@ from undertow.cost import (
     curve_from_samples,
     link_from_curve,
     link_from_text,
+    scaled_curve,
 )
 from undertow.cost.costs import line_through
 
@@ -80,7 +82,7 @@ REFUSALS: dict[str, tuple[Call, str]] = {
     **{
         f"a curve of {points}": (lambda points=points: CostCurve(points=points), text)
         for points, text in (
-            ((), "a cost curve needs one point at least.\n  Measure one size or more."),
+            ((), "a cost curve needs at least one point.\n  Measure one size or more."),
             (((1, 1), (2, 0)), f"point 1 of a cost curve is impossible: (2, 0).\n  {IMPOSSIBLE}"),
             (((10, 1), (10, 2)), f"point 1 of a cost curve has 10 bytes and follows one of 10.\n  {ONCE}"),
             (((1, 1), (20.5, 1), (10, 2)), f"point 2 of a cost curve has 10 bytes and follows one of 20.5.\n  {ONCE}"),
@@ -97,7 +99,7 @@ REFUSALS: dict[str, tuple[Call, str]] = {
     **{
         f"{name} of {num_ranks}": (
             lambda make=make, num_ranks=num_ranks: make(num_ranks),
-            f"a collective is one of one rank or more, got {num_ranks}.\n  {POSITIVE}",
+            f"a collective needs one rank or more, got {num_ranks}.\n  {POSITIVE}",
         )
         for num_ranks in (0, -2)
         for name, make in {
@@ -112,17 +114,17 @@ REFUSALS: dict[str, tuple[Call, str]] = {
             (NODES, f"there is no gossip over nodes.\n  Choose one of: {OF_KINDS}."),
             (
                 MeasuredCosts(CURVES),
-                f"what gossip costs was not measured.\n  measured: all_gather, all_reduce, reduce_scatter\n  {MEASURE}",
+                f"the cost of gossip was not measured.\n  measured: all_gather, all_reduce, reduce_scatter\n  {MEASURE}",
             ),
         )
     },
     "nothing measured": (
         lambda: MeasuredCosts({}).collective_us("all_reduce", 1),
-        f"what all_reduce costs was not measured.\n  measured: nothing\n  {MEASURE}",
+        f"the cost of all_reduce was not measured.\n  measured: nothing\n  {MEASURE}",
     ),
     "what stands for nothing else": (
         lambda: MeasuredCosts({"broadcast": CURVES["all_reduce"]}).collective_us("all_reduce", 1),
-        f"what all_reduce costs was not measured.\n  measured: broadcast\n  {MEASURE}",
+        f"the cost of all_reduce was not measured.\n  measured: broadcast\n  {MEASURE}",
     ),
 }
 
@@ -352,9 +354,41 @@ def curve_of(costs: Costs, kind: str, *, slow: int | None = None) -> CostCurve:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("slow", [None, 3, 15])
 def test_the_link_of_a_ring_is_found_from_its_curve(kind: str, slow: int | None) -> None:
-    link = link_from_curve(curve_of(RingCosts(FAST, num_ranks=5), kind, slow=slow), kind, num_ranks=5, name="found")
+    link = link_from_curve(
+        curve_of(RingCosts(FAST, num_ranks=5, has_trees=False), kind, slow=slow), kind, num_ranks=5, name="found"
+    )
     # The latency is what is left of a time when bytes are taken off: of 1e-16 three digits or four are lost, of 1e-6 allowed.
     assert (link.name, link.hop_s, link.bytes_per_s) == ("found", pytest.approx(5e-6), pytest.approx(FAST.bytes_per_s))
+
+
+@pytest.mark.parametrize("text", ["25gbps", "25Gb/s", "25 Gbit/s", "25Gbit", "25GbE", "25gbe", "25GBE", "25gbits"])
+def test_a_rate_has_many_spellings(text: str) -> None:
+    for latency in ("", ",5us"):
+        link, usual = link_from_text(text + latency), link_from_text(f"25gbit{latency}")
+        assert (link.hop_s, link.bytes_per_s) == (usual.hop_s, usual.bytes_per_s)
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_of_the_catalogue_is_the_text_that_it_lists(name: str) -> None:
+    assert replace(link_from_text(name), name="") == replace(link_from_text(LINKS[name][0]), name="")
+
+
+@pytest.mark.parametrize("size", [0, 1000, 1e6, 1e9])
+def test_an_all_reduce_takes_the_ring_or_the_tree_and_nothing_jumps_between_numbers_of_ranks(size: float) -> None:
+    times = np.array([us(RingCosts(FAST, num_ranks=num), "all_reduce", size) for num in range(2, 130)])
+    assert (times[1:] >= times[:-1]).all()
+    assert times[62] / times[61] < 1.01  # 64 ranks and 63
+    ring = us(RingCosts(FAST, num_ranks=64, has_trees=False), "all_reduce", size)
+    assert times[62] == pytest.approx(min(ring, 1e6 * (12 * FAST.hop_s + 2 * size / FAST.bytes_per_s)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("to", [4, 8, 63])
+def test_a_measured_curve_over_other_ranks_is_the_formula_over_them(kind: str, to: int) -> None:
+    curve = curve_of(RingCosts(FAST, num_ranks=4, has_trees=False), kind)
+    scaled = scaled_curve(curve, kind, num_ranks=4, to=to, has_trees=False)
+    wanted = RingCosts(FAST, num_ranks=to, has_trees=False).collective_us(kind, NETWORK_SIZES)
+    assert scaled.us(NETWORK_SIZES) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_curve_that_does_not_grow_is_a_latency_alone() -> None:
@@ -363,8 +397,8 @@ def test_a_curve_that_does_not_grow_is_a_latency_alone() -> None:
 
 
 CLOSE = "its sizes lie too close together"
-NO_LINKS = ["", "1", "gbit", "1 gbit", "1Gbit", "-1gbit", "1gbits", "1.gbit", "1pbit", "0gbit", "0.0mbit", "1gbit\n"]
-NO_LATENCIES = ["1gbit,", "1gbit,5", "1gbit,5s", "1gbit, 5us", "1gbit,-5us", "1gbit,us", "5us", "0gbit,5us", "none,5us"]
+NO_LINKS = ["", "1", "gbit", "1GB/s", "-1gbit", "1gbitss", "1.gbit", "1pbit", "0gbit", "0.0mbit", "1gbit\n"]
+NO_LATENCIES = ["1gbit,", "1gbit,5", "1gbit,5s", "1gbit,-5us", "1gbit,us", "5us", "0gbit,5us", "none,5us"]
 NETWORK_REFUSALS: dict[str, tuple[Call, str]] = {
     **{
         f"the link {text!r}": (
@@ -408,7 +442,7 @@ NETWORK_REFUSALS: dict[str, tuple[Call, str]] = {
         f"a curve of {points} over {num}": (
             lambda points=points, num=num: link_from_curve(CostCurve(points=points), "all_gather", num_ranks=num, name="x"),
             f"no link can be made of the curve of all_gather: {reason}.\n"
-            "  Measure between two ranks or more, and sizes of which one is half as large again as another.",
+            "  Measure between two ranks or more, and let one size be at least 1.5 times another.",
         )
         for points, num, reason in (
             (((1000, 60), (2000, 70)), 1, "num_ranks=1"),

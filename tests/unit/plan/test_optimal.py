@@ -272,6 +272,8 @@ def test_the_best_of_a_plan_is_of_runs_of_neighbors_however_many() -> None:
     [
         # All is ready at once, so that one bucket is best: 3 + 10 + 2 * 30. The limit's cells of sizes cost it 0.3 % at most.
         (plan(specs_of_sizes(10, 20), timing(3, 3), line(10, 2)), 1, 73.0, 0.997),
+        # Messages are free, and a byte is not: 3 + 2 * 30.
+        (plan(specs_of_sizes(10, 20), timing(3, 3), line(0, 2)), 1, 63.0, 0.997),
         # 10 for up to 10 bytes and 100 above: 40 bytes in four parts. The cells of sizes cost the limit less than 1 %.
         (
             plan(specs_of_sizes(10, 10, 10, 10), timing(0, 0, 0, 0), TableCosts({"all_reduce": [10.0] * 11 + [100.0] * 40})),
@@ -280,7 +282,7 @@ def test_the_best_of_a_plan_is_of_runs_of_neighbors_however_many() -> None:
             0.99,
         ),
     ],
-    ids=["a busy link", "a cost that jumps, by parts below the jump"],
+    ids=["a busy link", "a cost in proportion to bytes", "a cost that jumps, by parts below the jump"],
 )
 def test_the_limit_is_met(optimum: Optimum, num_groups: int, finished_us: float, share: float) -> None:
     assert (len(optimum.groups), optimum.finish_us) == (num_groups, finished_us)
@@ -333,6 +335,15 @@ def test_coarsening_costs_no_more_than_the_times_within_an_atom(has_shards: bool
         assert fine_us <= coarse_us + 1e-10 <= fine_us + spread_us + 2e-10
 
 
+@each_form
+def test_a_coarse_plan_is_not_slower_than_one_message_per_parameter(has_shards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    num = 60  # a byte takes as long as the time between gradients: only the finest plan keeps up
+    params, used = specs_of_sizes(*[10] * num), [float(num - i) for i in range(num)]
+    when = timing(*(float(i) for i in range(num)), used=used if has_shards else ())
+    coarse_us = coarse(monkeypatch, 6, partial(plan, params, when, line(0, 0.1))).finish_us
+    assert coarse_us <= SLACK * finish_us(params, [[i] for i in range(num)], when, line(0, 0.1), has_shards=has_shards)
+
+
 def test_coarse_atoms_finish_as_they_were_planned_to_and_fit_into_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(10)
     for _ in range(NUM_CASES // 4):
@@ -368,7 +379,7 @@ TIMES = "Give one time for each parameter, in the order of the parameters."
         ),
         pytest.param(
             partial(plan, specs_of_sizes(1, 2), timing(1, 2), line(math.inf, 1)),
-            "no plan is ever through: a collective costs inf.\n  costs of all_reduce\n"
+            "no plan has a finite time: a collective costs inf.\n  costs of all_reduce\n"
             "  Give finite costs for all sizes up to the size of all gradients together.",
             id="costs without end",
         ),

@@ -162,7 +162,10 @@ POSITIVE, COUNT = (f"Write a number such as {number}, without a decimal point or
 COUNTED = "At most 9223372036854775807 can be counted."
 HUGE = "100000000000000000...0000000000000000000"  # 10**400, shortened
 SHAPES = 'Write "shape": [64, 3, 7, 7], "shape": 9408 (elements) or "bytes": 37632.'
-FIELDS = "undertow_profile, forward_us, backward_us, params, name, strategy, update_us, step_us, num_ranks, costs, buckets"
+FIELDS = (
+    "undertow_profile, backward_us, params, name, strategy, forward_us, update_us, step_us, num_ranks, launch_us, "
+    "copy_us_per_mb, skew, spread, contention, costs, buckets"
+)
 
 WHOLE_PROFILE = Profile(
     params=(
@@ -279,7 +282,7 @@ def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], sha
     [
         ([], f"a profile must be an object, got [].\n  {FORMAT}"),
         (5, f"a profile must be an object, got 5.\n  {FORMAT}"),
-        (small(redy=1), f"redy is unknown.\n  Known: {FIELDS}."),
+        (small(xyz=1), f"xyz is unknown.\n  Known: {FIELDS}."),
         (small(forward_ms=1), "forward_ms is unknown.\n  Did you mean 'forward_us'?"),
         ({"forward_us": 1}, f"undertow_profile is missing.\n  {FORMAT}"),
         ({"undertow_profile": 1, "forward_us": 1, "params": []}, f"backward_us is missing.\n  {FORMAT}"),
@@ -351,7 +354,7 @@ def test_a_size_may_be_a_shape_or_elements_or_bytes(changes: dict[str, Any], sha
         ),
         (
             small(costs={"all_reduce": []}),
-            "costs.all_reduce is not a cost curve.\n  a cost curve needs one point at least.\n  Measure one size or more.",
+            "costs.all_reduce is not a cost curve.\n  a cost curve needs at least one point.\n  Measure one size or more.",
         ),
         (small(buckets=5), f"buckets must be a list, got 5.\n  {FORMAT}"),
         (small(buckets=[[1], 0]), f"buckets[1] must be a list, got 0.\n  {FORMAT}"),
@@ -459,3 +462,56 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, c
     if content is not None:
         path.write_bytes(content)
     assert refusal(lambda: profile_from_file(path)) == f"{path} {text}\n  {FORMAT}"
+
+
+def read_with(**fields: Any) -> Profile:
+    plain = {"undertow_profile": 1, "forward_us": 10, "backward_us": 30, "params": [{"name": "a", "bytes": 4, "ready_us": 30}]}
+    return profile_from_json(json.dumps({name: it for name, it in (plain | fields).items() if it is not None}), "run.json")
+
+
+def test_times_of_parameters_in_backward_stand_for_when_they_are_ready() -> None:
+    rows = [{"name": name, "bytes": 4, "backward_us": us} for name, us in (("a", 5), ("b", 10), ("c", 15))]
+    assert read_with(params=rows).ready_us == (30, 25, 15)
+
+
+def test_a_forward_that_is_not_given_is_a_guess() -> None:
+    guessed = read_with(forward_us=None)
+    assert (guessed.forward_us, guessed.is_forward_guessed, read_with().is_forward_guessed) == (15, True, False)
+
+
+def test_costs_may_be_a_line_or_have_a_size_several_times() -> None:
+    line, repeated = (
+        read_with(costs={"all_reduce": it}).costs()
+        for it in ({"alpha_us": 50, "beta_us_per_mb": 800}, [[1000, 30], [1000, 10], [1000, 20], [4000, 40]])
+    )
+    assert line.collective_us("all_reduce", [0, 1e6, 1e10]) == pytest.approx([50, 850, 50 + 8e6])
+    assert repeated.collective_us("all_reduce", [1000, 4000]).tolist() == [20, 40]
+
+
+def test_what_a_run_says_of_its_ranks_is_in_the_file() -> None:
+    said = {"launch_us": 90.5, "copy_us_per_mb": 200, "skew": 0.01, "spread": 0.02, "contention": 0.1}
+    found = read_with(**said)
+    assert {name: getattr(found, name) for name in said} == said
+    assert profile_from_json(found.to_json(), "run.json") == found
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"skew": 0.5}, "skew must be a share, 0 to 0.2, got 0.5"),
+        ({"contention": 1.5}, "contention must be a share, 0 to 0.99, got 1.5"),
+        ({"spread": math.inf}, "spread must be a share, zero or more, got inf"),
+        # The median of these would be a time.
+        ({"costs": {"all_reduce": [[100, 5], [100, -3], [100, 7], [1000, 9]]}}, "a cost curve is impossible: (100, -3)"),
+        ({"costs": {"all_reduce": [[100, 5], [100, 6], [100, math.nan], [1000, 9]]}}, "a cost curve is impossible: (100, nan)"),
+        (
+            {"params": [{"name": name, "bytes": 4, "backward_us": 1500} for name in "ab"]},
+            "the sum of params[...].backward_us must be at most backward_us, 2000.0, got 3000.0",
+        ),
+    ],
+)
+def test_effects_and_repeated_times_that_cannot_be_are_refused(changed: dict[str, Any], text: str) -> None:
+    fields = {"undertow_profile": 1, "backward_us": 2000, "params": [{"name": "a", "bytes": 4, "ready_us": 1000}]}
+    with pytest.raises(ConfigError) as refused:
+        profile_from_json(json.dumps(fields | changed), "x.json")
+    assert text in str(refused.value)

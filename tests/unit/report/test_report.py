@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from support.errors import refusal
-from support.records import GATHERS, printed, record, report
+from support.records import GATHERS, printed, record, report, row
 from undertow.report.timeline import require_matplotlib, save_timeline
 from undertow.trace import Event, StepReport, Trace
 
@@ -26,8 +26,15 @@ ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
     [
         pytest.param(
             report(record()),
-            ("head, body", "stem", "50% hidden", "longest for bucket 1", "slowest is rank"),
-            (SKIPPED, ONE_GRAPH),
+            (
+                "head +1",
+                "stem",
+                "50% hidden",
+                "longest for bucket 1",
+                "Too few steps to judge",
+                "p50 100.0, p95 100.0; steps counted: 1",
+            ),
+            (SKIPPED, ONE_GRAPH, "slowest is rank", "the plan changed"),
             id="every bucket with its parameters",
         ),
         pytest.param(report(), ("no step recorded yet",), (), id="no steps"),
@@ -36,7 +43,17 @@ ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
         pytest.param(sent(0, 0), (), ("sent",), id="what a hook sends"),
         pytest.param(report(record()), (), ("gather", "Gather"), id="no gathers"),
         pytest.param(
-            report(record(gathers=GATHERS)), ("limit of the step", "achieved / limit 1.111"), (), id="a limit of the step"
+            report(record(gathers=GATHERS)),
+            ("synchronized / limit 1.000", "step / limit of the step 1.111"),
+            ("achieved",),
+            id="a limit of the step",
+        ),
+        pytest.param(report(record(busy_ms=(50.0, 65.0))), ("slowest is rank 1",), (), id="a late rank"),
+        pytest.param(
+            report(record(), plan_since=57),
+            ("Only steps since step 57 count: the plan changed there.",),
+            (),
+            id="why few steps count",
         ),
         pytest.param(report(record(), num_skipped=3), (SKIPPED,), (), id="skipped steps"),
         pytest.param(report(record(), is_one_graph=True), (ONE_GRAPH,), (), id="a model that is compiled as one graph"),
@@ -51,7 +68,30 @@ def test_a_value_shows_itself_where_it_is_printed_and_in_a_notebook() -> None:
     made = replace(report(record()), experts={"'[a].*', ranks 0, 2": report()})
     of_experts = "\n\nExperts '[a].*', ranks 0, 2:\nUndertow: no step recorded yet; run a training step, and leave record on."
     assert (str(made).startswith("Where a step goes"), str(made).endswith(of_experts), "\x1b" in str(made)) == (True, True, False)
-    assert "Where a step goes" in made._repr_mimebundle_([], [])["text/html"]
+    assert made._repr_html_().startswith("<pre ")
+    assert "Where a step goes" in made._repr_html_()
+
+
+def test_tables_fit_80_columns_and_add_up() -> None:
+    name = "module.transformer.h.11.mlp.c_proj.weight"
+    long = replace(report(record()).buckets[0], largest=name, num_bytes=12_345_678_901)
+    made = replace(report(*(record(step=step, gathers=GATHERS) for step in range(6))), buckets=(long, replace(long, index=1)))
+    lines = str(made).splitlines()
+    assert max(len(line) for line in lines if "explain()" not in line and "network is" not in line) <= 80
+    ends = [line.rstrip()[-15:] for line in lines if "…" in line]
+    assert ends == ["_proj.weight +1"] * 2
+    shown = {line[:20].strip(): float(line[20:26]) for line in lines[3:13]}
+    assert shown["step"] == sum(shown[name] for name in ("forward", "backward", "exposed", "rest"))
+    assert shown["exposed"] == shown["the network"] + shown["a late rank"]
+
+
+def test_waits_of_the_buckets_add_up_to_the_exposed_time() -> None:
+    # Each wait alone would be shown as 10.0, and both as 20.1.
+    rows = row(0, 30_000, 70_040, (60_000, 70_040)), row(1, 60_000, 80_080, (70_040, 80_080))
+    lines = str(report(*(record(step=step, buckets=rows) for step in range(6)))).splitlines()
+    waited = [float(line.split()[6]) for line in lines if line.startswith(("0 ", "1 "))]
+    (exposed,) = (float(line.split()[1]) for line in lines if line.startswith("  exposed"))
+    assert (sum(waited), exposed) == (pytest.approx(20.1), 20.1)
 
 
 def test_bytes_that_were_really_sent_are_added_up() -> None:
@@ -60,16 +100,13 @@ def test_bytes_that_were_really_sent_are_added_up() -> None:
 
 def test_gathers_have_a_table() -> None:
     lines = [line.rstrip() for line in printed(report(record(gathers=GATHERS)), width=80).splitlines()]
-    (line,) = (line for line in lines if "of it gathers" in line)
-    assert [cell.strip() for cell in line.split("│")[1:-1]] == ["of it gathers", "20.0", "0.0 MB, 75% hidden"]
-    assert lines[-7:] == [
-        "Gathers of parameters, ms since the step began",
-        "┏━━━━━━━━┳━━━━━━┳━━━━━━━━━━┳━━━━━━┳━━━━━━┳━━━━━━━━┓",
-        "┃ bucket ┃   MB ┃ launched ┃ done ┃ wire ┃ waited ┃",
-        "┡━━━━━━━━╇━━━━━━╇━━━━━━━━━━╇━━━━━━╇━━━━━━╇━━━━━━━━┩",
-        "│      1 │ 0.00 │    -10.0 │  5.0 │ 15.0 │    5.0 │",
-        "│      0 │ 0.01 │     -9.0 │ 10.0 │  5.0 │    0.0 │",
-        "└────────┴──────┴──────────┴──────┴──────┴────────┘",
+    assert [" ".join(line.split()) for line in lines if "of it gathers" in line] == ["of it gathers 20.0 0.0 MB, 75% hidden"]
+    assert lines[-5:] == [
+        "Gathers of parameters in this step, ms since it began",
+        "bucket    MB  launched  done  wire  waited",
+        "───────────────────────────────────────────",
+        "1       0.00     -10.0   5.0  15.0     5.0",
+        "0       0.01      -9.0  10.0   5.0     0.0",
     ]
 
 
@@ -131,7 +168,7 @@ def test_what_began_before_the_forward_is_inside_the_picture(monkeypatch: pytest
     assert (left, right > 133, [text.get_text() for text in axes.texts]) == (
         -6,
         True,
-        ["133 ms", "86% hidden", "136 ms", "82% hidden"],
+        ["136 ms", "82% hidden", "133 ms", "86% hidden"],  # the slowest is on top
     )
 
 

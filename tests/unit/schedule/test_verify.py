@@ -103,7 +103,7 @@ def ends(kind: str, count: int, num_ops: int = 12) -> str:
 def leaves_early(op: str, end: str, reduction: str = "it is the last reduction") -> str:
     return (
         f"op {op} may leave before backward ends.\n  {reduction}; backward ends with op {end}\n"
-        "  The last bucket leaves after backward: its trailer carries what a rank knows only then."
+        "  The last bucket leaves after backward: its trailer carries facts that a rank knows only then."
     )
 
 
@@ -291,7 +291,7 @@ def gathered_early(op: str, step: str) -> str:
             SHARDED,
             "the ops on param[b0] do not bring each parameter to every rank once.\n"
             "  all_gathers: expected 1, got 0; the plan has 2 buckets\n"
-            "  Where the optimizer is sharded, every bucket is gathered once after the step; elsewhere never.",
+            "  With a sharded optimizer every bucket is gathered once after the step; without one, never.",
             id="not gathered",
         ),
         pytest.param(
@@ -382,6 +382,6 @@ def test_a_strategy_is_found_by_its_name() -> None:
 @pytest.mark.parametrize(("op_id", "after", "ids"), [(1, "-", []), (0, "0", [0]), (0, "3", [3]), (0, "-1", [-1])])
 def test_ops_are_numbered_in_order_and_come_after_earlier_ones(op_id: int, after: str, ids: list[int]) -> None:
     assert refusal(lambda: schedule_from_text(f"{HEADER}\n{op_id:02d}  compute  fill  b0  -  grad[b0]  {after}")) == (
-        f"op {op_id} (fill b0) stands at position 0 and comes after {ids}.\n  schedule\n"
+        f"op {op_id} (fill b0) is at position 0 and comes after {ids}.\n  schedule\n"
         "  Number ops from 0 in order; an op may only come after ops with smaller ids."
     )

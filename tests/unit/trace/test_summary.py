@@ -1,8 +1,11 @@
 """The report of steps whose times are known, their overlap, and what collectives cost in them."""
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.errors import refusal
 from support.records import GATHERS, record, report, row
+from support.strategies import spec
 from undertow.cost import curve_from_samples
-from undertow.trace import Event, Overlap, StepReport, Trace, Transfer, cost_samples, limit_us, overlap_of, union_us
+from undertow.plan import plan_from_groups
+from undertow.trace import Event, Overlap, StepReport, Trace, Transfer, cost_samples, limit_us, overlap_of, summarize, union_us
+from undertow.trace.step_report import rounded_to_tenths
 
+LATE = (record().buckets[0], row(1, 60_000, 99_000, (60_000, 99_000)))
+VARIED = ((100_000, LATE), (101_000, record().buckets), (99_000, record().buckets))
 PLAIN, SHARDED, ALONE = report(record()), report(record(gathers=GATHERS)), report(record(buckets=(), busy_ms=()))
 # A report, and the values of some of its fields.
 
@@ -27,6 +36,7 @@ PLAIN, SHARDED, ALONE = report(record()), report(record(gathers=GATHERS)), repor
                 "step_ms": 100.0,
                 "forward_ms": 20.0,
                 "backward_ms": 40.0,
+                "rest_ms": 20.0,
                 "communication_ms": 40.0,
                 "exposed_ms": 20.0,
                 "hidden_ms": 20.0,
@@ -39,6 +49,8 @@ PLAIN, SHARDED, ALONE = report(record()), report(record(gathers=GATHERS)), repor
         pytest.param(
             SHARDED,
             {
+                "forward_ms": 15.0,  # 5 of 20 ms are a wait
+                "rest_ms": 20.0,
                 "communication_ms": 60.0,
                 "exposed_ms": 25.0,
                 "gather_ms": 20.0,
@@ -58,9 +70,27 @@ PLAIN, SHARDED, ALONE = report(record()), report(record(gathers=GATHERS)), repor
         ),
         pytest.param(
             report(*(record(step=step, step_us=100_000 + us) for step, us in enumerate((0, 4_000, 90_000)))),
-            {"step_ms": 104.0},
-            id="times are medians over steps",
+            {"step": 1, "step_ms": 104.0, "step_p50_ms": 104.0, "step_p95_ms": 190.0, "num_steps": 3},
+            id="times are of the step that is nearest to the medians",
         ),
+        pytest.param(
+            # The waits of the second are nearest to the medians, although its step is not.
+            report(*(record(step=at, step_us=us, buckets=rows) for at, (us, rows) in enumerate(VARIED))),
+            {"step": 1, "step_p50_ms": 100.0, "exposed_ms": 20.0},
+            id="one step, of which all times are typical",
+        ),
+        pytest.param(
+            report(
+                record(
+                    cpu_us=12_000,
+                    backwards=((20_000.0, 62_000.0),),
+                    buckets=(row(0, 30_000, 50_000, (62_000, 62_000), ready_us=29_000),),
+                )
+            ),
+            {"processors_ms": 1.0, "exposed_ms": 0.0},
+            id="packing takes processors",
+        ),
+        pytest.param(report(record(cpu_us=12_000)), {"processors_ms": 12.0}, id="so do copies and additions in the waits"),
         pytest.param(
             report(record(busy_ms=(50.0, 65.0))),
             {"late_rank_ms": 15.0, "wire_ms": 5.0, "slowest_rank": 1},
@@ -83,7 +113,7 @@ def test_gathers_have_rows() -> None:
         [(it.bucket, it.launched_ms, it.done_ms) for it in SHARDED.gathers],
         [(it.num_bytes, it.wire_ms, it.waited_ms) for it in SHARDED.gathers],
     ) == ([(1, -10, 5), (0, -9, 10)], [(4000, 15, 5), (8000, 5, 0)])
-    # A step without gathers, whose optimizer's step the scaler has skipped, does not count to their medians.
+    # A step without gathers, whose optimizer's step the scaler has skipped, is not typical.
     assert [it.waited_ms for it in report(record(), record(step=1, gathers=GATHERS)).gathers] == [5, 0]
 
 
@@ -107,7 +137,156 @@ def test_a_bucket_that_queued_is_charged_only_for_its_own_time_on_the_link() -> 
 
 
 def test_to_dict_is_plain_enough_for_json() -> None:
-    assert json.loads(json.dumps(PLAIN.to_dict()))["buckets"][1]["params"] == ["stem"]
+    plain = json.loads(json.dumps(PLAIN.to_dict()))
+    assert (plain["buckets"][1]["params"], plain["advice"], len(plain["events"])) == (["stem"], PLAIN.advice, 7)
+
+
+@given(st.lists(st.floats(0, 1e4), min_size=1, max_size=5))
+def test_rounded_parts_add_up(parts: list[float]) -> None:
+    tenths = rounded_to_tenths(parts)
+    assert sum(tenths) == round(10 * sum(parts))
+    assert all(abs(tenth - 10 * part) <= 1 for tenth, part in zip(tenths, parts, strict=True))
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1))
+def test_parts_of_a_part_add_up_to_what_is_shown_of_it(whole: float, share: float) -> None:
+    for shown in (int(10 * whole), int(10 * whole) + 1):
+        assert sum(rounded_to_tenths((whole * share, whole - whole * share), total=shown)) == shown
+
+
+SIX = [record(step=step, busy_ms=(50.0, 65.0)) for step in range(6)]
+CROWDED = (row(0, 30_000, 60_000, (60_000, 60_000)), row(1, 60_000, 80_000, (60_000, 80_000)))
+EMBEDDING = plan_from_groups([spec(name, 1000) for name in ("head", "body", "wte.weight")], [(0, 1), (2,)], num_ranks=2)
+ONE_BUCKET = summarize(
+    [record(step=step, buckets=(row(0, 60_000, 80_000, (60_000, 80_000)),)) for step in range(6)],
+    plan_from_groups(EMBEDDING.params, [(0, 1, 2)], num_ranks=2),
+    rank=0,
+)
+
+
+def six(**changes: Any) -> StepReport:
+    return report(*(record(step=step, **changes) for step in range(6)))
+
+
+@pytest.mark.parametrize(
+    ("found", "advice"),
+    [
+        (report(), "No step is recorded yet: run a training step, and leave record on."),
+        (ALONE, "Nothing is sent, so nothing is waited for: there is one rank, or all gradients stay where they are."),
+        (PLAIN, "Too few steps to judge: 1 under this plan. Ask again after ten."),
+        (
+            six(step_us=1e6),
+            "Well hidden: the step waits for communication in 2.0% of its time. There is nothing to do.",
+        ),
+        (
+            report(*SIX),
+            "75% of the exposed time is waiting for rank 1: look at its input pipeline, and at what else runs on its machine.",
+        ),
+        (
+            six(cpu_us=12_000),
+            "Processors are the limit: packing, copying and adding gradients take 12.0 ms of a step of 100.0 ms. "
+            "Leave a core to each rank's communication, or use fewer compute threads.",
+        ),
+        (
+            replace(six(cpu_us=12_000), num_threads=1),
+            "Processors are the limit: packing, copying and adding gradients take 12.0 ms of a step of 100.0 ms. "
+            "Leave a core to each rank's communication, or use fewer ranks on this machine.",
+        ),
+        (
+            replace(ONE_BUCKET, why_fixed="bucket_cap_mb=25 was asked for"),
+            "100% of the exposed time is for bucket 0, which holds 100% of the gradients and is full late in backward. The plan "
+            "follows no measurements (bucket_cap_mb=25 was asked for): let it be planned, or choose smaller buckets.",
+        ),
+        (
+            ONE_BUCKET,
+            "Gradients leave as soon as these buckets are full, and the last of 1 is full when backward ends: explain() gives "
+            "the reasons for these buckets.",
+        ),
+        (
+            summarize([record(step=step) for step in range(6)], EMBEDDING, rank=0),
+            "100% of the exposed time is for the last bucket: the gradient of the embedding wte.weight (0.0 MB) is ready only "
+            'when backward ends, tied to the output layer or not: halve it with SyncConfig(wire_dtype="bfloat16").',
+        ),
+        (
+            report(*(record(step=step, busy_ms=(50.0, 65.0 - 30 * (step % 2))) for step in range(6))),
+            "75% of the exposed time is waiting for a late rank, which is another one from step to step: give ranks equal work, "
+            "such as batches of equal length, and look at what else runs on their machines.",
+        ),
+        (
+            six(buckets=CROWDED),
+            "The network is the limit: 50.0 ms of gradients do not fit under 40.0 ms of backward: simulate another link with "
+            'undertow simulate, or send less with SyncConfig(wire_dtype="bfloat16").',
+        ),
+        (
+            six(buckets=tuple(replace(it, num_bytes=it.num_bytes // 2) for it in CROWDED)),
+            "The network is the limit: 50.0 ms of gradients do not fit under 40.0 ms of backward: simulate another link with "
+            "undertow simulate.",
+        ),
+        (
+            six(buckets=tuple(replace(it, num_bytes=0) for it in record().buckets)),  # a hook sends them as it likes
+            "Gradients leave as soon as these buckets are full, and the last of 2 is full when backward ends: explain() gives "
+            "the reasons for these buckets.",
+        ),
+        (
+            six(buckets=(row(0, 60_000, 70_000, (60_000, 70_000), ready_us=30_000), row(1, 60_000, 80_000, (70_000, 80_000)))),
+            "Gradients are synchronized 1.14 times as late as these buckets allow: explain() gives the reasons for this plan.",
+        ),
+        (
+            six(buckets=(), gathers=GATHERS),
+            "The step waits for parameters: let more of the forward run before it reads the first of them.",
+        ),
+    ],
+    ids=[
+        *(
+            "no steps",
+            "one rank",
+            "too few steps",
+            "well hidden",
+            "a late rank",
+            "processors",
+            "processors of one thread",
+            "a bucket that a setting fixes",
+            "one planned bucket",
+            "an embedding",
+        ),
+        *("a late rank, now one and now another", "the network", "a network that is sent less already"),
+        *("a last bucket that is full when backward ends", "another plan", "parameters"),
+    ],
+)
+def test_advice_is_one_sentence_from_the_figures(found: StepReport, advice: str) -> None:
+    assert found.advice == advice
+
+
+def test_scalars_are_flat_floats() -> None:
+    found = report(*SIX).scalars()
+    assert {type(value) for value in found.values()} == {float}
+    some = ("step_ms", "exposed_ms", "overlap", "limit_ratio", "slowest_rank", "late_rank_ms", "buckets", "sent_mb")
+    assert [found[f"undertow/{name}"] for name in some] == [100.0, 20.0, 0.5, 1.0, 1.0, 15.0, 2.0, 0.012]
+
+
+def test_scalars_that_do_not_exist_are_left_out() -> None:
+    assert report().scalars() == {}
+    assert not {"undertow/overlap", "undertow/limit_ratio", "undertow/slowest_rank"} & ALONE.scalars().keys()
+
+
+def test_a_saved_report_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLAIN.save(tmp_path / "it.json")
+    assert json.loads((tmp_path / "it.json").read_text()) == json.loads(json.dumps(PLAIN.to_dict()))
+    assert refusal(lambda: PLAIN.save(tmp_path / "it.json" / "it.json")) == (
+        f"'{tmp_path / 'it.json' / 'it.json'}' cannot be written: File exists.\n"
+        "  report.save(path)\n"
+        "  Name a folder with space to write."
+    )
+
+    def full(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = (tmp_path / "it.json").read_text()
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert "No space left on device" in refusal(lambda: PLAIN.save(tmp_path / "it.json"))
+    assert [(path.name, path.read_text() == before) for path in tmp_path.iterdir()] == [("it.json", True)]
 
 
 def test_the_trace_holds_the_lanes_of_the_step() -> None:

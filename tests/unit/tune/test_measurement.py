@@ -254,7 +254,7 @@ def test_a_plan_of_more_pieces_than_any_planner_makes_is_refused() -> None:
         outcome=Outcome.MOVE, next_look=1, groups=tuple((Piece(param=0, first=at, stop=at + 1),) for at in range(1026))
     )
     assert refusal(lambda: decision.to_array((spec("whole", 1026, dtype="uint8"),))) == (
-        "a plan of 1026 slots is too long to tell the other ranks of.\n"
+        "a plan of 1026 slots is too long to send to the other ranks.\n"
         "  1 parameters, at most 1025 slots\n  Cut parameters into fewer pieces."
     )
 
@@ -262,7 +262,7 @@ def test_a_plan_of_more_pieces_than_any_planner_makes_is_refused() -> None:
 # Gradients of 1 MB come at 1, 2, 3 and 4 ms of backward, the last registered first; forward takes 2 ms.
 PARAMS = tuple(spec(f"p{i}", 250_000) for i in range(4))
 # 0.1 ms and 1 ms per MB; measured at 1 MB and 4 MB.
-CURVE, WHY = CostCurve(points=((1e6, 1100.0), (4e6, 4100.0))), "planned from what was measured"
+CURVE, WHY = CostCurve(points=((1e6, 1100.0), (4e6, 4100.0))), "planned from measurements"
 HALF = CostCurve(points=((1e6, 600.0), (4e6, 2100.0)))
 KINDS = [spec("a", 1000), spec("b", 1000, dtype="float16"), spec("c", 1000, dtype="float16")]
 MANY = [spec(f"p{i}", 1000) for i in range(600)]
@@ -283,12 +283,12 @@ def plan_of(*groups: Sequence[int], params: Sequence[ParamSpec] = PARAMS) -> Pla
 
 
 def explained(
-    plan: Plan, measured: Profile | None, *, achieved_us: float | None = None, processors_us: float = 500.0, **changes: Any
+    plan: Plan, measured: Profile | None, *, measured_us: float | None = None, processors_us: float = 500.0, **changes: Any
 ) -> Explanation:
     known: dict[str, Any] = {"why": WHY, "strategy": "ddp", "history": (), **changes}
     measurement = None
-    if achieved_us is not None:
-        measurement = SimpleNamespace(synchronized_us=achieved_us, processors_us=processors_us, network_us=1000.0)
+    if measured_us is not None:
+        measurement = SimpleNamespace(synchronized_us=measured_us, processors_us=processors_us, network_us=1000.0)
     tuner = Tuner()
     vars(tuner).update(profile=lambda _plan, strategy: measured, measurement=measurement)  # as if it had learned this
     return explanation(plan, None if measured is None else tuner, **known)
@@ -300,9 +300,9 @@ def test_before_anything_is_measured_only_the_plan_is_known() -> None:
 
 
 def test_times_are_in_milliseconds_since_the_step_began() -> None:
-    it = explained(plan_of((3, 2, 1), (0,)), profile(), achieved_us=7654.0)
+    it = explained(plan_of((3, 2, 1), (0,)), profile(), measured_us=7654.0)
     # Backward is over at 6 ms. b0 leaves at 5, for 3.1 ms, b1 behind it for 1.1; 1 MB at the end takes 1.1 at the least.
-    assert (it.predicted_ms, it.achieved_ms) == (pytest.approx(9.2), 7.654)
+    assert (it.predicted_ms, it.measured_ms) == (pytest.approx(9.2), 7.654)
     # One by one from 3 ms on, 1.1 ms each. The cells of the limit's sizes are a sixth of a percent wide.
     assert (it.best_ms, it.limit_ms) == (pytest.approx(7.4), pytest.approx(7.1, rel=1 / 600))
 
@@ -342,7 +342,7 @@ def test_alternatives(plan: Plan, measured: Profile, alternatives: tuple[str, ..
     ],
 )
 def test_it_is_told_what_limits_communication(processors_us: float, bound_by: str) -> None:
-    it = explained(plan_of((3, 2), (1, 0)), profile(), achieved_us=8000.0, processors_us=processors_us)
+    it = explained(plan_of((3, 2), (1, 0)), profile(), measured_us=8000.0, processors_us=processors_us)
     assert (it.bound_by, it.to_dict()["bound_by"]) == (bound_by, bound_by)
 
 
@@ -352,7 +352,7 @@ def test_two_buckets_of_a_kind_next_to_each_other_may_be_one() -> None:
 
 
 def test_one_size_tells_what_the_network_took_and_nothing_of_other_plans() -> None:
-    it = explained(plan_of((3, 2), (1, 0)), profile(all_reduce=CostCurve(points=((2e6, 2100.0),))), achieved_us=8000.0)
+    it = explained(plan_of((3, 2), (1, 0)), profile(all_reduce=CostCurve(points=((2e6, 2100.0),))), measured_us=8000.0)
     assert (it.network, it.predicted_ms, it.best_ms, it.limit_ms, it.alternatives) == (
         ("all_reduce: 2 MB in 2.10 ms",),
         None,
@@ -379,14 +379,16 @@ def test_every_decision_is_told_with_its_reason() -> None:
         Decision(outcome=Outcome.KEEP, next_look=100, **times),
         Decision(outcome=Outcome.MOVE, next_look=1, groups=((3,), (2, 1, 0)), **times),
         Decision(outcome=Outcome.BACK, next_look=100, groups=((3, 2, 1, 0),), **times),
+        Decision(outcome=Outcome.TRIED, next_look=100, **times),
     ]
     decided = [Decided(round=6 + 107 * at, decision=decision) for at, decision in enumerate(decisions)]
     assert explained(plan_of((3, 2, 1, 0)), None, history=decided).decisions == (
-        "round 6: kept: too little was measured to tell what buckets of other sizes cost",
-        "round 113: kept: torch.use_deterministic_algorithms is on, and another plan rounds differently",
-        "round 220: kept (predicted 9.20 ms, the best plan 7.40 ms: too little to gain, or tried before)",
-        "round 327: moved to 2 buckets (predicted 9.20 ms, the best plan 7.40 ms)",
-        "round 434: went back to 1 bucket: measured to be faster",
+        "step 6: kept: too little was measured to tell what buckets of other sizes cost",
+        "step 113: kept: torch.use_deterministic_algorithms is on, and another plan rounds differently",
+        "step 220: kept (predicted 9.20 ms, the best plan 7.40 ms: too little to gain)",
+        "step 327: moved to 2 buckets (predicted 9.20 ms, the best plan 7.40 ms)",
+        "step 434: went back to 1 bucket: measured to be faster",
+        "step 541: kept (predicted 9.20 ms, the best plan 7.40 ms: a plan tried before was slower than predicted)",
     )
 
 
@@ -396,7 +398,7 @@ def test_every_outcome_has_a_text() -> None:
         None,
         history=[Decided(round=6, decision=Decision(outcome=outcome, next_look=1)) for outcome in Outcome],
     ).decisions
-    assert [line.startswith("round 6: ") for line in told] == [True] * len(Outcome)
+    assert [line.startswith("step 6: ") for line in told] == [True] * len(Outcome)
 
 
 @pytest.mark.parametrize(
@@ -404,19 +406,19 @@ def test_every_outcome_has_a_text() -> None:
     [
         (
             profile(),
-            {"achieved_us": 8123.0, "history": [Decided(round=7, decision=MOVE)]},
+            {"measured_us": 8123.0, "history": [Decided(round=7, decision=MOVE)]},
             "The plan: 2 buckets of 2.00, 2.00 MB, ddp, 2 ranks\n"
             f"  {WHY}\n"
             "  bound by the network: packing and copying add 0.50 ms to a step, the network 1.00 ms\n"
             "Until gradients are synchronized, ms since the step began: "
-            "achieved 8.12, predicted 8.20, the best plan 7.40, limit 7.10\n"
+            "measured 8.12, predicted 8.20, the best plan 7.40, limit of every plan 7.10\n"
             "Other plans:\n"
             f"  {BOTH[0]}\n"
             f"  {BOTH[1]}\n"
             "The network, as measured:\n"
             "  all_reduce: 1 MB in 1.10 ms to 4 MB in 4.10 ms\n"
             "Decisions:\n"
-            "  round 7: moved to 2 buckets (predicted 9.20 ms, the best plan 7.40 ms)\n",
+            "  step 7: moved to 2 buckets (predicted 9.20 ms, the best plan 7.40 ms)\n",
         ),
         (
             None,

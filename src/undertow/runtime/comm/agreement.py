@@ -34,8 +34,8 @@ def gather_json(group: OwnGroup, text: bytes, *, waits_for: str = _COMPARISON) -
             found.append(parsed_json(bytes(row[:size].tolist())))
         except ValueError as error:
             raise Desync(
-                f"rank {rank} has sent something that cannot be read: {error}.",
-                where="what ranks tell each other of their models",
+                f"rank {rank} has sent a message that cannot be read: {error}.",
+                where="the descriptions of models that ranks exchange",
                 remedy="Run the same program, with the same versions, on every rank.",
             ) from error
     return found

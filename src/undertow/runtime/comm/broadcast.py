@@ -39,7 +39,7 @@ class CommonBuffers:
     """
 
     def __init__(self, places: Sequence[Place] = (), tables: Sequence[dict[str, Tensor | None]] = ()) -> None:
-        """`places` are those of all buffers to synchronize; `tables` are the buffer tables of all modules, which may grow."""
+        """`places` are of all buffers to synchronize; `tables` are the buffer tables of all modules, which may grow."""
         found: dict[Tensor, list[Place]] = defaultdict(list)  # tensors are keys by identity
         for table, name in places:
             if (tensor := table.get(name)) is not None:

@@ -44,7 +44,7 @@ class P2PCollectives:
         self._peers = [peer for peer in range(group.num_ranks) if peer != group.rank]
         self._tags = cycle(range(0, 4 * _NUM_EXCHANGES, 4))  # an exchange sends messages of up to three kinds
         # Reused memory for messages from peers, because fresh memory costs a page fault for every 4 KiB.
-        self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self.free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
         # Not in the backward's thread, which would wait for the copy into the bucket and for gloo's send: that copies into the
         # socket, or blocks while gloo reads from that peer.
         names = ("undertow-posts", "undertow-adds", "undertow-gathers")
@@ -193,13 +193,13 @@ class P2PCollectives:
         return [dist.isend(sent[peer], group=group, group_dst=peer, tag=tag) for peer in self._peers]
 
     def _taken(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        free = self._free.get((numel, dtype, device))
+        free = self.free.get((numel, dtype, device))
         return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
 
     def _give_back(self, received: Sequence[Tensor], *others: Tensor) -> None:
         """Returns the memory of the peers' tensors; called from the thread that completes exchanges, while another one takes."""
         for tensor in (*(received[peer] for peer in self._peers), *others):
-            self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(tensor)
+            self.free.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(tensor)
 
     def _add_up_trailer(self, trailer: Tensor, received: Sequence[Tensor]) -> None:
         trailer.copy_(sum_in_order(received, into=torch.empty_like(trailer)))

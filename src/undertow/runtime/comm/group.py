@@ -185,11 +185,11 @@ class OwnGroup:
         return cast(dist.ProcessGroup, made.wait())
 
     def waiting(self, what: str = "") -> Waiting:
-        """Context in which this rank waits for other ranks; if one is gone, the error says so."""
+        """Context for waiting for other ranks; if one is gone, the error says so."""
         return Waiting(self.member, what)
 
     def gathering_state(self) -> Waiting:
-        """Context in which all ranks contribute their optimizer state; if one does not arrive, the error says so."""
+        """Context for gathering the optimizer state of all ranks; if one does not arrive, the error says so."""
         if self.member is not None:
             self.member.gathers_state()
         return self.waiting("the state of a ShardedOptimizer, which every rank brings in state_dict()")
@@ -206,7 +206,7 @@ class OwnGroup:
         finish: Callable[[], object] | None = None,
     ) -> WorkHandle:
         """Starts to reduce `tensor` in place; waiting for the handle raises if a rank is gone, else calls `finish`."""
-        # dist.all_reduce would call this after many lines of its own.
+        # dist.all_reduce would call this after many more lines.
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         work = self.process_group.allreduce([real], _all_reduce_options(op))
         return WorkHandle(work, complete=self.complete, finish=finish)
@@ -364,7 +364,7 @@ def _break(group: dist.ProcessGroup) -> None:
 
 
 def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns the given group, or the default one; raises ConfigError if there is none."""
+    """Returns the given group, or the default one; raises ConfigError if no group was initialized."""
     require(
         process_group is None or isinstance(process_group, dist.ProcessGroup),
         f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}.",
@@ -429,7 +429,7 @@ def warn_of_lone_rank(process_group: object, where: str) -> None:
 
 
 def other_group(process_group: dist.ProcessGroup, strategy: str | None) -> GroupRef:
-    """Returns a reference to the new group; ConfigError if a process group cannot express what the strategy needs."""
+    """Returns a reference to the new group; ConfigError if the strategy needs more than a process group."""
     require(
         strategy != HYBRID.name,
         'strategy="hybrid" needs a mesh of two dimensions, got a process group.',

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -219,14 +219,40 @@ class Recorder:
         )
         self._are_gathers_seen = True
 
-    def records(self, *, generation: int, at_most: int | None = None) -> tuple[StepRecord, ...]:
-        """Returns the last steps that ran under that plan. On CUDA this waits for the device.
+    def records(self, *, generation: int | None = None, at_most: int | None = None) -> tuple[StepRecord, ...]:
+        """Returns the last steps that ran under that plan, or under all plans. On CUDA this waits for the device.
 
         The last step is complete when the next one has begun; until then it is left out, unless there is no other.
         """
-        steps = [marks for marks in self._steps if marks.generation == generation]
+        steps = [marks for marks in self._steps if generation in (None, marks.generation)]
         wanted = [marks for marks in steps if marks.stop is not None] or steps
         return tuple(self._record(marks) for marks in wanted[-at_most if at_most else 0 :])
+
+    def changed_at(self, generation: int) -> int | None:
+        """Returns the first step that ran under that plan, if other recorded steps ran under another one."""
+        steps = [marks.step for marks in self._steps if marks.generation == generation]
+        return steps[0] if 0 < len(steps) < len(self._steps) else None
+
+    def wall_ns(self, step: int) -> int:
+        """Returns the wall clock at which a recorded step began, in nanoseconds since 1970. On CUDA this waits for the device."""
+        (begin,) = ((it.forwards or it.backwards)[0][0] for it in self._steps if it.step == step)
+        ago_us = self._clock.us_between(begin, self._clock.mark())
+        return time.time_ns() - round(ago_us * 1e3)
+
+    def collectives(self) -> Iterator[tuple[int, int, BucketMarks, bool]]:
+        """Yields the launched collectives: step, bucket, marks, and whether they have completed. It waits for nothing."""
+        rows = [(it.step, of_step) for it in (*self._steps, self._now) for of_step in (it.gathers, it.buckets)]
+        rows.append((self._now.step + 1, {} if self._are_gathers_seen else self._gathers))
+        launched = {(step, bucket, it.kind): it for step, of_step in rows for bucket, it in list(of_step.items()) if it.launched}
+        for (step, bucket, _), it in launched.items():  # a step may be there twice
+            done = it.wait_stop if it.done is None else it.done
+            yield step, bucket, it, done is not None and (isinstance(self._clock, HostClock) or done.query())
+
+    def clock_ns(self, mark: Mark) -> int | None:
+        """Returns a mark on the wall clock; None on CUDA, where reading it could wait for a collective that never ends."""
+        if mark is None or isinstance(self._clock, CudaClock):
+            return None
+        return time.time_ns() - round(self._clock.us_between(mark, time.perf_counter()) * 1e3)
 
     def _record(self, marks: _StepMarks) -> StepRecord:
         begin, end = (marks.forwards or marks.backwards)[0][0], marks.stop
@@ -249,6 +275,7 @@ class Recorder:
             gathers=_behind(marks.reductions_before.values(), gathers, us),
             busy_ms=marks.busy_ms,
             cpu_us=marks.cpu_s * 1e6,
+            generation=marks.generation,
             idle_us=0.0 if marks.after is None else self._clock.us_between(marks.after, begin),
             arrivals={param: us(mark) for param, mark in marks.arrivals.items()},
         )

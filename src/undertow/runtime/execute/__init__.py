@@ -1,1 +1,1 @@
-"""Runs a plan: its ops, the hooks that release them, and what the ranks conclude."""
+"""Runs a plan: its ops, the hooks that release them, and the conclusions of the ranks."""

@@ -69,7 +69,7 @@ def require_sound(result: RoundResult, *, rank: int, places: Callable[[str], Map
         )
     if any(reading.late_buckets and reading.is_overdue for reading in result.readings):
         raise Desync(
-            "gradients arrived again after their bucket had left, and were left out.",
+            "gradients arrived again after their bucket was sent, and were left out.",
             where=f"{where}, or the one before",
             remedy="Let the first two steps use parameters as often as later ones do, or set overlap=False.",
         )

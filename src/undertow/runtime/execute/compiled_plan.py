@@ -88,7 +88,7 @@ class CompiledPlan:
         return ShardedExecutor(self.plan, self.params, self._recorder, self.reducer, self.sharding)
 
     def gather_in(self, order: Sequence[int] | None = None) -> None:
-        """Gathers buckets in that order from now on: the order in which the forward needs them."""
+        """Gathers buckets in that order from now on: the order of their use in the forward."""
         num_buckets = len(self.plan.buckets)
         if order is not None:  # a bucket without parameters is needed nowhere
             order = tuple(dict.fromkeys((*order, *range(num_buckets))))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from undertow.plan import Bucket, Plan, signature_of
+from undertow.runtime.comm.collectives import P2PCollectives
 from undertow.runtime.comm.comm_hook import HookedBucket
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
@@ -106,12 +107,14 @@ class Executor:
                 self.ops[op.kind](self, self.buckets[op.bucket or 0])
 
     def let_go(self) -> None:
-        """Frees the buckets before those of the next plan are made, which then take no pages that are new to the process.
+        """Frees the buckets. The next plan's buckets then take no pages that are new to the process.
 
-        If there is no memory for those, this plan is gone too, and so is the training.
+        If there is no memory for them, this plan is gone too, and so is the training.
         """
         for bucket in self.buckets:
             bucket.binding.storage.release()
+        if isinstance(self._reducer.shard_exchanges, P2PCollectives):
+            self._reducer.shard_exchanges.free.clear()
 
     def take_over_readings(self, before: Executor) -> None:
         """Takes the trailers of the last rounds under another plan that are still on their way to the host."""
@@ -123,7 +126,7 @@ class Executor:
             bucket.binding.look()
 
     def written(self, params: Collection[int]) -> set[int]:
-        """Returns those of `params` whose `.grad` was written without a gradient from autograd."""
+        """Returns the `params` whose `.grad` was written without a gradient from autograd."""
         if not params:
             return set()
         return {
@@ -188,8 +191,7 @@ class Executor:
             return
         bucket.marks = self._recorder.ready(index, num_bytes=bucket.wire_bytes, kind=self.reduction)
         this_round = result.round
-        has_no_gradients = result.has_failed or this_round.kind is RoundKind.RETIRE
-        bucket.is_unsound = result.steps_in_backward and has_no_gradients
+        bucket.is_unsound = result.steps_in_backward and (result.has_failed or this_round.kind is RoundKind.RETIRE)
         arrivals = this_round.arrivals
         has_all = arrivals is not None and arrivals.buckets[index].is_full
         unused = result.unused[index] = binding.pack(() if has_all else this_round.not_arrived(index))
@@ -287,7 +289,7 @@ class Executor:
 
     def _verdict(self) -> Verdict:
         # No `.grad` holds anything except late gradients, from autograd or written by some function, which no hook reports. This
-        # includes the last bucket, just packed: of a parameter in pieces it has taken what had arrived by then.
+        # includes the last bucket, just packed: of a parameter in pieces it has taken the gradient as it was then.
         result = self._result
         arrivals = result.round.arrivals
         has_repeats = arrivals is not None and arrivals.has_repeats
@@ -313,7 +315,7 @@ class Executor:
 
 
 class ShardedExecutor(Executor):
-    """Issues the ops of one plan of which each rank has its shards of the gradients, in `sharding`."""
+    """Issues the ops of one sharded plan: each rank has its shards of the gradients, in `sharding`."""
 
     reduction = OpKind.REDUCE_SCATTER
 

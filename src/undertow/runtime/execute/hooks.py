@@ -81,9 +81,9 @@ def watch_frozen(params: Iterable[Tensor], then: Callable[[Tensor], object]) -> 
 
 def call_at_registration(then: Callable[..., None]) -> Callable[[], None]:
     """Calls `then`, with torch's arguments, when any module gets a parameter or submodule; returns a function that ends this."""
-    hooks = [register_module_parameter_registration_hook(then), register_module_module_registration_hook(then)]
-
-    return partial(remove_all, hooks)
+    return partial(
+        remove_all, [register_module_parameter_registration_hook(then), register_module_module_registration_hook(then)]
+    )
 
 
 def _watchers_of(param: Tensor) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -261,7 +261,7 @@ class DenseBinding(Binding):
         try:
             fill(start, grads)
         except RuntimeError:
-            # A layer may make sparse gradients without declaring it. Checked only here, where it costs nothing.
+            # A layer may make sparse gradients without declaring it. Checked only here, because it costs nothing here.
             dense = [grad if grad is None or grad.layout is torch.strided else grad.to_dense() for grad in grads]
             if all(map(is_, dense, grads)):
                 raise
@@ -270,15 +270,10 @@ class DenseBinding(Binding):
     def _fill_some(self, start: int, grads: Sequence[Tensor | None]) -> None:
         """Copies the gradients that are not in place already, and writes zeros for None."""
         views = self.storage.views[start : start + len(grads)]
-        targets, sources, absent = [], [], []
-        for grad, view in zip(grads, views, strict=True):
-            if grad is None:
-                absent.append(view)
-            elif grad is not view:
-                targets.append(view)
-                sources.append(grad)
-        if targets:
-            private.copy_each(targets, sources)
+        absent = [view for grad, view in zip(grads, views, strict=True) if grad is None]
+        are_new = [grad is not None and grad is not view for grad, view in zip(grads, views, strict=True)]
+        if any(are_new):
+            private.copy_each(list(compress(views, are_new)), list(compress(grads, are_new)))  # type: ignore[arg-type]  # no None
         if absent:
             private.zero_each(absent)
 
@@ -295,7 +290,7 @@ def _put_back(kept: _Kept, view: Tensor) -> Tensor | None:
 
 
 class SparseBinding(Binding):
-    """The `.grad` of parameters with sparse gradients, such as those of nn.Embedding(sparse=True)."""
+    """The `.grad` of parameters with sparse gradients, such as the weight of nn.Embedding(sparse=True)."""
 
     def __init__(self, storage: BucketStorage, params: Sequence[Tensor]) -> None:
         super().__init__(storage, params)
@@ -365,7 +360,7 @@ def _rows(param: Tensor, grad: Tensor | None) -> Tensor:
 
 @contextlib.contextmanager
 def gradients_aside(params: Sequence[Tensor]) -> Iterator[None]:
-    """Context in which every `.grad` is None; afterwards they are restored."""
+    """Context that sets every `.grad` to None, and restores all at its end."""
     kept = [param.grad for param in params]
     for param in params:
         param.grad = None

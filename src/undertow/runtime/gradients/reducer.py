@@ -51,9 +51,9 @@ class Reducer:
     def __post_init__(self) -> None:
         require(
             self.hook is None or self.wire is None,
-            f"a communication hook decides in which dtype gradients travel, and they are to travel in {self.wire}.",
+            f"a communication hook chooses the dtype of sent gradients, and the settings ask for {self.wire}.",
             where="register_comm_hook, with wire_dtype=... or mixed_precision=...",
-            remedy="Leave wire_dtype out; with mixed_precision let reduce_dtype=torch.float32 say that they travel as they are.",
+            remedy="Leave wire_dtype out; with mixed_precision, give it reduce_dtype=torch.float32.",
         )
 
     @property

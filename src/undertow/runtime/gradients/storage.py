@@ -27,8 +27,6 @@ class BucketStorage:
         # Fixed now: parameters may be cast or moved later, and new memory must keep the layout of the other ranks.
         self._shapes, self._strides = [tensor.shape for tensor in like], list(map(strides_of_gradient, like))
         self._starts = [0, *accumulate(tensor.numel() for tensor in like)]
-        self.release()
-        self._pointers, self._num_sharing = list[int](), 0
         self.reallocate()
         self._row_shape = _row_shape(self.views)
 
@@ -48,8 +46,9 @@ class BucketStorage:
 
     def reallocate(self) -> None:
         """Allocates new memory; code that holds the old one keeps its values."""
-        # Padding stays zero.
-        self.flat = torch.zeros(self._layout.storage_numel, dtype=getattr(torch, self._layout.dtype), device=self._device)
+        self.flat = torch.empty(self._layout.storage_numel, dtype=getattr(torch, self._layout.dtype), device=self._device)
+        # Padding stays zero. Gradients are written first by `pack`, under backward: pages that are new to a process are slow.
+        self.flat[self._starts[-1] :].zero_()
         # `.data` gives each view a separate version counter; plain views share one with their base.
         self.views = [view.data for view in self.views_of(self.flat)]
         trailer = self._layout.trailer

@@ -20,7 +20,7 @@ class Verdict:
 
     rank: int
     has_failed: bool
-    has_changed: bool  # the parameters are no longer the plan's
+    has_changed: bool  # the parameters differ from the plan's
     has_other_buffers: bool  # other buffers than at the last comparison
     late_buckets: Sequence[int]
     busy_ms: float  # since this rank finished the previous synchronization
@@ -44,7 +44,7 @@ class Reading:
 
 
 class TrailerCodec:
-    """The trailer of one bucket, whose sum over ranks comes back divided by `divisor`; verdicts are those of `rank`."""
+    """The trailer of one bucket, whose sum over ranks comes back divided by `divisor`; verdicts are `rank`'s."""
 
     def __init__(self, layout: Bucket, storage: BucketStorage, *, divisor: float, rank: int = 0) -> None:
         start, stop = layout.trailer.start, layout.trailer.stop
@@ -110,7 +110,7 @@ class TrailerCodec:
         return Snapshot(self, reduced, mine, copied)
 
     def parse(self, trailer: Tensor, reduced: Tensor, written: Tensor) -> Reading | None:
-        """Reads `trailer`, of which `reduced` is the part without times, on a rank that wrote `written` there.
+        """Reads `trailer` on a rank that wrote `written` there; `reduced` is its part without times.
 
         Returns None if every rank wrote the same and none had anything to report.
         """
@@ -168,10 +168,8 @@ class Snapshot:
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns a small tensor on `device` without waiting for the copy."""
     on_host = torch.tensor(values, dtype=dtype)
-    if device.type == "cpu":
-        return on_host
     # The caching allocator reuses pinned memory only after the copy has run.
-    return on_host.pin_memory().to(device, non_blocking=True)
+    return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
 
 
 def _indices(flags: Sequence[bool]) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ class RoundWeights:
             return PhaseError(
                 "the weights of all ranks add up to 0, and gradients cannot be divided by that.",
                 where=where,
-                remedy="Leave out a step in which no rank has anything to learn from.",
+                remedy="Leave out a step if no rank has data for it.",
             )
         return None
 
@@ -120,7 +120,7 @@ class Weights:
         weight, self._next = self._next, None
         if weight is not None:
             raise PhaseError(
-                f"loss_weight({weight:g}) was given, and no backward has come before the optimizer steps.",
+                f"loss_weight({weight:g}) was called, and no backward ran before the optimizer step.",
                 where=where,
                 remedy="Call loss_weight(n) before the backward of the loss that is a sum over n, not after it.",
             )
@@ -131,7 +131,7 @@ class Weights:
             self._next is None and self._accumulated is None,
             "weights were given for gradients that are not synchronized yet.",
             where=f"another process group, or another wrapper; rank {self._group.rank}",
-            remedy="Synchronize what is accumulated first: a backward outside of accumulate(), or reduce_gradients_async().",
+            remedy="Synchronize accumulated gradients first: run backward outside of accumulate(), or reduce_gradients_async().",
         )
 
     def forget_accumulated(self) -> None:
@@ -165,7 +165,7 @@ def require_weighted(op: str) -> None:
 
 
 def _apart_from_computation(device: torch.device) -> AbstractContextManager[object]:
-    """Context in which the host's waits on a device do not include the computation in progress."""
+    """Context that lets the host wait on a device without the computation in progress."""
     if device.type == "cpu":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

@@ -63,7 +63,7 @@ class _Census:
             return True
 
     def has_changed(self) -> bool:
-        # This runs at every forward, for thousands of parameters, so every line is a loop in C, without frames of its own.
+        # This runs at every forward, for thousands of parameters, so every line is a loop in C, without Python frames.
         ids = list(map(id, chain.from_iterable(map(dict.values, self._parameters))))
         if ids != self._param_ids or self.has_other_modules() or list(map(_is_trained, self._params)) != self._are_trained:
             return True
@@ -121,7 +121,7 @@ class Replaced:
         named = repr(left[0]) + (f" and {len(left) - 1} more" if len(left) > 1 else "")
         require(
             not is_sharded,
-            "this optimizer updates parameters that the model has no more, and not those that came in their place.",
+            "this optimizer updates parameters that the model no longer has, and not their replacements.",
             where=f"ShardedOptimizer, parameter {named}",
             remedy=_REMEDY,
             error=PhaseError,
@@ -182,7 +182,7 @@ class ModuleParams:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first trained parameter, or the CPU if there is none."""
+        """The device of the first trained parameter, or the CPU if no parameter is trained."""
         named_params = self._present_module.named_parameters()  # not `trained_now()`: that makes a list of thousands for one
         return next(
             (it.device for name, it in named_params if it.requires_grad and name not in self._ignored), torch.device("cpu")

@@ -68,6 +68,7 @@ class Activity:
     is_idle: Callable[[], bool] = bool  # True if no step has begun since the last one
     module: Callable[[], Any] | None = None  # a weak reference
     thread: int = field(default_factory=threading.get_ident)  # the training thread as far as known: this one until another trains
+    dump: Callable[[], object] = int  # called at the first fault, from any thread; writes records for tools
     wait: tuple[str, float] = "", 0.0  # its name, and when it began; without a name if this rank does not wait
 
     def waited_s(self) -> float:
@@ -87,7 +88,8 @@ class Activity:
 
 def failed(rank: int, error: BaseException) -> Fault:
     """A rank has ended with an exception, or is about to."""
-    text = "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]
+    # Without the page, which this rank's error names.
+    text = "".join(traceback.format_exception_only(error)).strip().partition("\nSee docs/")[0][:_MAX_TEXT]
     return Fault(
         PeerFailed,
         f"rank {rank} has failed: {text}",
@@ -99,7 +101,7 @@ def lost(rank: int) -> Fault:
     return Fault(
         RankLost,
         f"rank {rank} is gone: its process has ended without a word, or was killed.",
-        "The step is incomplete on every rank. Look for what has ended it (memory, the scheduler), and start from a checkpoint.",
+        "The step is incomplete on every rank. Find out why it ended (memory, the scheduler), and start from a checkpoint.",
     )
 
 
@@ -110,7 +112,8 @@ def left(rank: int, error: BaseException | None, num_steps: int) -> Fault:
     return Fault(
         RankLost,
         f"rank {rank} has left: it has finished after {num_steps} synchronizations, and others wait for it.",
-        "Give every rank as many batches, train inside join() of the wrapper, or have a rank without data call finish().",
+        "Give every rank the same number of batches, train inside join() of the wrapper, or have a rank without data call "
+        "finish().",
     )
 
 
@@ -119,7 +122,7 @@ def stalled(text: str) -> Fault:
     return Fault(
         StallTimeout,
         first,
-        "Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be.",
+        "Find out why the late ranks are late, or set stall_timeout_s higher if such waits are expected.",
         told=rest.strip(),
     )
 
@@ -128,8 +131,8 @@ def timed_out(rank: int, report: str) -> Fault:
     """A collective ended before the stall timeout, because it exceeded the process group's timeout."""
     return Fault(
         StallTimeout,
-        f"rank {rank} has waited for as long as the process group's timeout lets it.",
-        "Look at what the late ranks are doing, or give the process group a longer timeout: "
+        f"rank {rank} has waited for the whole timeout of the process group.",
+        "Find out why the late ranks are late, or give the process group a longer timeout: "
         "stall_timeout_s above it does nothing.",
         told=report,
     )

@@ -190,7 +190,7 @@ def open_sockets() -> frozenset[Socket]:
 
 
 def _meet(store: Store, key: str, told: str, *, rank: int, num_ranks: int, look: Callable[[Sequence[int]], object]) -> None:
-    """Waits until all ranks have arrived at `key`, where each leaves what it has `told`."""
+    """Waits until all ranks have arrived at `key`. Each leaves its text `told` there."""
     store.set(f"{key}/{rank}", told)
     num_here = store.add(key, 1)
     pause_s, look_s = 0.001, time.monotonic() + patience.PROBE_S

@@ -34,6 +34,8 @@ from undertow.runtime.peers.threads import FREEING, WorkerThread
 from undertow.runtime.torch_private import private
 
 _log = logging.getLogger("undertow")
+# Texts of gloo that say less than the reason: a traceback leaves out such an error. It stays the reason's `__context__`.
+_SAYS_LESS = re.compile(r"connection (?:closed|reset|was closed|to another rank)|timed out|broken pipe", re.IGNORECASE)
 # Words of transports (gloo, NCCL, the store) when a connection breaks. Other errors are raised without waiting for a reason.
 _OF_TRANSPORTS = re.compile(r"connection|closed|reset|broken pipe|time.?out|timed out|socket|gloo|nccl|peer|abort", re.IGNORECASE)
 
@@ -69,7 +71,7 @@ def explain(error: BaseException, member: ModelMonitor) -> None:
     if isinstance(error, RuntimeError) and not isinstance(error, UndertowError):
         is_broken = member.known_fault is not None or _OF_TRANSPORTS.search(str(error))
         if is_broken and (fault := member.reason(error)) is not None:
-            raise _last_error(member, fault) from error
+            raise _last_error(member, fault) from None if _SAYS_LESS.search(str(error)) else error
 
 
 def tell_of_failure(error: BaseException, member: ModelMonitor) -> None:
@@ -122,7 +124,7 @@ def _last_error(member: ModelMonitor, fault: Fault) -> UndertowError:
 
 
 def join_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> ModelMonitor | None:
-    """Registers a new model's groups for `ranks` of the world, of which this is number `rank`; a collective call.
+    """Registers a new model's groups for `ranks` of the world; this is rank `rank` of them. A collective call.
 
     Returns None if no ring can be made. Raises RankLost if a rank has died earlier, and StallTimeout if one does not arrive
     within the timeout of process groups.
@@ -166,9 +168,9 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> Ring | N
         raise
     except RuntimeError as error:  # from the store
         raise RankLost(
-            "the store by which ranks meet is gone, and with it most likely the rank that served it.",
+            "the store that connects the ranks is gone, most likely because the rank that served it has ended.",
             where=where,
-            remedy="Look for what has ended that process, often rank 0's, and start again.",
+            remedy="Find out why that process ended, often rank 0's, and start again.",
         ) from error
     if not neighbors:
         _log.warning("rank %d reaches no ring of connections: lost ranks are found by the backend and its timeout alone.", rank)

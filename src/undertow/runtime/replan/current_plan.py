@@ -107,7 +107,7 @@ class CurrentPlan:
 
     def owns_any(self, params: set[int]) -> bool:
         """Returns True if one of these parameters, by id, is the module's, trained or not."""
-        # Called by every optimizer's step, of which there may be one per parameter.
+        # Called by every optimizer's step; there may be an optimizer for each parameter.
         return not self.members.ids.isdisjoint(params) or self.members.has_new_of(params)
 
     def require_watched(self) -> None:
@@ -249,7 +249,7 @@ class CurrentPlan:
             return compiled.sharding
         require(
             now.retiring is None,
-            "an optimizer steps after its parameters have changed, and no gradients of the new ones have been averaged.",
+            "an optimizer steps after its parameters have changed and before gradients of the new ones are averaged.",
             where=f"rank {self.group.rank}",
             remedy="Run a forward and a backward between the change and the step.",
             error=PhaseError,
@@ -389,8 +389,7 @@ class CurrentPlan:
             retiring, retiring_hooks = before.compiled, before.hooks
         try:
             reducer = dataclasses.replace(before.compiled.reducer, shard_exchanges=None)  # until an optimizer steps again
-            generation = (retiring or before.compiled).generation + 1
-            compiled = self._compile(named_params, reducer, generation=generation)
+            compiled = self._compile(named_params, reducer, generation=(retiring or before.compiled).generation + 1)
             hooks = self._hook(named_params, compiled, before=before.hooks)
         except BaseException:  # a change that cannot be followed is refused again, and not forgotten
             self.is_stale = True

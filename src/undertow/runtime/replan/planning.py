@@ -49,7 +49,7 @@ def sharded_plan(now: Plan, hooks: ParamHooks, groups: Groups | None, config: Sy
 def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | None:
     """Returns the plan that rank 0 has sent for the round that begins, if any: its order of arrival, or its decision.
 
-    Not if every bucket would hold what it holds now: where in it a gradient lies changes nothing.
+    Not if every bucket would hold the same gradients as now: their order within a bucket changes nothing.
     """
     if now.in_backward is not None:
         now.in_backward.require_confirmed("a second backward runs")
@@ -110,10 +110,10 @@ def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig
     if not why and torch.are_deterministic_algorithms_enabled():
         why = "torch.use_deterministic_algorithms: another plan rounds differently"
     elif not why:
-        is_decided = any(it.decision.groups or it.decision.outcome in (Outcome.KEEP, Outcome.QUICK) for it in history)
-        why = (
-            "planned from what was measured" if is_decided else "sizes follow from the size of the model: too little is measured"
+        is_decided = any(
+            it.decision.groups or it.decision.outcome in (Outcome.KEEP, Outcome.TRIED, Outcome.QUICK) for it in history
         )
+        why = "planned from measurements" if is_decided else "sizes follow from the size of the model: too little is measured"
     return explanation(
         compiled.plan,
         hooks.tuner,

@@ -1,4 +1,4 @@
-"""A model on one rank, where no rounds run: unused parameters, and times for a profile."""
+"""A model on one rank, without rounds: unused parameters, and times for a profile."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
 
 
 def make_gradients_whole(named_params: Iterable[tuple[str, Tensor]], *, rank: int) -> None:
-    """Raises PhaseError if a gradient of which each rank has a part would have to move to a new plan."""
+    """Raises PhaseError if a sharded gradient would have to move to a new plan."""
     for name, param in named_params:
         grad = param.grad
         require(
@@ -194,10 +194,10 @@ class ShardedBinding:
             if isinstance(param.grad, GradientPlaceholder) and position not in self._splits:
                 before[position] = param.grad
                 param.grad = _new_gradient(param.grad)
-        self._before, self.live = before, set[int]()
-        for position, grad in before.items():
-            if isinstance(grad, GradientPlaceholder) and not grad.is_cleared:
-                self.live.add(position)
+        self._before = before
+        self.live = {
+            position for position, grad in before.items() if isinstance(grad, GradientPlaceholder) and not grad.is_cleared
+        }
         self._dense.postponed = []
         unused = self._dense.pack(not_arrived)
         self._unused = set(unused)
@@ -279,9 +279,7 @@ class ShardedBinding:
         grad = self.params[position].grad
         if isinstance(grad, GradientPlaceholder):
             return grad.added is not None and has_values(grad.added)
-        if grad is None or (self._known is not None and self._known.has(position, grad)):
-            return False
-        return has_values(grad)
+        return grad is not None and not (self._known is not None and self._known.has(position, grad)) and has_values(grad)
 
     def catch_late(self) -> bool:
         for position, (split, slot) in self._splits.items():

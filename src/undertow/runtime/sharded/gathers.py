@@ -197,9 +197,9 @@ class Gathers:
         """Called before a parameter in flight is read; afterwards none of the model's is."""
         require(
             os.getpid() == self._process,
-            "a parameter is read in a child process, and was on its way when that was started.",
+            "a child process reads a parameter that had not arrived when the process was started.",
             where=f"process {os.getpid()}, a child of rank {self._exchanges.group.rank}",
-            remedy="Call wait() of the model before processes are started that use it.",
+            remedy="Call model.wait() before you start processes that use the model.",
             error=PhaseError,
         )
         # Compiled code would be compiled again each time for the class of a parameter in flight.

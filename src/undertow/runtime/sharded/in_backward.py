@@ -99,7 +99,7 @@ class GathersInBackward(Gathers):
             group = self._exchanges.group
             require_no_fault(group.member)  # raises the reason if there is one
             raise PhaseError(
-                "parameters are read that a backward updates: the shards of other ranks are not there yet.",
+                "parameters are read while a backward updates them: the shards of other ranks have not arrived.",
                 where=f"ShardedOptimizer(..., in_backward=True), bucket {', '.join(map(str, left))}, rank {group.rank}",
                 remedy="Read them in the thread that trains, after backward. If none runs, start again from a checkpoint.",
             )

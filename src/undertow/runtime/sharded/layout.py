@@ -7,7 +7,7 @@ replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, then all
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise, repeat
+from itertools import chain, groupby, pairwise, repeat
 from operator import attrgetter
 from types import NoneType
 
@@ -257,18 +257,31 @@ class Sharding:
         return self._whole_slots(held, self.plan.buckets)
 
     def _whole_slots(self, held: Collection[int], buckets: Iterable[Bucket]) -> Iterator[tuple[Slot, Tensor]]:
-        for bucket in buckets if self._bindings else ():  # a single rank has no placeholders
-            whole = self.gathered(bucket.index, self._bindings[bucket.index].shard)
+        # A single rank has no placeholders. The next bucket is on its way while this one is waited for and used.
+        begun = (
+            (bucket, self.gathering(bucket.index, self._bindings[bucket.index].shard)) for bucket in buckets if self._bindings
+        )
+        for (bucket, wait), _ in pairwise(chain(begun, (None,))):  # type: ignore[misc]  # the first of two is never None
+            whole = wait()
             yield from ((slot, whole[slot.start : slot.stop]) for slot in bucket.slots if slot.param in held)
 
-    def gathered(self, bucket: int, own: Tensor) -> Tensor:
-        """Gathers every rank's shard of data in that bucket's layout; a collective call. [ranks * shard]"""
+    def gathering(self, bucket: int, own: Tensor) -> Callable[[], Tensor]:
+        """Starts to gather every rank's shard of data in that bucket's layout; returns a function that waits for the whole.
+
+        A collective call. [ranks * shard]
+        """
         whole = own.new_empty(self.group.num_ranks * own.numel())
         whole.view(self.group.num_ranks, -1)[self.group.rank].copy_(own)
-        if self.group.num_ranks > 1:
+        if self.group.num_ranks == 1:
+            return lambda: whole
+        handle = self.groups.shard.all_gather(whole, number=len(self.plan.buckets) + bucket, then=int)
+
+        def wait() -> Tensor:
             with self.group.waiting(f"the shards of bucket {bucket}"):
-                self.groups.shard.all_gather(whole, number=len(self.plan.buckets) + bucket, then=int).wait()
-        return whole
+                handle.wait()
+            return whole
+
+        return wait
 
 
 def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:

@@ -89,9 +89,10 @@ class FlatParams:
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor], parts: Sequence[ShardPart], *, num_ranks: int) -> None:
         self.params, self.parts = tuple(params), tuple(parts)
-        # The parameters' dtype; the bucket's is that of gradients.
+        # The parameters' dtype; the bucket has the gradients' dtype.
         dtype = params[0].dtype if params else getattr(torch, bucket.dtype)
-        self.flat = torch.zeros(num_ranks * bucket.shard_numel, dtype=dtype, device=bucket.device)  # [ranks * shard], padded
+        self.flat = torch.empty(num_ranks * bucket.shard_numel, dtype=dtype, device=bucket.device)  # [ranks * shard]
+        self.flat[bucket.numel :].zero_()  # padding
         self._slots = [
             _Slot(slot, part, param, self.flat[slot.start : slot.stop], strides_of_gradient(param), slot.numel == param.numel())
             for slot, part, param in zip(bucket.slots, parts, params, strict=True)

@@ -24,9 +24,9 @@ from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.torch_private import private
 
 _NUM_NAMES = 3
-_NOT_TAKEN = 'No rank has taken the step. Look for what has overflowed there, or set nonfinite="skip".'
-_NOT_BY_ALL = "Ranks with other experts take the step: start from a checkpoint, and look for what has overflowed there."
-_PARTLY_TAKEN = "Other buckets are updated already: start from a checkpoint, and look for what has overflowed there."
+_NOT_TAKEN = 'No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
+_NOT_BY_ALL = "Ranks with other experts take the step: start from a checkpoint, and look for the overflow there."
+_PARTLY_TAKEN = "Other buckets are updated already: start from a checkpoint, and look for the overflow there."
 # Of fingerprints of parameters.
 _WORD = 8  # bytes
 _HOST_WORDS = 1 << 16  # processed at once, so that weights and products stay in the cache
@@ -128,7 +128,7 @@ class NonFinite:
             return ((_idle(optimizer), *args[1:]), kwargs) if self.skips(optimizer) else None
         require(
             self._policy != "skip",
-            'nonfinite="skip" does not go with step(closure): the step has begun when the closure brings gradients.',
+            'nonfinite="skip" cannot be used with step(closure): the step has begun when the closure computes gradients.',
             where=f"{type(optimizer).__name__}, rank {self._rank}",
             remedy='Call the closure before step(), or use nonfinite="raise".',
             error=PhaseError,
@@ -139,9 +139,7 @@ class NonFinite:
             self.skips(optimizer)
             return loss
 
-        if len(args) > 1:
-            return (args[0], judged, *args[2:]), kwargs
-        return args, {**kwargs, "closure": judged}
+        return ((args[0], judged, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": judged})
 
     def _tell(self, finding: Finding, follows: str) -> None:
         """Warns on rank 0, the first, second, fourth time and so on: a run that diverges would print nothing else."""
@@ -162,8 +160,7 @@ def _finding_of(result: RoundResult, plan: Plan, names: Sequence[int]) -> Findin
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
-    return ", ".join(names[:_NUM_NAMES]) + more
+    return ", ".join(names[:_NUM_NAMES]) + (f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else "")
 
 
 def _idle(optimizer: Optimizer) -> Optimizer:
@@ -234,7 +231,7 @@ class Checks:
 
     def __init__(self, current_plan: CurrentPlan, config: SyncConfig) -> None:
         group = current_plan.group
-        # Of a group of experts, ranks of the world: there are other groups.
+        # For a group of experts, ranks of the world, because there are other groups.
         self._names = names = group.user.ranks if config.experts else range(group.num_ranks)
         self.numbers = NonFinite(
             config.nonfinite, rank=group.rank, look=partial(_found_alone, current_plan, names[0]), names=names
@@ -252,7 +249,7 @@ class Checks:
 
     def must_be_read(self, number: int) -> bool:
         """Returns True if the end of synchronization `number` waits for its trailers, on devices too."""
-        # A synchronization in which the parameters change counts as two.
+        # A synchronization that changes the parameters counts as two.
         return self.numbers.is_on or self.are_compared(number) or self.are_compared(number + 1)
 
     @torch.no_grad()

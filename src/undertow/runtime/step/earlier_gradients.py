@@ -113,8 +113,8 @@ class EarlierGradients:
                     continue  # cleared, and written anew since by something that autograd does not know of
                 require(
                     version == grad._version or not has_values(grad),
-                    "something else than autograd has added to a gradient that holds an earlier result, and the two cannot be "
-                    "told apart.",
+                    "something other than autograd has added to a gradient that holds an earlier result: the old and the new "
+                    "part cannot be told apart.",
                     where=f"parameter {name!r}, before the first gradient of a backward arrived",
                     remedy="Clear gradients with zero_grad(set_to_none=True) before each backward, and change them before the "
                     "forward only.",

@@ -51,7 +51,7 @@ def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool
     require_op(
         op is None or not has_hook,
         "with a communication hook it is the hook that divides gradients.",
-        remedy="Leave op out, and have the hook do what you want.",
+        remedy="Leave op out, and let the hook divide.",
     )
     require_op(
         op is None or not is_weighted,

@@ -313,8 +313,7 @@ class RoundRunner:
         if is_open and (self._open is None or self._is_between_rounds()):
             private.require_eager_backward()
             self._end.watch(task)  # first: a round that is open without an end to come counts as a failed backward
-            accumulates = self.is_accumulating and not self.synchronizes
-            self._begin(RoundKind.ACCUMULATE if accumulates else RoundKind.REDUCE)
+            self._begin(RoundKind.ACCUMULATE if self.is_accumulating and not self.synchronizes else RoundKind.REDUCE)
 
     @private.untraced
     def _fill(self, bucket: int) -> None:

@@ -57,7 +57,7 @@ class ShardedSteps:
             steps_in_backward == self.steps_in_backward,
             f"an optimizer of this model was made with in_backward={self.steps_in_backward} before.",
             where=f"ShardedOptimizer(..., in_backward={steps_in_backward})",
-            remedy="Wrap the model anew, or make both alike.",
+            remedy="Wrap the model anew, or give both the same in_backward.",
         )
         if self._stepper is not None and self._stepper() is not None:
             gc.collect()  # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
@@ -115,16 +115,16 @@ class ShardedSteps:
         """Like `begin`, before the optimizer steps; raises PhaseError in backward, because it has stepped already."""
         require(
             not self.steps_in_backward,
-            "clip_grad_norm_ does not go with in_backward=True: the norm is known when parameters are updated already.",
+            "clip_grad_norm_ cannot be used with in_backward=True: parameters are updated before the norm is known.",
             where=f"clip_grad_norm_, rank {self._groups.rank}",
-            remedy="Leave in_backward=True out: gathers lie under the next forward, and updates between them and backward.",
+            remedy="Leave in_backward=True out: then updates run after backward, and gathers under the next forward.",
             error=PhaseError,
         )
         return self.begin()
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """Context in which this rank's shards are updated; at its end they are sent, and the other ranks' shards received."""
+        """Context for updating this rank's shards; at its end they are sent, and the other ranks' shards received."""
         try:
             yield
         except BaseException:  # also Ctrl-C: the other ranks need the half that is updated too
@@ -249,7 +249,7 @@ def _refusals(engine: Engine, config: SyncConfig, *, in_backward: bool) -> tuple
         (
             in_backward and config.nonfinite == "skip",
             refusal(
-                'nonfinite="skip" does not go with in_backward=True: buckets are updated before the last one is known to be '
+                'nonfinite="skip" cannot be used with in_backward=True: buckets are updated before the last one is known to be '
                 "finite.",
                 remedy='Leave in_backward=True out, or use nonfinite="raise".',
             ),
@@ -257,7 +257,7 @@ def _refusals(engine: Engine, config: SyncConfig, *, in_backward: bool) -> tuple
         (
             in_backward and not config.overlap,
             refusal(
-                "in_backward=True steps under backward, and overlap=False lets nothing lie there.",
+                "in_backward=True steps during backward, and overlap=False forbids that.",
                 remedy="Leave one of the two out.",
             ),
         ),
@@ -281,10 +281,10 @@ def no_hooks_with_shards() -> ConfigError:
 
 def no_join_with_shards() -> PhaseError:
     return PhaseError(
-        "join() does not go with a ShardedOptimizer: each step needs all shards, and a rank without data does not step.",
+        "join() cannot be used with a ShardedOptimizer: each step needs all shards, and a rank without data does not step.",
         where="join",
-        remedy="Give every rank as many batches: drop_last=True of a DataLoader, or a sampler that pads, as DistributedSampler "
-        "does.",
+        remedy="Give every rank the same number of batches: drop_last=True of a DataLoader, or a sampler that pads, as "
+        "DistributedSampler does.",
     )
 
 
@@ -299,7 +299,7 @@ def require_synchronized(sync: Any) -> None:
     """Raises PhaseError if gradients were accumulated since the last synchronization: each rank has different ones."""
     require(
         not sync._engine.current_plan.now.hooks.arrived_before,
-        "gradients were accumulated and are not synchronized: each rank would find another norm.",
+        "gradients were accumulated and are not synchronized: each rank would compute a different norm.",
         where=f"clip_grad_norm_, rank {sync.rank}",
         remedy="Run the last backward of a step outside of accumulate() and no_sync().",
         error=PhaseError,

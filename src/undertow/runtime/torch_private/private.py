@@ -32,19 +32,19 @@ enclosing_node: Callable[[], Any | None] = torch._C._current_autograd_node
 # Sets whether this thread records operations, without the frames of a context.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
-# Context in which torch functions do not dispatch to the classes of their tensor arguments.
+# Context that keeps torch functions from dispatching to the classes of their tensor arguments.
 as_plain_tensors: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 # Copies source by source (targets, sources); in one launch per device and dtype if torch has a fused kernel.
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
-# Writes zeros into each of its arguments, of which there must be some.
+# Writes zeros into each tensor; the list must not be empty.
 zero_each: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
 
 # The largest absolute value of each tensor (NaN if it has one), in few launches; no tensor may be empty.
 largest_of_each: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = partial(torch._foreach_norm, ord=float("inf"))
 
-# The backend's own collectives on one tensor; the second names are those of torch < 2.13.
+# The backend's own collectives on one tensor; torch < 2.13 has the second names.
 reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -62,7 +62,7 @@ _NOBODYS_TAG = (1 << 30) + 1  # no message ever has this tag
 # The code of the wrapper that torch puts around an optimizer class's `step` when it constructs the first instance.
 _STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(int).__code__
 
-# Of GradScaler, where it unscales gradients and looks for infinite ones.
+# Of GradScaler, which unscales gradients and looks for infinite ones.
 Found = dict[torch.device, torch.Tensor]  # by device: 1.0 if a gradient there is not finite, else 0.0
 Look = Callable[[], Found]
 Around = Callable[[torch.optim.Optimizer, Look], Found]
@@ -248,7 +248,7 @@ def addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
 
 
 def are_shared(addresses: Sequence[int]) -> bool:
-    """Returns True if more than one tensor refers to any of these storages, each of which a Python object holds as well."""
+    """Returns True if more than one tensor refers to any of these storages; a Python object holds each of them as well."""
     return max(map(torch._C._storage_Use_Count, addresses), default=0) > 2
 
 
@@ -258,7 +258,7 @@ def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Callable[..., None]]:
 
 
 def hook_gradients(param: torch.Tensor, hook: Callable[[torch.Tensor], object]) -> RemovableHandle:
-    """Registers a post-accumulate hook, also on a frozen parameter, where it runs once the parameter is trained.
+    """Registers a post-accumulate hook, also on a frozen parameter: it runs once the parameter is trained.
 
     Raises RuntimeError if the parameter can never be trained: integer and quantized ones, or ones made in inference mode.
     """
@@ -268,7 +268,7 @@ def hook_gradients(param: torch.Tensor, hook: Callable[[torch.Tensor], object]) 
 
 @contextlib.contextmanager
 def _trained(param: torch.Tensor) -> Iterator[None]:
-    """Context in which the parameter requires gradients; autograd keeps its node for when it is unfrozen later."""
+    """Context that makes the parameter require gradients; autograd keeps its node for when it is unfrozen later."""
     is_trained = param.requires_grad
     param.requires_grad_(True)
     try:

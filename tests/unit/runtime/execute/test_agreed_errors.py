@@ -22,7 +22,7 @@ def round_with(*readings: dict[str, Any], has_failed: bool = False) -> RoundResu
 
 
 DIFFERENT = "ranks are not in the same step.\n"
-OVERDUE = "gradients arrived again after their bucket had left, and were left out.\n"
+OVERDUE = "gradients arrived again after their bucket was sent, and were left out.\n"
 FAILED = "backward failed on rank 0, 2.\n"
 TEXTS = {
     DIFFERENT: "  synchronization 5, rank 1\n"

@@ -84,7 +84,7 @@ def test_an_error_of_a_fault_has_three_parts() -> None:
         "rank 0 has waited.\n"
         "  synchronization 7, rank 2\n"
         "  rank 1: loading data\n"
-        "  Look at what the late ranks are doing, or set stall_timeout_s higher if that is how it must be.",
+        "  Find out why the late ranks are late, or set stall_timeout_s higher if such waits are expected.",
     )
 
 

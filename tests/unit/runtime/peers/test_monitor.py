@@ -131,7 +131,7 @@ WORDS = {
 def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: ModelMonitor) -> None:
     fault = alone.reason(RuntimeError(text))
     assert fault == alone.known_fault or not WORDS[text]
-    expected = (StallTimeout, "rank 1 has waited for as long as the process group's timeout lets it.")
+    expected = (StallTimeout, "rank 1 has waited for the whole timeout of the process group.")
     assert (fault and (fault.kind, fault.what)) == (expected if WORDS[text] else None)
 
 

@@ -1,14 +1,15 @@
 """Predicts the step of a model on a network that may not exist, for several groupings of its gradients."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from undertow.cost import NODE_LINK, Costs, RingCosts, costs_for, link_from_curve
+from undertow.cost import NODE_LINK, Costs, MeasuredCosts, RingCosts, costs_for, link_from_curve, scaled_curve
 from undertow.errors import ConfigError, require
 from undertow.plan import GroupEntry, Plan, SizeCaps, group_by_size, group_in_pieces, plan_from_groups
-from undertow.plan.optimal import Optimum, optimal_groups
+from undertow.plan.optimal import SLACK, Optimum, optimal_groups
 from undertow.profile import Profile
 from undertow.report.comparison import Outcome
 from undertow.schedule import Strategy, strategy_named
@@ -18,7 +19,10 @@ from undertow.tune.tuner import best_groups_in_backward
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # kinds whose curve may determine the link
 _MIB = 1024 * 1024
-PER_PARAMETER, FIXED, OPTIMAL = "per parameter", "25 MiB buckets", "optimal buckets"
+PER_PARAMETER, FIXED, OPTIMAL, MEASURED = "per parameter", "25 MiB buckets", "optimal buckets", "buckets of the profile"
+# p10 and p90 of steps beside their predictions, of the published rows in docs/fidelity.md. Measured profiles know the spread of
+# their steps, and what remains is the model's.
+BAND, _MODEL, _P90 = (0.88, 1.09), 0.03, 1.2816  # the last two: a standard deviation, and the number of them up to p90
 
 
 def require_rank(num_ranks: int | None, *, of: str, where: str) -> None:
@@ -37,6 +41,7 @@ class Network:
 
     costs: Costs
     source: str
+    is_measured: bool = False  # in the run of the profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,7 @@ class NetworkOptions:
         ):
             require(
                 value is None or given is not None,
-                f"{option} says nothing without {needed}.",
+                f"{option} has no effect without {needed}.",
                 where="the network",
                 remedy=f"Give {needed} too.",
             )
@@ -67,35 +72,44 @@ class NetworkOptions:
         meshes, nor about a network that is not a mesh.
         """
         is_mesh = strategy.crossing is not None
+        # Measured on processors, collectives are gloo's.
+        has_trees = not (profile.is_measured and all(spec.device == "cpu" for spec in profile.params))
         if self.link is not None and (self.per_node is not None or not is_mesh):
             # If there are fewer ranks than a node has, all of them are on one node.
             per_node, inside = self.per_node and min(self.per_node, num_ranks), self.node_link or NODE_LINK
-            costs = costs_for(self.link, num_ranks=num_ranks, per_node=per_node, inside=inside, is_mesh=is_mesh)
+            costs = costs_for(
+                self.link, num_ranks=num_ranks, per_node=per_node, inside=inside, is_mesh=is_mesh, has_trees=has_trees
+            )
             nodes = "," if per_node is None else f" between nodes of {per_node} ranks, {inside} inside;"
             return Network(costs=costs, source=f"{self.link}{nodes} {num_ranks} ranks")
         needs_nodes = is_mesh or strategy_named(profile.strategy).crossing is not None
         is_measured = num_ranks == profile.num_ranks and bool(profile.curves)
         if self.link is None and is_measured and (strategy.name == profile.strategy or not needs_nodes):
-            return Network(costs=profile.costs(), source=f"as measured over {num_ranks} ranks")
+            return Network(costs=profile.costs(), source=f"as measured over {num_ranks} ranks", is_measured=True)
         if needs_nodes:
             measured = f"measured: {profile.strategy!r} over {profile.num_ranks} ranks"
             raise ConfigError(
-                f"nothing says what strategy {strategy.name!r} costs over {num_ranks} ranks.",
+                f"the costs of strategy {strategy.name!r} over {num_ranks} ranks are unknown.",
                 where=f"{self.link} has no nodes" if self.link else measured,
                 remedy='Give the network with its nodes, such as --ranks 64 --per-node 8 --link "100gbit,5us".',
             )
         kind = next((kind for kind in _KINDS if kind in profile.curves), None)
         if kind is None:
             raise ConfigError(
-                f"nothing says what communication over {num_ranks} ranks costs.",
+                f"the costs of communication over {num_ranks} ranks are unknown.",
                 where=f"the profile {profile.name!r} has no costs",
                 remedy='Give the network, such as --ranks 64 --link "100gbit,5us".',
             )
         link = link_from_curve(profile.curves[kind], kind, num_ranks=profile.num_ranks, name="measured")
-        found = f"{link.bytes_per_s * 8e-9:.3g} Gb/s and {link.hop_s * 1e6:.3g} us a message"
+        found = f"on a ring as of links of {link.bytes_per_s * 8e-9:.3g} Gb/s and {link.hop_s * 1e6:.3g} us a message"
+        scaled = {
+            kind: scaled_curve(curve, kind, num_ranks=profile.num_ranks, to=num_ranks, has_trees=has_trees)
+            for kind, curve in profile.curves.items()
+            if num_ranks > 1 and kind in _KINDS
+        }
         return Network(
-            costs=RingCosts(link, num_ranks=num_ranks),
-            source=f"a ring over {num_ranks} ranks, each with the link that explains what {profile.num_ranks} measured: {found}",
+            costs=MeasuredCosts(scaled) if scaled else RingCosts(link, num_ranks=num_ranks),
+            source=f"as measured over {profile.num_ranks} ranks, {found}; scaled to {num_ranks} ranks",
         )
 
 
@@ -122,6 +136,12 @@ class WhatIf:
         cls, profile: Profile, strategy: str | None, num_ranks: int | None, options: NetworkOptions, conditions: Conditions
     ) -> Self:
         """Takes the profile's strategy and number of ranks if they are None."""
+        require(
+            profile.params,
+            "a model without parameters communicates nothing.",
+            where=f"the profile {profile.name!r}",
+            remedy="Give it the parameters of the model.",
+        )
         return cls(
             profile=profile,
             strategy=strategy_named(profile.strategy if strategy is None else strategy),
@@ -154,9 +174,23 @@ class WhatIf:
             return self.optimum.limit_us
         return self.profile.update_us + max(self.profile.timing.backward_end_us, self.optimum.limit_us)
 
-    @property
+    @cached_property
     def optimal_plan(self) -> Plan:
-        return self._plan(self.optimum.groups)
+        """The planner's, or another row's that is faster: the planner knows nothing of skew, contention and copies."""
+        planned = self._plan(self.optimum.groups)
+        # Others have more buckets: they must be faster by more than the planner gives up for few.
+        steps_us = {name: SLACK * outcome.step_us for name, outcome in self._fixed.items()}
+        fastest = min(steps_us, key=lambda name: steps_us[name])
+        return planned if self.outcome(OPTIMAL, planned).step_us <= steps_us[fastest] else self._fixed_plans[fastest]
+
+    @cached_property
+    def _fixed_plans(self) -> Mapping[str, Plan]:
+        alone = self._plan([[param] for param in self.profile.order])
+        return {PER_PARAMETER: alone, **{name: self.plan_of_size(caps) for name, caps in _FIXED_CAPS.items()}}
+
+    @cached_property
+    def _fixed(self) -> Mapping[str, Outcome]:
+        return {name: self.outcome(name, plan) for name, plan in self._fixed_plans.items()}
 
     def plan_of_size(self, caps: SizeCaps) -> Plan:
         """Returns buckets of fixed size, in ready order; with shards large parameters are cut."""
@@ -167,16 +201,14 @@ class WhatIf:
 
     def outcomes(self) -> tuple[Outcome, ...]:
         """Returns the outcome of every method."""
-        plans = {
-            PER_PARAMETER: self._plan([[param] for param in self.profile.order]),
-            **{name: self.plan_of_size(caps) for name, caps in _FIXED_CAPS.items()},
-            OPTIMAL: self.optimal_plan,
-        }
-        return tuple(self.outcome(method, plan) for method, plan in plans.items())
+        own = self.profile.groups if self.strategy.name == self.profile.strategy else None
+        measured = [] if own is None else [self.outcome(MEASURED, self._plan(own))]
+        return (*measured, *self._fixed.values(), self.outcome(OPTIMAL, self.optimal_plan))
 
     def outcome(self, method: str, plan: Plan) -> Outcome:
         """Simulates a step under `plan`."""
         record = simulate(self.profile, plan, self.strategy, self.network.costs, self.conditions)
+        low, high = self._band
         return Outcome(
             method=method,
             num_buckets=len(plan.buckets),
@@ -184,8 +216,19 @@ class WhatIf:
             step_us=record.step_us,
             compute_us=self.compute_us,
             limit_us=self.limit_us,
+            # The limit is of ranks as slow as the profile's slowest: fewer of them may be faster.
+            band_us=(min(record.step_us, max(self.limit_us, record.step_us * low)), record.step_us * high),
             late_rank_us=summarize([record], plan, rank=record.rank).late_rank_ms * 1e3,
         )
+
+    @property
+    def _band(self) -> tuple[float, float]:
+        """p10 and p90 of a step, relative to its prediction: narrow only for the network on which the spread was measured."""
+        spread = self.profile.skew if self.profile.spread is None else self.profile.spread
+        if spread is None or not self.network.is_measured:
+            return BAND
+        width = _P90 * math.hypot(_MODEL, spread)
+        return 1 - width, 1 + width
 
     def _plan(self, groups: Sequence[Sequence[GroupEntry]]) -> Plan:
         return plan_from_groups(self.profile.params, groups, num_ranks=self.num_ranks)

@@ -1,0 +1,156 @@
+"""Strategies for Lightning's Trainer and Fabric, both registered as "undertow", and a callback that logs reports."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.fabric.strategies as fabric
+import lightning.pytorch as pl
+from lightning.pytorch import strategies as pytorch
+from torch import nn
+from torch.optim import Optimizer
+
+import undertow
+from undertow.errors import require
+from undertow.integrations.versions import require_version
+
+require_version("lightning", "2.4")
+
+
+class _Wrapping:
+    """The part that both strategies share: their arguments, the wrapped model and the sharded optimizer."""
+
+    root_device: Any
+
+    def __init__(
+        self, *args: Any, config: undertow.SyncConfig | None = None, shard_optimizer: bool = False, **arguments: Any
+    ) -> None:
+        super().__init__(*args, **arguments)
+        self._config, self._is_sharding = config, shard_optimizer
+        known = {name for cls in (pytorch.DDPStrategy, fabric.DDPStrategy) for name in inspect.signature(cls).parameters}
+        self._arguments = {name: value for name, value in arguments.items() if name not in known}
+        state, hook, wrapper = (arguments.get(f"ddp_comm_{name}") for name in ("state", "hook", "wrapper"))
+        self._hook = None if hook is None else (state, hook if wrapper is None else wrapper(hook))
+
+    def _wrapped(self, module: nn.Module) -> undertow.DistributedDataParallel:
+        model = undertow.DistributedDataParallel(
+            module,
+            device_ids=None if self.root_device.type == "cpu" else [self.root_device.index],
+            config=self._config,
+            **self._arguments,
+        )
+        if self._hook is not None:
+            model.register_comm_hook(*self._hook)
+        return model
+
+    def _sharded(self, model: Any, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> list[Any]:
+        if not self._is_sharding:
+            return list(optimizers)
+        # If configure_optimizers returns None, Lightning gives an optimizer that does nothing.
+        found = sum(type(each).__name__ != "_MockOptimizer" for each in optimizers)
+        require(
+            found == 1,
+            f"shard_optimizer=True takes one optimizer, got {found}.",
+            where=type(self).__name__,
+            remedy="Put all parameters into the groups of one optimizer, or leave shard_optimizer=True out.",
+        )
+        return [undertow.shard_optimizer(optimizers[0], model, schedulers=schedulers)]
+
+
+class UndertowStrategy(_Wrapping, pytorch.DDPStrategy):
+    """Trains in Undertow's class: `Trainer(strategy=UndertowStrategy(shard_optimizer=True))`, or `strategy="undertow"`.
+
+    Args:
+        args: As for Lightning's DDPStrategy.
+        config: Settings of Undertow.
+        shard_optimizer: True shards the optimizer that `configure_optimizers` returns; its schedulers follow.
+        arguments: As for Lightning's DDPStrategy, which passes the ones it does not know to the wrapper.
+
+    Raises:
+        ConfigError: With `shard_optimizer=True`, for several optimizers and for one that cannot be sharded.
+    """
+
+    def configure_ddp(self) -> None:
+        self.model: Any = self._wrapped(self.model)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self.optimizers: Any = self._sharded(self.model, self.optimizers, [it.scheduler for it in self.lr_scheduler_configs])
+        if any(isinstance(each, undertow.ShardedOptimizer) for each in self.optimizers):
+            # Lightning clips in the plugin for precision, which looks for whole gradients.
+            self.precision_plugin.clip_grad_by_norm = lambda _, clip_val: self.optimizers[0].clip_grad_norm_(clip_val)
+
+
+class UndertowFabricStrategy(_Wrapping, fabric.DDPStrategy):
+    """Trains in Undertow's class: `Fabric(strategy=UndertowFabricStrategy(shard_optimizer=True))`, or `strategy="undertow"`.
+
+    Args:
+        args: As for Fabric's DDPStrategy.
+        config: Settings of Undertow.
+        shard_optimizer: True shards the optimizer that is given to `fabric.setup`; a scheduler given along with it follows.
+        arguments: As for Fabric's DDPStrategy, which passes the ones it does not know to the wrapper.
+
+    Raises:
+        ConfigError: With `shard_optimizer=True`, for several optimizers and for one that cannot be sharded.
+    """
+
+    def setup_module(self, module: nn.Module) -> undertow.DistributedDataParallel:
+        return self._wrapped(module)
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *schedulers: Any) -> Any:
+        model = self.setup_module(module)
+        # The scheduler may be None. Older versions of Fabric do not give it.
+        return model, self._sharded(model, optimizers, list(filter(None, schedulers))), *schedulers
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Any:
+        require(
+            not self._is_sharding,
+            "shard_optimizer=True needs the model together with its optimizer.",
+            where="Fabric.setup_optimizers",
+            remedy="Call fabric.setup(model, optimizer).",
+        )
+        return super().setup_optimizer(optimizer)
+
+    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **arguments: Any) -> Any:
+        if not isinstance(optimizer, undertow.ShardedOptimizer):
+            return super().clip_gradients_norm(module, optimizer, *args, **arguments)
+        self.precision.unscale_gradients(optimizer)
+        return optimizer.clip_grad_norm_(*args, **arguments)
+
+
+class UndertowCallback(pl.Callback):
+    """Logs how much communication rank 0 has hidden, under names such as "undertow/overlap".
+
+    Args:
+        every_n_steps: Logs after every so many steps of the optimizer, once each.
+
+    Raises:
+        ConfigError: Unless `every_n_steps` is 1 or more.
+    """
+
+    def __init__(self, every_n_steps: int = 50) -> None:
+        require(
+            every_n_steps >= 1,
+            f"every_n_steps must be 1 or more, got {every_n_steps}.",
+            where="UndertowCallback",
+            remedy="Leave the callback out to log nothing.",
+        )
+        self.every_n_steps, self._logged_step = every_n_steps, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_batch: Any) -> None:
+        model, step = trainer.strategy.model, trainer.global_step
+        is_new = step % self.every_n_steps == 0 and step != self._logged_step  # a micro-batch may not step
+        if is_new and isinstance(model, undertow.DistributedDataParallel):
+            self._logged_step = step
+            found = model.report().to_dict()
+            pl_module.log_dict(
+                {
+                    f"undertow/{name}": found[name]
+                    for name in ("step_ms", "communication_ms", "exposed_ms", "late_rank_ms", "overlap")
+                    if found[name] is not None
+                }
+            )
+
+
+pytorch.StrategyRegistry.register("undertow", UndertowStrategy, description="DDP by Undertow")
+fabric.STRATEGY_REGISTRY.register("undertow", UndertowFabricStrategy, description="DDP by Undertow")

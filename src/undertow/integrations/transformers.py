@@ -1,0 +1,52 @@
+"""Trains with the Trainer of Hugging Face Transformers in Undertow's class."""
+
+from typing import Any
+
+import transformers
+
+from undertow import ShardedOptimizer, SyncConfig
+from undertow.integrations import accelerate
+from undertow.integrations.versions import require_version
+
+require_version("transformers", "5.0")
+
+
+class UndertowTrainer(transformers.Trainer):
+    """A `transformers.Trainer` that trains in Undertow's class.
+
+        trainer = UndertowTrainer(model, arguments, train_dataset=dataset, shard_optimizer=True)
+
+    Another Trainer takes it as its first base: `class Mine(UndertowTrainer, SFTTrainer)`.
+
+    Args:
+        args: As for the Trainer.
+        sync_config: Settings of Undertow.
+        shard_optimizer: True shards the optimizer; a scheduler that is given along with it follows.
+        arguments: As for the Trainer.
+    """
+
+    def __init__(
+        self, *args: Any, sync_config: SyncConfig | None = None, shard_optimizer: bool = False, **arguments: Any
+    ) -> None:
+        super().__init__(*args, **arguments)
+        self._sync_config, self._is_sharding = sync_config, shard_optimizer
+        self._sharded: ShardedOptimizer | None = None
+
+    def create_optimizer(self, *args: Any, **arguments: Any) -> Any:
+        super().create_optimizer(*args, **arguments)
+        if self.model_wrapped is self.model:
+            self.model_wrapped: Any = accelerate.prepare(self.accelerator, self.model, config=self._sync_config)
+            if self._is_sharding and self.model_wrapped is not self.model:
+                self._sharded = accelerate.shard(
+                    self.accelerator,
+                    self.optimizer,
+                    self.model_wrapped,
+                    filter(None, [self.lr_scheduler]),  # given with the optimizer; any other is made afterwards
+                )
+                self.optimizer: Any = self._sharded
+        return self.optimizer
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if _internal_call and self._sharded is not None and not self.args.save_only_model:
+            self._sharded.consolidate_state_dict()  # the Trainer asks for the state next, on rank 0 only

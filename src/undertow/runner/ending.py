@@ -1,0 +1,72 @@
+"""The report and the files of `undertow run`, when a model's training ends."""
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from undertow.errors import PhaseError, UndertowError
+from undertow.profile import Profile
+from undertow.report.what_if import NetworkOptions, WhatIf
+from undertow.simulate import Conditions
+from undertow.sync import GradientSync
+from undertow.trace.files import write_whole
+from undertow.trace.step_report import StepReport
+
+
+def end(sync: GradientSync, out: str | None, number: int) -> None:
+    """Writes this rank's files into `out`; `number` counts the models of this process from 0.
+
+    Rank 0 prints to standard error: where the time went, the reason for the plan, the gain of a sharded optimizer, and the place
+    of the files.
+    """
+    if out is None and sync.rank != 0:
+        return
+    report, profile = sync.report(), None
+    with contextlib.suppress(PhaseError):  # too few steps
+        profile = sync.profile()
+    if sync.rank == 0 and report.num_steps > 0:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        console.print(report, sync.explain(), soft_wrap=True)
+        if profile is not None and profile.strategy == "ddp" and profile.is_measured and not profile.is_of_one_size:
+            console.print(about_shards(profile), soft_wrap=True, highlight=False, end="")
+    if out is not None:
+        _write(sync, report, profile, Path(out), number)
+
+
+def _write(sync: GradientSync, report: StepReport, profile: Profile | None, out: Path, number: int) -> None:
+    """Writes this rank's report and, by the first rank of the model's group, profile and plan."""
+    rank, of_model = sync._group.user.ranks[sync.rank], f"-{number + 1}" if number else ""
+    # Variables that are the same on all nodes of a run: reports of different ones are told apart.
+    run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")]
+    texts = {f"report-rank{rank}": json.dumps({"run": run, **report.to_dict()})}
+    if sync.rank == 0:
+        of_group = f"-rank{rank}" if rank else ""
+        texts |= {f"plan{of_group}": sync.plan.to_json(), **({f"profile{of_group}": profile.to_json()} if profile else {})}
+    try:
+        for name, text in texts.items():
+            write_whole(out / f"{name}{of_model}.json", f"{text}\n".encode(), where="undertow run --out DIR")
+        if sync.rank == 0:
+            print(f"The files are in {out}. A page about them: undertow report {shlex.quote(str(out))}", file=sys.stderr)
+    except UndertowError as error:
+        print(f"undertow run: {error}", file=sys.stderr)
+
+
+def about_shards(profile: Profile) -> str:
+    """Returns the advice to shard the optimizer; nothing if the simulator expects no shorter step."""
+    now_ms, then_ms = (
+        it.outcome("", it.optimal_plan).step_us / 1e3
+        for it in (WhatIf.of(profile, strategy, None, NetworkOptions(), Conditions()) for strategy in ("ddp", "zero1"))
+    )
+    return (
+        "A sharded optimizer takes one line after the optimizer and the wrapper are made:\n"
+        "  optimizer = undertow.shard_optimizer(optimizer, model)\n"
+        f"The simulator expects {then_ms:.1f} ms a step instead of {now_ms:.1f} ms. "
+        f"Each rank would hold and update 1/{profile.num_ranks} of the optimizer's state, which it does not count.\n"
+        if round(then_ms, 1) < round(now_ms, 1)
+        else ""
+    )

@@ -1,0 +1,111 @@
+"""Redirects torch's DistributedDataParallel in a process that `undertow run` started. Python imports this module by its name.
+
+Launchers, data workers and scripts of other tools run it too, so it imports neither torch nor Undertow: it waits until the
+program has imported torch, and Undertow is imported when the first wrapper is made.
+"""
+
+import atexit
+import functools
+import importlib.util
+import json
+import os
+import sys
+
+_MODULE = "torch.nn.parallel.distributed"
+_REPLICATE = "torch.distributed._composable.replicate"  # works with the inside of torch's class
+
+
+class _Finder:
+    """Finds the module of torch's class like the other finders, and redirects the class after the module has run."""
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(cls)
+        spec = importlib.util.find_spec(name)
+        spec.loader.exec_module = functools.partial(_run, spec.loader.exec_module)
+        return spec
+
+
+def _run(run, module):
+    run(module)
+    _redirect(module.DistributedDataParallel)
+
+
+def _redirect(torchs):
+    original = torchs.__init__
+
+    def __new__(cls, *args, **kwargs):  # noqa: N807  # also for subclasses, and for names that were bound before
+        is_of_replicate = sys._getframe(1).f_globals.get("__name__") == _REPLICATE
+        return object.__new__(cls if is_of_replicate else _replacing().class_for(cls))
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):  # noqa: N807  # for subclasses that call it by the name of the class
+        (original if type(self) is torchs else _replacing().Wrapped.__init__)(self, *args, **kwargs)
+
+    __new__.__wrapped__ = original  # the signature of the class
+    torchs.__new__, torchs.__init__ = __new__, __init__
+
+
+def _replacing():
+    import torch
+
+    try:
+        from undertow.runner import require_torch
+    except ModuleNotFoundError as error:
+        if error.name != "undertow":
+            raise
+        raise ImportError(
+            "this program runs under `undertow run`, and its Python does not have Undertow.\n"
+            f"  {sys.executable}\n"
+            "  Install Undertow there, or start the program by the `undertow` of that environment."
+        ) from error
+    require_torch(torch.__version__)
+    from undertow.runner import replacing  # an older torch lacks what this imports
+
+    return replacing
+
+
+def _say_if_nothing_was_wrapped(run):
+    if run["pid"] != os.getpid():  # a forked process
+        return
+    try:
+        os.unlink(run["mark"])
+    except FileNotFoundError:
+        if not hasattr(sys, "last_value"):  # an error that has ended the program says more
+            print(
+                "undertow run: no process of this program made a DistributedDataParallel: Undertow had nothing to do.",
+                file=sys.stderr,
+            )
+
+
+def _import_the_next():
+    """Imports the sitecustomize that Python would have found without this one."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]
+    this = sys.modules.pop(__name__)
+    try:
+        import sitecustomize  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != __name__:
+            raise
+    finally:
+        sys.modules.setdefault(__name__, this)
+
+
+def _begin():
+    if _MODULE in sys.modules:  # something that Python imports even earlier needs torch
+        _redirect(sys.modules[_MODULE].DistributedDataParallel)
+    else:
+        sys.meta_path.insert(0, _Finder)
+    run = json.loads(os.environ["UNDERTOW_RUN"])
+    # In the process that `undertow run` has become. If ranks are started one by one, in the first rank's process.
+    if run["pid"] == os.getpid() and os.environ.get("RANK", "0") == "0":
+        atexit.register(_say_if_nothing_was_wrapped, run)
+
+
+if __name__ == "sitecustomize":
+    if "UNDERTOW_RUN" in os.environ:
+        _begin()
+    _import_the_next()

@@ -1,0 +1,107 @@
+"""Writes the records of a model: traces for viewers, and after a fault a file for torch's Flight Recorder."""
+
+import itertools
+import multiprocessing.util
+import os
+import uuid
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from undertow.config import SyncConfig
+from undertow.errors import PhaseError, UndertowError, require
+from undertow.runtime.peers import faults
+from undertow.runtime.replan.planning import measured_profile
+from undertow.runtime.step.engine import Engine
+from undertow.runtime.torch_private import private
+from undertow.simulate import Conditions, simulate
+from undertow.trace.chrome import message, sequence_number, trace_text
+from undertow.trace.files import path_of_rank, write_whole
+from undertow.trace.flight import flight_record
+
+FOLDER = "UNDERTOW_TRACE"  # the variable that names a folder for traces
+_OF_TORCH = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # to which torch appends the rank
+_numbers = itertools.count()  # of the models that are traced, in the order all ranks create them
+
+
+def run_name() -> str:
+    """Returns a name of this run that all ranks agree on through the store by which they have met; "" without that store."""
+    try:
+        return str(private.default_store().compare_set("undertow/run", "", uuid.uuid4().hex).decode())
+    except (RuntimeError, ValueError):  # it is gone, or of a kind that cannot do this
+        return ""
+
+
+def save_trace(
+    engine: Engine, config: SyncConfig, path: str | Path, *, steps: int | None = None, number: int = 0, run: str | None = None
+) -> Path:
+    """Writes the trace of the last steps, or of all that are recorded; returns its path. Never communicates."""
+    now, group, where = engine.current_plan.now, engine.current_plan.group, "save_trace(path, steps=...)"
+    rank = group.user.ranks[group.rank]
+    path = path_of_rank(path, rank, number)
+    require(steps is None or steps > 0, f"steps must be 1 or more, got {steps}.", where=where, remedy="Give a number, or None.")
+    records = engine.recorder.records(at_most=steps)
+    remedy = "Run a training step before, and leave record on."
+    require(records, "no step is recorded.", where=f"save_trace, rank {rank}", remedy=remedy, error=PhaseError)
+    compiled, note = now.compiled, "the simulator's prediction for the current plan, from the profile of this run"
+    conditions = Conditions(overlap=compiled.reducer.overlap, in_backward=compiled.in_backward is not None)
+    predicted = None
+    try:
+        profile = measured_profile(now.hooks, compiled, config)
+        predicted = simulate(profile, compiled.plan, compiled.strategy, profile.costs(), conditions)
+    except UndertowError as error:
+        note = f"none: {error}"
+    about = {"run": run_name() if run is None else run, "rank": rank, "ranks": group.user.ranks, "backend": group.backend}
+    about |= {"model": number, "began_ns": engine.recorder.wall_ns(records[0].step), "prediction": note}
+    text = trace_text(records, about, compiled.plan, predicted, wire_dtype=config.wire_dtype)
+    write_whole(path, text.encode(), where=where)
+    return path
+
+
+def trace_at_end(engine: Engine, config: SyncConfig) -> Callable[[], object]:
+    """Returns a function that writes the trace into the folder of the variable, once; the end of the process calls it too.
+
+    Also has the model's monitor write a file at the first fault.
+    """
+    weak_engine, folder = weakref.ref(engine), os.environ.get(FOLDER)
+    engine.current_plan.group.here.dump = partial(_told, _dump, weak_engine, config)
+    if not folder:
+        return int
+    path, number, run = Path(folder).absolute() / "trace.json.gz", next(_numbers), run_name()
+
+    def save(engine: Engine, config: SyncConfig) -> None:
+        group = engine.current_plan.group
+        # On a device, reading a time waits for earlier launches, which may never end after a fault.
+        if group.device.type == "cpu" or not group.is_broken:
+            save_trace(engine, config, path, number=number, run=run)
+
+    # Unlike atexit's, it is also called in processes that multiprocessing has started.
+    return multiprocessing.util.Finalize(None, _told, args=(save, weak_engine, config), exitpriority=0)
+
+
+def _told(write: Callable[[Engine, SyncConfig], object], weak_engine: Callable[[], Engine | None], config: SyncConfig) -> None:
+    """Writes if the engine exists, and only reports an error: a program must not fail because of files for viewers."""
+    try:
+        if (engine := weak_engine()) is not None:
+            write(engine, config)
+    except Exception as error:
+        faults.tell(f"nothing is written for viewers: {error}")
+
+
+def _dump(engine: Engine, config: SyncConfig) -> None:
+    group, plan = engine.current_plan.group, engine.current_plan.now.compiled.plan
+    number = 0 if group.member is None else group.member.number
+    name, backend = f"undertow {number + 1}" if number else "undertow", "nccl" if "nccl" in group.backend else "gloo"
+    of_torch = (os.environ.get(it) for it in _OF_TORCH if backend != "nccl")  # else torch itself writes there
+    prefix = os.path.join(os.environ[FOLDER], "flight_rank_") if os.environ.get(FOLDER) else next(filter(None, of_torch), None)
+    if prefix is None:
+        return
+    found = []
+    for step, bucket, marks, is_done in engine.recorder.collectives():
+        numel, dtype = message(marks.num_bytes, marks.kind, bucket, plan, config.wire_dtype)
+        times_ns = engine.recorder.clock_ns(marks.launched), engine.recorder.clock_ns(marks.done or marks.wait_stop)
+        of_all, state = sequence_number(step, bucket, marks.kind), "completed" if is_done else "started"
+        found.append((of_all, marks.kind, numel, dtype, state, times_ns))
+    path = Path(f"{prefix}{f'{number + 1}_' if number else ''}{group.user.ranks[group.rank]}")
+    write_whole(path, flight_record(found, group=name, ranks=group.user.ranks, backend=backend), where="a fault")

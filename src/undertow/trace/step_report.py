@@ -1,0 +1,437 @@
+"""The report of a step: its figures, one sentence of advice, and how it is shown, logged and written."""
+
+import importlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from undertow.shown import Shown, cell, with_experts
+from undertow.trace.files import write_whole
+from undertow.trace.record import Event
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketReport:
+    """The gradients of one bucket in a typical step, in milliseconds since the step began."""
+
+    index: int
+    params: tuple[str, ...]
+    largest: str  # the parameter with the most bytes here
+    largest_bytes: int
+    num_bytes: int  # bytes of its gradients
+    itemsize: int = 4  # bytes of one element
+    sent_bytes: int  # bytes passed to collectives, with the trailer; 0 if a communication hook sent them
+    ready_ms: float
+    launched_ms: float
+    done_ms: float
+    wire_ms: float  # time that the link worked on it
+    waited_ms: float  # time that the step waited for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherReport:
+    """The all-gather of one bucket's parameters under the forward of a typical step, in milliseconds since the step began."""
+
+    bucket: int
+    num_bytes: int
+    launched_ms: float  # below 0: after the previous step of the optimizer
+    done_ms: float
+    wire_ms: float  # time that the link worked on it
+    waited_ms: float  # time that the forward waited for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport(Shown):
+    """Where the time of a typical step went, on this rank, in milliseconds.
+
+    `print` and notebooks show it as tables.
+
+    The typical step is the recorded one whose times are nearest to the medians of all. All figures are of this one step, so that
+    they add up; only `step_p50_ms` and `step_p95_ms` are of all recorded steps. A step is `forward_ms`, `backward_ms`,
+    `exposed_ms` and `rest_ms`.
+
+    Communication is the reduction of gradients and, with a sharded optimizer, the gathers of the parameters that it updated in
+    the previous step. `communication_ms`, `exposed_ms` and `overlap` cover both; `gather_ms` and `gather_exposed_ms` cover the
+    gathers alone.
+
+    - `forward_ms` and `backward_ms` do not include waits, `rest_ms` is the optimizer and all else until the next forward.
+    - `communication_ms` is the time that the link was in use, `exposed_ms` the time that the compute lane waited for it,
+      `hidden_ms` the rest, and `overlap` the hidden share (None: no communication).
+    - `late_rank_ms` is the part of the exposed time spent waiting for a rank that was slower than this one; `wire_ms` is the part
+      spent waiting for the network.
+    - `processors_ms` is the time that communication takes from processors: packing in backward, and copies and additions while
+      the compute lane waits.
+    - `limit_ms` is a lower bound: the earliest time at which the gradients of these buckets, with their ready times, could have
+      been reduced. It does not include gathers.
+    - `step_limit_ms` is the shortest step with these buckets if gathers may run at any time after the reduction of the same
+      bucket (0 without gathers).
+    """
+
+    num_steps: int
+    plan_since: int | None = None  # the recorded step from which on this plan was in use; None: all recorded steps ran under it
+    num_skipped: int  # by nonfinite="skip", since the model was wrapped
+    num_threads: int | None = None  # with which torch computes on a processor; None: not known
+    why_fixed: str = ""  # why the plan follows no measurements; empty if it does
+    is_one_graph: bool  # the model is compiled as a whole, and its gradients become ready all at once
+    rank: int
+    step: int  # number of the typical step
+    step_p50_ms: float
+    step_p95_ms: float
+    step_ms: float
+    forward_ms: float
+    backward_ms: float
+    rest_ms: float
+    communication_ms: float
+    hidden_ms: float
+    exposed_ms: float
+    wire_ms: float
+    late_rank_ms: float
+    processors_ms: float
+    overlap: float | None
+    gather_ms: float
+    gather_exposed_ms: float
+    synchronized_ms: float  # from the start of the step until the last bucket of gradients was reduced
+    limit_ms: float
+    step_limit_ms: float
+    slowest_rank: int | None
+    slowest_share: float = 1.0  # share of the recorded steps with that rank as the slowest
+    busy_ms: tuple[float, ...]  # by rank
+    buckets: tuple[BucketReport, ...]
+    gathers: tuple[GatherReport, ...]  # in launch order; empty if the optimizer is not sharded
+    events: tuple[Event, ...] = field(repr=False)  # of the typical step
+    experts: Mapping[str, "StepReport"] = field(default_factory=dict)  # by pattern and ranks; all else is of the dense parameters
+
+    @property
+    def worst_bucket(self) -> BucketReport | None:
+        """The bucket for which the step waited longest, for gradients and parameters together; None if it waited for none."""
+        waited_ms: dict[int, float] = defaultdict(float, {bucket.index: bucket.waited_ms for bucket in self.buckets})
+        for gather in self.gathers:
+            waited_ms[gather.bucket] += gather.waited_ms
+        worst = max(self.buckets, key=lambda bucket: waited_ms[bucket.index], default=None)
+        return worst if worst is not None and waited_ms[worst.index] > 0 else None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes passed to collectives of gradients in a step; 0 if a communication hook sent them."""
+        return sum(bucket.sent_bytes for bucket in self.buckets)
+
+    @property
+    def is_narrowed(self) -> bool:
+        """True if fewer bytes are sent than the gradients have; False if a communication hook sends them."""
+        return any(0 < bucket.sent_bytes < bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def can_narrow(self) -> bool:
+        """True if wire_dtype would make every message half as long: of 32 bits, and not sent by a communication hook."""
+        return all(bucket.itemsize >= 4 and bucket.sent_bytes >= bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def gather_overlap(self) -> float | None:
+        """Hidden share of the gathers, 0 to 1; None without gathers."""
+        return max(0.0, 1 - self.gather_exposed_ms / self.gather_ms) if self.gather_ms > 0 else None
+
+    @property
+    def advice(self) -> str:
+        """One sentence: the first cause that explains most of the exposed time, and what to do about it."""
+        if self.num_steps == 0:
+            return "No step is recorded yet: run a training step, and leave record on."
+        if self.overlap is None:
+            return "Nothing is sent, so nothing is waited for: there is one rank, or all gradients stay where they are."
+        if self.num_steps < 5:
+            return f"Too few steps to judge: {self.num_steps} under this plan. Ask again after ten."
+        if (share := self.exposed_ms / self.step_ms) <= 0.02:
+            return f"Well hidden: the step waits for communication in {share:.1%} of its time. There is nothing to do."
+        return next(filter(None, (cause(self) for cause in _CAUSES)))
+
+    def scalars(self) -> dict[str, float]:
+        """Returns the figures by name, for a logger such as TensorBoard; docs/scalars.md has recipes.
+
+        Figures that do not exist are left out, such as the overlap of one rank; before the first step all are.
+        """
+        if self.num_steps == 0:
+            return {}
+        known = {
+            **{name: getattr(self, name) for name in _SCALARS},
+            "sent_mb": self.sent_bytes / 1e6,
+            "buckets": len(self.buckets),
+            "limit_ratio": self.synchronized_ms / self.limit_ms if self.limit_ms > 0 else None,
+        }
+        return {f"undertow/{name}": float(value) for name, value in known.items() if value is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain values, ready for JSON."""
+        return {"advice": self.advice, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Writes the report as JSON, for `undertow report DIR` as report-rank0.json and so on.
+
+        Args:
+            path: The file to write.
+        """
+        write_whole(path, f"{json.dumps(self.to_dict())}\n".encode(), where="report.save(path)")
+
+    def to_html(self, path: str | Path, profile: object = None) -> None:
+        """Writes a page with the step as a timeline; writing needs plotly, and viewing needs no network.
+
+        Args:
+            path: The file to write.
+            profile: What `profile()` of the model returns; with it the page shows the step on other links.
+
+        Raises:
+            ConfigError: If no step is recorded yet, if plotly is missing, or if the file cannot be written.
+        """
+        # By name: the page uses the simulator, which is in a layer above this one.
+        page = importlib.import_module("undertow.report.page")
+        where = "report.to_html(path)"
+        write_whole(path, page.page_of([json.loads(json.dumps(self.to_dict()))], profile, where=where).encode(), where=where)
+
+    def __rich__(self) -> "RenderableType":
+        return with_experts(_tables(self), self.experts)
+
+
+# Of the report's fields, those that `scalars` has under their own names.
+_SCALARS = (
+    *("step_ms", "step_p50_ms", "step_p95_ms", "forward_ms", "backward_ms", "rest_ms", "communication_ms", "hidden_ms"),
+    *("exposed_ms", "wire_ms", "late_rank_ms", "processors_ms", "overlap", "gather_ms", "gather_exposed_ms"),
+    *("synchronized_ms", "limit_ms", "slowest_rank", "num_steps", "num_skipped"),
+)
+
+
+# Advice.
+
+_MOST = 0.5  # of the exposed time: a cause that explains this share is the one to look at
+
+
+def _late_rank(report: StepReport) -> str:
+    share = report.late_rank_ms / report.exposed_ms
+    if share < _MOST:
+        return ""
+    if report.slowest_share <= 2 / 3:
+        return (
+            f"{share:.0%} of the exposed time is waiting for a late rank, which is another one from step to step: give ranks "
+            "equal work, such as batches of equal length, and look at what else runs on their machines."
+        )
+    return (
+        f"{share:.0%} of the exposed time is waiting for rank {report.slowest_rank}: look at its input pipeline, and at what "
+        "else runs on its machine."
+    )
+
+
+def _fixed_plan(report: StepReport) -> str:
+    worst = report.worst_bucket
+    if not report.why_fixed or worst is None:
+        return ""
+    share, held = worst.waited_ms / report.exposed_ms, worst.num_bytes / sum(bucket.num_bytes for bucket in report.buckets)
+    return (
+        f"{share:.0%} of the exposed time is for bucket {worst.index}, which holds {held:.0%} of the gradients and is full late "
+        f"in backward. The plan follows no measurements ({report.why_fixed}): let it be planned, or choose smaller buckets."
+        if min(share, held) >= _MOST and len(worst.params) > 1
+        else ""
+    )
+
+
+def _processors(report: StepReport) -> str:
+    return (
+        f"Processors are the limit: packing, copying and adding gradients take {report.processors_ms:.1f} ms of a step of "
+        f"{report.step_ms:.1f} ms. Leave a core to each rank's communication, or use fewer "
+        f"{'ranks on this machine' if report.num_threads == 1 else 'compute threads'}."
+        if report.processors_ms > report.exposed_ms * _MOST
+        else ""
+    )
+
+
+def _large_last_parameter(report: StepReport) -> str:
+    if not report.buckets:
+        return ""
+    last = report.buckets[-1]
+    # The parameter may be in pieces in several buckets.
+    pieces = [bucket for bucket in report.buckets if bucket.largest == last.largest]
+    share = sum(bucket.waited_ms for bucket in pieces) / report.exposed_ms
+    if (
+        share < _MOST
+        or last.largest_bytes < _MOST * last.num_bytes
+        or not any(word in last.largest.lower() for word in ("emb", "wte"))
+    ):
+        return ""
+    remedy = 'halve it with SyncConfig(wire_dtype="bfloat16")' if report.can_narrow else "only a faster link helps"
+    megabytes = sum(bucket.largest_bytes for bucket in pieces) / 1e6
+    return (
+        f"{share:.0%} of the exposed time is for the last bucket: the gradient of the embedding {last.largest} "
+        f"({megabytes:.1f} MB) is ready only when backward ends, tied to the output layer or not: {remedy}."
+    )
+
+
+def _network(report: StepReport) -> str:
+    if report.limit_ms == 0 or report.synchronized_ms > 1.1 * report.limit_ms:
+        return ""
+    narrower = ', or send less with SyncConfig(wire_dtype="bfloat16")' if report.can_narrow else ""
+    reduced_ms = report.communication_ms - report.gather_ms
+    if reduced_ms > report.backward_ms:
+        return (
+            f"The network is the limit: {reduced_ms:.1f} ms of gradients do not fit under {report.backward_ms:.1f} ms of "
+            f"backward: simulate another link with undertow simulate{narrower}."
+        )
+    return (
+        f"Gradients leave as soon as these buckets are full, and the last of {len(report.buckets)} is full when backward ends: "
+        f"explain() gives the reasons for these buckets{narrower}."
+    )
+
+
+def _plan(report: StepReport) -> str:
+    return (
+        f"Gradients are synchronized {report.synchronized_ms / report.limit_ms:.2f} times as late as these buckets allow: "
+        "explain() gives the reasons for this plan."
+        if report.limit_ms > 0
+        else "The step waits for parameters: let more of the forward run before it reads the first of them."
+    )
+
+
+_CAUSES = (_late_rank, _fixed_plan, _large_last_parameter, _processors, _network, _plan)
+
+
+# The report as tables.
+
+
+def _tables(report: StepReport) -> "Iterator[RenderableType]":
+    if report.num_steps == 0:
+        yield "Undertow: no step recorded yet; run a training step, and leave record on."
+        return
+    # Above the tables, not as their titles, which rich would wrap at the width of the table.
+    yield f"Where a step goes: rank {report.rank}, step {report.step}, a typical one"
+    yield _step_table(report)
+    if report.plan_since is not None:
+        yield f"Only steps since step {report.plan_since} count: the plan changed there."
+    yield cell(report.advice)
+    if report.buckets:
+        yield f"\nBuckets{' of gradients' if report.gathers else ''} in this step, ms since it began"
+        yield _bucket_table(report)
+    if report.gathers:
+        yield "\nGathers of parameters in this step, ms since it began"
+        yield _gather_table(report)
+    notes = {
+        "The model is compiled as one graph, for none of its buckets has 1 MiB: its gradients come all at once.\n"
+        "Set bucket_cap_mb to 1 or more, or compile its layers one by one.": report.is_one_graph,
+        f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}": report.num_skipped > 0,
+    }
+    yield from (note for note, applies in notes.items() if applies)
+
+
+def _step_table(report: StepReport) -> "Table":
+    forward, backward, exposed, rest = rounded_to_tenths(
+        (report.forward_ms, report.backward_ms, report.exposed_ms, report.rest_ms)
+    )
+    worst, slowest = report.worst_bucket, report.slowest_rank
+    rows: list[tuple[str, int, str]] = [
+        (
+            "step",
+            forward + backward + exposed + rest,
+            f"p50 {report.step_p50_ms:.1f}, p95 {report.step_p95_ms:.1f}; steps counted: {report.num_steps}",
+        ),
+        ("  forward", forward, ""),
+        ("  backward", backward, ""),
+        ("  exposed", exposed, "" if worst is None else f"waits, the longest for bucket {worst.index}"),
+        ("  rest", rest, "optimizer, and all else until the next forward"),
+    ]
+    if report.overlap is not None:
+        network, late = rounded_to_tenths((report.wire_ms, report.late_rank_ms), total=exposed)
+        rows[4:4] = [
+            ("    the network", network, ""),
+            ("    a late rank", late, f"slowest is rank {slowest}" if late else ""),
+        ]
+        hidden, shown = rounded_to_tenths((report.hidden_ms, report.communication_ms - report.hidden_ms))
+        rows += [("communication", hidden + shown, f"{report.overlap:.0%} hidden"), ("  hidden", hidden, "")]
+        if report.gather_overlap is not None:
+            size = f"{sum(gather.num_bytes for gather in report.gathers) / 1e6:.1f} MB"
+            rows.append(("  of it gathers", round(10 * report.gather_ms), f"{size}, {report.gather_overlap:.0%} hidden"))
+        rows += [
+            (
+                "synchronized after",
+                round(10 * report.synchronized_ms),
+                f"synchronized / limit {report.synchronized_ms / report.limit_ms:.3f}" if report.limit_ms > 0 else "",
+            ),
+            ("  limit", round(10 * report.limit_ms), "for these buckets and ready times"),
+        ]
+        if report.step_limit_ms > 0:
+            ratio = f"step / limit of the step {report.step_ms / report.step_limit_ms:.3f}"
+            rows.append(("limit of the step", round(10 * report.step_limit_ms), ratio))
+    table = _table("ms", note="notes", first="part")
+    for name, tenths, note in rows:
+        table.add_row(name, f"{tenths / 10:.1f}", note)
+    return table
+
+
+def rounded_to_tenths(parts: Sequence[float], *, total: int | None = None) -> list[int]:
+    """Returns the parts in tenths, rounded so that they add up: to their rounded sum, or to `total`, which is near it."""
+    tenths = [int(10 * part) for part in parts]
+    missing = (round(10 * sum(parts)) if total is None else total) - sum(tenths)
+    largest = sorted(range(len(parts)), key=lambda at: tenths[at] - 10 * parts[at])[: max(0, missing)]
+    return [tenth + (at in largest) for at, tenth in enumerate(tenths)]
+
+
+def _end_of(name: str, width: int) -> str:
+    return name if len(name) <= width else f"…{name[1 - width :]}"
+
+
+def _waits(report: StepReport) -> list[int]:
+    """Returns the waits for buckets and then gathers, in tenths that add up to the exposed time as the first table has it."""
+    exposed = rounded_to_tenths((report.forward_ms, report.backward_ms, report.exposed_ms, report.rest_ms))[2]
+    waits_ms = [*(bucket.waited_ms for bucket in report.buckets), *(gather.waited_ms for gather in report.gathers)]
+    return rounded_to_tenths(waits_ms, total=exposed)
+
+
+def _bucket_table(report: StepReport) -> "Table":
+    sent = ("sent",) if report.is_narrowed else ()
+    table = _table(
+        *("MB", *sent, "ready", "launched", "done", "wire", "waited"),
+        note="largest parameter +others",
+        first="bucket",
+    )
+    for bucket, waited in zip(report.buckets, _waits(report), strict=False):
+        more = len(bucket.params) - 1
+        table.add_row(
+            str(bucket.index),
+            *_megabytes(bucket.num_bytes, *([bucket.sent_bytes] if sent else [])),
+            *_times(bucket.ready_ms, bucket.launched_ms, bucket.done_ms, bucket.wire_ms, waited / 10),
+            cell(_end_of(bucket.largest, 14 if sent else 24) + (f" +{more}" if more > 0 else "")),
+            style="bold" if bucket is report.worst_bucket else None,
+        )
+    return table
+
+
+def _gather_table(report: StepReport) -> "Table":
+    table = _table("MB", "launched", "done", "wire", "waited", first="bucket")
+    worst = report.worst_bucket
+    for gather, waited in zip(report.gathers, _waits(report)[len(report.buckets) :], strict=True):
+        table.add_row(
+            str(gather.bucket),
+            *_megabytes(gather.num_bytes),
+            *_times(gather.launched_ms, gather.done_ms, gather.wire_ms, waited / 10),
+            style="bold" if worst is not None and gather.bucket == worst.index else None,
+        )
+    return table
+
+
+def _table(*numbers: str, first: str, note: str = "") -> "Table":
+    """Returns a table whose columns of numbers have these names; it fits into 80 columns."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Column, Table
+
+    columns = (Column(first, no_wrap=True), *(Column(name, justify="right", no_wrap=True) for name in numbers))
+    notes = (Column(note, overflow="fold"),) if note else ()
+    styles: Any = {"box": SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
+    return Table(*columns, *notes, **styles)
+
+
+def _times(*milliseconds: float) -> Iterator[str]:
+    return (f"{it:.1f}" for it in milliseconds)
+
+
+def _megabytes(*num_bytes: int) -> Iterator[str]:
+    return (f"{it / 1e6:.2f}" for it in num_bytes)

@@ -1,0 +1,181 @@
+"""Traces of real runs: what they say beside the report, what HTA reads in them, and the variable that asks for them."""
+
+import contextlib
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from support.emulated import run_over_link
+from support.errors import text_of
+from support.inside import EmulatedLink
+from support.naive import alone, wrapped
+from support.project import ROOT
+from support.ranks import in_ranks
+from undertow import PhaseError, ShardedOptimizer, attach
+from undertow.trace import overlap_of
+from undertow.trace.files import merge
+
+SLEEP_S = 0.01
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        time.sleep(SLEEP_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
+        time.sleep(2 * SLEEP_S)
+        return gradient
+
+
+class Layer(nn.Module):
+    """It takes its time without a processor, which other tests may need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(200, 200)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Slow.apply(self.linear(x))
+
+
+def _traced(strategy: str, folder: str, _link: EmulatedLink) -> tuple[float, float, int]:
+    """Returns the overlap that the report tells, that of the sums over all steps, and the number of predicted steps."""
+    torch.manual_seed(0)
+    config: Any = {"bucket_cap_mb": 0.15, "strategy": strategy}
+    with wrapped(nn.Sequential(*(Layer() for _ in range(4))), **config) as ddp:
+        sgd = torch.optim.SGD
+        optimizer = sgd(ddp.parameters(), lr=0.01) if strategy == "ddp" else ShardedOptimizer(sgd, ddp, lr=0.01)
+        for _ in range(24):
+            optimizer.zero_grad()
+            ddp(torch.ones(2, 200)).sum().backward()
+            optimizer.step()
+        path = ddp.save_trace(f"{folder}/trace.json.gz", steps=17)
+        overlaps = [overlap_of(trace) for trace in ddp.traces()[-17:-1]]  # HTA leaves out the last step
+        report = ddp.report()
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    summed = sum(it.hidden_us for it in overlaps) / sum(it.total_us for it in overlaps)
+    return report.overlap or 0.0, summed, sum(it["name"] == "predicted step" for it in trace["traceEvents"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of pandas, about HTA
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_hta_finds_the_overlap_of_our_report(strategy: str, tmp_path: Path) -> None:
+    """Within 2 points over the same steps. The report has one typical step, which on a busy machine is not their sum."""
+    analysis = pytest.importorskip("hta.trace_analysis", reason='HTA is not installed: pip install "undertow[viewers]"')
+    found = run_over_link(partial(_traced, strategy, str(tmp_path)), "100mbit")
+    table = analysis.TraceAnalysis(trace_dir=str(tmp_path)).get_comm_comp_overlap(visualize=False)
+    of_rank = dict(zip(table["rank"], table["comp_comm_overlap_pctg"], strict=True))
+    for rank, (reported, summed, num_predicted) in enumerate(found):
+        assert 10 < 100 * reported < 95  # neither everything nor nothing
+        assert of_rank[rank] == pytest.approx(100 * summed, abs=2.0)
+        assert num_predicted > 5
+    assert merge(tmp_path, tmp_path / "all.json.gz") == "2 traces of 2 ranks"
+    merged = json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))
+    pids = {it["args"]["name"]: it["pid"] for it in merged["traceEvents"] if it["name"] == "process_name"}
+    ends = [
+        {
+            (it["name"], it["args"].get("step")): it["ts"] + it["dur"]
+            for it in merged["traceEvents"]
+            if it["ph"] == "X" and it["pid"] == pids[f"rank {rank}"] and it["name"].startswith("ProfilerStep")
+        }
+        for rank in range(2)
+    ]
+    assert ends[0].keys() == ends[1].keys()
+    assert all(abs(ends[0][step] - ends[1][step]) < 2e4 for step in ends[0])  # microseconds, of steps that begin together
+
+
+@in_ranks(2)
+def test_ops_have_ranges_under_torchs_profiler_and_under_emit_nvtx() -> None:
+    with wrapped(nn.Linear(2, 2)) as ddp:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            ddp(torch.ones(1, 2)).sum().backward()
+        assert {"undertow.pack b0", "undertow.all_reduce b0"} <= {event.name for event in profiler.events()}
+        named: list[str] = []
+
+        def ranged(name: str) -> contextlib.AbstractContextManager[None]:
+            named.append(name)
+            return contextlib.nullcontext()
+
+        with contextlib.ExitStack() as patches:
+            for name in ("autograd.profiler._enable_profiler", "autograd.profiler._disable_profiler", "cuda.synchronize"):
+                patches.enter_context(mock.patch(f"torch.{name}"))  # there may be no device
+            patches.enter_context(mock.patch("torch.profiler.record_function", ranged))
+            patches.enter_context(torch.autograd.profiler.emit_nvtx())
+            ddp(torch.ones(1, 2)).sum().backward()
+        assert "undertow.all_reduce b0" in named
+
+
+@in_ranks(2)
+def test_a_trace_asks_for_a_step_and_a_number() -> None:
+    with wrapped(nn.Linear(2, 2)) as ddp:
+        assert text_of(PhaseError, lambda: ddp.save_trace("trace.json")) == (
+            f"no step is recorded.\n  save_trace, rank {dist.get_rank()}\n  Run a training step before, and leave record on."
+        )
+
+
+@in_ranks(2)
+def test_a_short_run_has_a_trace_without_a_prediction(tmp_path: Path) -> None:
+    sync = attach(model := nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    path = sync.save_trace(tmp_path / "trace.json")
+    sync.close()
+    trace = json.loads(path.read_text())
+    assert path.name == f"trace-rank{dist.get_rank()}.json"
+    assert trace["undertow_trace"]["prediction"].startswith("none: nothing has been measured of this model yet.")
+
+
+@in_ranks(2)
+def test_one_rank_alone_has_a_trace(tmp_path: Path) -> None:
+    with alone() as group, wrapped(nn.Linear(2, 2), process_group=group) as ddp:
+        for _ in range(3):
+            ddp(torch.ones(1, 2)).sum().backward()
+        trace = json.loads(ddp.save_trace(tmp_path / "trace.json").read_text())
+    assert trace["distributedInfo"] == {"rank": dist.get_rank(), "world_size": 1, "backend": "gloo"}
+
+
+# How the script's model ends: left to the end of the process, closed, or dropped; or in processes of multiprocessing.
+ENDINGS = {"left": "", "closed": "model.close()", "dropped": "del model, optimizer"}
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch import nn
+from undertow import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+for size in (2, 3):
+    model = DDP(nn.Linear(size, size))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1, size)).sum().backward()
+        optimizer.step()
+    {ending}
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_variable_alone_brings_the_trace_of_every_rank(ending: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.format(ending=ENDINGS[ending]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    env = {**os.environ, "UNDERTOW_TRACE": "traces", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), env.get("PYTHONPATH", "")])
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = sorted(path.name for path in (tmp_path / "traces").iterdir())
+    assert found == [f"trace{model}-rank{rank}.json.gz" for model in ("-2", "") for rank in (0, 1)]
+    assert merge(tmp_path / "traces", tmp_path / "all.json.gz") == "4 traces of 2 ranks"

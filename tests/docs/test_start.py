@@ -1,0 +1,135 @@
+"""The first pages of the documentation: their snippets and commands run; tables of figures are those that are recorded."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks import figures
+
+from support.pages import Snippet, execute, snippets
+from support.project import ROOT
+from support.ranks import Ranks
+
+NAMES = ("index", "quickstart", "faq", "comparison", "benchmarks", "studies")
+TEXTS = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
+SNIPPETS = {name: list(snippets(ROOT / "docs" / f"{name}.md")) for name in NAMES}
+ALL = [snippet for found in SNIPPETS.values() for snippet in found]
+BLOCKS = [re.sub(r"\\\n +", "", it.code) for it in ALL if it.language == ""]
+COMMANDS = [line.split("  ")[0] for block in BLOCKS for line in block.splitlines()]
+(SCRIPT,) = (snippet for snippet in ALL if snippet.mark == "script")
+TABLES = figures.tables()
+# Tests elsewhere run these, in forms that take less time: tests/arch/test_wheel.py, tests/dist/test_scripts.py, tests/bench.
+INSTALLED = ["python3 -m venv .venv", ".venv/bin/pip install '.[cli,page]'"]
+STARTED = [".venv/bin/torchrun --nproc-per-node=2 quickstart.py", ".venv/bin/undertow demo"]
+PLANNED = [
+    ".venv/bin/undertow plan --strategy zero2 --ranks 8",
+    ".venv/bin/undertow plan examples/profiles/gpt2.json --ranks 64 --link 25gbit",
+]
+SIMULATED = [
+    ".venv/bin/undertow simulate out/profile-undertow.json --ranks 16 --link 25gbit",
+    ".venv/bin/undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link 25gbit",
+]
+
+
+def run(snippet: Snippet) -> None:
+    execute(snippet)
+
+
+@pytest.mark.parametrize(
+    "snippet", [it for it in ALL if it.mark == "two ranks"], ids=lambda it: f"{Path(it.page).stem}: {it.section}, {it.line}"
+)
+def test_a_snippet_holds(two_ranks: Ranks, snippet: Snippet) -> None:
+    two_ranks.run(run, snippet)
+    assert any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(snippet.code)))
+
+
+def test_no_snippet_or_command_has_slipped_through() -> None:
+    assert {name: text.count("```") for name, text in TEXTS.items()} == {name: 2 * len(it) for name, it in SNIPPETS.items()}
+    assert {(it.language, it.mark) for it in ALL} == {("python", "two ranks"), ("python", "script"), ("text", ""), ("", "")}
+    others = [it for it in COMMANDS if not it.startswith("make ")]
+    assert sorted(others) == sorted([*INSTALLED, *STARTED, *SIMULATED, *PLANNED])
+
+
+@pytest.mark.slow
+def test_the_quickstart_trains(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.py").write_text(SCRIPT.code)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "quickstart.py", "20"],
+        cwd=tmp_path,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, (tmp_path / "quickstart.pt").exists()) == (0, True), done.stderr
+    loss = re.search(r"step  20  loss (\d\.\d+)", done.stdout)
+    assert loss is not None
+    assert float(loss[1]) < 4.0  # a guess has 5.5
+    assert "Where a step goes: rank 0" in done.stdout
+    assert "The plan: " in done.stdout
+
+
+@pytest.mark.parametrize("command", [it for it in COMMANDS if it.startswith("make ")])
+def test_make_knows_its_targets(command: str) -> None:
+    done = subprocess.run(["make", "-n", *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout == "") == (0, False), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", PLANNED)
+def test_plans_are_shown(command: str) -> None:
+    program, *arguments = shlex.split(command)
+    undertow = str(Path(sys.executable).parent / Path(program).name)
+    done = subprocess.run([undertow, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout == "") == (0, False), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", SIMULATED)
+def test_the_simulator_takes_the_commands(command: str, tmp_path: Path) -> None:
+    """The example's profile stands for the one that the demo writes."""
+    profile = str(ROOT / "examples" / "profiles" / "gpt2.json")
+    program, *arguments = shlex.split(command.replace("out/profile-undertow.json", profile))
+    arguments = [str(ROOT / it) if it.startswith("examples/") else it for it in arguments]
+    undertow = str(Path(sys.executable).parent / Path(program).name)
+    done = subprocess.run([undertow, *arguments, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, (tmp_path / "simulate.png").exists()) == (0, True), done.stderr
+
+
+def test_pages_have_the_figures_that_make_figures_writes() -> None:
+    assert figures.FIGURES.read_text(encoding="utf-8") == figures.text_of(TABLES)
+    for page in figures.PAGES:
+        assert page.read_text(encoding="utf-8") == figures.filled(page.read_text(encoding="utf-8"), TABLES), "run make figures"
+
+
+def test_every_table_is_on_a_page_and_the_readme_has_six_figures() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in figures.PAGES)
+    assert sorted(re.findall(r"<!-- figures: ([\w-]+) -->", text)) == sorted(TABLES)
+    assert len(TABLES["readme"]) == 1 + 6
+
+
+def test_results_of_a_run_replace_those_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, run = tmp_path / "recorded.json", tmp_path / "bench.jsonl"
+    recorded.write_text(json.dumps({"one": {"rows": [{"a": 0}]}, "other": {"rows": []}}))
+    figure = {"type": "figure", "part": "one", "figure": "speed", "text": "2 x", "target": "-", "is_met": None}
+    lines = [{"date": "today", "commit": "c0"}, {"type": "measurement", "part": "one", "a": 1, "steps": [1, 2]}, figure]
+    run.write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(figures, "RECORDED", recorded)
+    figures.record(run)
+    told = {"figure": "speed", "measured": "2 x", "target": "-", "met": "-"}
+    assert json.loads(recorded.read_text()) == {
+        "one": {"date": "today", "commit": "c0", "figures": [told], "rows": [{"a": 1}]},
+        "other": {"rows": []},
+    }
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (len(text.splitlines()) <= 120, len(text.split()) <= 1200) == (True, True)

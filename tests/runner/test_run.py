@@ -1,0 +1,359 @@
+"""`undertow run`: programs that do not know Undertow train with its class and get the same bits, and all else is theirs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.cli import MEASURED
+from support.errors import text_of
+from support.frameworks import require_installed
+from support.project import ROOT
+from support.strategies import spec
+from undertow import ConfigError, SyncConfig
+from undertow.cost import CostCurve
+from undertow.plan import plan_from_groups
+from undertow.runner import require_torch
+from undertow.runner.ending import about_shards
+from undertow.runner.settings import settings_from
+
+PLAN = plan_from_groups([spec("a", 8)], [[0]], num_ranks=2).to_json()
+SCRIPTS = Path(__file__).with_name("scripts")
+UNDERTOW = (sys.executable, "-m", "undertow")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1")
+WAIT_S = 200.0
+REPORTED = "Where a step goes: rank 0"
+NOTHING = "undertow run: no process of this program made a DistributedDataParallel: Undertow had nothing to do.\n"
+
+
+def run(*command: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    known = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    given = {name: text for name, text in os.environ.items() if not name.startswith("UNDERTOW_")}
+    env = {**given, **known, **variables}
+    return subprocess.run(
+        list(map(str, command)), input=stdin, capture_output=True, text=True, env=env, timeout=WAIT_S, check=False
+    )
+
+
+# Packages that a script needs, its file, and the command that starts it.
+TRAINED: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "torch's tutorial": ("", "plain.py", TORCHRUN),
+    "a subclass of torch's class": ("", "subclass.py", TORCHRUN),
+    "ranks started by multiprocessing": ("", "spawns.py", (sys.executable,)),
+    "Lightning": ("lightning", "with_lightning.py", (sys.executable,)),
+    "HF Trainer": ("transformers accelerate", "with_transformers.py", TORCHRUN),
+    "Accelerate": (
+        "accelerate",
+        "with_accelerate.py",
+        (*ACCELERATE, "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
+    ),
+    "Ray Train": ("ray", "with_ray.py", (sys.executable,)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_program_trains_as_without_us_and_reports(name: str, tmp_path: Path) -> None:
+    packages, script, command = TRAINED[name]
+    require_installed(*packages.split())
+    plain, ours = tmp_path / "plain.pt", tmp_path / "ours.pt"
+    without = run(*command, SCRIPTS / script, plain)
+    assert (without.returncode, REPORTED in without.stdout + without.stderr) == (0, False), without.stderr
+    done = run(*UNDERTOW, "run", *command, SCRIPTS / script, ours)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count(REPORTED) == 1  # Ray passes on what its workers print
+    wanted, found = torch.load(plain), torch.load(ours)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.slow
+def test_settings_arrive_and_files_are_written(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text('{"record": "full", "bucket_cap_mb": 7}')
+    out, command = tmp_path / "new" / "out", (*TORCHRUN, "-m", "undertow", SCRIPTS / "plain.py", tmp_path / "it.pt")
+    done = run(
+        *UNDERTOW, "run", "--out", out, "--set", "bucket_cap_mb=0.0001", *TORCHRUN, SCRIPTS / "plain.py", tmp_path / "it.pt"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "bucket_cap_mb=0.0001 was asked for" in done.stderr
+    # The last line names the next command.
+    assert done.stderr.splitlines()[-1] == f"The files are in {out}. A page about them: undertow report {out}"
+    names = ["plan.json", "profile.json", "report-rank0.json", "report-rank1.json", "traces"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    assert sorted(path.name for path in (out / "traces").iterdir()) == ["trace-rank0.json.gz", "trace-rank1.json.gz"]
+    assert [json.loads((out / f"report-rank{rank}.json").read_text())["rank"] for rank in range(2)] == [0, 1]
+    # A module of torchrun's in place of the runner, which starts each rank anew; the settings come from a file.
+    within = (*UNDERTOW, "run", "--out", tmp_path / "within")
+    traces = {"UNDERTOW_TRACE": str(tmp_path / "traces")}
+    done = run(*within, *command, UNDERTOW_CONFIG=str(tmp_path / "settings.json"), **traces)
+    assert (done.returncode, done.stderr.count(REPORTED), NOTHING in done.stderr) == (0, 1, False), done.stderr
+    assert len(list((tmp_path / "within").iterdir())) == 4  # traces are where the variable says
+    assert "bucket_cap_mb=7 was asked for" in done.stderr
+    assert len(list((tmp_path / "traces").iterdir())) == 2
+
+
+@pytest.mark.parametrize(("slowness", "is_advised"), [(1.0, True), (1e-4, False)], ids=["a shorter step", "the same step"])
+def test_shards_are_advised_if_the_simulator_expects_a_shorter_step(slowness: float, is_advised: bool) -> None:
+    curve = CostCurve(points=tuple((num_bytes, slowness * us) for num_bytes, us in MEASURED.curves["all_reduce"].points))
+    advice = about_shards(replace(MEASURED, num_ranks=2, curves={"all_reduce": curve}))
+    assert ("undertow.shard_optimizer(optimizer, model)" in advice, advice != "") == (is_advised, is_advised)
+
+
+@pytest.mark.slow
+def test_a_program_that_has_our_class_gets_files_too(tmp_path: Path) -> None:
+    done = run(*UNDERTOW, "run", "--out", tmp_path, *TORCHRUN, ROOT / "examples" / "train.py")
+    assert (done.returncode, done.stderr.count(REPORTED), NOTHING in done.stderr) == (0, 1, False), done.stderr
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == [
+        "plan.json",
+        "profile.json",
+        "report-rank0.json",
+        "report-rank1.json",
+    ]
+
+
+MIXED = """
+import os, sys
+if os.environ["RANK"] == "1" and os.environ.pop("UNDERTOW_RUN", None):
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+try:
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+except Exception as error:
+    os.write(1, f"{os.environ['RANK']}: {type(error).__name__}: {error}\\n".encode())  # in one piece
+    sys.exit(7)
+"""
+REFUSED = """0: ConfigError: another rank wraps its model by torch's own class, and this one by Undertow's.
+  rank 0, DistributedDataParallel(...) under `undertow run`
+  Start all ranks by `undertow run`. To ranks that do not inherit its environment, give the variables PYTHONPATH and UNDERTOW_RUN.
+1: RuntimeError: DDP expects same model across all ranks, but Rank 1 has 2 params, while rank 0 has inconsistent 9973 params."""
+
+
+@pytest.mark.slow
+def test_a_rank_without_the_runner_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "mixed.py").write_text(MIXED)
+    done = run(*UNDERTOW, "run", *TORCHRUN, tmp_path / "mixed.py")
+    assert done.returncode == 1  # torchrun's, of a rank that failed
+    assert sorted(done.stdout.strip().splitlines(), key=lambda line: line[0] == "1") == REFUSED.splitlines()
+
+
+PRIVATE = """
+import torch, torch.distributed as dist
+class Mine(torch.nn.parallel.DistributedDataParallel):
+    def _pre_forward(self, *inputs, **kwargs):
+        return super()._pre_forward(*inputs, **kwargs)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+Mine(torch.nn.Linear(2, 2))
+"""
+OVERRIDES = """undertow.errors.ConfigError: class Mine overrides _pre_forward, and Undertow does not call torch's private methods.
+  __main__.Mine(...) under `undertow run`
+  Do the same in forward(), or start the program without `undertow run`.
+See docs/troubleshooting.md.
+"""
+
+
+@pytest.mark.slow
+def test_a_class_that_overrides_private_methods_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "private.py").write_text(PRIVATE)
+    done = run(*UNDERTOW, "run", tmp_path / "private.py")
+    assert (done.returncode, done.stderr.replace("[rank0]: ", "").endswith(OVERRIDES)) == (1, True), done.stderr
+
+
+BOUND = """
+import sys
+from torch.nn.parallel import DistributedDataParallel
+sys.path.insert(0, {site!r})
+import sitecustomize
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+print(type(model).__module__, type(model).__name__, isinstance(model, DistributedDataParallel))
+"""
+
+
+@pytest.mark.slow
+def test_a_name_that_was_bound_before_makes_ours(tmp_path: Path) -> None:
+    site = Path(sys.modules["undertow"].__path__[0]) / "runner" / "site"
+    told = json.dumps({"pid": 0, "mark": str(tmp_path / "mark"), "out": None})
+    done = run(sys.executable, "-c", BOUND.format(site=str(site)), UNDERTOW_RUN=told)
+    assert done.stdout == "undertow.runner.replacing DistributedDataParallel True\n", done.stderr
+
+
+ODD = """
+import inspect, os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+print("broadcast_buffers" in inspect.signature(DistributedDataParallel).parameters)
+try:
+    DistributedDataParallel(torch.nn.Linear(2, 2))
+except Exception as error:
+    print(type(error).__name__, flush=True)
+if os.fork() == 0:  # before gloo has threads, which a forked process lacks
+    raise SystemExit(0)
+os.wait()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from torch.distributed._composable.replicate import replicate
+replicate(net := torch.nn.Linear(2, 2))
+net(torch.ones(1, 2)).sum().backward()
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_in_one_process_keeps_its_ways(tmp_path: Path) -> None:
+    """The signature, an error without a process group, torch's `replicate`, and forked processes, which report nothing."""
+    (tmp_path / "odd.py").write_text(ODD)
+    done = run(*UNDERTOW, "run", tmp_path / "odd.py")
+    assert (done.returncode, done.stdout) == (0, "True\nConfigError\n"), done.stderr
+    assert (done.stderr.count(REPORTED), NOTHING in done.stderr) == (1, False), done.stderr
+
+
+ECHO = "import sys; print(sys.stdin.read(), sys.argv[1:]); sys.exit(13)"
+
+
+def test_what_is_the_programs_passes_through(tmp_path: Path) -> None:
+    mine = tmp_path / "sitecustomize.py"
+    mine.write_text("import sys; print('mine first:', [path for path in sys.path if path.endswith('site')])")
+    done = run(*UNDERTOW, "run", sys.executable, "-c", ECHO, "--set", "a b", stdin="in", PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (
+        13,
+        "mine first: []\n" * 2 + "in ['--set', 'a b']\n",
+    )  # the runner's Python has it too
+    assert done.stderr == NOTHING
+    ended = run(*UNDERTOW, "run", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    assert ended.returncode == -signal.SIGTERM
+    (tmp_path / "script.py").write_text(ECHO)
+    done = run(*UNDERTOW, tmp_path / "script.py", "1", stdin="x")
+    assert (done.returncode, done.stdout) == (13, "x ['1']\n")
+
+
+BAD: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "no command": (
+        (),
+        2,
+        "no command is given.\n  undertow run\n"
+        "  Write the command that starts the training after it: undertow run torchrun --nproc-per-node=2 train.py\n",
+    ),
+    "an unknown command": (
+        ("torchrunn", "x.py"),
+        127,
+        "command 'torchrunn' is not found.\n  in the folders of PATH\n  Did you mean 'torchrun'?\n",
+    ),
+    "a file that is no program": (
+        ("{folder}/data.txt",),
+        126,
+        "{folder}/data.txt is not a program.\n  {folder}/data.txt\n  Make it executable, or name its interpreter.\n",
+    ),
+    "a syntax error": (
+        ("{python}", "{folder}/bad.py"),
+        1,
+        "{folder}/bad.py is not Python: '(' was never closed.\n  {folder}/bad.py, line 1: print(\n  Nothing was started.\n",
+    ),
+    "an unknown setting": (
+        ("--set", "bucket_cap=3", "python", "x.py"),
+        2,
+        "setting 'bucket_cap' does not exist.\n  SyncConfig\n  Did you mean 'bucket_cap_mb'?\n",
+    ),
+    "a setting without a value": (
+        ("--set", "record", "python", "x.py"),
+        2,
+        "--set record gives no value.\n  undertow run\n  Write --set name=value, without spaces.\n",
+    ),
+    "a name of the runner itself": (
+        ("--set", "run=3", "python", "x.py"),
+        2,
+        "--set is for the fields of SyncConfig, and UNDERTOW_RUN is a variable of `undertow run` itself.\n  undertow run --set\n"
+        "  Set the variable in the environment, or give --out.\n",
+    ),
+    "a folder that cannot be": (
+        ("--out", "{folder}/data.txt", "python", "x.py"),
+        2,
+        "nothing can be written there: File exists.\n  undertow run --out {folder}/data.txt\n  Name another folder.\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_started_is_an_error_with_an_exit_code(name: str, tmp_path: Path) -> None:
+    (tmp_path / "data.txt").touch()
+    (tmp_path / "bad.py").write_text("print(\n")
+    arguments, code, text = BAD[name]
+    done = run(*UNDERTOW, "run", *(argument.format(folder=tmp_path, python=sys.executable) for argument in arguments))
+    assert (done.returncode, done.stderr) == (code, "undertow run: " + text.format(folder=tmp_path))
+
+
+def test_settings_come_from_variables_before_the_file(tmp_path: Path) -> None:
+    (tmp_path / "it.json").write_text('{"record": "full", "overlap": true}')
+    variables = {
+        "UNDERTOW_CONFIG": str(tmp_path / "it.json"),
+        "UNDERTOW_OVERLAP": "False",
+        "UNDERTOW_WIRE_DTYPE": "bf16",
+        "A": "1",
+    }
+    assert settings_from(variables) == {"record": "full", "overlap": False, "wire_dtype": "bf16"}
+    SyncConfig(**settings_from(variables))
+    assert text_of(ConfigError, lambda: settings_from({"UNDERTOW_CONFIG": "/nowhere.json"})) == (
+        "the settings cannot be read: No such file or directory.\n  UNDERTOW_CONFIG=/nowhere.json\n"
+        "  Give the path of a JSON object of settings by name, as SyncConfig(...).to_json() makes one."
+    )
+
+
+def test_a_plan_in_the_file_is_found_in_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "settings"
+    folder.mkdir()
+    (folder / "it.json").write_text('{"plan": "plan.json"}')
+    (folder / "plan.json").write_text(PLAN)
+    monkeypatch.chdir(tmp_path)
+    for path in ("settings/it.json", str(folder / "it.json")):
+        found = SyncConfig(**settings_from({"UNDERTOW_CONFIG": path}))
+        assert found.plan == PLAN
+    (folder / "it.json").write_text(json.dumps({"plan": PLAN}))
+    assert settings_from({"UNDERTOW_CONFIG": "settings/it.json"}) == {"plan": PLAN}
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_marks_of_runs_that_are_gone_are_removed(tmp_path: Path) -> None:
+    gone, alive = tmp_path / f"undertow-run-{2**22 + 1}-a", tmp_path / f"undertow-run-{os.getpid()}-b"  # beyond the largest pid
+    for path in (gone, alive, tmp_path / "undertow-run-of-others"):
+        path.touch()
+    done = run(*UNDERTOW, "run", "true", TMPDIR=str(tmp_path))
+    assert (done.returncode, gone.exists(), alive.exists(), len(list(tmp_path.iterdir()))) == (0, False, True, 2), done.stderr
+
+
+GROUPS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+alone = [dist.new_group([each]) for each in range(2)][rank]
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), process_group=alone)
+for _ in range(12):
+    model(torch.ones(2, 4)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+def test_each_group_has_files_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "groups.py").write_text(GROUPS)
+    out = tmp_path / "out"
+    done = run(*UNDERTOW, "run", "--out", out, *TORCHRUN, tmp_path / "groups.py")
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in out.iterdir() if path.suffix == ".json"}
+    assert names == {
+        *("plan.json", "plan-rank1.json", "profile.json", "profile-rank1.json", "report-rank0.json", "report-rank1.json")
+    }
+
+
+def test_an_old_torch_is_refused() -> None:
+    require_torch("2.11.0+cu130")
+    assert text_of(ConfigError, lambda: require_torch("2.10.1+cpu")) == (
+        f"Undertow needs torch 2.11 or newer, and this is 2.10.1+cpu.\n  undertow run, {sys.executable}\n"
+        "  Install a newer torch, or start the program without `undertow run`."
+    )
