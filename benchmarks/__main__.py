@@ -2,6 +2,7 @@
 
 python -m benchmarks matrix ...: workloads x ranks x links x systems; --help says more. `make bench` runs both.
 python -m benchmarks fidelity: the simulator beside what the matrix has measured.
+python -m benchmarks figures: the tables of README.md and docs/benchmarks.md, from recorded results. `make figures` runs it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks import fidelity
+from benchmarks import fidelity, figures
 from benchmarks.figure import Part
 from benchmarks.machine import machine
 from benchmarks.matrix import run as matrix
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return matrix.main(arguments[1:])
     if arguments[:1] == ["fidelity"]:
         return fidelity.main(arguments[1:])
+    if arguments[:1] == ["figures"]:
+        return figures.main(arguments[1:])
     return matrix.interruptible(partial(_measure, _parser().parse_args(arguments)))
 
 

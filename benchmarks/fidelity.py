@@ -19,8 +19,8 @@ from rich.table import Table
 from benchmarks.matrix.finished import profile_name, title_of
 from undertow.plan import plan_from_groups
 from undertow.profile import profile_from_file
-from undertow.schedule import strategy_named
-from undertow.simulate import simulate
+from undertow.report.what_if import NetworkOptions, WhatIf
+from undertow.simulate import Conditions
 
 BOUND = 0.05
 _TITLE = f"From its own profile: errors of at most {BOUND:.0%}"
@@ -34,10 +34,15 @@ class Prediction:
     system: str
     measured_ms: float
     predicted_ms: float
+    band_ms: tuple[float, float]  # p10 and p90
 
     @property
     def error(self) -> float:
         return self.predicted_ms / self.measured_ms - 1
+
+    @property
+    def is_in_band(self) -> bool:
+        return self.band_ms[0] <= self.measured_ms <= self.band_ms[1]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,6 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 2
     console.print(_table(predictions))
+    console.print(_counts(predictions), highlight=False)
     (out / "fidelity.md").write_text(_markdown(predictions), encoding="utf-8")
     console.print(f"Written: {out / 'fidelity.md'}", highlight=False)
     return int(any(abs(it.error) > BOUND for it in predictions))
@@ -88,28 +94,43 @@ def _predictions(rows: Sequence[dict[str, Any]], out: Path) -> Iterator[Predicti
             continue
         assert profile.groups is not None  # measured under a plan
         plan = plan_from_groups(profile.params, profile.groups, num_ranks=row["ranks"])
-        record = simulate(profile, plan, strategy_named(profile.strategy), profile.costs())
+        outcome = WhatIf.of(profile, None, None, NetworkOptions(), Conditions()).outcome(system, plan)
         # Without what lies between two steps: in the matrix that is the turns of all other systems.
-        measured_us, predicted_us = (step_us - profile.update_us for step_us in (profile.step_us, record.step_us))
-        yield Prediction(cell=title_of(row), system=system, measured_ms=measured_us / 1e3, predicted_ms=predicted_us / 1e3)
+        times_us = (profile.step_us, outcome.step_us, *outcome.band_us)
+        measured_ms, predicted_ms, *band_ms = ((time_us - profile.update_us) / 1e3 for time_us in times_us)
+        yield Prediction(
+            cell=title_of(row),
+            system=system,
+            measured_ms=measured_ms,
+            predicted_ms=predicted_ms,
+            band_ms=(band_ms[0], band_ms[1]),
+        )
 
 
 def _table(predictions: Sequence[Prediction]) -> Table:
     table = Table(title=_TITLE, title_justify="left")
     for name in ("cell", "system"):
         table.add_column(name)
-    for name in ("measured, ms", "simulated, ms", "error"):
+    for name in ("measured, ms", "simulated, ms", "p10 to p90", "error"):
         table.add_column(name, justify="right")
     for it in predictions:
         style = "bold red" if abs(it.error) > BOUND else None
-        table.add_row(it.cell, it.system, f"{it.measured_ms:.1f}", f"{it.predicted_ms:.1f}", f"{it.error:+.1%}", style=style)
+        table.add_row(it.cell, it.system, *_figures(it), style=style)
     return table
+
+
+def _figures(it: Prediction) -> tuple[str, ...]:
+    band = "{:.1f} to {:.1f}".format(*it.band_ms)
+    return f"{it.measured_ms:.1f}", f"{it.predicted_ms:.1f}", band if it.is_in_band else f"not {band}", f"{it.error:+.1%}"
+
+
+def _counts(predictions: Sequence[Prediction]) -> str:
+    num_close, num_in_band = sum(abs(it.error) <= BOUND for it in predictions), sum(it.is_in_band for it in predictions)
+    return f"Of {len(predictions)} predictions {num_close} are within {BOUND:.0%}; {num_in_band} bands hold the measured step."
 
 
 def _markdown(predictions: Sequence[Prediction]) -> str:
     lines = [f"## {_TITLE}", ""]
-    lines += ["| cell | system | measured, ms | simulated, ms | error |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {it.cell} | {it.system} | {it.measured_ms:.1f} | {it.predicted_ms:.1f} | {it.error:+.1%} |" for it in predictions
-    ]
-    return "\n".join(lines) + "\n"
+    lines += ["| cell | system | measured, ms | simulated, ms | p10 to p90 | error |", "|---|---|---|---|---|---|"]
+    lines += [f"| {' | '.join((it.cell, it.system, *_figures(it)))} |" for it in predictions]
+    return "\n".join((*lines, "", _counts(predictions))) + "\n"

@@ -67,6 +67,7 @@ class Figure:
             "figure": self.name,
             "measured": self.measured,
             "unit": self.unit,
+            "text": self.measured_text,
             "target": self.target_text,
             "is_met": self.is_met,
         }

@@ -22,7 +22,7 @@ CAPS: Mapping[str, SizeCaps] = {
     "per parameter": SizeCaps(cap_bytes=1),
 }
 # What takes longest: gathers, ranks of different speed, and computation that the lane slows.
-_CONDITIONS = Conditions(skew=0.02, contention=0.1)
+_CONDITIONS = Conditions(skew=0.02, contention=0.1, launch_us=0.0, copy_us_per_mb=0.0)
 
 
 def _profile() -> Profile:

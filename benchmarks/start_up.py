@@ -1,4 +1,4 @@
-"""Start-up: importing, wrapping, and the first step, beside torch; for information only.
+"""Start-up: importing, `undertow run`, wrapping, and the first step, beside torch; for information only.
 
 The middle model is wrapped in fresh processes. Models of 1,000 parameters are wrapped by both in turn in one process, a fresh
 model each time.
@@ -34,6 +34,12 @@ _IMPORTS = {
     _TORCH: "import torch.distributed; from torch.nn.parallel import DistributedDataParallel",
     _OURS: "from undertow import DistributedDataParallel",
 }
+_PROGRAM = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+"""
+_RUNNERS = {_TORCH: (), _OURS: (sys.executable, "-m", "undertow", "run")}
 _TIME_IMPORT = "import time; start = time.perf_counter(); {}; print((time.perf_counter() - start) * 1e3)"
 
 
@@ -78,7 +84,8 @@ def measure(is_quick: bool, tell: Tell) -> list[Row]:
     for repetition in range(num_repetitions):
         for name in SYSTEMS:
             tell(f"{name}, repetition {repetition + 1} of {num_repetitions}")
-            found[name].append({"import_ms": _import_ms(_IMPORTS[name]), **run_ranks(measure_rank, 2, name)})
+            processes = {"import_ms": _import_ms(_IMPORTS[name]), "program_ms": _program_ms(*_RUNNERS[name])}
+            found[name].append({**processes, **run_ranks(measure_rank, 2, name)})
     many = [run_ranks(measure_many, 2, model, 4 if is_quick else 20) for model in MANY]
     return [
         {"system": name, **{key: round(median(row[key] for row in rows), 1) for key in rows[0]}, **many[0][name], **many[1][name]}
@@ -97,11 +104,18 @@ def judge(rows: Sequence[Row]) -> list[Figure]:
         )
         for what, key in (
             ("import, with torch", "import_ms"),
+            ("a program that only wraps a layer, by `undertow run`", "program_ms"),
             ("wrap", "wrap_ms"),
             ("first step", "step_1_ms"),
             *((f"wrap {model}", f"{model}, wrap_ms") for model in MANY),
         )
     ]
+
+
+def _program_ms(*runner: str) -> float:
+    start = time.perf_counter()
+    subprocess.run([*runner, sys.executable, "-c", _PROGRAM], capture_output=True, check=True)
+    return (time.perf_counter() - start) * 1e3
 
 
 def _import_ms(statement: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import host_overhead, memory, overlap_limit, planner, recording, simulator, start_up, tuning, watching
+from benchmarks import host_overhead, memory, model_size, overlap_limit, planner, recording, simulator, start_up, tuning, watching
 from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell, row_where
 
 
@@ -50,6 +50,12 @@ PARTS = (
         title="Overlap against its limit: 24 timed layers, 48 MB, emulated 1 Gb/s link",
         measure=overlap_limit.measure,
         judge=overlap_limit.judge,
+    ),
+    Part(
+        name="model-size",
+        title="Times faster than one reduction per parameter, by the size of the model: GPTs, 2 ranks, emulated 1 Gb/s link",
+        measure=model_size.measure,
+        judge=model_size.judge,
     ),
     Part(
         name="planner",

@@ -1,4 +1,4 @@
-"""python -m benchmarks matrix: workloads x ranks x links x systems, side by side; writes matrix.jsonl, .md and pictures."""
+"""python -m benchmarks matrix: workloads x ranks x links x systems, side by side; writes matrix.jsonl, .md and a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from benchmarks.matrix.finished import (
     with_start_up_of,
 )
 from benchmarks.matrix.links import remove_abandoned, what_is_missing
-from benchmarks.matrix.picture import save_pictures
+from benchmarks.matrix.picture import save_picture
 from benchmarks.matrix.rows import link_of_cell, profiles_of, rows_of_cell
 from benchmarks.matrix.table import markdown, may_be_lost
 from benchmarks.matrix.turns import STEPS_PER_TURN, TIMED_PER_TURN
@@ -116,16 +116,16 @@ def _run(asked: Asked, command: str) -> int:
     if not asked.resumes:  # else it would be that of some of the cells
         header["duration_s"] = round(time.perf_counter() - began_s)
     documents = in_order(cells.values())
-    pictures = save_pictures(documents, asked.out)
-    write(asked.out, header, documents, pictures=pictures)
-    print(markdown(header, documents, pictures=pictures))
+    picture = save_picture(documents, asked.out)
+    write(asked.out, header, documents, picture=picture)
+    print(markdown(header, documents, picture=picture))
     ratios = guard.ratios_of(documents)
     print(guard.report(guard.compare(ratios, guard.read_recorded(), expected=_expected(wanted))))
     print(*guard.held_to(ratios), sep="\n")
     if asked.records and (now := guard.ratios_of(measured)):
         guard.record(now, header)
         _tell(f"recorded {len(now)} ratios in {guard.RECORDED}")
-    _tell(f"written: {asked.out}/matrix.jsonl, .md, and pictures as .png and .svg")
+    _tell(f"written: {asked.out}/matrix.jsonl, .md and .png")
     return 0 if not wanted or any(map(_has_figures, measured)) else 1
 
 
@@ -256,14 +256,14 @@ def _measured(cell: Cell) -> Document:
     }
 
 
-def write(out: Path, header: Document, cells: Sequence[Document], *, pictures: Mapping[str, Path] | None = None) -> None:
+def write(out: Path, header: Document, cells: Sequence[Document], *, picture: Path | None = None) -> None:
     for cell in cells:
         for system, profile in cell["profiles"].items():
             (out / "profiles").mkdir(exist_ok=True)
             (out / "profiles" / profile_name(cell, system)).write_text(profile, encoding="utf-8")
     lines = lines_of(header, cells)
     _replace(out / "matrix.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    _replace(out / "matrix.md", markdown(header, cells, pictures=pictures or {}))
+    _replace(out / "matrix.md", markdown(header, cells, picture=picture))
 
 
 def _set_aside(out: Path) -> None:

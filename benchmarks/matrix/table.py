@@ -51,18 +51,12 @@ _HOW_SURE = (
 VALID_WITHIN = 0.05
 
 
-def markdown(header: Row, cells: Sequence[Row], *, pictures: Mapping[str, Path]) -> str:
-    """The whole document: the machine, a line and a table per cell, the answers that need several cells, and the notes.
-
-    `pictures` are of workloads, and stand before the first cell of each.
-    """
+def markdown(header: Row, cells: Sequence[Row], *, picture: Path | None = None) -> str:
+    """The whole document: the machine, a picture, a line and a table per cell, the answers that need several, and the notes."""
     blocks = ["# The matrix", " · ".join(f"{key} {value}" for key, value in header.items()), *_at_a_glance(cells)]
-    shown = set()
+    if picture is not None:
+        blocks.insert(2, f"![Whole steps of every cell as multiples of torch DDP's]({picture.name})")
     for cell in cells:
-        workload = cell["workload"]
-        if workload in pictures and workload not in shown:
-            blocks.append(f"![{workload}: milliseconds per step of every system, a panel per cell]({pictures[workload].name})")
-            shown.add(workload)
         blocks += [_cell_heading(cell), markdown_table(_HEAD, (_cells_of(row) for row in cell["rows"])), *_errors(cell["rows"])]
     blocks += [*_by_size(cells), *_validation(cells), *_notes(cells)]
     return "\n\n".join(blocks) + "\n"

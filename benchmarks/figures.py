@@ -1,0 +1,287 @@
+"""python -m benchmarks figures, or make figures: the tables of README.md and docs/benchmarks.md, from recorded results.
+
+Reads docs/matrix/matrix.jsonl, benchmarks/matrix/recorded.json and benchmarks/recorded.json. Writes docs/figures.json, and fills
+the blocks of the pages between <!-- figures: NAME --> and <!-- end of figures --> from it. With --record FILE, the results of a
+bench.jsonl are recorded first. With --pictures, the demo and the simulator draw their pictures anew, which takes two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from math import exp, log
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.matrix import guard
+from benchmarks.matrix.catalog import MODES, OURS, OWN, PER_PARAMETER, TORCH
+from benchmarks.matrix.finished import read_cells
+from benchmarks.matrix.interval import ALIKE
+from benchmarks.matrix.table import markdown_table
+
+ROOT = Path(__file__).parents[1]
+FIGURES, RECORDED, MATRIX = (
+    ROOT / name for name in ("docs/figures.json", "benchmarks/recorded.json", "docs/matrix/matrix.jsonl")
+)
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+_BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(\n<!-- end of figures -->)", re.DOTALL)
+_BEST = "torch-ddp-best"
+_LINKS = {"1gbit": "1 Gb/s", "5gbit": "5 Gb/s", "none": "unshaped"}
+_SYSTEMS = {
+    TORCH: "torch DDP, defaults",
+    _BEST: "torch DDP, best of six bucket sizes",
+    "megatron-ddp": "Megatron-core DDP, best of seven bucket sizes",
+    OURS: "**Undertow, defaults**",
+    "ours-zero1": "**Undertow, sharded optimizer**",
+    "ours-in-backward": "**Undertow, sharded, steps in backward**",
+    "megatron-distopt": "Megatron-core distributed optimizer, best of its bucket sizes",
+    "torch-zero": "torch ZeroRedundancyOptimizer",
+    "fsdp2": "FSDP2 per layer (made for device streams)",
+    "deepspeed-zero1": "DeepSpeed ZeRO-1 (made for device streams)",
+}
+
+Table = list[list[str]]  # the first line is the head
+Cell = Mapping[str, Any]
+
+
+def tables() -> dict[str, Table]:
+    """Returns every table, by the name of its block."""
+    cells = [cell for cell in read_cells(MATRIX) if cell["kind"] == "shaped" and OURS in _steps(cell)]
+    compared = [cell for cell in cells if _BEST in _steps(cell)]  # with all systems
+    parts = _recorded()
+    return {
+        "readme": _readme(compared, parts),
+        "summary": _summary(compared),
+        "systems": _systems(compared),
+        "by-size": _by_size(cells),
+        "model-size": _model_size(parts),
+        "targets": _targets(parts),
+        "guard": _guard(),
+        "demo": _demo(parts),
+    }
+
+
+def filled(page: str, found: Mapping[str, Table]) -> str:
+    """Returns the page with its blocks as they follow from the tables."""
+
+    def block(match: re.Match[str]) -> str:
+        head, *rows = found[match[2]]
+        return f"{match[1]}{markdown_table(head, rows)}{match[3]}"
+
+    return _BLOCK.sub(block, page)
+
+
+def write(found: Mapping[str, Table]) -> None:
+    FIGURES.write_text(text_of(found), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8"), found), encoding="utf-8")
+
+
+def text_of(found: Mapping[str, Table]) -> str:
+    """Returns the generated file: JSON with a row a line."""
+    blocks = ((name, ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in rows)) for name, rows in found.items())
+    return "{\n" + ",\n".join(f'  "{name}": [\n{rows}\n  ]' for name, rows in blocks) + "\n}\n"
+
+
+def record(path: Path) -> None:
+    """Takes the results of the parts in a bench.jsonl instead of those recorded before."""
+    machine, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    parts: dict[str, Any] = {}
+    for line in lines:
+        part = parts.setdefault(line.pop("part"), {**_origin(machine), "figures": [], "rows": []})
+        if line.pop("type") == "measurement":
+            part["rows"].append({key: value for key, value in line.items() if not isinstance(value, list | dict)})
+        else:
+            met = {True: "yes", False: "NO", None: "-"}[line["is_met"]]
+            figure = {"figure": line["figure"], "measured": line["text"], "target": line["target"], "met": met}
+            part["figures"].append(figure)
+    _keep(parts)
+
+
+def _recorded() -> dict[str, Any]:
+    """Returns the recorded parts, by name."""
+    return dict(json.loads(RECORDED.read_text(encoding="utf-8")))
+
+
+def _keep(parts: Mapping[str, Any]) -> None:
+    """Records these parts instead of those of the same names."""
+    RECORDED.write_text(json.dumps(_recorded() | parts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _origin(machine: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: machine[key] for key in ("date", "commit")}
+
+
+def _steps(cell: Cell) -> dict[str, float]:
+    """Returns whole steps in ms, by system."""
+    return {row["system"]: row["step_ms"]["median"] for row in cell["rows"] if row["error"] is None}
+
+
+def _cell(cells: Sequence[Cell], workload: str, ranks: int, link: str = "1gbit") -> Cell:
+    return next(cell for cell in cells if (cell["workload"], cell["ranks"], cell["link"]) == (workload, ranks, link))
+
+
+def _ratios(cells: Sequence[Cell], own: Sequence[str], others: Sequence[str] | None) -> list[float]:
+    """Returns the fastest of `own` over the fastest of `others`, cell by cell; without `others`, over the fastest peer."""
+    ratios = []
+    for cell in cells:
+        steps = _steps(cell)
+        peers = [name for name in steps if name not in (*OWN, "bare", PER_PARAMETER)] if others is None else others
+        ratios.append(min(steps[name] for name in own if name in steps) / min(steps[name] for name in peers))
+    return ratios
+
+
+def _mean(ratios: Sequence[float]) -> str:
+    return f"{exp(mean(map(log, ratios))):.2f}"
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _readme(cells: Sequence[Cell], parts: Mapping[str, Any]) -> Table:
+    replay = _cell(cells, "replay", 2)
+    steps, (defaults,) = _steps(replay), [row for row in replay["rows"] if row["system"] == OURS]
+    of_torch = _ratios(cells, [OURS], [TORCH])
+    of_size = [float(row["times_faster"]) for row in parts["model-size"]["rows"] if row["system"] == "Undertow"]
+    return [
+        ["measured on CPU with gloo", "figure"],
+        ["step time over torch DDP's, both with defaults, 24 layers on 2 ranks over 1 Gb/s", f"{steps[OURS] / steps[TORCH]:.2f}"],
+        ["the same with a sharded optimizer", f"{steps['ours-zero1'] / steps[TORCH]:.2f}"],
+        [f"the same as the first, mean of {len(cells)} benchmark cases (range)", f"{_mean(of_torch)} ({_range(of_torch)})"],
+        ["defaults over the fastest of all peers and their bucket sizes, same cases", _mean(_ratios(cells, [OURS], None))],
+        ["time until gradients are averaged, over the earliest possible, first row's case", f"{defaults['over_limit']:.2f}"],
+        ["times faster than a reduction per parameter, small to large GPT", f"{max(of_size):.1f} to {min(of_size):.1f}"],
+    ]
+
+
+def _summary(cells: Sequence[Cell]) -> Table:
+    def line(name: str, ratios: Sequence[float]) -> list[str]:
+        faster, slower = sum(it < 1 - ALIKE for it in ratios), sum(it > 1 + ALIKE for it in ratios)
+        counts = (faster, len(ratios) - faster - slower, slower)
+        return [name, *map(str, counts), _range(ratios), _mean(ratios)]
+
+    fewer = [cell for cell in cells if cell["workload"] in ("gpt", "resnet") and "steps_per_turn" not in cell["conditions"]]
+    whole = [mode for mode in MODES if mode in (OURS, "ours-untuned", "ours-ordered")]
+    careful = [ratio for cell in cells for ratio in _ratios([cell], whole if cell in fewer else MODES, None)]
+    by_link = [
+        line(f"the same, {name}", _ratios([cell for cell in cells if cell["link"] == link], [OURS], [TORCH]))
+        for link, name in _LINKS.items()
+    ]
+    return [
+        [f"step time, {len(cells)} cases", "faster", "within 3 %", "slower", "range", "geometric mean"],
+        line("**defaults / torch DDP's defaults**", _ratios(cells, [OURS], [TORCH])),
+        *by_link,
+        line("defaults / torch DDP's best of six bucket sizes", _ratios(cells, [OURS], [_BEST])),
+        line("defaults / the fastest peer", _ratios(cells, [OURS], None)),
+        line("fastest of Undertow's six modes / the fastest peer", _ratios(cells, MODES, None)),
+        line(f"the same, without sharded modes in {len(fewer)} cases whose timing favored them", careful),
+    ]
+
+
+def _systems(cells: Sequence[Cell]) -> Table:
+    steps = {ranks: _steps(_cell(cells, "replay", ranks)) for ranks in (2, 4)}
+    rows = [[title, *(f"{steps[ranks][name]:.0f}" for ranks in steps)] for name, title in _SYSTEMS.items()]
+    return [["whole step over 1 Gb/s, ms", "2 ranks", "4 ranks"], *sorted(rows, key=lambda row: int(row[1]), reverse=True)]
+
+
+def _by_size(cells: Sequence[Cell]) -> Table:
+    """How many times faster than a reduction per parameter; in brackets, than torch DDP's defaults."""
+    places = sorted({(cell["num_params"], cell["workload"], cell["ranks"]) for cell in cells})
+    rows = []
+    for num_params, workload, ranks in places:
+        by_link = {cell["link"]: _steps(cell) for cell in cells if (cell["workload"], cell["ranks"]) == (workload, ranks)}
+        faster = {link: (steps[PER_PARAMETER] / steps[OURS], steps[TORCH] / steps[OURS]) for link, steps in by_link.items()}
+        told = (f"{faster[link][0]:.3g} ({faster[link][1]:.2f})" if link in faster else "" for link in _LINKS)
+        rows.append([f"{num_params / 1e6:.1f} M", f"`{workload}`", str(ranks), *told])
+    return [["parameters", "workload", "ranks", *_LINKS.values()], *rows]
+
+
+def _model_size(parts: Mapping[str, Any]) -> Table:
+    rows = parts["model-size"]["rows"]
+    names = list(dict.fromkeys(row["system"] for row in rows))
+    lines = []
+    for size in dict.fromkeys((row["num_params"], row["tensors"]) for row in rows):
+        by_name = {row["system"]: row for row in rows if row["num_params"] == size[0]}
+        times = (f"{by_name[name]['step_ms']:.0f}" for name in names)
+        lines.append([f"{size[0] / 1e6:.1f} M", str(size[1]), *times, f"**{by_name['Undertow']['times_faster']:.1f}**"])
+    return [["parameters", "tensors", *(f"{name}, ms" for name in names), "times faster"], *lines]
+
+
+def _targets(parts: Mapping[str, Any]) -> Table:
+    return [
+        ["figure", "measured", "target", "met", "date"],
+        *(
+            [f"{name}: {it['figure']}", it["measured"], it["target"], it["met"], part["date"]]
+            for name, part in parts.items()
+            for it in part["figures"]
+            if it["target"] != "-"
+        ),
+    ]
+
+
+def _guard() -> Table:
+    recorded = guard.read_recorded()
+    rows = [[name.replace("ours", "Undertow"), f"{value:.3f}", _wanted(name)] for name, value in recorded.items()]
+    return [["ratio", "recorded", "target"], *rows]
+
+
+def _wanted(name: str) -> str:
+    return f"≤ {guard.TARGETS[name]:.2f}" if name in guard.TARGETS else "-"
+
+
+def _demo(parts: Mapping[str, Any]) -> Table:
+    rows = parts["demo"]["rows"]
+    return [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+
+
+def draw() -> None:
+    """Runs the demo and the simulator; writes their pictures into docs, and records the demo's figures."""
+    from rich.console import Console
+
+    from benchmarks.machine import machine
+    from undertow.demo import DemoSettings
+    from undertow.demo.run import _train
+    from undertow.demo.settings import WAYS
+    from undertow.report.timeline import save_timeline
+    from undertow.trace import overlap_of
+
+    settings = DemoSettings(strategy="zero2")
+    ask = ("examples/profiles/gpt2.json", "--ranks", "64", "--per-node", "8", "--link", "25gbit", "--out", "docs")
+    subprocess.run([str(Path(sys.executable).parent / "undertow"), "simulate", *ask], cwd=ROOT, check=True)
+    done = _train(settings, Console())
+    typical = {WAYS[it.way]: it.typical for it in done}
+    conditions = f"{settings.num_ranks} ranks on one machine, {settings.link} emulated, typical of {settings.num_steps} steps"
+    for name, ways in (("demo-zero2", list(typical)), ("demo", list(typical)[:-1])):
+        chosen = {way: typical[way] for way in ways}
+        save_timeline(chosen, ROOT / "docs" / f"{name}.png", baseline=WAYS["torch-ddp"], conditions=conditions)
+    rows = [
+        {
+            "variant": way,
+            "ms per step": f"{step.duration_us / 1e3:.0f}",
+            "exposed ms": f"{overlap_of(step).exposed_us / 1e3:.0f}",
+            "hidden": f"{overlap_of(step).fraction or 0:.0%}",
+            "operations": str(len(step.communication)),
+        }
+        for way, step in typical.items()
+    ]
+    _keep({"demo": {**_origin(machine()), "figures": [], "rows": rows}})
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes figures.json and the blocks of the pages; 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks figures", description=__doc__)
+    parser.add_argument("--record", type=Path, metavar="FILE", help="take the results of this bench.jsonl first")
+    parser.add_argument("--pictures", action="store_true", help="draw the pictures anew, with the demo's table")
+    asked = parser.parse_args(arguments)
+    if asked.record:
+        record(asked.record)
+    if asked.pictures:
+        draw()
+    write(tables())
+    return 0
