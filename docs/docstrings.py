@@ -1,6 +1,6 @@
-"""How the reference reads our sources: what they say of fields becomes the fields' docstrings.
+"""An extension of griffe, the collector of mkdocstrings: gives fields docstrings.
 
-An extension of griffe, which mkdocstrings collects docstrings with; mkdocs.yml names it.
+mkdocs.yml names it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,38 @@ from typing import Any
 from griffe import Attribute, Class, Docstring, Extension, GriffeLoader, Module
 
 _COMMENT = re.compile(r"  # (?!type:|noqa)(?P<text>.*)$")
-_SETTING = re.compile(r"^    (?P<name>\w+): (?P<text>.*(?:\n {5,}.*)*)\n?", re.MULTILINE)
+_SETTING = re.compile(
+    r"^    (?P<name>\w+): (?P<text>.*(?:\n {5,}.*)*)\n?", re.MULTILINE
+)
 
 
 class FieldDocstrings(Extension):
-    """Fields are described by a comment behind them, or by the section `Args` of their class's docstring."""
+    """A comment on its line, or `Args` of its class's docstring, describes a field."""
 
     def on_package(self, *, pkg: Module, loader: GriffeLoader, **_kwargs: Any) -> None:
         """Called with everything that is collected."""
         for cls in _classes(pkg):
-            fields = {name: it for name, it in cls.members.items() if isinstance(it, Attribute) and "property" not in it.labels}
+            fields = {
+                name: it
+                for name, it in cls.members.items()
+                if isinstance(it, Attribute) and "property" not in it.labels
+            }
             for field in fields.values():
-                comment = None if field.has_docstring else _COMMENT.search(field.source.splitlines()[0])
+                comment = (
+                    None
+                    if field.has_docstring
+                    else _COMMENT.search(field.source.splitlines()[0])
+                )
                 if comment is not None:
-                    field.docstring = Docstring(_as_sentence(comment["text"]), parent=field)
+                    field.docstring = Docstring(
+                        _as_sentence(comment["text"]), parent=field
+                    )
             if any("dataclass" in str(decorator.value) for decorator in cls.decorators):
                 _hand_down(cls, fields)
             else:  # what an object is made of is nobody's affair
-                for name in [name for name, field in fields.items() if not field.has_docstring]:
+                for name in [
+                    name for name, field in fields.items() if not field.has_docstring
+                ]:
                     del cls.members[name]
 
 
@@ -52,8 +66,15 @@ def _hand_down(cls: Class, fields: dict[str, Attribute]) -> None:
         field = fields.get(setting["name"])
         if field is None:
             return setting[0]
-        field.docstring = Docstring(_as_sentence(re.sub(r"\s+", " ", setting["text"])), parent=field)
+        field.docstring = Docstring(
+            _as_sentence(re.sub(r"\s+", " ", setting["text"])), parent=field
+        )
         return ""
 
     if cls.docstring is not None:
-        cls.docstring.value = re.sub(r"^Args:\n(?=\n|\Z)", "", _SETTING.sub(taken, cls.docstring.value), flags=re.MULTILINE)
+        cls.docstring.value = re.sub(
+            r"^Args:\n(?=\n|\Z)",
+            "",
+            _SETTING.sub(taken, cls.docstring.value),
+            flags=re.MULTILINE,
+        )
