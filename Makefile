@@ -87,6 +87,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) install --quiet $(TORCH)
 	@echo "Installing everything else ..."
 	@$(PIP) install --quiet --constraint constraints.txt $(TORCH) --editable '.[dev,integrations]'
+	@$(PIP) install --quiet --constraint constraints.txt --no-deps HolisticTraceAnalysis  # needs no Jupyter to analyze
 	@touch $@
 
 $(READY_FOR_DOCS): $(READY)
