@@ -1,7 +1,8 @@
 """python -m benchmarks fidelity: the simulator beside what the matrix has measured; reads OUT/matrix.jsonl and OUT/profiles.
 
 Run the matrix first, with our systems. Every cell is simulated from its own profile: its compute times, its curve of costs, its
-buckets. The step is compared with the steps of the profile, from the forward until all gradients were through.
+buckets. The step is compared with the steps of the profile, from the forward until all gradients were through. Where a cell has
+our defaults and other plans, the steps of those are also simulated from the profile of the defaults, which has not seen them.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.matrix.catalog import OURS
 from benchmarks.matrix.finished import profile_name, title_of
 from undertow.plan import plan_from_groups
-from undertow.profile import profile_from_file
+from undertow.profile import Profile, profile_from_file
 from undertow.report.what_if import NetworkOptions, WhatIf
 from undertow.simulate import Conditions
 
 BOUND = 0.05
-_TITLE = f"From its own profile: errors of at most {BOUND:.0%}"
+_TITLE = f"Simulated from profiles: errors of at most {BOUND:.0%}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class Prediction:
 
     cell: str
     system: str
+    source: str  # the system whose profile was simulated
     measured_ms: float
     predicted_ms: float
     band_ms: tuple[float, float]  # p10 and p90
@@ -85,37 +88,47 @@ def _variants(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _predictions(rows: Sequence[dict[str, Any]], out: Path) -> Iterator[Prediction]:
-    """Every cell from what was measured in it."""
+    """Every plan from what was measured under it, and from what our defaults have measured in the same cell."""
+    found = {}
     for row in rows:
         system = row["variant"] or row["system"]
         path = out / "profiles" / profile_name(row, system)
         profile = profile_from_file(path) if path.exists() else None
-        if profile is None or profile.step_us is None:
-            continue
-        assert profile.groups is not None  # measured under a plan
-        plan = plan_from_groups(profile.params, profile.groups, num_ranks=row["ranks"])
-        outcome = WhatIf.of(profile, None, None, NetworkOptions(), Conditions()).outcome(system, plan)
-        # Without what lies between two steps: in the matrix that is the turns of all other systems.
-        times_us = (profile.step_us, outcome.step_us, *outcome.band_us)
-        measured_ms, predicted_ms, *band_ms = ((time_us - profile.update_us) / 1e3 for time_us in times_us)
-        yield Prediction(
-            cell=title_of(row),
-            system=system,
-            measured_ms=measured_ms,
-            predicted_ms=predicted_ms,
-            band_ms=(band_ms[0], band_ms[1]),
-        )
+        if profile is not None and profile.step_us is not None:
+            found[title_of(row), system] = profile
+    for (cell, system), profile in found.items():
+        for source in dict.fromkeys((system, OURS)):
+            known = found.get((cell, source))
+            if known is not None and known.strategy == profile.strategy:
+                yield _prediction(cell, system, profile, source, known)
+
+
+def _prediction(cell: str, system: str, profile: Profile, source: str, known: Profile) -> Prediction:
+    assert profile.groups is not None  # measured under a plan
+    assert profile.step_us is not None
+    plan = plan_from_groups(known.params, profile.groups, num_ranks=known.num_ranks)
+    outcome = WhatIf.of(known, None, None, NetworkOptions(), Conditions()).outcome(system, plan)
+    # Without what lies between two steps: in the matrix that is the turns of all other systems.
+    predicted_ms, *band_ms = ((time_us - known.update_us) / 1e3 for time_us in (outcome.step_us, *outcome.band_us))
+    return Prediction(
+        cell=cell,
+        system=system,
+        source=source,
+        measured_ms=(profile.step_us - profile.update_us) / 1e3,
+        predicted_ms=predicted_ms,
+        band_ms=(band_ms[0], band_ms[1]),
+    )
 
 
 def _table(predictions: Sequence[Prediction]) -> Table:
     table = Table(title=_TITLE, title_justify="left")
-    for name in ("cell", "system"):
+    for name in ("cell", "system", "profile of"):
         table.add_column(name)
     for name in ("measured, ms", "simulated, ms", "p10 to p90", "error"):
         table.add_column(name, justify="right")
     for it in predictions:
         style = "bold red" if abs(it.error) > BOUND else None
-        table.add_row(it.cell, it.system, *_figures(it), style=style)
+        table.add_row(it.cell, it.system, it.source, *_figures(it), style=style)
     return table
 
 
@@ -125,12 +138,17 @@ def _figures(it: Prediction) -> tuple[str, ...]:
 
 
 def _counts(predictions: Sequence[Prediction]) -> str:
-    num_close, num_in_band = sum(abs(it.error) <= BOUND for it in predictions), sum(it.is_in_band for it in predictions)
-    return f"Of {len(predictions)} predictions {num_close} are within {BOUND:.0%}; {num_in_band} bands hold the measured step."
+    told = []
+    for source, is_own in (("their own profile", True), ("the profile of another plan", False)):
+        some = [it for it in predictions if (it.source == it.system) is is_own]
+        close, held = sum(abs(it.error) <= BOUND for it in some), sum(it.is_in_band for it in some)
+        if some:
+            told.append(f"From {source}: of {len(some)} predictions {close} are within {BOUND:.0%}, {held} bands hold the step.")
+    return "\n".join(told)
 
 
 def _markdown(predictions: Sequence[Prediction]) -> str:
-    lines = [f"## {_TITLE}", ""]
-    lines += ["| cell | system | measured, ms | simulated, ms | p10 to p90 | error |", "|---|---|---|---|---|---|"]
-    lines += [f"| {' | '.join((it.cell, it.system, *_figures(it)))} |" for it in predictions]
+    lines = [f"## {_TITLE}", "", "| cell | system | profile of | measured, ms | simulated, ms | p10 to p90 | error |"]
+    lines += ["|---" * 7 + "|"]
+    lines += [f"| {' | '.join((it.cell, it.system, it.source, *_figures(it)))} |" for it in predictions]
     return "\n".join((*lines, "", _counts(predictions))) + "\n"

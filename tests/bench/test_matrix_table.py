@@ -1,5 +1,6 @@
 """The rows, the document and the guard of the matrix, of times that were played."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -328,13 +329,21 @@ def measured(link: str, ms: float, **profiles: str) -> dict[str, Any]:
 
 
 def test_what_the_matrix_writes_is_what_is_simulated(tmp_path: Path) -> None:
-    written(tmp_path, *(measured(link, ms, ours=PROFILE.to_json()) for link, ms in (("1gbit", 121.0), ("5gbit", 107.0))))
+    # All in one bucket, the gradients are ready at 30 ms, and their reduction takes 100 ms.
+    fewer = replace(PROFILE, groups=((1, 0),), step_us=135_000.0)
+    of_two = {**cell("bare", "ours", ours=played([121.0] * 2)), "link": "5gbit"}
+    of_two["rows"].append({**of_two["rows"][-1], "system": "ours-untuned"})
+    of_two["profiles"] = {"ours": PROFILE.to_json(), "ours-untuned": fewer.to_json()}
+    written(tmp_path, measured("1gbit", 121.0, ours=PROFILE.to_json()), of_two)
     assert fidelity.main(["--out", str(tmp_path)]) == 0
     table = (tmp_path / "fidelity.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in table if line.startswith("| replay")] == [
-        "| replay, 2 ranks, 1gbit (shaped) | ours | 121.0 | 120.0 | 119.9 to 130.8 | -0.8% |",
-        "| replay, 2 ranks, 5gbit (shaped) | ours | 121.0 | 120.0 | 119.9 to 130.8 | -0.8% |",
+        "| replay, 2 ranks, 1gbit (shaped) | ours | ours | 121.0 | 120.0 | 119.9 to 130.8 | -0.8% |",
+        "| replay, 2 ranks, 5gbit (shaped) | ours | ours | 121.0 | 120.0 | 119.9 to 130.8 | -0.8% |",
+        "| replay, 2 ranks, 5gbit (shaped) | ours-untuned | ours-untuned | 135.0 | 130.0 | 119.9 to 141.7 | -3.7% |",
+        "| replay, 2 ranks, 5gbit (shaped) | ours-untuned | ours | 135.0 | 130.0 | 119.9 to 141.7 | -3.7% |",
     ]
+    assert table[-1] == "From the profile of another plan: of 1 predictions 1 are within 5%, 1 bands hold the step."
 
 
 @pytest.mark.parametrize(

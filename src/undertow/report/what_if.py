@@ -21,7 +21,7 @@ _KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # kinds whose curve may
 _MIB = 1024 * 1024
 PER_PARAMETER, FIXED, OPTIMAL, MEASURED = "per parameter", "25 MiB buckets", "optimal buckets", "buckets of the profile"
 # p10 and p90 of steps beside their predictions, of the published rows in docs/fidelity.md. Measured profiles know the spread of
-# their steps, and what remains is the model's.
+# their steps and how far their own step is missed. What remains is the model's.
 BAND, _MODEL, _P90 = (0.88, 1.09), 0.03, 1.2816  # the last two: a standard deviation, and the number of them up to p90
 
 
@@ -221,14 +221,24 @@ class WhatIf:
             late_rank_us=summarize([record], plan, rank=record.rank).late_rank_ms * 1e3,
         )
 
-    @property
+    @cached_property
     def _band(self) -> tuple[float, float]:
         """p10 and p90 of a step, relative to its prediction: narrow only for the network on which the spread was measured."""
         spread = self.profile.skew if self.profile.spread is None else self.profile.spread
         if spread is None or not self.network.is_measured:
             return BAND
-        width = _P90 * math.hypot(_MODEL, spread)
+        width = _P90 * math.hypot(max(_MODEL, self._missed), spread)
         return 1 - width, 1 + width
+
+    @property
+    def _missed(self) -> float:
+        """By what share of it the simulation misses the step that the profile has measured; 0 if it has none."""
+        own, measured_us = self.profile.groups, self.profile.step_us
+        if own is None or measured_us is None:
+            return 0.0
+        plan, conditions = self._plan(own), Conditions(in_backward=self.conditions.in_backward)
+        record = simulate(self.profile, plan, strategy_named(self.profile.strategy), self.network.costs, conditions)
+        return abs(measured_us / record.step_us - 1)
 
     def _plan(self, groups: Sequence[Sequence[GroupEntry]]) -> Plan:
         return plan_from_groups(self.profile.params, groups, num_ranks=self.num_ranks)

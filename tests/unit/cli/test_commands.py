@@ -31,6 +31,7 @@ from undertow.errors import ConfigError
 from undertow.plan import plan_from_groups
 from undertow.plan.optimal import SLACK
 from undertow.profile import Profile, profile_from_file, profile_from_json, source_from_file
+from undertow.report.comparison import Outcome
 from undertow.report.what_if import MEASURED as OWN
 from undertow.report.what_if import OPTIMAL, PER_PARAMETER, NetworkOptions, WhatIf
 from undertow.schedule import STRATEGIES, Strategy
@@ -594,11 +595,15 @@ def test_a_model_without_parameters_is_refused() -> None:
 def test_a_band_is_narrow_only_for_the_network_on_which_it_was_measured() -> None:
     measured = replace(MEASURED, spread=0.001, groups=((3, 2), (1, 0)))
 
-    def width(link: str | None) -> float:
-        *_, it = WhatIf.of(measured, None, None, NetworkOptions(link=link), Conditions()).outcomes()
-        return it.band_us[1] / it.step_us - 1
+    def own(profile: Profile, link: str | None = None) -> Outcome:
+        return WhatIf.of(profile, None, None, NetworkOptions(link=link), Conditions()).outcomes()[0]
 
-    assert width(None) < 0.05 < width("10gbit")
+    def width(of: Outcome) -> float:
+        return of.band_us[1] / of.step_us - 1
+
+    assert width(own(measured)) < 0.05 < width(own(measured, "10gbit"))
+    slower = replace(measured, step_us=1.2 * own(measured).step_us)
+    assert width(own(slower)) == pytest.approx(1.2816 * 0.2, rel=1e-3)  # p90 of an error as large as that of its own step
 
 
 def test_the_optimal_row_is_not_slower_than_a_message_per_parameter() -> None:
