@@ -224,21 +224,16 @@ class WhatIf:
     @cached_property
     def _band(self) -> tuple[float, float]:
         """p10 and p90 of a step, relative to its prediction: narrow only for the network on which the spread was measured."""
-        spread = self.profile.skew if self.profile.spread is None else self.profile.spread
+        profile, missed = self.profile, 0.0
+        spread = profile.skew if profile.spread is None else profile.spread
         if spread is None or not self.network.is_measured:
             return BAND
-        width = _P90 * math.hypot(max(_MODEL, self._missed), spread)
+        if profile.groups is not None and profile.step_us is not None:
+            plan, conditions = self._plan(profile.groups), Conditions(in_backward=self.conditions.in_backward)
+            own = simulate(profile, plan, strategy_named(profile.strategy), self.network.costs, conditions)
+            missed = abs(profile.step_us / own.step_us - 1)
+        width = _P90 * math.hypot(max(_MODEL, missed), spread)
         return 1 - width, 1 + width
-
-    @property
-    def _missed(self) -> float:
-        """By what share of it the simulation misses the step that the profile has measured; 0 if it has none."""
-        own, measured_us = self.profile.groups, self.profile.step_us
-        if own is None or measured_us is None:
-            return 0.0
-        plan, conditions = self._plan(own), Conditions(in_backward=self.conditions.in_backward)
-        record = simulate(self.profile, plan, strategy_named(self.profile.strategy), self.network.costs, conditions)
-        return abs(measured_us / record.step_us - 1)
 
     def _plan(self, groups: Sequence[Sequence[GroupEntry]]) -> Plan:
         return plan_from_groups(self.profile.params, groups, num_ranks=self.num_ranks)
