@@ -122,11 +122,6 @@ class ModelSync:
         return self._engine.current_plan.now.compiled.reducer.hook is not None
 
     @property
-    def _is_synchronizing(self) -> bool:
-        """True if a synchronization is in progress: a backward is running, or one has failed."""
-        return any(part._engine.is_busy for part in self._parts)
-
-    @property
     def _is_training_forward(self) -> bool:
         """True if a forward that starts now is a training forward: the module is in training mode and gradients are enabled."""
         return self._module.training and is_outermost_forward()

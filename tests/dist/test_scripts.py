@@ -253,7 +253,7 @@ def test_all_ways_agree_and_the_pictures_are_there(num_ranks: int, strategy: str
     assert bars == [re.search(r" (\d+\.\d) ", f" {' '.join(row)}")[1] for row in rows]
     if strategy != "ddp" and num_ranks > 1:
         num_ops = int(rows[-1][-3])
-        assert (num_ops > 2, num_ops % 2) == (True, 0)  # each bucket is reduced and gathered
+        assert (num_ops > 0, num_ops % 2) == (True, 0)  # each bucket is reduced and gathered
 
 
 @pytest.mark.usefixtures("forked")

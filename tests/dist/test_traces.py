@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -97,7 +98,8 @@ def test_hta_finds_the_overlap_of_our_report(strategy: str, tmp_path: Path) -> N
         for rank in range(2)
     ]
     assert ends[0].keys() == ends[1].keys()
-    assert all(abs(ends[0][step] - ends[1][step]) < 2e4 for step in ends[0])  # microseconds, of steps that begin together
+    # Steps begin together. The scheduler may hold a rank up in any of them, but not in most.
+    assert statistics.median(abs(ends[0][step] - ends[1][step]) for step in ends[0]) < 2e4  # microseconds
 
 
 @in_ranks(2)

@@ -475,7 +475,7 @@ def test_what_hooks_and_switches_refuse() -> None:
         assert text_of(PhaseError, ddp._check_reducer_finalized) == (
             "Expect to have finished reduction in the prior iteration before starting a new one.\n"
             f"  rank {dist.get_rank()}\n"
-            "  Look for an exception in backward; the next forward ends the round."
+            "  Look for an exception in backward; the next forward clears the failed synchronization."
         )
         MLP.loss(ddp, 0).backward()
         ddp._check_reducer_finalized()

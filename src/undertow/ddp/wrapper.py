@@ -364,10 +364,10 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     def _check_reducer_finalized(self) -> None:
         require(
-            not self.sync._is_synchronizing,
+            not any(part._engine.is_busy for part in self.sync._parts),
             "Expect to have finished reduction in the prior iteration before starting a new one.",
             where=f"rank {self.sync.rank}",
-            remedy="Look for an exception in backward; the next forward ends the round.",
+            remedy="Look for an exception in backward; the next forward clears the failed synchronization.",
             error=PhaseError,
         )
 

@@ -95,9 +95,8 @@ class TrailerCodec:
     def read(self) -> Reading | None:
         """Waits, and reads the reduced trailer; None if every rank used the same parameters and none had anything to report."""
         trailer, told, _ = self._storage.trailer
-        if torch.equal(told, self._mine_told):  # the usual case if the sum was divided
-            return None
-        return self.parse(trailer, told, self._mine_told)
+        # They are equal in the usual case if the sum was divided.
+        return None if torch.equal(told, self._mine_told) else self.parse(trailer, told, self._mine_told)
 
     def snapshot(self) -> Snapshot:
         """Starts to copy the reduced trailer to the host, on the current stream."""

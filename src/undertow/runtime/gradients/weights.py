@@ -166,9 +166,7 @@ def require_weighted(op: str) -> None:
 
 def _apart_from_computation(device: torch.device) -> AbstractContextManager[object]:
     """Context that lets the host wait on a device without the computation in progress."""
-    if device.type == "cpu":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return nullcontext() if device.type == "cpu" else torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _checked(weight: object) -> float:
