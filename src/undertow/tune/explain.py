@@ -120,10 +120,10 @@ def _alternatives(plan: Plan, present_us: float, predicted_us: Callable[[Groups]
         for at in _some(wide)
         for half in {1, len(groups[at]) // 2, len(groups[at]) - 1}
     ]
-    for text, tried in (("fewer, at best {} and {} in one", merged), ("more, at best {} in two", cut)):
+    for text, tried in (("fewer, at best buckets {} and {} in one", merged), ("more, at best bucket {} in two", cut)):
         if tried:
             later_us, at = min((predicted_us(other) - present_us, at) for other, at in tried)
-            yield f"one bucket {text.format(at, at + 1)}: {later_us * _MS:+.2f} ms"
+            yield f"one bucket {text.format(at, at + 1)}: {later_us * _MS:+z.2f} ms"
 
 
 def _num_buckets_text(num_buckets: int) -> str:
