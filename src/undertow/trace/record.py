@@ -117,8 +117,7 @@ def wires_of(rows: Sequence[BucketRecord]) -> list[tuple[Interval, float]]:
     Of the rows in flight at a time, the link works on the one that ends first. So queueing is not counted, a row that overtakes
     another lies within the other's interval, and the times add up to the time that the link was in use.
     """
-    wires: dict[int, tuple[Interval, float]] = {}
-    ended: list[Interval] = []  # apart and in order
+    wires, ended = dict[int, tuple[Interval, float]](), list[Interval]()  # the latter apart and in order
     for at, row in sorted(enumerate(rows), key=lambda it: it[1].done_us):
         start_us, within_us = min(row.launched_us, row.done_us), 0.0
         while ended and ended[-1][0] > start_us:

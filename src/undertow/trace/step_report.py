@@ -142,8 +142,8 @@ class StepReport(Shown):
     def verdict(self) -> str:
         """Excellent, good or poor, by the exposed share of the step; empty if the steps are too few or too small to judge."""
         verdict = next(word for word, most in _VERDICTS.items() if self.exposed_ms <= most * self.step_ms)
-        has_steps = self.num_steps >= _FEWEST_STEPS and self.overlap is not None
-        return verdict if has_steps and (verdict == "excellent" or self.exposed_ms >= _LEAST_MS) else ""
+        is_large = verdict == "excellent" or self.exposed_ms >= _LEAST_MS
+        return verdict if is_large and self.num_steps >= _FEWEST_STEPS and self.overlap is not None else ""
 
     @property
     def advice(self) -> str:
@@ -267,22 +267,19 @@ def _processors(report: StepReport) -> str:
 
 
 def _large_last_parameter(report: StepReport) -> str:
-    if not report.buckets:
-        return ""
-    last = report.buckets[-1]
     # The parameter may be in pieces in several buckets.
-    pieces = [bucket for bucket in report.buckets if bucket.largest == last.largest]
+    pieces = [bucket for bucket in report.buckets if bucket.largest == report.buckets[-1].largest]
     share = sum(bucket.waited_ms for bucket in pieces) / report.exposed_ms
     if (
         share < _MOST
-        or last.largest_bytes < _MOST * last.num_bytes
-        or not any(word in last.largest.lower() for word in ("emb", "wte"))
+        or pieces[-1].largest_bytes < _MOST * pieces[-1].num_bytes
+        or not any(word in pieces[-1].largest.lower() for word in ("emb", "wte"))
     ):
         return ""
     remedy = 'halve it with SyncConfig(wire_dtype="bfloat16")' if report.can_narrow else "only a faster link helps"
     megabytes = sum(bucket.largest_bytes for bucket in pieces) / 1e6
     return (
-        f"{share:.0%} of the exposed time is for the last bucket: the gradient of the embedding {last.largest} "
+        f"{share:.0%} of the exposed time is for the last bucket: the gradient of the embedding {pieces[-1].largest} "
         f"({megabytes:.1f} MB) is ready only when backward ends, tied to the output layer or not: {remedy}."
     )
 
@@ -366,9 +363,10 @@ def _step_table(report: StepReport) -> "Table":
             ("    a late rank", late, f"in this step rank {slowest}" if late else ""),
         ]
         hidden, shown = rounded_to_tenths((report.hidden_ms, report.communication_ms - report.hidden_ms))
-        exposed_share = f"; {report.verdict}: {report.exposed_ms / report.step_ms:z.1%} of the step is exposed"
-        overlap = f"{report.overlap:.0%} hidden{exposed_share if report.verdict else ''}"
-        rows += [("communication", hidden + shown, overlap), ("  hidden", hidden, "")]
+        verdict = (
+            f"; {report.verdict}: {report.exposed_ms / report.step_ms:z.1%} of the step is exposed" if report.verdict else ""
+        )
+        rows += [("communication", hidden + shown, f"{report.overlap:.0%} hidden{verdict}"), ("  hidden", hidden, "")]
         if report.gather_overlap is not None:
             size = f"{sum(gather.num_bytes for gather in report.gathers) / 1e6:.1f} MB"
             rows.append(("  of it gathers", round(10 * report.gather_ms), f"{size}, {report.gather_overlap:.0%} hidden"))
@@ -381,8 +379,8 @@ def _step_table(report: StepReport) -> "Table":
             ("  limit", round(10 * report.limit_ms), "for these buckets and ready times"),
         ]
         if report.step_limit_ms > 0:
-            ratio = f"step / limit of the step {report.step_ms / report.step_limit_ms:.3f}"
-            rows.append(("limit of the step", round(10 * report.step_limit_ms), ratio))
+            ratio = report.step_ms / report.step_limit_ms
+            rows.append(("limit of the step", round(10 * report.step_limit_ms), f"step / limit of the step {ratio:.3f}"))
     table = _table("ms", note="notes", first="part")
     for name, tenths, note in rows:
         table.add_row(name, f"{tenths / 10:.1f}", note)
@@ -416,12 +414,13 @@ def _bucket_table(report: StepReport) -> "Table":
         first="bucket",
     )
     for bucket, waited in zip(report.buckets, _waits(report), strict=False):
-        more = len(bucket.params) - 1
         table.add_row(
             str(bucket.index),
-            *_megabytes(bucket.num_bytes, *([bucket.sent_bytes] if sent else [])),
-            *_times(bucket.ready_ms, bucket.launched_ms, bucket.done_ms, bucket.wire_ms, waited / 10),
-            cell(_end_of(bucket.largest, 14 if sent else 24) + (f" +{more}" if more > 0 else "")),
+            *_numbers(
+                (bucket.num_bytes, *([bucket.sent_bytes] if sent else [])),
+                (bucket.ready_ms, bucket.launched_ms, bucket.done_ms, bucket.wire_ms, waited / 10),
+            ),
+            cell(_end_of(bucket.largest, 14 if sent else 24) + (f" +{more}" if (more := len(bucket.params) - 1) > 0 else "")),
             style="bold" if bucket is report.worst_bucket else None,
         )
     return table
@@ -433,8 +432,7 @@ def _gather_table(report: StepReport) -> "Table":
     for gather, waited in zip(report.gathers, _waits(report)[len(report.buckets) :], strict=True):
         table.add_row(
             str(gather.bucket),
-            *_megabytes(gather.num_bytes),
-            *_times(gather.launched_ms, gather.done_ms, gather.wire_ms, waited / 10),
+            *_numbers((gather.num_bytes,), (gather.launched_ms, gather.done_ms, gather.wire_ms, waited / 10)),
             style="bold" if worst is not None and gather.bucket == worst.index else None,
         )
     return table
@@ -451,9 +449,5 @@ def _table(*numbers: str, first: str, note: str = "") -> "Table":
     return Table(*columns, *notes, **styles)
 
 
-def _times(*milliseconds: float) -> Iterator[str]:
-    return (f"{it:z.1f}" for it in milliseconds)
-
-
-def _megabytes(*num_bytes: int) -> Iterator[str]:
-    return (f"{it / 1e6:.2f}" for it in num_bytes)
+def _numbers(num_bytes: Sequence[int], milliseconds: Sequence[float]) -> tuple[str, ...]:
+    return (*(f"{it / 1e6:.2f}" for it in num_bytes), *(f"{it:z.1f}" for it in milliseconds))

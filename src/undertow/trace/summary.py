@@ -34,7 +34,6 @@ def summarize(
     record, times = _typical(
         records or [StepRecord(step=0, rank=rank, step_us=0.0, forwards=(), backwards=(), buckets=(), busy_ms=())]
     )
-    slowest = [_slowest(it) for it in records]
     communication_ms, exposed_ms = times["communication_ms"], times["exposed_ms"]
     steps_ms = sorted(it.step_us * _MS for it in records) or [0.0]
     return StepReport(
@@ -51,7 +50,7 @@ def summarize(
         wire_ms=max(0.0, exposed_ms - times["late_rank_ms"]),
         overlap=max(0.0, 1 - exposed_ms / communication_ms) if communication_ms > 0 else None,
         slowest_rank=_slowest(record),
-        slowest_share=slowest.count(_slowest(record)) / max(1, len(slowest)),
+        slowest_share=[*map(_slowest, records)].count(_slowest(record)) / max(1, len(records)),
         busy_ms=record.busy_ms,
         buckets=tuple(
             _bucket_report(plan, row, wire_us) for row, (_, wire_us) in zip(record.buckets, wires_of(record.buckets), strict=True)

@@ -59,8 +59,7 @@ def _lines(it: Explanation) -> Iterator[str]:
         "the best plan": it.best_ms,
         "limit of every plan": it.limit_ms,
     }
-    known = [f"{name} {milliseconds:.2f}" for name, milliseconds in times.items() if milliseconds is not None]
-    if known:
+    if known := [f"{name} {milliseconds:.2f}" for name, milliseconds in times.items() if milliseconds is not None]:
         yield f"Until gradients are synchronized, ms since the step began: {', '.join(known)}"
     sections = {"Other plans:": it.alternatives, "The network, as measured:": it.network, "Decisions:": it.decisions}
     for title, rows in sections.items():
