@@ -26,7 +26,7 @@ class Shown:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return self._printed().export_text().removesuffix("\n")
+        return "\n".join(line.rstrip() for line in self._printed().export_text().splitlines())
 
     def _repr_html_(self) -> str:
         return self._printed().export_html(code_format=_HTML, inline_styles=True)

@@ -20,6 +20,7 @@ from undertow import ConfigError, SyncConfig
 from undertow.cost import CostCurve
 from undertow.plan import plan_from_groups
 from undertow.runner import require_torch
+from undertow.runner.command import main
 from undertow.runner.ending import about_shards
 from undertow.runner.settings import settings_from
 
@@ -288,6 +289,16 @@ def test_what_cannot_be_started_is_an_error_with_an_exit_code(name: str, tmp_pat
     arguments, code, text = BAD[name]
     done = run(*UNDERTOW, "run", *(argument.format(folder=tmp_path, python=sys.executable) for argument in arguments))
     assert (done.returncode, done.stderr) == (code, "undertow run: " + text.format(folder=tmp_path))
+
+
+@pytest.mark.parametrize("option", ["--ou", "--se", "--frob"])
+def test_an_option_that_is_not_written_out_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main([option, "bucket_cap_mb=25", "python", "train.py"])
+    assert (error.value.code, capsys.readouterr().err.splitlines()[1:]) == (
+        2,
+        [f"undertow run: error: unrecognized arguments: {option}"],
+    )
 
 
 def test_settings_come_from_variables_before_the_file(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from undertow.schedule import (
 )
 from undertow.simulate import DEFAULTS, IDEAL, Conditions, _Clocks, lane_times, simulate
 from undertow.trace import StepRecord, Trace, summarize
+from undertow.trace.record import wires_of
 
 # Times are multiples of a microsecond, or end in clocks that add up a few hundred of them: what remains is rounding.
 ROUNDING_US = 1e-6
@@ -120,7 +121,7 @@ def test_a_reduction_over_two_axes_is_in_both_one_after_the_other(costs: Costs, 
 
 def test_across_go_the_bytes_of_a_shard() -> None:
     record = simulated(HYBRID, NodeCosts(inside=FREE, across=lines((0, 1)), per_node=4, is_mesh=True), num_ranks=8)
-    assert [stop - start for start, stop in record.wire_intervals()] == [sent.num_bytes / 4 for sent in record.buckets]
+    assert [wire_us for _, wire_us in wires_of(record.buckets)] == [sent.num_bytes / 4 for sent in record.buckets]
     assert record.buckets[0].num_bytes >= 400
 
 

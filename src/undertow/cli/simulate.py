@@ -120,8 +120,10 @@ def swept_ranks(num_ranks: int, per_node: int | None) -> list[int]:
 
 
 def _sweep_ranks(what_if: WhatIf) -> Sweep:
-    sizes = swept_ranks(what_if.num_ranks, what_if.options.per_node)
-    points = {str(size): replace(what_if, num_ranks=size).outcomes() for size in sizes}
+    points = {
+        str(size): replace(what_if, num_ranks=size).outcomes()
+        for size in swept_ranks(what_if.num_ranks, what_if.options.per_node)
+    }
     return Sweep(axis="data-parallel size", unit="ranks", points=points)
 
 

@@ -116,11 +116,10 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
 def _figures(outcome: Outcome) -> tuple[str, str, str, str]:
     """Returns the step, its exposed communication, the hidden share of it, and the efficiency."""
     overlap = overlap_of(outcome.trace)
-    hidden = "-" if overlap.fraction is None else f"{overlap.fraction:.0%}"
     return (
         f"{outcome.step_us / 1e3:.1f}",
         f"{overlap.exposed_us / 1e3:.1f}",
-        hidden,
+        "-" if overlap.fraction is None else f"{overlap.fraction:.0%}",
         "{:.0%} to {:.0%}".format(*outcome.efficiency_band),
     )
 

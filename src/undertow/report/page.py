@@ -79,10 +79,14 @@ def save_pages(folder: Path, out: Path) -> list[Path]:
 
     Raises ConfigError if files are missing, damaged, or of different runs.
     """
-    pages: dict[Path, str] = {}
-    for suffix, reports in _reports_of(folder).items():
-        profile = profile_from_file(path) if (path := folder / f"profile{suffix}.json").exists() else None
-        pages[out / f"report{suffix}.html"] = page_of(reports, profile, where=f"undertow report {folder}")
+    pages = {
+        out / f"report{suffix}.html": page_of(
+            reports,
+            profile_from_file(path) if (path := folder / f"profile{suffix}.json").exists() else None,
+            where=f"undertow report {folder}",
+        )
+        for suffix, reports in _reports_of(folder).items()
+    }
     # Written only now: a damaged file of one model must not leave the pages of others.
     for path, page in pages.items():
         write_whole(path, page.encode(), where=f"undertow report {folder}")

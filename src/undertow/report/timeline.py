@@ -173,8 +173,8 @@ def takeaway(traces: Mapping[str, Trace], *, subject: str = "", baseline: str = 
     gain = traces[first_name].duration_us / trace.duration_us
     if 1 / LEAST_GAIN < gain < LEAST_GAIN:
         return f"{name}: as fast as {first_name}, {hidden}"
-    digits = 1 if gain >= 1.2 else 2  # a smaller gain would be shown as 1.0 or 1.1
-    return f"{name}: {gain:.{digits}f}x the speed of {first_name}, {hidden}"
+    # With one digit, a smaller gain would be shown as 1.0 or 1.1.
+    return f"{name}: {gain:.{1 if gain >= 1.2 else 2}f}x the speed of {first_name}, {hidden}"
 
 
 def _kind(event: Event) -> str:

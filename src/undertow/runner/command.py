@@ -41,6 +41,7 @@ class _NotStarted(ConfigError):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="undertow run",
+        allow_abbrev=False,
         usage="undertow run [--out DIR] [--set NAME=VALUE]... COMMAND [ARGUMENT]...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Run a training program as it is, with Undertow's DistributedDataParallel\n"

@@ -28,12 +28,9 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
     with contextlib.suppress(PhaseError):  # too few steps
         profile = sync.profile()
     if sync.rank == 0 and report.num_steps > 0:
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        console.print(report, sync.explain(), soft_wrap=True)
+        print(report, sync.explain(), sep="\n", file=sys.stderr)
         if profile is not None and profile.strategy == "ddp" and profile.is_measured and not profile.is_of_one_size:
-            console.print(about_shards(profile), soft_wrap=True, highlight=False, end="")
+            print(about_shards(profile), end="", file=sys.stderr)
     if out is not None:
         _write(sync, report, profile, Path(out), number)
 

@@ -86,8 +86,9 @@ def merge(folder: Path, out: Path) -> str:
             events.append(event)
     ranks = {trace[KEY]["rank"] for _, trace in traces}
     missing = sorted({rank for _, trace in traces for rank in trace[KEY]["ranks"]} - ranks)
-    note = f"{len(traces)} traces of {len(ranks)} ranks"
-    note += f"; there are none of ranks {', '.join(map(str, missing))}" if missing else ""
+    note = f"{len(traces)} traces of {len(ranks)} ranks" + (
+        f"; there are none of ranks {', '.join(map(str, missing))}" if missing else ""
+    )
     head = {
         KEY: {**first[KEY], "merged": note},
         "displayTimeUnit": "ms",

@@ -81,14 +81,6 @@ class StepRecord:
     cpu_us: float = 0.0  # processor time of all threads from the end of the last backward to the end of the waits
     generation: int = 0  # of the plan, which counts from 0
 
-    def wire_intervals(self) -> tuple[Interval, ...]:
-        """Returns when the link worked on each bucket: one starts after the other, so that queueing is not counted."""
-        return _wire_intervals(self.buckets)
-
-    def gather_intervals(self) -> tuple[Interval, ...]:
-        """Returns when the link worked on each gather, in the same way; below 0 while the optimizer's step was running."""
-        return _wire_intervals(self.gathers)
-
     def packing_us(self) -> float:
         """Returns the time that packing took from backward, until each launch: since the last gradient or the launch before."""
         backward_end_us = self.backwards[-1][1] if self.backwards else 0.0
@@ -100,7 +92,7 @@ class StepRecord:
 
     def trace(self) -> Trace:
         """Returns the step as events; the optimizer runs from the end of the waits to the end of the step."""
-        sent, wires = (*self.gathers, *self.buckets), (*self.gather_intervals(), *self.wire_intervals())
+        sent, wires = (*self.gathers, *self.buckets), (*wires_of(self.gathers), *wires_of(self.buckets))
         computed: list[tuple[str, Interval, int | None]] = [
             *(("forward", interval, None) for interval in self.forwards),
             *(("backward", interval, None) for interval in self.backwards),
@@ -113,18 +105,26 @@ class StepRecord:
             *(Event(lane=COMPUTE, kind=kind, start_us=at, stop_us=stop, bucket=bucket) for kind, (at, stop), bucket in computed),
             *(
                 Event(lane="comm.dp", kind=row.kind, bucket=row.bucket, start_us=start, stop_us=stop, num_bytes=row.num_bytes)
-                for row, (start, stop) in zip(sent, wires, strict=True)
+                for row, ((start, stop), _) in zip(sent, wires, strict=True)
             ),
         )
         return Trace(rank=self.rank, step=self.step, events=events)
 
 
-def _wire_intervals(buckets: Sequence[BucketRecord]) -> tuple[Interval, ...]:
-    free_us = accumulate((bucket.done_us for bucket in buckets), max, initial=float("-inf"))
-    return tuple(
-        (min(max(bucket.launched_us, free), bucket.done_us), bucket.done_us)
-        for bucket, free in zip(buckets, free_us, strict=False)  # the link is also free after the last one
-    )
+def wires_of(rows: Sequence[BucketRecord]) -> list[tuple[Interval, float]]:
+    """Returns when the link worked on each row, given in launch order, and for how long it worked on this one alone.
+
+    Of the rows in flight at a time, the link works on the one that ends first. So queueing is not counted, a row that overtakes
+    another lies within the other's interval, and the times add up to the time that the link was in use.
+    """
+    wires, ended = dict[int, tuple[Interval, float]](), list[Interval]()  # the latter apart and in order
+    for at, row in sorted(enumerate(rows), key=lambda it: it[1].done_us):
+        start_us, within_us = min(row.launched_us, row.done_us), 0.0
+        while ended and ended[-1][0] > start_us:
+            within_us += length_us(ended.pop())
+        ended.append((max([start_us, *(stop for _, stop in ended[-1:])]), row.done_us))
+        wires[at] = ended[-1], max(0.0, length_us(ended[-1]) - within_us)
+    return [wires[at] for at in range(len(rows))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,15 +184,15 @@ def step_limit_us(record: StepRecord) -> float:
     """
     if not record.gathers:
         return 0.0
-    gather_us = dict(zip((row.bucket for row in record.gathers), map(length_us, record.gather_intervals()), strict=True))
+    gather_us = {row.bucket: wire_us for row, (_, wire_us) in zip(record.gathers, wires_of(record.gathers), strict=True)}
     read_us, waited_us = {}, 0.0
     for row in sorted(record.gathers, key=lambda row: row.waited):
         read_us[row.bucket] = max(0.0, row.waited[0] - waited_us)
         waited_us += length_us(row.waited)
     exposed_us = waited_us + sum(length_us(row.waited) for row in record.buckets)
     carried_us, last_read_us, limit = 0.0, 0.0, record.step_us - exposed_us
-    for row, wire in zip(reversed(record.buckets), reversed(record.wire_intervals()), strict=True):
-        carried_us += length_us(wire) + gather_us.get(row.bucket, 0.0)
+    for row, (_, wire_us) in zip(reversed(record.buckets), reversed(wires_of(record.buckets)), strict=True):
+        carried_us += wire_us + gather_us.get(row.bucket, 0.0)
         last_read_us = max(last_read_us, read_us.get(row.bucket, 0.0))
         limit = max(limit, row.ready_us - waited_us + carried_us - last_read_us)
     return max(limit, carried_us)

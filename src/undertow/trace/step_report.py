@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,7 +32,7 @@ class BucketReport:
     ready_ms: float
     launched_ms: float
     done_ms: float
-    wire_ms: float  # time that the link worked on it
+    wire_ms: float  # its part of the communication, without queueing; includes the wait for a rank that sends later
     waited_ms: float  # time that the step waited for it
 
 
@@ -43,7 +44,7 @@ class GatherReport:
     num_bytes: int
     launched_ms: float  # below 0: after the previous step of the optimizer
     done_ms: float
-    wire_ms: float  # time that the link worked on it
+    wire_ms: float  # its part of the communication, without queueing; includes the wait for a rank that sends later
     waited_ms: float  # time that the forward waited for it
 
 
@@ -62,8 +63,8 @@ class StepReport(Shown):
     gathers alone.
 
     - `forward_ms` and `backward_ms` do not include waits, `rest_ms` is the optimizer and all else until the next forward.
-    - `communication_ms` is the time that the link was in use, `exposed_ms` the time that the compute lane waited for it,
-      `hidden_ms` the rest, and `overlap` the hidden share (None: no communication).
+    - `communication_ms` is the time that the link was in use, waits for a rank that sends later included; `exposed_ms` is the
+      time that the compute lane waited for it, `hidden_ms` the rest, and `overlap` the hidden share (None: no communication).
     - `late_rank_ms` is the part of the exposed time spent waiting for a rank that was slower than this one; `wire_ms` is the part
       spent waiting for the network.
     - `processors_ms` is the time that communication takes from processors: packing in backward, and copies and additions while
@@ -138,16 +139,29 @@ class StepReport(Shown):
         return max(0.0, 1 - self.gather_exposed_ms / self.gather_ms) if self.gather_ms > 0 else None
 
     @property
+    def verdict(self) -> str:
+        """Excellent, good or poor, by the exposed share of the step; empty if the steps are too few or too small to judge."""
+        verdict = next(word for word, most in _VERDICTS.items() if self.exposed_ms <= most * self.step_ms)
+        is_large = verdict == "excellent" or self.exposed_ms >= _LEAST_MS
+        return verdict if is_large and self.num_steps >= _FEWEST_STEPS and self.overlap is not None else ""
+
+    @property
     def advice(self) -> str:
         """One sentence: the first cause that explains most of the exposed time, and what to do about it."""
         if self.num_steps == 0:
             return "No step is recorded yet: run a training step, and leave record on."
         if self.overlap is None:
             return "Nothing is sent, so nothing is waited for: there is one rank, or all gradients stay where they are."
-        if self.num_steps < 5:
+        if self.num_steps < _FEWEST_STEPS:
             return f"Too few steps to judge: {self.num_steps} under this plan. Ask again after ten."
-        if (share := self.exposed_ms / self.step_ms) <= 0.02:
-            return f"Well hidden: the step waits for communication in {share:.1%} of its time. There is nothing to do."
+        if self.verdict == "excellent":
+            share = self.exposed_ms / self.step_ms
+            return f"Well hidden: the step waits for communication in {share:z.1%} of its time. There is nothing to do."
+        if not self.verdict:
+            return (
+                f"Too small to judge: the step waits {self.exposed_ms:.2f} ms for communication, and waits below "
+                f"{_LEAST_MS:.0f} ms depend on what else the processors do."
+            )
         return next(filter(None, (cause(self) for cause in _CAUSES)))
 
     def scalars(self) -> dict[str, float]:
@@ -206,6 +220,11 @@ _SCALARS = (
 
 # Advice.
 
+_FEWEST_STEPS = 5  # to judge
+_VERDICTS = {"excellent": 0.02, "good": 0.10, "poor": math.inf}  # by the exposed share of the step, at most
+# Exposed, to judge. A scheduler gives a processor to another thread for a millisecond or more, so a shorter wait may be its work:
+# none of the causes below would explain it, and no plan would shorten it.
+_LEAST_MS = 1.0
 _MOST = 0.5  # of the exposed time: a cause that explains this share is the one to look at
 
 
@@ -248,22 +267,19 @@ def _processors(report: StepReport) -> str:
 
 
 def _large_last_parameter(report: StepReport) -> str:
-    if not report.buckets:
-        return ""
-    last = report.buckets[-1]
     # The parameter may be in pieces in several buckets.
-    pieces = [bucket for bucket in report.buckets if bucket.largest == last.largest]
+    pieces = [bucket for bucket in report.buckets if bucket.largest == report.buckets[-1].largest]
     share = sum(bucket.waited_ms for bucket in pieces) / report.exposed_ms
     if (
         share < _MOST
-        or last.largest_bytes < _MOST * last.num_bytes
-        or not any(word in last.largest.lower() for word in ("emb", "wte"))
+        or pieces[-1].largest_bytes < _MOST * pieces[-1].num_bytes
+        or not any(word in pieces[-1].largest.lower() for word in ("emb", "wte"))
     ):
         return ""
     remedy = 'halve it with SyncConfig(wire_dtype="bfloat16")' if report.can_narrow else "only a faster link helps"
     megabytes = sum(bucket.largest_bytes for bucket in pieces) / 1e6
     return (
-        f"{share:.0%} of the exposed time is for the last bucket: the gradient of the embedding {last.largest} "
+        f"{share:.0%} of the exposed time is for the last bucket: the gradient of the embedding {pieces[-1].largest} "
         f"({megabytes:.1f} MB) is ready only when backward ends, tied to the output layer or not: {remedy}."
     )
 
@@ -273,10 +289,11 @@ def _network(report: StepReport) -> str:
         return ""
     narrower = ', or send less with SyncConfig(wire_dtype="bfloat16")' if report.can_narrow else ""
     reduced_ms = report.communication_ms - report.gather_ms
-    if reduced_ms > report.backward_ms:
+    if reduced_ms - report.late_rank_ms > report.backward_ms:
+        late = f", {report.late_rank_ms:.1f} ms of it for a late rank" if report.late_rank_ms > 0 else ""
         return (
-            f"The network is the limit: {reduced_ms:.1f} ms of gradients do not fit under {report.backward_ms:.1f} ms of "
-            f"backward: simulate another link with undertow simulate{narrower}."
+            f"The network is the limit: communication of gradients takes {reduced_ms:.1f} ms{late}, longer than the "
+            f"{report.backward_ms:.1f} ms of backward: simulate another link with undertow simulate{narrower}."
         )
     return (
         f"Gradients leave as soon as these buckets are full, and the last of {len(report.buckets)} is full when backward ends: "
@@ -343,10 +360,13 @@ def _step_table(report: StepReport) -> "Table":
         network, late = rounded_to_tenths((report.wire_ms, report.late_rank_ms), total=exposed)
         rows[4:4] = [
             ("    the network", network, ""),
-            ("    a late rank", late, f"slowest is rank {slowest}" if late else ""),
+            ("    a late rank", late, f"in this step rank {slowest}" if late else ""),
         ]
         hidden, shown = rounded_to_tenths((report.hidden_ms, report.communication_ms - report.hidden_ms))
-        rows += [("communication", hidden + shown, f"{report.overlap:.0%} hidden"), ("  hidden", hidden, "")]
+        verdict = (
+            f"; {report.verdict}: {report.exposed_ms / report.step_ms:z.1%} of the step is exposed" if report.verdict else ""
+        )
+        rows += [("communication", hidden + shown, f"{report.overlap:.0%} hidden{verdict}"), ("  hidden", hidden, "")]
         if report.gather_overlap is not None:
             size = f"{sum(gather.num_bytes for gather in report.gathers) / 1e6:.1f} MB"
             rows.append(("  of it gathers", round(10 * report.gather_ms), f"{size}, {report.gather_overlap:.0%} hidden"))
@@ -359,8 +379,8 @@ def _step_table(report: StepReport) -> "Table":
             ("  limit", round(10 * report.limit_ms), "for these buckets and ready times"),
         ]
         if report.step_limit_ms > 0:
-            ratio = f"step / limit of the step {report.step_ms / report.step_limit_ms:.3f}"
-            rows.append(("limit of the step", round(10 * report.step_limit_ms), ratio))
+            ratio = report.step_ms / report.step_limit_ms
+            rows.append(("limit of the step", round(10 * report.step_limit_ms), f"step / limit of the step {ratio:.3f}"))
     table = _table("ms", note="notes", first="part")
     for name, tenths, note in rows:
         table.add_row(name, f"{tenths / 10:.1f}", note)
@@ -394,12 +414,13 @@ def _bucket_table(report: StepReport) -> "Table":
         first="bucket",
     )
     for bucket, waited in zip(report.buckets, _waits(report), strict=False):
-        more = len(bucket.params) - 1
         table.add_row(
             str(bucket.index),
-            *_megabytes(bucket.num_bytes, *([bucket.sent_bytes] if sent else [])),
-            *_times(bucket.ready_ms, bucket.launched_ms, bucket.done_ms, bucket.wire_ms, waited / 10),
-            cell(_end_of(bucket.largest, 14 if sent else 24) + (f" +{more}" if more > 0 else "")),
+            *_numbers(
+                (bucket.num_bytes, *([bucket.sent_bytes] if sent else [])),
+                (bucket.ready_ms, bucket.launched_ms, bucket.done_ms, bucket.wire_ms, waited / 10),
+            ),
+            cell(_end_of(bucket.largest, 14 if sent else 24) + (f" +{more}" if (more := len(bucket.params) - 1) > 0 else "")),
             style="bold" if bucket is report.worst_bucket else None,
         )
     return table
@@ -411,8 +432,7 @@ def _gather_table(report: StepReport) -> "Table":
     for gather, waited in zip(report.gathers, _waits(report)[len(report.buckets) :], strict=True):
         table.add_row(
             str(gather.bucket),
-            *_megabytes(gather.num_bytes),
-            *_times(gather.launched_ms, gather.done_ms, gather.wire_ms, waited / 10),
+            *_numbers((gather.num_bytes,), (gather.launched_ms, gather.done_ms, gather.wire_ms, waited / 10)),
             style="bold" if worst is not None and gather.bucket == worst.index else None,
         )
     return table
@@ -429,9 +449,5 @@ def _table(*numbers: str, first: str, note: str = "") -> "Table":
     return Table(*columns, *notes, **styles)
 
 
-def _times(*milliseconds: float) -> Iterator[str]:
-    return (f"{it:.1f}" for it in milliseconds)
-
-
-def _megabytes(*num_bytes: int) -> Iterator[str]:
-    return (f"{it / 1e6:.2f}" for it in num_bytes)
+def _numbers(num_bytes: Sequence[int], milliseconds: Sequence[float]) -> tuple[str, ...]:
+    return (*(f"{it / 1e6:.2f}" for it in num_bytes), *(f"{it:z.1f}" for it in milliseconds))

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from undertow.plan import Plan
-from undertow.trace.record import BucketRecord, Interval, StepRecord, length_us, limit_us, overlap_of, step_limit_us, union_us
+from undertow.trace.record import BucketRecord, StepRecord, length_us, limit_us, overlap_of, step_limit_us, union_us, wires_of
 from undertow.trace.step_report import BucketReport, GatherReport, StepReport
 
 _MS = 1e-3  # milliseconds in a microsecond
@@ -34,7 +34,6 @@ def summarize(
     record, times = _typical(
         records or [StepRecord(step=0, rank=rank, step_us=0.0, forwards=(), backwards=(), buckets=(), busy_ms=())]
     )
-    slowest = [_slowest(it) for it in records]
     communication_ms, exposed_ms = times["communication_ms"], times["exposed_ms"]
     steps_ms = sorted(it.step_us * _MS for it in records) or [0.0]
     return StepReport(
@@ -51,12 +50,14 @@ def summarize(
         wire_ms=max(0.0, exposed_ms - times["late_rank_ms"]),
         overlap=max(0.0, 1 - exposed_ms / communication_ms) if communication_ms > 0 else None,
         slowest_rank=_slowest(record),
-        slowest_share=slowest.count(_slowest(record)) / max(1, len(slowest)),
+        slowest_share=[*map(_slowest, records)].count(_slowest(record)) / max(1, len(records)),
         busy_ms=record.busy_ms,
-        buckets=tuple(_bucket_report(plan, *row) for row in zip(record.buckets, record.wire_intervals(), strict=True)),
+        buckets=tuple(
+            _bucket_report(plan, row, wire_us) for row, (_, wire_us) in zip(record.buckets, wires_of(record.buckets), strict=True)
+        ),
         gathers=tuple(
-            GatherReport(bucket=row.bucket, num_bytes=row.num_bytes, **_row_ms(row, wire))
-            for row, wire in zip(record.gathers, record.gather_intervals(), strict=True)
+            GatherReport(bucket=row.bucket, num_bytes=row.num_bytes, **_row_ms(row, wire_us))
+            for row, (_, wire_us) in zip(record.gathers, wires_of(record.gathers), strict=True)
         ),
         events=record.trace().events,
         **times,
@@ -92,10 +93,12 @@ def _times_ms(record: StepRecord) -> dict[str, float]:
         "communication_ms": overlap.total_us,
         "exposed_ms": overlap.exposed_us,
         "processors_ms": record.packing_us() * is_packed + min(overlap.exposed_us, record.cpu_us),
-        "gather_ms": union_us(record.gather_intervals()),
+        "gather_ms": sum(wire_us for _, wire_us in wires_of(record.gathers)),
         "gather_exposed_ms": sum(length_us(gather.waited) for gather in record.gathers),
         "synchronized_ms": max((bucket.done_us for bucket in record.buckets), default=0.0),
-        "limit_ms": limit_us([bucket.ready_us for bucket in record.buckets], [*map(length_us, record.wire_intervals())]),
+        "limit_ms": limit_us(
+            [bucket.ready_us for bucket in record.buckets], [wire_us for _, wire_us in wires_of(record.buckets)]
+        ),
         "step_limit_ms": step_limit_us(record),
     }
     times_ms = {name: time_us * _MS for name, time_us in times_us.items()}
@@ -103,7 +106,7 @@ def _times_ms(record: StepRecord) -> dict[str, float]:
     return times_ms | {"late_rank_ms": min(times_ms["exposed_ms"], behind_ms)}
 
 
-def _bucket_report(plan: Plan, row: BucketRecord, wire: Interval) -> BucketReport:
+def _bucket_report(plan: Plan, row: BucketRecord, wire_us: float) -> BucketReport:
     bucket = plan.buckets[row.bucket]
     largest = max(bucket.slots, key=lambda slot: slot.numel, default=None)
     return BucketReport(
@@ -115,15 +118,15 @@ def _bucket_report(plan: Plan, row: BucketRecord, wire: Interval) -> BucketRepor
         itemsize=bucket.itemsize,
         sent_bytes=row.num_bytes,
         ready_ms=row.ready_us * _MS,
-        **_row_ms(row, wire),
+        **_row_ms(row, wire_us),
     )
 
 
-def _row_ms(row: BucketRecord, wire: Interval) -> dict[str, float]:
-    """Returns the times that buckets and gathers have in common, from a record and when the link worked on it."""
+def _row_ms(row: BucketRecord, wire_us: float) -> dict[str, float]:
+    """Returns the times that buckets and gathers have in common, from a record and how long the link worked on it."""
     return {
         "launched_ms": row.launched_us * _MS,
         "done_ms": row.done_us * _MS,
-        "wire_ms": length_us(wire) * _MS,
+        "wire_ms": wire_us * _MS,
         "waited_ms": length_us(row.waited) * _MS,
     }

@@ -59,8 +59,7 @@ def _lines(it: Explanation) -> Iterator[str]:
         "the best plan": it.best_ms,
         "limit of every plan": it.limit_ms,
     }
-    known = [f"{name} {milliseconds:.2f}" for name, milliseconds in times.items() if milliseconds is not None]
-    if known:
+    if known := [f"{name} {milliseconds:.2f}" for name, milliseconds in times.items() if milliseconds is not None]:
         yield f"Until gradients are synchronized, ms since the step began: {', '.join(known)}"
     sections = {"Other plans:": it.alternatives, "The network, as measured:": it.network, "Decisions:": it.decisions}
     for title, rows in sections.items():
@@ -120,10 +119,10 @@ def _alternatives(plan: Plan, present_us: float, predicted_us: Callable[[Groups]
         for at in _some(wide)
         for half in {1, len(groups[at]) // 2, len(groups[at]) - 1}
     ]
-    for text, tried in (("fewer, at best {} and {} in one", merged), ("more, at best {} in two", cut)):
+    for text, tried in (("fewer, at best buckets {} and {} in one", merged), ("more, at best bucket {} in two", cut)):
         if tried:
             later_us, at = min((predicted_us(other) - present_us, at) for other, at in tried)
-            yield f"one bucket {text.format(at, at + 1)}: {later_us * _MS:+.2f} ms"
+            yield f"one bucket {text.format(at, at + 1)}: {later_us * _MS:+z.2f} ms"
 
 
 def _num_buckets_text(num_buckets: int) -> str:

@@ -14,7 +14,7 @@ import pytest
 from support.browser import CHROMIUM, Page, browser
 from support.cli import MEASURED, Undertow
 from support.errors import refusal
-from support.records import GATHERS, record, report
+from support.records import GATHERS, record, report, row
 from undertow.cost import CostCurve
 from undertow.report.page import save_pages
 from undertow.trace import StepReport
@@ -81,6 +81,36 @@ def test_the_slider_changes_the_picture_by_the_hash_and_by_keys(run: Path, page:
     assert page.value("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     assert page.value("document.querySelector('label[for=link]').innerText") == "Link of each rank"
     assert page.errors == []
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.slow
+@pytest.mark.parametrize(("update_us", "is_said"), [(1_000, True), (26_000, False)])
+def test_the_page_says_if_the_simulated_step_is_far_from_the_measured_one(
+    update_us: float, is_said: bool, run: Path, page: Page
+) -> None:
+    replace(MEASURED, num_ranks=2, update_us=update_us).save(run / "profile.json")
+    (written,) = save_pages(run, run)
+    page.open(written.as_uri())
+    said = (
+        " On the measured link the simulated step takes 66.8 ms and the measured step 100.0 ms: unless their buckets differ, "
+        "steps on other links may be as far off."
+    )
+    assert ((said in text(page, "about-links")), page.errors) == (is_said, [])
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.slow
+def test_a_bucket_that_overtakes_another_is_in_the_picture_and_nothing_is_below_zero(tmp_path: Path, page: Page) -> None:
+    rows = row(0, 30_000, 95_000, (60_000, 95_000)), row(1, 60_000, 80_000, (95_000, 95_000), ready_us=-1)
+    of_rank(0, busy_ms=(), buckets=rows).to_html(tmp_path / "it.html")
+    page.open((tmp_path / "it.html").as_uri())
+    bars = "document.getElementById('step').data.find(it => it.name === 'gradients sent').x.join()"
+    cells = "[...document.querySelectorAll('#t-buckets td')].map(it => it.textContent).join()"
+    assert (page.value(bars), page.value(cells)) == (
+        "65,20",
+        "0,0.01,30.0,30.0,95.0,45.0,35.0,head,1,0.00,0.0,60.0,80.0,20.0,0.0,stem",
+    )
 
 
 @NEEDS_CHROMIUM

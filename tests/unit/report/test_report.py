@@ -34,7 +34,7 @@ ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
                 "Too few steps to judge",
                 "p50 100.0, p95 100.0; steps counted: 1",
             ),
-            (SKIPPED, ONE_GRAPH, "slowest is rank", "the plan changed"),
+            (SKIPPED, ONE_GRAPH, "in this step rank", "the plan changed"),
             id="every bucket with its parameters",
         ),
         pytest.param(report(), ("no step recorded yet",), (), id="no steps"),
@@ -48,7 +48,7 @@ ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
             ("achieved",),
             id="a limit of the step",
         ),
-        pytest.param(report(record(busy_ms=(50.0, 65.0))), ("slowest is rank 1",), (), id="a late rank"),
+        pytest.param(report(record(busy_ms=(50.0, 65.0))), ("15.0  in this step rank 1",), (), id="a late rank"),
         pytest.param(
             report(record(), plan_since=57),
             ("Only steps since step 57 count: the plan changed there.",),
@@ -70,6 +70,10 @@ def test_a_value_shows_itself_where_it_is_printed_and_in_a_notebook() -> None:
     assert (str(made).startswith("Where a step goes"), str(made).endswith(of_experts), "\x1b" in str(made)) == (True, True, False)
     assert made._repr_html_().startswith("<pre ")
     assert "Where a step goes" in made._repr_html_()
+
+
+def test_a_value_has_no_blanks_at_the_ends_of_lines() -> None:
+    assert [line for line in str(report(record(gathers=GATHERS))).split("\n") if line != line.rstrip()] == []
 
 
 def test_tables_fit_80_columns_and_add_up() -> None:

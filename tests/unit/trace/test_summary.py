@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from support.strategies import spec
 from undertow.cost import curve_from_samples
 from undertow.plan import plan_from_groups
 from undertow.trace import Event, Overlap, StepReport, Trace, Transfer, cost_samples, limit_us, overlap_of, summarize, union_us
+from undertow.trace.record import wires_of
 from undertow.trace.step_report import rounded_to_tenths
 
 LATE = (record().buckets[0], row(1, 60_000, 99_000, (60_000, 99_000)))
@@ -129,11 +131,37 @@ def test_the_worst_bucket_is_the_one_waited_for_longest(found: StepReport, index
     assert (found.worst_bucket.index, found.worst_bucket.params) == (index, params)
 
 
-def test_a_bucket_that_queued_is_charged_only_for_its_own_time_on_the_link() -> None:
-    assert record(buckets=(record().buckets[0], row(1, 35_000, 80_000, (60_000, 80_000)))).wire_intervals() == (
-        (30_000, 50_000),
-        (50_000, 80_000),
-    )
+@pytest.mark.parametrize(
+    ("rows", "wires"),
+    [
+        ([(30, 50), (35, 80)], [((30, 50), 20), (((50, 80)), 30)]),
+        ([(30, 95), (60, 80)], [((30, 95), 45), ((60, 80), 20)]),
+        ([(30, 95), (40, 95)], [((30, 95), 65), ((95, 95), 0)]),
+        ([(0, 80), (10, 100), (20, 50), (30, 60)], [((0, 80), 40), ((80, 100), 20), ((20, 50), 30), ((50, 60), 10)]),
+        ([(51, 50)], [((50, 50), 0)]),
+    ],
+    ids=["one that queued", "one that overtook another", "two that ended together", "all of these", "a clock that jumped"],
+)
+def test_the_link_works_on_the_bucket_that_ends_first(rows: list[tuple[int, int]], wires: list[tuple[Any, int]]) -> None:
+    assert wires_of([row(0, launched, done, (0, 0)) for launched, done in rows]) == wires
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=9))
+def test_times_on_the_link_add_up_however_buckets_end(drawn: list[tuple[int, int]]) -> None:
+    flights = [(launched, launched + took) for launched, took in sorted(drawn)]
+    wires = wires_of([row(0, launched, done, (0, 0)) for launched, done in flights])
+    assert sum(wire for _, wire in wires) == union_us(flights) == union_us(interval for interval, _ in wires)
+    assert all(launched <= at <= stop == done for (launched, done), ((at, stop), _) in zip(flights, wires, strict=True))
+    assert all(0 <= wire <= stop - at for (at, stop), wire in wires)
+    pairs = [(one, two) for (one, _), (two, _) in combinations(sorted(wires), 2)]
+    assert all(one[1] <= two[0] or two[1] <= one[1] or one[0] == two[0] for one, two in pairs)
+
+
+def test_a_bucket_that_overtakes_another_has_time_in_the_table_and_a_bar_in_the_picture() -> None:
+    rows = row(0, 30_000, 95_000, (60_000, 95_000)), row(1, 60_000, 80_000, (95_000, 95_000))
+    found = report(record(buckets=rows))
+    assert ([it.wire_ms for it in found.buckets], found.communication_ms, found.limit_ms) == ([45, 20], 65, 95)
+    assert [(it.bucket, it.duration_us) for it in found.events if it.lane == "comm.dp"] == [(0, 65_000), (1, 20_000)]
 
 
 def test_to_dict_is_plain_enough_for_json() -> None:
@@ -179,6 +207,11 @@ def six(**changes: Any) -> StepReport:
             "Well hidden: the step waits for communication in 2.0% of its time. There is nothing to do.",
         ),
         (
+            six(buckets=(row(0, 59_000, 60_800, (60_000, 60_800)),), step_us=2_000, cpu_us=700),
+            "Too small to judge: the step waits 0.80 ms for communication, and waits below 1 ms depend on what else the "
+            "processors do.",
+        ),
+        (
             report(*SIX),
             "75% of the exposed time is waiting for rank 1: look at its input pipeline, and at what else runs on its machine.",
         ),
@@ -214,13 +247,27 @@ def six(**changes: Any) -> StepReport:
         ),
         (
             six(buckets=CROWDED),
-            "The network is the limit: 50.0 ms of gradients do not fit under 40.0 ms of backward: simulate another link with "
-            'undertow simulate, or send less with SyncConfig(wire_dtype="bfloat16").',
+            "The network is the limit: communication of gradients takes 50.0 ms, longer than the 40.0 ms of backward: simulate "
+            'another link with undertow simulate, or send less with SyncConfig(wire_dtype="bfloat16").',
         ),
         (
             six(buckets=tuple(replace(it, num_bytes=it.num_bytes // 2) for it in CROWDED)),
-            "The network is the limit: 50.0 ms of gradients do not fit under 40.0 ms of backward: simulate another link with "
-            "undertow simulate.",
+            "The network is the limit: communication of gradients takes 50.0 ms, longer than the 40.0 ms of backward: simulate "
+            "another link with undertow simulate.",
+        ),
+        (
+            six(buckets=CROWDED, busy_ms=(50.0, 55.0)),
+            "The network is the limit: communication of gradients takes 50.0 ms, 5.0 ms of it for a late rank, longer than the "
+            "40.0 ms of backward: simulate another link with undertow simulate, or send less with "
+            'SyncConfig(wire_dtype="bfloat16").',
+        ),
+        (
+            six(
+                buckets=(CROWDED[0], row(1, 60_000, 78_000, (60_000, 78_000))),
+                busy_ms=(50.0, 58.5),
+            ),
+            "Gradients leave as soon as these buckets are full, and the last of 2 is full when backward ends: explain() gives "
+            'the reasons for these buckets, or send less with SyncConfig(wire_dtype="bfloat16").',
         ),
         (
             six(buckets=tuple(replace(it, num_bytes=0) for it in record().buckets)),  # a hook sends them as it likes
@@ -242,6 +289,7 @@ def six(**changes: Any) -> StepReport:
             "one rank",
             "too few steps",
             "well hidden",
+            "too small",
             "a late rank",
             "processors",
             "processors of one thread",
@@ -250,11 +298,37 @@ def six(**changes: Any) -> StepReport:
             "an embedding",
         ),
         *("a late rank, now one and now another", "the network", "a network that is sent less already"),
+        *("a network and a late rank", "a late rank and not the network"),
         *("a last bucket that is full when backward ends", "another plan", "parameters"),
     ],
 )
 def test_advice_is_one_sentence_from_the_figures(found: StepReport, advice: str) -> None:
     assert found.advice == advice
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (six(step_us=1e6), "excellent"),
+        (six(step_us=9.9e5), "good"),
+        (six(step_us=2e5), "good"),
+        (six(step_us=1.99e5), "poor"),
+        (six(buckets=(row(0, 59_000, 60_999, (60_000, 60_999)),), step_us=5e3), ""),
+        (six(buckets=(row(0, 59_000, 61_000, (60_000, 61_000)),), step_us=5e3), "poor"),
+        (six(buckets=(row(0, 59_000, 60_800, (60_000, 60_800)),)), "excellent"),
+        (PLAIN, ""),
+        (ALONE, ""),
+        (report(), ""),
+    ],
+)
+def test_a_verdict_is_of_the_exposed_share_if_there_is_enough_to_judge(found: StepReport, verdict: str) -> None:
+    assert found.verdict == verdict
+    assert (f"hidden; {verdict}: " in str(found)) == bool(verdict)
+
+
+def test_nothing_is_shown_as_less_than_nothing() -> None:
+    buckets = tuple(replace(it, launched_ms=-0.01, ready_ms=-0.0) for it in PLAIN.buckets)
+    assert "-0.0" not in str(replace(six(step_us=1e6), buckets=buckets, exposed_ms=-1e-9))
 
 
 def test_scalars_are_flat_floats() -> None:
