@@ -20,14 +20,14 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
     """Writes this rank's files into `out`; `number` counts the models of this process from 0.
 
     Rank 0 prints to standard error: where the time went, the reason for the plan, the gain of a sharded optimizer, and the place
-    of the files.
+    of the files. After an error that ended the program it prints only the place, so that the error stays in sight.
     """
     if out is None and sync.rank != 0:
         return
     report, profile = sync.report(), None
     with contextlib.suppress(PhaseError):  # too few steps
         profile = sync.profile()
-    if sync.rank == 0 and report.num_steps > 0:
+    if sync.rank == 0 and report.num_steps > 0 and not hasattr(sys, "last_value"):
         from rich.console import Console
 
         console = Console(stderr=True)

@@ -23,7 +23,7 @@ from undertow.errors import ConfigError, require
 from undertow.runner.ending import end
 from undertow.runner.settings import RUN, TRACE, settings_from
 
-_SIGNATURE = inspect.signature(DistributedDataParallel.__init__)
+_NAMES = tuple(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]
 # Torch's class first compares the number of parameters. No model has this many.
 _NUM_MARKERS = 9_973
 _numbers = itertools.count()
@@ -42,9 +42,10 @@ class Wrapped(DistributedDataParallel):
     _overrides = settings_from(os.environ)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = _SIGNATURE.bind(self, *args, **kwargs).arguments
-        # Torch's class would not compare either without `init_sync`. Other types than a module and a group are refused below.
-        if given.get("init_sync", True) and isinstance(given["module"], nn.Module):
+        given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+        # Torch's class would not compare either without `init_sync`. Other types than a module and a group, and arguments that do
+        # not exist, are refused below.
+        if given.get("init_sync", True) and isinstance(given.get("module"), nn.Module):
             _require_our_class_everywhere(given["module"], given.get("process_group"), given.get("device_mesh"))
         if _run()["out"] is not None:
             os.environ.setdefault(TRACE, os.path.join(_run()["out"], "traces"))
