@@ -68,7 +68,8 @@ def test_a_program_trains_as_without_us_and_reports(name: str, tmp_path: Path) -
     assert (without.returncode, REPORTED in without.stdout + without.stderr) == (0, False), without.stderr
     done = run(*UNDERTOW, "run", *command, SCRIPTS / script, ours)
     assert done.returncode == 0, done.stderr
-    assert (done.stdout + done.stderr).count(REPORTED) == 1  # Ray passes on what its workers print
+    told = done.stdout + done.stderr  # Ray passes on what its workers print
+    assert told.count(REPORTED) == 1, told
     wanted, found = torch.load(plain), torch.load(ours)
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []

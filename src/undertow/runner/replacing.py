@@ -1,7 +1,6 @@
 """Undertow's class as `undertow run` puts it in the place of torch's."""
 
 import atexit
-import contextlib
 import functools
 import inspect
 import itertools
@@ -54,7 +53,7 @@ class Wrapped(DistributedDataParallel):
         self.alive.add(self)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # not to be raised here, and the interpreter may be ending
+        if "_made" in self.__dict__:  # not again while the interpreter ends; Python prints an error here, and goes on
             _ends(self)
 
 
