@@ -176,7 +176,7 @@ def test_a_rank_that_gathers_the_state_alone_says_what_it_waits_for() -> None:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     if dist.get_rank() == 0:
-        awaited = "the state of a ShardedOptimizer, which every rank brings in state_dict()"
+        awaited = "the state of a ShardedOptimizer, for which every rank must call state_dict()"
         assert text_of(StallTimeout, optimizer.state_dict).splitlines()[0].endswith(f" s for {awaited}: rank 1 has not come.")
     dist.barrier()
 

@@ -585,6 +585,9 @@ ARGUMENTS = {
     "group in second place": "device_ids must not be a process group.\n"
     "  DistributedDataParallel, second argument\n"
     "  Write DistributedDataParallel(module, process_group=group).",
+    "settings in second place": "device_ids must not be a SyncConfig.\n"
+    "  DistributedDataParallel, second argument\n"
+    "  Write DistributedDataParallel(module, config=config).",
     "no module": "module must be a torch.nn.Module, got list.\n"
     "  DistributedDataParallel, first argument\n"
     "  Pass the model itself.",
@@ -656,6 +659,7 @@ def test_arguments_that_cannot_work_are_refused() -> None:
     calls: dict[str, Callable[[], object]] = {
         "no group": lambda: attach(mlp(), process_group="world"),
         "group in second place": lambda: DistributedDataParallel(mlp(), dist.group.WORLD),
+        "settings in second place": lambda: DistributedDataParallel(mlp(), SyncConfig()),  # type: ignore[arg-type]
         "no module": lambda: DistributedDataParallel([1]),
         "torch's wrapper": lambda: DistributedDataParallel(nn.parallel.DistributedDataParallel(mlp())),
         "two device types": lambda: DistributedDataParallel(with_last(lambda layer: layer.to("meta"))),

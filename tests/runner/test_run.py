@@ -69,7 +69,8 @@ def test_a_program_trains_as_without_us_and_reports(name: str, tmp_path: Path) -
     assert (without.returncode, REPORTED in without.stdout + without.stderr) == (0, False), without.stderr
     done = run(*UNDERTOW, "run", *command, SCRIPTS / script, ours)
     assert done.returncode == 0, done.stderr
-    assert (done.stdout + done.stderr).count(REPORTED) == 1  # Ray passes on what its workers print
+    told = done.stdout + done.stderr  # Ray passes on what its workers print
+    assert told.count(REPORTED) == 1, told
     wanted, found = torch.load(plain), torch.load(ours)
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
@@ -191,10 +192,11 @@ ODD = """
 import inspect, os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 print("broadcast_buffers" in inspect.signature(DistributedDataParallel).parameters)
-try:
-    DistributedDataParallel(torch.nn.Linear(2, 2))
-except Exception as error:
-    print(type(error).__name__, flush=True)
+for wrong in ({}, {"find_unused": True}):
+    try:
+        DistributedDataParallel(torch.nn.Linear(2, 2), **wrong)
+    except Exception as error:
+        print(error if wrong else type(error).__name__, flush=True)
 if os.fork() == 0:  # before gloo has threads, which a forked process lacks
     raise SystemExit(0)
 os.wait()
@@ -206,15 +208,35 @@ model = DistributedDataParallel(torch.nn.Linear(2, 2))
 for _ in range(3):
     model(torch.ones(1, 2)).sum().backward()
 """
+UNEXPECTED = "DistributedDataParallel.__init__() got an unexpected keyword argument 'find_unused'"
 
 
 @pytest.mark.slow
 def test_a_program_in_one_process_keeps_its_ways(tmp_path: Path) -> None:
-    """The signature, an error without a process group, torch's `replicate`, and forked processes, which report nothing."""
+    """The signature, no process group, a wrong keyword, torch's `replicate`, and forked processes, which report nothing."""
     (tmp_path / "odd.py").write_text(ODD)
     done = run(*UNDERTOW, "run", tmp_path / "odd.py")
-    assert (done.returncode, done.stdout) == (0, "True\nConfigError\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"True\nConfigError\n{UNEXPECTED}\n"), done.stderr
     assert (done.stderr.count(REPORTED), NOTHING in done.stderr) == (1, False), done.stderr
+
+
+RAISES = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+raise ValueError("row 7 has no label")
+"""
+
+
+@pytest.mark.slow
+def test_after_an_error_of_the_program_no_report_hides_it(tmp_path: Path) -> None:
+    (tmp_path / "raises.py").write_text(RAISES)
+    done = run(*UNDERTOW, "run", "--out", tmp_path / "out", tmp_path / "raises.py")
+    *_, said, last = done.stderr.splitlines()
+    assert (done.returncode, said.endswith("ValueError: row 7 has no label"), REPORTED in done.stderr) == (1, True, False)
+    assert last.startswith("The files are in ")
 
 
 ECHO = "import sys; print(sys.stdin.read(), sys.argv[1:]); sys.exit(13)"

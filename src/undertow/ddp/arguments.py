@@ -28,11 +28,12 @@ def check_devices(
     module: nn.Module, device_ids: Devices | None, output_device: int | str | torch.device | None
 ) -> tuple[list[int] | None, int | None]:
     """Returns the device indices of the module and of its outputs; None if inputs stay where they are."""
+    is_config = isinstance(device_ids, SyncConfig)
     require(
-        not isinstance(device_ids, dist.ProcessGroup),
-        "device_ids must not be a process group.",
+        not isinstance(device_ids, dist.ProcessGroup) and not is_config,
+        f"device_ids must not be a {'SyncConfig' if is_config else 'process group'}.",
         where="DistributedDataParallel, second argument",
-        remedy="Write DistributedDataParallel(module, process_group=group).",
+        remedy=f"Write DistributedDataParallel(module, {'config=config' if is_config else 'process_group=group'}).",
     )
     require(
         device_ids is None or len(device_ids) <= 1,

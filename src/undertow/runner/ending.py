@@ -20,17 +20,20 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
     """Writes this rank's files into `out`; `number` counts the models of this process from 0.
 
     Rank 0 prints to standard error: where the time went, the reason for the plan, the gain of a sharded optimizer, and the place
-    of the files.
+    of the files. After an error that ended the program it prints only the place, so that the error stays in sight.
     """
     if out is None and sync.rank != 0:
         return
     report, profile = sync.report(), None
     with contextlib.suppress(PhaseError):  # too few steps
         profile = sync.profile()
-    if sync.rank == 0 and report.num_steps > 0:
-        print(report, sync.explain(), sep="\n", file=sys.stderr)
+    if sync.rank == 0 and report.num_steps > 0 and not hasattr(sys, "last_value"):
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        console.print(report, sync.explain(), soft_wrap=True)
         if profile is not None and profile.strategy == "ddp" and profile.is_measured and not profile.is_of_one_size:
-            print(about_shards(profile), end="", file=sys.stderr)
+            console.print(about_shards(profile), soft_wrap=True, highlight=False, end="")
     if out is not None:
         _write(sync, report, profile, Path(out), number)
 

@@ -1,7 +1,6 @@
 """Undertow's class as `undertow run` puts it in the place of torch's."""
 
 import atexit
-import contextlib
 import functools
 import inspect
 import itertools
@@ -23,7 +22,7 @@ from undertow.errors import ConfigError, require
 from undertow.runner.ending import end
 from undertow.runner.settings import RUN, TRACE, settings_from
 
-_SIGNATURE = inspect.signature(DistributedDataParallel.__init__)
+_NAMES = tuple(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]
 # Torch's class first compares the number of parameters. No model has this many.
 _NUM_MARKERS = 9_973
 _numbers = itertools.count()
@@ -42,9 +41,10 @@ class Wrapped(DistributedDataParallel):
     _overrides = settings_from(os.environ)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = _SIGNATURE.bind(self, *args, **kwargs).arguments
-        # Torch's class would not compare either without `init_sync`. Other types than a module and a group are refused below.
-        if given.get("init_sync", True) and isinstance(given["module"], nn.Module):
+        given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+        # Torch's class would not compare either without `init_sync`. Other types than a module and a group, and arguments that do
+        # not exist, are refused below.
+        if given.get("init_sync", True) and isinstance(given.get("module"), nn.Module):
             _require_our_class_everywhere(given["module"], given.get("process_group"), given.get("device_mesh"))
         if _run()["out"] is not None:
             os.environ.setdefault(TRACE, os.path.join(_run()["out"], "traces"))
@@ -53,7 +53,7 @@ class Wrapped(DistributedDataParallel):
         self.alive.add(self)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # not to be raised here, and the interpreter may be ending
+        if "_made" in self.__dict__:  # not again while the interpreter ends; Python prints an error here, and goes on
             _ends(self)
 
 

@@ -22,7 +22,7 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType, require
 from undertow.runtime.comm.handles import ThreadHandle, Work, WorkHandle
 from undertow.runtime.peers import patience
-from undertow.runtime.peers.faults import Activity
+from undertow.runtime.peers.faults import STATE, Activity
 from undertow.runtime.peers.ring import ModelMonitor
 from undertow.runtime.peers.threads import FREEING, Worker
 from undertow.runtime.peers.waiting import Waiting, join_ring, require_no_fault
@@ -192,7 +192,7 @@ class OwnGroup:
         """Context for gathering the optimizer state of all ranks; if one does not arrive, the error says so."""
         if self.member is not None:
             self.member.gathers_state()
-        return self.waiting("the state of a ShardedOptimizer, which every rank brings in state_dict()")
+        return self.waiting(STATE)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduces `tensor` over ranks in place and waits for the result."""

@@ -19,6 +19,7 @@ _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
 _MAX_TEXT = 2000  # limit on the characters of an error or a stack that are sent
 _UNKNOWN, _NO_MODEL = -1, -2  # special values of the number of synchronizations
+STATE = "the state of a ShardedOptimizer, for which every rank must call state_dict()"  # the name of a wait
 _KINDS = {kind.__name__: kind for kind in (CheckpointError, NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
 # Parts of a file's path, and the activity of a thread that runs its code.
 _ACTIVITIES = {
@@ -148,12 +149,13 @@ def never_came(ranks: Sequence[int], waited_s: float) -> Fault:
     )
 
 
-def gathers_alone(rank: int, *, missed_by: int) -> Fault:
-    """A rank gathers the state of an optimizer while another one continues to train."""
+def gathers_alone(rank: int, *, missed_by: int, told: str = "") -> Fault:
+    """A rank gathers the state of an optimizer while another one continues to train, or has left."""
     return Fault(
         CheckpointError,
         f"rank {rank} called state_dict() of a ShardedOptimizer, which gathers it from every rank, and rank {missed_by} did not.",
         "Call it on every rank. Before a framework calls it on one rank only, call consolidate_state_dict() on every rank.",
+        told=told,
     )
 
 

@@ -23,7 +23,7 @@ from reprlib import repr as brief
 from typing import Any
 
 from undertow.config import SyncConfig
-from undertow.errors import PeerFailed, UndertowError
+from undertow.errors import PeerFailed, RankLost, UndertowError
 from undertow.foreign import parsed_json
 from undertow.runtime.peers import faults, patience
 from undertow.runtime.peers.faults import Activity, Fault, State
@@ -205,8 +205,16 @@ class ModelMonitor:
         return self.fault or self.ring.fault
 
     def gone(self) -> dict[int, Fault]:
-        """Returns the ranks that have left. A model's last message replaces a process's, because it tells the progress."""
-        return self.ring.left | self.left
+        """Returns the ranks that have left, and what this means for a wait of this rank.
+
+        A model's last message replaces a process's, because it tells the progress.
+        """
+        return {
+            rank: faults.gathers_alone(self.ring.rank, missed_by=rank, told=fault.what)
+            if self.here.wait[0] == faults.STATE and fault.kind is RankLost
+            else fault
+            for rank, fault in (self.ring.left | self.left).items()
+        }
 
     def failures(self) -> list[Fault]:
         """Returns the errors of ranks that have left, which count only if this rank waits for them."""
@@ -289,8 +297,9 @@ class ModelMonitor:
         if self.here.is_idle():
             return None
         num_mine, step = self._peers[self.ring.rank].num_gathers, self.here.num_steps()
-        missed = (rank for rank, peer in enumerate(self._peers) if peer.gathers_at == step and peer.num_gathers > num_mine)
-        return next(missed, None)
+        return next(
+            (rank for rank, peer in enumerate(self._peers) if peer.gathers_at == step and peer.num_gathers > num_mine), None
+        )
 
     def reason(self, error: BaseException) -> Fault | None:
         """Returns why a collective failed with `error` and tells all ranks, or None if the reason is not known."""
@@ -353,8 +362,12 @@ class ModelMonitor:
 
     def report(self, inquiry: _Inquiry) -> str:
         """Returns the report for the rank that asked, from all answers."""
-        texts = {rank: fault.what for rank, fault in self.gone().items()}
-        return faults.stall_text(inquiry.asking, inquiry.states, texts, ranks=range(self.ring.num_ranks))
+        return faults.stall_text(
+            inquiry.asking,
+            inquiry.states,
+            {rank: fault.what for rank, fault in self.gone().items()},
+            ranks=range(self.ring.num_ranks),
+        )
 
     def interrupt(self) -> None:
         """Interrupts every wait over one of the groups."""

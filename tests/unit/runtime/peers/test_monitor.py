@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from support.ranks import in_ranks
-from undertow import DistributedDataParallel, RankLost, StallTimeout, SyncConfig
+from undertow import CheckpointError, DistributedDataParallel, RankLost, StallTimeout, SyncConfig
 from undertow.runtime.comm import comm_hook
 from undertow.runtime.peers import faults, patience
 from undertow.runtime.peers.neighbor import Neighbor
@@ -158,6 +158,19 @@ def test_a_rank_whose_process_has_ended_is_the_reason(alone: ModelMonitor) -> No
     fault: Any = alone.reason(RuntimeError("Connection closed by peer"))
     left = "rank 0 has left: it has finished after 7 synchronizations, and others wait for it."
     assert (fault.kind, fault.what) == (RankLost, left)
+
+
+def test_a_rank_that_has_left_while_this_one_gathers_the_state_did_not_call_state_dict(alone: ModelMonitor) -> None:
+    alone.ring._handle({"kind": "left", "from": 0, **faults.left(0, None, 7).content()})
+    alone.here.wait = faults.STATE, 0.0
+    fault: Any = alone.reason(RuntimeError("Connection closed by peer"))
+    assert (fault.kind, str(fault.error("synchronization 7, rank 1"))) == (
+        CheckpointError,
+        "rank 1 called state_dict() of a ShardedOptimizer, which gathers it from every rank, and rank 0 did not.\n"
+        "  synchronization 7, rank 1\n"
+        "  rank 0 has left: it has finished after 7 synchronizations, and others wait for it.\n"
+        "  Call it on every rank. Before a framework calls it on one rank only, call consolidate_state_dict() on every rank.",
+    )
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_one_rank_alone_has_nobody_to_share_a_parameter_with(num_ranks: int, spl
     assert {plan.params[index].name for index in plan.split_params} == split
 
 
-REMEDY = "Clip with optimizer.clip_grad_norm_(), look at all of it with sync.full_gradient(param), or zero_grad() first."
+REMEDY = "Clip with optimizer.clip_grad_norm_(), look at all of it with model.full_gradient(param), or zero_grad() first."
 
 
 def linear() -> nn.Linear:
