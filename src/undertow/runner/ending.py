@@ -65,8 +65,8 @@ def about_shards(profile: Profile) -> str:
     return (
         "A sharded optimizer takes one line after the optimizer and the wrapper are made:\n"
         "  optimizer = undertow.shard_optimizer(optimizer, model)\n"
-        f"The simulator expects {then_ms:.1f} ms a step instead of {now_ms:.1f} ms. "
-        f"Each rank would hold and update 1/{profile.num_ranks} of the optimizer's state, which it does not count.\n"
+        f"The simulator expects {then_ms:.1f} ms a step instead of {now_ms:.1f} ms. Each rank would also hold and update only "
+        f"1/{profile.num_ranks} of the optimizer's state. The shorter update is not counted.\n"
         if round(then_ms, 1) < round(now_ms, 1)
         else ""
     )
