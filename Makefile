@@ -75,7 +75,7 @@ clean: ## Remove outputs and caches; the virtual environment stays
 
 # torch goes in first and alone: left to the resolver among the others, another build of it with gigabytes of CUDA
 # packages may be chosen and fetched before the wheel that is already here is looked at.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt src/undertow/schedule/_arrivals.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "Undertow needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
 		echo "Name another interpreter, for example: make $(or $(MAKECMDGOALS),help) PYTHON=python3.12" >&2; \

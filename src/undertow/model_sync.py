@@ -287,7 +287,6 @@ class ModelSync:
 
     @private.untraced
     def _forward_ends(self) -> None:
-        """Called after each forward of the module."""
         if self._steps is not None:
             self._steps.forward_ends()
         if self._engine.phase < Phase.CLOSED and is_outermost_forward():

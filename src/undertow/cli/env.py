@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import re
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def _facts() -> dict[str, dict[str, Any]]:
     installed = {dist.name.lower(): dist.version for dist in metadata.distributions()}
     affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 0))  # macOS has none
     return {
-        "undertow": {"version": __version__},
+        "undertow": {"version": __version__, "compiled hook": util.find_spec("undertow.schedule._arrivals") is not None},
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
         "packages": {name: installed[name] for name in _PACKAGES if name in installed},
         "torch": _torch(),

@@ -43,17 +43,18 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     except KeyboardInterrupt:
         console.print("Interrupted; all ranks have ended.")
         return 130  # as shells expect of a process ended by Ctrl-C
-    lead = takeaway({WAYS[done.way]: done.typical for done in results}, baseline=WAYS[TORCH_DDP])
     console.print("")
-    print_line(console, lead, "bold")
+    print_line(console, takeaway({WAYS[done.way]: done.typical for done in results}, baseline=WAYS[TORCH_DDP]), "bold")
     console.print("", comparison_table(results, num_steps=settings.num_steps), "")
     _save(settings, results, console)
     complaints = complaints_of(results)
     for complaint in complaints:
         print_line(console, complaint, "bold red")
     if not complaints:
-        alike = "gradients, parameters and loss" if settings.is_exact else "gradients and loss"
-        console.print(f"All {len(results)} ways found the same {alike}.", highlight=False)
+        console.print(
+            f"All {len(results)} ways found the same gradients{', parameters' if settings.is_exact else ''} and loss.",
+            highlight=False,
+        )
     return 1 if complaints else 0
 
 

@@ -20,24 +20,40 @@ _NO_TRAVERSAL = -2
 _MOST_REMEMBERED = 1024
 
 
-class _Bucket:
-    """Lists the arrivals of one bucket, and looks at them when it may be full."""
+class PythonHook:
+    """Lists the arrivals of one bucket, and looks at them when it may be full. `Hook` is the same in C, if that is compiled."""
 
-    __slots__ = ("arrivals", "index", "is_full", "known", "looks_at", "num_awaited", "num_known", "params", "seen")
+    __slots__ = ("arrivals", "looks_at", "seen")
 
-    def __init__(self, arrivals: Arrivals, index: int, params: Sequence[int]) -> None:
-        self.arrivals, self.index, self.params = arrivals, index, params
+    def __init__(self, arrivals: Arrivals) -> None:
         self.seen: list[object] = []  # parameters, in the order of their arrivals
-        self.known: Counter[int] = Counter()  # how often each has arrived, by id, as of the last count
-        # How many arrivals are counted; how many it waits for, with expected repeats; from how many on it is looked at.
-        self.num_known, self.num_awaited, self.looks_at, self.is_full = 0, 0, 0, False
+        self.arrivals, self.looks_at = arrivals, 0  # from how many arrivals on they are looked at
 
     def arrive(self, param: object) -> None:
         """The hook of every parameter that is in no other bucket."""
         # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
         self.seen.append(param)
         if len(self.seen) >= self.looks_at:
-            self.arrivals.look(param, (self,))
+            self.arrivals.look(param, (self,))  # type: ignore[arg-type]  # it is a _Bucket
+
+
+try:
+    from undertow.schedule._arrivals import Hook
+except ImportError:  # not compiled
+    Hook = PythonHook  # type: ignore[assignment,misc]
+
+
+class _Bucket(Hook):
+    """The arrivals of one bucket, and how far they are counted."""
+
+    __slots__ = ("index", "is_full", "known", "num_awaited", "num_known", "params")
+
+    def __init__(self, arrivals: Arrivals, index: int, params: Sequence[int]) -> None:
+        super().__init__(arrivals)
+        # How often each has arrived, by id, as of the last count.
+        self.index, self.params, self.known = index, params, Counter[int]()
+        # How many arrivals are counted; how many it waits for, with expected repeats.
+        self.num_known, self.num_awaited, self.is_full = 0, 0, False
 
     def num_counted(self) -> int:
         """Returns the number of arrivals, without those that were repeated more often than expected."""
@@ -92,8 +108,7 @@ class Arrivals:
         self.at_each: Callable[[int], object] | None = None  # called with each parameter, by index, that arrives
         self._lock = threading.RLock()  # a hook may run a backward
         self.expected_repeats: Counter[int] = Counter()  # by parameter
-        self._traversal, self._on_traversal = traversal, on_traversal
-        self._seen_traversal = _NO_TRAVERSAL
+        self._traversal, self._on_traversal, self._seen_traversal = traversal, on_traversal, _NO_TRAVERSAL
         self._params = tuple(params)
         self.index_of = {id(param): index for index, param in enumerate(self._params)}
         self.regroup(params_of_bucket)
@@ -119,10 +134,10 @@ class Arrivals:
         for bucket in self.buckets:
             bucket.seen.clear()
             bucket.known.clear()
-            bucket.num_awaited = len(bucket.params)
-            if self.expected_repeats:
-                bucket.num_awaited += sum(self.expected_repeats[index] for index in bucket.params)
             bucket.num_known, bucket.is_full, bucket.looks_at = 0, not bucket.params, 0
+            bucket.num_awaited = len(bucket.params) + (
+                sum(map(self.expected_repeats.__getitem__, bucket.params)) if self.expected_repeats else 0
+            )
 
     def forget_traversal(self) -> None:
         """Makes the next arrival call `on_traversal`, whatever its traversal."""
@@ -165,7 +180,7 @@ class Arrivals:
         """Records that the gradients of these parameters arrived, without calling anything."""
         absent = self.absent.intersection(indices)
         for bucket in self.buckets:
-            bucket.seen += [self._params[index] for index in bucket.params if index in absent]
+            bucket.seen.extend(self._params[index] for index in bucket.params if index in absent)
 
     @property
     def arrived(self) -> set[int]:

@@ -76,8 +76,6 @@ class BucketMarks:
 
 @dataclass(slots=True)
 class _StepMarks:
-    """Marks of the current step."""
-
     step: int
     after: Mark = None  # the end of the previous synchronization
     generation: int = 0

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ class ArrivalHooks:
     def renew(self) -> None:
         """Hooks anew after a regrouping, which changes the functions to call."""
         remove_all(self._hooks)
-        for function in {hook.__func__ for hook in self._arrivals.hooks}:
-            private.left_alone(function)  # if a backward is compiled with the code around it, so are its hooks
+        # If a backward is compiled with the code around it, so are its hooks, and the first Python function that one in C calls.
+        for function in {Arrivals.look, *(hook.__func__ for hook in self._arrivals.hooks if isinstance(hook, MethodType))}:
+            private.left_alone(function)
         # Without parameters before the start.
         self._hooks = [private.hook_gradients(*pair) for pair in zip(self._params, self._arrivals.hooks, strict=False)]
         self._num_hooks_ever = private.num_hooks_ever()

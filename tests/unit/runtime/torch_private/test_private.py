@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from undertow.runtime.execute.hooks import ArrivalHooks
 from undertow.runtime.torch_private import private
+from undertow.schedule import Arrivals, tracker
 
 
 def ones(num: int = 2) -> torch.Tensor:
@@ -96,6 +98,20 @@ def test_a_hook_that_is_left_alone_is_not_compiled_with_the_backward_that_calls_
     torch.compile(lambda: torch.autograd.backward(param * 2), backend="eager")()
     compiled = {code for ref in input_codes.seen if (code := ref()) is not None}
     assert (seen, compiled & {look.__code__, called.__code__}) == ([False], set())
+
+
+def test_the_hooks_of_gradients_are_not_compiled_with_the_backward_that_calls_them() -> None:
+    """The hook may be in C. Then a backward calls `look`, as the first Python function."""
+    from torch._dynamo.convert_frame import input_codes
+
+    full: list[int] = []
+    param = ones(1)
+    hooks = ArrivalHooks([param], Arrivals([[0]], [param], on_full=full.append))
+    torch.compile(lambda: torch.autograd.backward(param * 2), backend="eager")()
+    hooks.remove()
+    compiled = {code for ref in input_codes.seen if (code := ref()) is not None}
+    names = [code.co_name for code in compiled if code.co_filename == tracker.__file__]
+    assert (full, names) == ([0], [])
 
 
 def test_a_group_says_how_long_its_collectives_may_take(one_rank: Any) -> None:
