@@ -37,7 +37,7 @@ LEAVES = ("integrations/", "runner/")  # nothing else imports them; each has a b
 # An entry may not grow. It leaves this table when it is within its budget; the table ends empty.
 NOT_YET = {
     "statements": 13_711,
-    "statements of runtime": 6_648,
+    "statements of runtime": 6_643,
 }
 # With one bucket, so that all runs enter the same.
 STEP_BUDGETS = {"ddp": (12, 120), "zero1": (18, 200)}  # files and frames of undertow that a steady step of ten parameters enters
