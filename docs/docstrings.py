@@ -32,7 +32,7 @@ class FieldDocstrings(Extension):
                 comment = (
                     None
                     if field.has_docstring
-                    else _COMMENT.search(field.source.splitlines()[0])
+                    else _COMMENT.search((field.source.splitlines() or [""])[0])
                 )
                 if comment is not None:
                     field.docstring = Docstring(
