@@ -86,6 +86,7 @@ $(READY): pyproject.toml constraints.txt src/undertow/schedule/_arrivals.c
 	@echo "Installing $(TORCH) (large; the first time takes minutes) ..."
 	@$(PIP) install --quiet $(TORCH)
 	@echo "Installing everything else ..."
+	@rm -rf build src/undertow/schedule/_arrivals.*.so  # a compilation that fails must not leave an older one
 	@$(PIP) install --quiet --constraint constraints.txt $(TORCH) --editable '.[dev,integrations]'
 	@$(PIP) install --quiet --constraint constraints.txt --no-deps HolisticTraceAnalysis  # needs no Jupyter to analyze
 	@touch $@

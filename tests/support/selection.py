@@ -34,7 +34,8 @@ def _lacks_namespaces() -> bool:
 
 
 def _cannot_compile() -> bool:
-    return shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists()
+    compiler, *_ = (sysconfig.get_config_var("CC") or "cc").split()
+    return shutil.which(compiler) is None or not Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
 EXPECTED = (

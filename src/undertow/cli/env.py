@@ -4,13 +4,14 @@ import json
 import os
 import platform
 import re
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from undertow.schedule import tracker
 from undertow.shown import cell
 from undertow.version import __version__
 
@@ -42,16 +43,16 @@ def show_environment(*, is_json: bool) -> None:
 
 def _facts() -> dict[str, dict[str, Any]]:
     installed = {dist.name.lower(): dist.version for dist in metadata.distributions()}
-    affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 0))  # macOS has none
     return {
-        "undertow": {"version": __version__, "compiled hook": util.find_spec("undertow.schedule._arrivals") is not None},
+        "undertow": {"version": __version__, "compiled hook": not issubclass(tracker.Hook, tracker.PythonHook)},
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
         "packages": {name: installed[name] for name in _PACKAGES if name in installed},
         "torch": _torch(),
         "machine": {
             "os": platform.platform(),
             "cores": os.cpu_count(),
-            "usable cores": len(affinity(0)),
+            # macOS has no affinity.
+            "usable cores": len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 0))(0)),
             "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.1f} GB",
         },
         # Of Linux: up, down or unknown. Never an address.

@@ -38,7 +38,7 @@ class PythonHook:
 
 
 try:
-    from undertow.schedule._arrivals import Hook
+    from undertow.schedule._arrivals import Hook as Hook
 except ImportError:  # not compiled
     Hook = PythonHook  # type: ignore[assignment,misc]
 
