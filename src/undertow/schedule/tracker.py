@@ -212,6 +212,10 @@ class Arrivals:
         self.expected_repeats = Counter({index: count - 1 for index, count in counts if count > 1})
 
 
+# Called without a Python frame around them: hooks, and the function that the hook in C calls.
+CALLED_BY_AUTOGRAD = (PythonHook.arrive, _Pieces.arrive, Arrivals.look)
+
+
 @dataclass(frozen=True, slots=True)
 class _Progress:
     """How far a synchronization is: ops by id."""

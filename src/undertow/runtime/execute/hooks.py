@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook
-from undertow.schedule import Arrivals
+from undertow.schedule.tracker import CALLED_BY_AUTOGRAD, Arrivals
+
+# If a backward is compiled with the code around it, so are the Python functions that it calls first.
+for _function in CALLED_BY_AUTOGRAD:
+    private.left_alone(_function)
 
 
 class ArrivalHooks:
@@ -31,9 +34,6 @@ class ArrivalHooks:
     def renew(self) -> None:
         """Hooks anew after a regrouping, which changes the functions to call."""
         remove_all(self._hooks)
-        # If a backward is compiled with the code around it, so are its hooks, and the first Python function that one in C calls.
-        for function in {Arrivals.look, *(hook.__func__ for hook in self._arrivals.hooks if isinstance(hook, MethodType))}:
-            private.left_alone(function)
         # Without parameters before the start.
         self._hooks = [private.hook_gradients(*pair) for pair in zip(self._params, self._arrivals.hooks, strict=False)]
         self._num_hooks_ever = private.num_hooks_ever()
