@@ -75,7 +75,7 @@ clean: ## Remove outputs and caches; the virtual environment stays
 
 # torch goes in first and alone: left to the resolver among the others, another build of it with gigabytes of CUDA
 # packages may be chosen and fetched before the wheel that is already here is looked at.
-$(READY): pyproject.toml constraints.txt src/undertow/schedule/_arrivals.c
+$(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "Undertow needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
 		echo "Name another interpreter, for example: make $(or $(MAKECMDGOALS),help) PYTHON=python3.12" >&2; \
@@ -86,7 +86,6 @@ $(READY): pyproject.toml constraints.txt src/undertow/schedule/_arrivals.c
 	@echo "Installing $(TORCH) (large; the first time takes minutes) ..."
 	@$(PIP) install --quiet $(TORCH)
 	@echo "Installing everything else ..."
-	@rm -rf build src/undertow/schedule/_arrivals.*.so  # a compilation that fails must not leave an older one
 	@$(PIP) install --quiet --constraint constraints.txt $(TORCH) --editable '.[dev,integrations]'
 	@$(PIP) install --quiet --constraint constraints.txt --no-deps HolisticTraceAnalysis  # needs no Jupyter to analyze
 	@touch $@

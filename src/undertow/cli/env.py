@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from undertow.schedule import tracker
 from undertow.shown import cell
 from undertow.version import __version__
 
@@ -44,7 +43,7 @@ def show_environment(*, is_json: bool) -> None:
 def _facts() -> dict[str, dict[str, Any]]:
     installed = {dist.name.lower(): dist.version for dist in metadata.distributions()}
     return {
-        "undertow": {"version": __version__, "compiled hook": not issubclass(tracker.Hook, tracker.PythonHook)},
+        "undertow": {"version": __version__},
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
         "packages": {name: installed[name] for name in _PACKAGES if name in installed},
         "torch": _torch(),

@@ -20,40 +20,26 @@ _NO_TRAVERSAL = -2
 _MOST_REMEMBERED = 1024
 
 
-class PythonHook:
-    """Lists the arrivals of one bucket, and looks at them when it may be full. `Hook` is the same in C, if that is compiled."""
+class _Bucket:
+    """The arrivals of one bucket, and how far they are counted."""
 
-    __slots__ = ("arrivals", "looks_at", "seen")
+    __slots__ = ("arrivals", "index", "is_full", "known", "looks_at", "num_awaited", "num_known", "params", "seen")
 
-    def __init__(self, arrivals: Arrivals) -> None:
+    def __init__(self, arrivals: Arrivals, index: int, params: Sequence[int]) -> None:
+        self.arrivals, self.index, self.params = arrivals, index, params
         self.seen: list[object] = []  # parameters, in the order of their arrivals
-        self.arrivals, self.looks_at = arrivals, 0  # from how many arrivals on they are looked at
+        self.looks_at = 0  # from how many arrivals on they are looked at
+        self.known = Counter[int]()  # how often each has arrived, by id, as of the last count
+        self.num_known = 0  # arrivals that are counted
+        self.num_awaited = 0  # arrivals that it waits for, with expected repeats
+        self.is_full = False
 
     def arrive(self, param: object) -> None:
         """The hook of every parameter that is in no other bucket."""
         # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
         self.seen.append(param)
         if len(self.seen) >= self.looks_at:
-            self.arrivals.look(param, (self,))  # type: ignore[arg-type]  # it is a _Bucket
-
-
-try:
-    from undertow.schedule._arrivals import Hook as Hook
-except ImportError:  # not compiled
-    Hook = PythonHook  # type: ignore[assignment,misc]
-
-
-class _Bucket(Hook):
-    """The arrivals of one bucket, and how far they are counted."""
-
-    __slots__ = ("index", "is_full", "known", "num_awaited", "num_known", "params")
-
-    def __init__(self, arrivals: Arrivals, index: int, params: Sequence[int]) -> None:
-        super().__init__(arrivals)
-        # How often each has arrived, by id, as of the last count.
-        self.index, self.params, self.known = index, params, Counter[int]()
-        # How many arrivals are counted; how many it waits for, with expected repeats.
-        self.num_known, self.num_awaited, self.is_full = 0, 0, False
+            self.arrivals.look(param, (self,))
 
     def num_counted(self) -> int:
         """Returns the number of arrivals, without those that were repeated more often than expected."""
@@ -212,8 +198,8 @@ class Arrivals:
         self.expected_repeats = Counter({index: count - 1 for index, count in counts if count > 1})
 
 
-# Called without a Python frame around them: hooks, and the function that the hook in C calls.
-CALLED_BY_AUTOGRAD = (PythonHook.arrive, _Pieces.arrive, Arrivals.look)
+# Autograd calls these without a Python frame around them.
+HOOKS = (_Bucket.arrive, _Pieces.arrive)
 
 
 @dataclass(frozen=True, slots=True)

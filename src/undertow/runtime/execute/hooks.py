@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook
-from undertow.schedule.tracker import CALLED_BY_AUTOGRAD, Arrivals
+from undertow.schedule.tracker import HOOKS, Arrivals
 
 # If a backward is compiled with the code around it, so are the Python functions that it calls first.
-for _function in CALLED_BY_AUTOGRAD:
+for _function in HOOKS:
     private.left_alone(_function)
 
 

@@ -101,7 +101,6 @@ def test_a_hook_that_is_left_alone_is_not_compiled_with_the_backward_that_calls_
 
 
 def test_the_hooks_of_gradients_are_not_compiled_with_the_backward_that_calls_them() -> None:
-    """The hook may be in C. Then a backward calls `look`, as the first Python function."""
     from torch._dynamo.convert_frame import input_codes
 
     full: list[int] = []
