@@ -38,7 +38,6 @@ _SYSTEMS = {
     "megatron-ddp": "Megatron-core DDP, best of seven bucket sizes",
     OURS: "**Undertow, defaults**",
     "ours-zero1": "**Undertow, sharded optimizer**",
-    "ours-in-backward": "**Undertow, sharded, steps in backward**",
     "megatron-distopt": "Megatron-core distributed optimizer, best of its bucket sizes",
     "torch-zero": "torch ZeroRedundancyOptimizer",
     "fsdp2": "FSDP2 per layer (made for device streams)",

@@ -41,7 +41,6 @@ class SystemSpec:
     devices: tuple[str, ...] = DEVICES  # that the module sets it up for
     is_averaged: bool = True
     is_sharded: bool = False  # its update communicates: the whole step is compared, not the backward
-    steps_in_backward: bool = False  # nothing waits for a barrier: the limit is that with the next forward
     num_settling: int = 0  # steps before the turns in which it finds its plan
     is_study: bool = False  # too many variants for every cell: measured where it is asked for by name
     note: str = ""  # what would be unfair to conclude
@@ -96,15 +95,6 @@ SYSTEMS = {
                 num_settling=NUM_SETTLING,
             )
             for stage in (1, 2)
-        ),
-        SystemSpec(
-            name="ours-in-backward",
-            title="Undertow, sharded optimizer, in backward",
-            module=f"{_MODULES}.ours_sharded",
-            variants={"": {"strategy": "zero1", "in_backward": True}},
-            is_sharded=True,
-            steps_in_backward=True,
-            num_settling=NUM_SETTLING,
         ),
         SystemSpec(name="torch-ddp", title="torch DDP, default", module=f"{_MODULES}.torch_ddp"),
         SystemSpec(

@@ -59,24 +59,6 @@ def limit_s(ready_s: Sequence[float], num_bytes: Sequence[int], wire: Wire) -> f
     return limit
 
 
-def step_limit_s(
-    ready_s: Sequence[float], used_s: Sequence[float], num_bytes: Sequence[int], wire: Wire, *, compute_s: float
-) -> float:
-    """The shortest period of steps that reduce under backward and gather under the next forward.
-
-        limit = max(compute, wire of everything, max over i of  r_i + C*(S_i) - last use in S_i)
-
-    `used_s` is when each parameter is first read in forward, both since the step began. A reduce-scatter and an
-    all-gather together are taken to cost what an all-reduce does, as they do in a ring.
-    """
-    remaining, last_use_s, limit = 0, 0.0, max(compute_s, wire.cheapest_s(sum(num_bytes)))
-    for ready, used, size in sorted(zip(ready_s, used_s, num_bytes, strict=True), reverse=True):
-        remaining += size
-        last_use_s = max(last_use_s, used)
-        limit = max(limit, ready + wire.cheapest_s(remaining) - last_use_s)
-    return limit
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
     """A step of the bare model, in seconds since it began."""

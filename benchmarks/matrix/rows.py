@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.matrix.catalog import BARE, PER_PARAMETER, TORCH, SystemSpec
-from benchmarks.matrix.limit import Compute, Wire, barrier_limit_s, limit_s, step_limit_s, wire_from_calibration
+from benchmarks.matrix.limit import Compute, Wire, barrier_limit_s, limit_s, wire_from_calibration
 
 RankResult = Mapping[str, Any]
 Row = dict[str, Any]
@@ -83,7 +83,7 @@ def profiles_of(timed: Sequence[Sequence[RankResult]]) -> dict[str, str]:
 def _pooled(name: str, timed: Sequence[Sequence[RankResult]], limits: Sequence[Row]) -> dict[str, Any]:
     """All steps of one variant, and the limits and the bare model of the runs it was in."""
     pooled: dict[str, Any] = {"backward_s": [], "step_s": [], "cpu_s": [], "sent_bytes": [], "facts": {}}
-    pooled |= {"turns_s": [], "runs": [], "limit_s": [], "barrier_limit_s": [], "step_limit_s": []}
+    pooled |= {"turns_s": [], "runs": [], "limit_s": [], "barrier_limit_s": []}
     pooled |= {"bare_backward_s": [], "bare_step_s": [], "bare_cpu_s": []}
     for run, (ranks, limit) in enumerate(zip(timed, limits, strict=True)):
         if not limit or not all("step_s" in rank["systems"].get(name, {}) for rank in ranks):
@@ -105,9 +105,8 @@ def _medians_of_turns(steps_s: Sequence[float], num_turns: int) -> list[float]:
 
 def _figures(spec: SystemSpec, pooled: Mapping[str, Any]) -> Row:
     backward_s, step_s = median(pooled["backward_s"]), median(pooled["step_s"])
-    limits = {name: median(pooled[name]) for name in ("limit_s", "barrier_limit_s", "step_limit_s")}
-    of_step = "step_limit_s" if spec.steps_in_backward else "barrier_limit_s"
-    achieved_over_limit = step_s / limits[of_step] if spec.is_sharded else backward_s / limits["limit_s"]
+    limits = {name: median(pooled[name]) for name in ("limit_s", "barrier_limit_s")}
+    achieved_over_limit = step_s / limits["barrier_limit_s"] if spec.is_sharded else backward_s / limits["limit_s"]
     bare_s = median(pooled["bare_step_s" if spec.is_sharded else "bare_backward_s"])
     return {
         "num_steps": len(pooled["step_s"]),
@@ -118,7 +117,6 @@ def _figures(spec: SystemSpec, pooled: Mapping[str, Any]) -> Row:
         "runs": pooled["runs"],  # systems of the same runs took turns
         **{f"{name.removesuffix('_s')}_ms": round(limit * 1e3, 2) for name, limit in limits.items()},
         "is_sharded": spec.is_sharded,
-        "steps_in_backward": spec.steps_in_backward,
         "over_limit": None if spec.name == BARE else round(achieved_over_limit, 4),
         "exposed_ms": round(((step_s if spec.is_sharded else backward_s) - bare_s) * 1e3, 2),
         "host_cpu_ms": round((median(pooled["cpu_s"]) - median(pooled["bare_cpu_s"])) * 1e3, 2),
@@ -161,9 +159,6 @@ def _limits_of_run(ranks: Sequence[RankResult]) -> Row:
     return {
         "limit_s": [max(limit_s(it.ready_s, sizes, wire), it.backward_s) for it in rounds],
         "barrier_limit_s": [barrier_limit_s(it, sizes, wire) for it in rounds],
-        "step_limit_s": [
-            step_limit_s(it.ready_s, it.used_s, sizes, wire, compute_s=it.backward_s + it.update_s) for it in rounds
-        ],
         "bare_backward_s": bare_backward_s,
         "bare_step_s": bare_step_s,
         "bare_cpu_s": slowest(ranks, BARE, "cpu_s"),

@@ -44,7 +44,7 @@ FULL = Effort(num_turns=8, has_start_up=True)
 QUICK = Effort(num_turns=2, has_start_up=False, max_settling=30)
 _QUICK_LEAVES_OUT = ("gpt", 4)  # real arithmetic on more ranks than many machines have processors: noise
 # What only some systems of a full run are measured on.
-_VALIDATED = ("replay", "1gbit", (catalog.OURS, "ours-zero1", "ours-in-backward", catalog.TORCH, catalog.PER_PARAMETER))
+_VALIDATED = ("replay", "1gbit", (catalog.OURS, "ours-zero1", catalog.TORCH, catalog.PER_PARAMETER))
 _LARGE = ("gpt2@1", "1gbit", (catalog.OURS, catalog.TORCH, catalog.PER_PARAMETER))
 
 

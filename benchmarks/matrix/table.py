@@ -148,9 +148,7 @@ def _peak_mb(row: Row) -> float | None:
 
 def limit_ms(row: Row) -> float:
     """What a system is held to: until gradients are averaged, or of the whole step."""
-    if not row["is_sharded"]:
-        return float(row["limit_ms"])
-    return float(row["step_limit_ms" if row["steps_in_backward"] else "barrier_limit_ms"])
+    return float(row["barrier_limit_ms" if row["is_sharded"] else "limit_ms"])
 
 
 def _limit(row: Row) -> str:

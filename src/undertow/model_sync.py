@@ -162,10 +162,10 @@ class ModelSync:
             self._steps.wait()
 
     def _wait_for_parameters(self) -> None:
-        """Waits for all parameters that a sharded optimizer updates; PhaseError in a backward that updates them."""
+        """Waits for all parameters that a sharded optimizer updates."""
         all_of(*(part._steps.wait for part in self._parts if part._steps is not None))
 
-    def _shard(self, stepper: Optimizer, settings: dict[str, Any], *, steps_in_backward: bool = False) -> ShardedSteps:
+    def _shard(self, stepper: Optimizer, settings: dict[str, Any]) -> ShardedSteps:
         """Hands the parameters to `stepper`: from its first step on, only it updates them, and each rank updates one shard.
 
         A collective call. Raises ConfigError if the settings do not support shards or an earlier stepper is still in use, and
@@ -174,11 +174,9 @@ class ModelSync:
         self._require_open("ShardedOptimizer")
         if self._steps is None:
             self._engine.current_plan.open()
-            self._steps = ShardedSteps(
-                self._module, self._engine, self._config, is_compiled=self._is_compiled, steps_in_backward=steps_in_backward
-            )
+            self._steps = ShardedSteps(self._module, self._engine, self._config, is_compiled=self._is_compiled)
             self._attached.callback(self._steps.close)
-        self._steps.hand_to(stepper, settings, steps_in_backward=steps_in_backward)
+        self._steps.hand_to(stepper, settings)
         return self._steps
 
     def _change_process_group(self, process_group: dist.ProcessGroup) -> None:

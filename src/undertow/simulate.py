@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from undertow.cost import Costs
 from undertow.errors import require
-from undertow.plan import GathersBehind, LaneTimes, Plan, in_backward_order, plan_from_groups
+from undertow.plan import Plan, plan_from_groups
 from undertow.profile import Profile
-from undertow.schedule import Arrivals, Op, OpKind, Releases, Strategy, lower_data_parallel, lower_in_backward, verify
+from undertow.schedule import Arrivals, Op, OpKind, Releases, Strategy, lower_data_parallel
 from undertow.trace import BucketRecord, StepRecord
 
 __all__ = ["DEFAULTS", "IDEAL", "Conditions", "simulate"]
@@ -43,10 +43,6 @@ class Conditions:
             busy; 0 to below 1.
         launch_us: Microseconds of computing time that a rank needs to launch one collective.
         copy_us_per_mb: Microseconds of computing time that a rank needs to copy a megabyte into a bucket.
-        in_backward: True steps and gathers buckets while backward runs; only with a sharded
-            optimizer and with overlap.
-        gathers_behind: With `in_backward`, the gathers after each bucket's reduction; None lets
-            `in_backward_order` choose them.
         rank: The rank whose record is returned. Ranks are sorted: 0 is the fastest and shows all
             waiting, for the network and for other ranks.
 
@@ -59,8 +55,6 @@ class Conditions:
     contention: float | None = None
     launch_us: float | None = None
     copy_us_per_mb: float | None = None
-    in_backward: bool = False
-    gathers_behind: GathersBehind | None = None
     rank: int = 0
 
     def __post_init__(self) -> None:
@@ -84,11 +78,6 @@ class Conditions:
                 not 0 <= (self.copy_us_per_mb or 0.0) < math.inf,
                 f"copy_us_per_mb must be 0 or more, got {self.copy_us_per_mb}.",
                 "Give microseconds per megabyte.",
-            ),
-            (
-                self.in_backward and not self.overlap,
-                "steps in backward overlap with backward, and overlap=False forbids that.",
-                "Leave one out.",
             ),
             (self.rank < 0, f"rank {self.rank} does not exist.", "Ranks count from 0, the fastest."),
         )
@@ -128,8 +117,7 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
         The record of `conditions.rank`, as training would have recorded it.
 
     Raises:
-        ConfigError: If the plan is for another model, if `conditions.rank` is not in the plan,
-            or if steps in backward are requested for a strategy without gathers.
+        ConfigError: If the plan is for another model, or if `conditions.rank` is not in the plan.
 
     ```python
     from undertow.schedule import ZERO1
@@ -151,37 +139,7 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
         where=_WHERE,
         remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}.",
     )
-    require(
-        not conditions.in_backward or strategy.gather is not None,
-        f"steps in backward are not possible with strategy {strategy.name!r}.",
-        where=_WHERE,
-        remedy='Take "zero1", "zero2" or "hybrid".',
-    )
     return _Step(profile, plan, strategy, costs, conditions).run()
-
-
-def lane_times(profile: Profile, plan: Plan, costs: Costs) -> LaneTimes:
-    """Returns the times of each bucket of `plan`, from which the planner of a step in backward works.
-
-    If a reduction takes longer than a gather of as many bytes, the difference is the addition. It leaves the communication stream
-    free and comes before the update. The update of each bucket takes a share of the profile's update time, by size.
-    """
-    uses = dict(_uses(profile, plan))
-    ready_us = [max((profile.ready_us[param] for param in bucket.params), default=0.0) for bucket in plan.buckets]
-    ready_us[-1] = profile.backward_us
-    num_bytes = np.array(_gathered_bytes(plan))
-    wire_bytes = [bucket.wire_bytes for bucket in plan.buckets]
-    reduce_us = costs.collective_us("reduce_scatter", wire_bytes)
-    lane_us = np.minimum(reduce_us, costs.collective_us("all_gather", wire_bytes))
-    update_us = profile.update_us * num_bytes / max(1, num_bytes.sum())
-    return LaneTimes(
-        ready_us=np.maximum.accumulate(np.minimum(ready_us, profile.backward_us)).tolist(),
-        reduce_us=lane_us.tolist(),
-        step_us=(reduce_us - lane_us + update_us).tolist(),
-        gather_us=np.where(num_bytes, costs.collective_us("all_gather", num_bytes), 0.0).tolist(),
-        used_us=[uses[bucket.index] for bucket in plan.buckets],
-        forward_us=profile.forward_us,
-    )
 
 
 class _Clocks:
@@ -223,10 +181,7 @@ class _Clocks:
 
 
 class _Step:
-    """Issues the ops of one step, from the end of the previous step's last bucket to the end of this step's.
-
-    A step in backward follows the backward of another step in backward, whose gathers it waits for.
-    """
+    """Issues the ops of one step, from the end of the previous step's last bucket to the end of this step's."""
 
     def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
         self._profile = profile = _without_packing(profile)
@@ -237,22 +192,14 @@ class _Step:
         num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets], strategy.gather: _gathered_bytes(plan)}
         self._num_bytes = {kind: sizes for kind, sizes in num_bytes.items() if kind is not None}
         self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
-        if conditions.in_backward:
-            times = lane_times(profile, plan, costs)
-            following = in_backward_order(times) if conditions.gathers_behind is None else conditions.gathers_behind
-            schedule = verify(lower_in_backward(len(plan.buckets), strategy, following), strategy, num_buckets=len(plan.buckets))
-            self._cost_us[strategy.reduction] = np.asarray(times.reduce_us)
-            self._step_us = times.step_us
-        else:
-            schedule = lower_data_parallel(
-                len(plan.buckets),
-                strategy,
-                overlap=conditions.overlap,
-                gather_order=[bucket for bucket, _ in self._uses],
-            )
-        self._schedule = schedule
+        self._schedule = lower_data_parallel(
+            len(plan.buckets),
+            strategy,
+            overlap=conditions.overlap,
+            gather_order=[bucket for bucket, _ in self._uses],
+        )
         self._clocks = _Clocks(_slowness(plan.num_ranks, effects["skew"], profile), contention=effects["contention"])
-        self._ready_us: dict[int, float] = {}  # by bucket: when it is packed or stepped
+        self._ready_us: dict[int, float] = {}  # by bucket: when it is packed, or its parameters are updated
         # By bucket, as the recorded rank sees them.
         self._reductions: dict[int, BucketRecord] = {}
         self._gathers: dict[int, BucketRecord] = {}
@@ -260,12 +207,8 @@ class _Step:
     def run(self) -> StepRecord:
         """Returns the step as the recorder of one rank would have recorded it."""
         releases = Releases(self._schedule)
-        if self._conditions.in_backward:
-            self._backward(releases)
-            self._issue(releases.happen(releases.join))
-            releases.reset()
         start_us, starts_us = self._now_us, self._clocks.now_us
-        begin_us = start_us if self._conditions.in_backward else self._update()
+        begin_us = self._update()
         self._forward()
         forward_stop_us, gathers = self._now_us, tuple(self._gathers.values())
         self._backward(releases)
@@ -336,9 +279,6 @@ class _Step:
                     self._clocks.compute((self._conditions.copy_us_per_mb or 0.0) * self._plan.buckets[bucket].num_bytes / 1e6)
                 case OpKind.BIND:
                     self._wait(self._reductions, bucket)
-                case OpKind.STEP:  # one bucket after another
-                    begin_us = max(self._reductions[bucket].done_us, self._ready_us.get(bucket - 1, 0.0))
-                    self._ready_us[bucket] = begin_us + self._step_us[bucket]
                 case OpKind.ALL_GATHER:
                     if self._num_bytes[op.kind][bucket]:
                         self._gathers[bucket] = self._send(op)
@@ -362,7 +302,7 @@ class _Step:
 
     def _wait(self, sent: dict[int, BucketRecord], bucket: int) -> None:
         start_us = self._now_us
-        self._clocks.wait(max(sent[bucket].done_us, self._ready_us[bucket]))  # a reduced bucket may also be stepped
+        self._clocks.wait(sent[bucket].done_us)
         sent[bucket] = replace(sent[bucket], waited=(start_us, self._now_us))
 
 

@@ -19,7 +19,7 @@ from benchmarks.matrix import processes, turns, worker
 from benchmarks.matrix.clock import HostClock
 from benchmarks.matrix.errors import RankFailed
 from benchmarks.matrix.job import Job
-from benchmarks.matrix.limit import Compute, Wire, barrier_limit_s, limit_s, step_limit_s, wire_from_calibration
+from benchmarks.matrix.limit import Compute, Wire, barrier_limit_s, limit_s, wire_from_calibration
 from benchmarks.matrix.processes import _wait
 from benchmarks.matrix.systems.bare import Bare, Setting
 from benchmarks.matrix.truth import Reference, bounds_of
@@ -107,7 +107,7 @@ def test_a_gradient_that_never_came_is_said_to_be_lacking() -> None:
 
 SECOND_PER_BYTE, SLOW_START = Wire(seconds_per_byte=1.0, least_s=0.0), Wire(seconds_per_byte=1e-9, least_s=0.5)
 GIGABIT, LAYERS = Wire(seconds_per_byte=1 / 119.5e6, least_s=0.0), [2_000_000] * 24
-READY, USED = [0.130 + 0.010 * layer for layer in range(24)], [0.115 - 0.005 * layer for layer in range(24)]
+READY = [0.130 + 0.010 * layer for layer in range(24)]
 TWO_LAYERS = Compute(ready_s=[12.0, 8.0], used_s=[0.0, 2.0], backward_s=12.0, update_s=1.0)
 REPLAYED = Compute(
     ready_s=[0.360 - 0.010 * layer for layer in range(24)],
@@ -128,14 +128,6 @@ REPLAYED = Compute(
         pytest.param(limit_s([], [], SECOND_PER_BYTE), 0.0, id="no gradients"),
         # 24 layers of 2 MB from 130 ms on, every 10 ms; 48 MB at 119.5 MB/s are 402 ms of wire: 532 ms, as published.
         pytest.param(limit_s(READY, LAYERS, GIGABIT), 0.532, id="the replayed layers"),
-        # Its last layer, first reduced, is first read at 115 ms of the next forward: 417 ms.
-        pytest.param(step_limit_s(READY, USED, LAYERS, GIGABIT, compute_s=0.360), 0.417, id="a step of the replayed layers"),
-        pytest.param(
-            step_limit_s([1.0], [0.5], [1], SECOND_PER_BYTE, compute_s=9.0), 9.0, id="a step is not shorter than its compute"
-        ),
-        pytest.param(
-            step_limit_s([1.0, 1.0], [5.0, 0.0], [3, 4], SECOND_PER_BYTE, compute_s=0.0), 7.0, id="nor than all it sends"
-        ),
         pytest.param(barrier_limit_s(TWO_LAYERS, [4, 4], SECOND_PER_BYTE), 17.0, id="the worked example of the barrier"),
         pytest.param(
             barrier_limit_s(TWO_LAYERS, [4, 4], Wire(seconds_per_byte=0.5, least_s=0.0)),

@@ -376,9 +376,8 @@ def test_nothing_of_ours_is_compiled_with_a_whole_step() -> None:
 
 @pytest.mark.slow
 @in_ranks(2)
-@pytest.mark.parametrize("in_backward", [False, True], ids=["barrier", "in_backward"])
 @pytest.mark.parametrize("is_before", [True, False], ids=["before wrapping", "after wrapping"])
-def test_sharded_steps_of_a_compiled_model_have_the_same_bits(is_before: bool, in_backward: bool) -> None:
+def test_sharded_steps_of_a_compiled_model_have_the_same_bits(is_before: bool) -> None:
     torch._dynamo.reset()
     found = []
     for is_compiled in (False, True):
@@ -389,7 +388,6 @@ def test_sharded_steps_of_a_compiled_model_have_the_same_bits(is_before: bool, i
             "SGD",
             bucket_cap_mb=MIB,
             reduction="ordered",
-            in_backward=in_backward,
         ) as (ddp, opt):
             train(torch.compile(ddp, backend="aot_eager") if is_compiled and not is_before else ddp, opt, loss, steps=range(5))
             ddp.wait()
@@ -397,24 +395,21 @@ def test_sharded_steps_of_a_compiled_model_have_the_same_bits(is_before: bool, i
     require_equal(*found)
 
 
-def calls_of_a_step(ddp: Any, opt: Any, step: int, *, in_backward: bool) -> dict[str, Call]:
+def calls_of_a_step(ddp: Any, opt: Any, step: int) -> dict[str, Call]:
     """Everything between one forward and the next, in an order in which each is right."""
     weight, is_sharded = ddp.module[0].weight, isinstance(opt, undertow.ShardedOptimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     value: Tensor = MLP.loss(ddp, step)
-    with_barrier: dict[str, Call] = {
+    return {
+        "loss_weight": lambda: ddp.loss_weight(5.0),
+        "backward": scaler.scale(value).backward,
+        "finish": ddp.finish,
+        "sync.finish": ddp.sync.finish,
+        "full gradient": lambda: ddp.full_gradient(weight),
         "unscale": lambda: scaler.unscale_(opt),
         "clip all": lambda: clip_grad_norm_(ddp, 1.0),
         "clip": lambda: opt.clip_grad_norm_(1.0) if is_sharded else None,
         "scaled step": lambda: scaler.step(opt),
-    }
-    return {
-        "loss_weight": lambda: ddp.loss_weight(5.0),
-        "backward": (value if in_backward else scaler.scale(value)).backward,
-        "finish": ddp.finish,
-        "sync.finish": ddp.sync.finish,
-        "full gradient": lambda: ddp.full_gradient(weight),
-        **({"step": opt.step} if in_backward else with_barrier),
         "zero_grad": lambda: opt.zero_grad(set_to_none=False),
         "wait": ddp.wait,
         "sync.wait": ddp.sync.wait,
@@ -423,11 +418,11 @@ def calls_of_a_step(ddp: Any, opt: Any, step: int, *, in_backward: bool) -> dict
     }
 
 
-def results(strategy: str, *, in_backward: bool, run: Callable[[Call], Any]) -> dict[str, Tensor]:
+def results(strategy: str, *, run: Callable[[Call], Any]) -> dict[str, Tensor]:
     """The parameters after a few steps, of which `run` makes each call."""
-    with training(MLP.model(), strategy, "SGD", in_backward=in_backward, op="weighted") as (ddp, opt):
+    with training(MLP.model(), strategy, "SGD", op="weighted") as (ddp, opt):
         for step in range(3):
-            for call in calls_of_a_step(ddp, opt, step, in_backward=in_backward).values():
+            for call in calls_of_a_step(ddp, opt, step).values():
                 run(call)
         run(lambda: ddp.loss_weight(5.0))
         with ddp.no_sync():
@@ -441,15 +436,15 @@ def results(strategy: str, *, in_backward: bool, run: Callable[[Call], Any]) -> 
 
 @pytest.mark.slow
 @in_ranks(2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize(("strategy", "in_backward"), [("ddp", False), ("zero1", False), ("zero1", True)])
-def test_nothing_of_ours_is_compiled_with_what_calls_it(strategy: str, in_backward: bool) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_nothing_of_ours_is_compiled_with_what_calls_it(strategy: str) -> None:
     from torch._dynamo.convert_frame import input_codes
 
     torch._dynamo.reset()
     input_codes.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.compile looks for a `.grad` of the loss
-        found = results(strategy, in_backward=in_backward, run=lambda call: torch.compile(call, backend="eager")())
+        found = results(strategy, run=lambda call: torch.compile(call, backend="eager")())
     seen = [code for ref in input_codes.seen if (code := ref())]
     assert len(input_codes.seen) > 0
     assert (
@@ -460,7 +455,7 @@ def test_nothing_of_ours_is_compiled_with_what_calls_it(strategy: str, in_backwa
         )
         == []
     )
-    require_equal(results(strategy, in_backward=in_backward, run=lambda call: call()), found)
+    require_equal(results(strategy, run=lambda call: call()), found)
 
 
 class RunsAnotherBackward(torch.autograd.Function):

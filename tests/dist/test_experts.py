@@ -447,10 +447,10 @@ def test_clipping_takes_rows_of_sparse_gradients() -> None:
         assert torch.equal(model.weight.grad.to_dense(), dense * torch.tensor(1.0 / (3.0 + 1e-6)))
 
 
-def optimizers_of(ddp: DistributedDataParallel, *, in_backward: bool = False) -> list[ShardedOptimizer]:
+def optimizers_of(ddp: DistributedDataParallel) -> list[ShardedOptimizer]:
     dense, (experts,) = [param for _, param in ddp.sync.named_parameters()], ddp.sync.experts
     parts: tuple[tuple[Any, Any], ...] = ((ddp, dense), (experts, None))
-    return [ShardedOptimizer(torch.optim.AdamW, target, params, in_backward=in_backward, **ADAMW) for target, params in parts]
+    return [ShardedOptimizer(torch.optim.AdamW, target, params, **ADAMW) for target, params in parts]
 
 
 def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range = range(8)) -> None:
@@ -467,11 +467,10 @@ def require_same_model(model: nn.Module, bare: nn.Module, group: dist.ProcessGro
 
 @in_ranks(4)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-@pytest.mark.parametrize("steps_in_backward", [False, True], ids=["barrier", "in_backward"])
 @pytest.mark.parametrize("settings", [{}, {"bucket_cap_mb": 1e-4}], ids=str)
-def test_shards_of_experts_over_their_group_make_the_same_model(strategy: str, steps_in_backward: bool, settings: Any) -> None:
+def test_shards_of_experts_over_their_group_make_the_same_model(strategy: str, settings: Any) -> None:
     with wrapped_mixture(mixture(), strategy=strategy, **settings) as (ddp, bare, group):
-        train(ddp, optimizers_of(ddp, in_backward=steps_in_backward))
+        train(ddp, optimizers_of(ddp))
         ddp.wait()
         require_same_model(ddp, bare, group)
 

@@ -17,7 +17,6 @@ from support.inside import issued_ops
 from support.models import CASES, Branches, mlp, noise
 from support.naive import TIMEOUT_S, alone, collectives, naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
-from support.sharded import training
 from support.units import Units
 from undertow import DistributedDataParallel, ExpertGroup, PhaseError, ShardedOptimizer, attach
 
@@ -106,19 +105,6 @@ def test_a_rank_alone_notes_gradients_without_a_frame() -> None:
             False,
         )
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
-
-
-@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
-def test_a_gradient_that_is_written_too_late_for_a_step_in_backward_is_an_error() -> None:
-    with training(Units("linear written-and-used linear"), "zero1", "SGD", in_backward=True, bucket_cap_mb=1e-6) as (
-        ddp,
-        optimizer,
-    ):
-        ddp(noise(3, 4), "012").square().mean().backward()
-        optimizer.step()
-        assert text_of(PhaseError, lambda: ddp(noise(3, 4), "012").square().mean().backward()).startswith(
-            "parameters are read in the backward that has updated them already."
-        )
 
 
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)

@@ -24,7 +24,6 @@ from support.ranks import in_ranks
 from support.sharded import MLP, Parameters, hybrid, optimizer_for, parameters, require_equal, training
 from support.units import Applied
 from undertow import (
-    ConfigError,
     DistributedDataParallel,
     NonFiniteGradient,
     PhaseError,
@@ -37,7 +36,6 @@ from undertow.schedule import OpKind
 EACH_ALONE, ALL_IN_ONE = 1e-6, 25.0  # MiB
 BAD_STEP = 2
 REMEDY = '  No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
-PARTLY = "  Other buckets are updated already: start from a checkpoint, and look for the overflow there."
 WHAT = "the gradient of '{}' is not finite (NaN or Inf) on {}."
 STRATEGIES = ["ddp", "zero1", "zero2"]
 
@@ -74,28 +72,25 @@ def found(rank: int, *, step: int = BAD_STEP) -> str:
 @in_ranks(2, 3)
 @pytest.mark.parametrize("factor", [torch.inf, torch.nan])
 @pytest.mark.parametrize(
-    ("strategy", "in_backward", "settings"),
+    ("strategy", "settings"),
     [
-        *((strategy, False, {}) for strategy in STRATEGIES),
-        ("zero1", True, {}),
-        ("ddp", False, {"overlap": False}),
-        ("ddp", False, {"reduction": "ordered"}),
-        ("ddp", False, {"average_in_collective": False}),
-        ("ddp", False, {"op": "sum"}),
-        ("ddp", False, {"wire_dtype": "bfloat16"}),
-        ("ddp", False, {"record": "off"}),
+        *((strategy, {}) for strategy in STRATEGIES),
+        ("ddp", {"overlap": False}),
+        ("ddp", {"reduction": "ordered"}),
+        ("ddp", {"average_in_collective": False}),
+        ("ddp", {"op": "sum"}),
+        ("ddp", {"wire_dtype": "bfloat16"}),
+        ("ddp", {"record": "off"}),
     ],
     ids=str,
 )
-def test_every_rank_names_parameter_rank_and_step(
-    factor: float, strategy: str, in_backward: bool, settings: dict[str, Any]
-) -> None:
+def test_every_rank_names_parameter_rank_and_step(factor: float, strategy: str, settings: dict[str, Any]) -> None:
     settings = {"nonfinite": "raise", "bucket_cap_mb": ALL_IN_ONE, **settings}
-    with training(Layers(), strategy, "SGD", in_backward=in_backward, **settings) as (ddp, optimizer):
+    with training(Layers(), strategy, "SGD", **settings) as (ddp, optimizer):
         for step in range(BAD_STEP):
             train(ddp, optimizer, step)
         text = text_of(NonFiniteGradient, lambda: train(ddp, optimizer, BAD_STEP, factor=factor))
-        assert text == f"{found(dist.get_world_size() - 1)}\n{PARTLY if in_backward else REMEDY}"
+        assert text == f"{found(dist.get_world_size() - 1)}\n{REMEDY}"
         train(ddp, optimizer, BAD_STEP + 1)
         assert all(param.isfinite().all() for param in parameters(ddp).values())
 
@@ -252,17 +247,6 @@ def test_a_sharded_step_with_a_closure_is_skipped() -> None:
             optimizer.step(lambda: backward(ddp, step, factor=factor))
 
         require_one_skipped(ddp, with_closure, optimizer)
-
-
-@in_ranks(2)
-def test_a_step_in_backward_cannot_be_skipped() -> None:
-    with wrapped(Layers(), nonfinite="skip") as ddp:
-        assert text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1, in_backward=True)) == (
-            'nonfinite="skip" cannot be used with in_backward=True: buckets are updated before the last one is known to be '
-            "finite.\n"
-            "  ShardedOptimizer\n"
-            '  Leave in_backward=True out, or use nonfinite="raise".'
-        )
 
 
 def zeros(_state, bucket):  # torch compares annotations, if there are any
@@ -508,12 +492,12 @@ def test_rows_of_a_mesh_are_compared_too() -> None:
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize(("strategy", "in_backward"), [("ddp", False), ("zero1", False), ("zero1", True), ("zero2", False)])
-def test_equal_replicas_train_as_without_a_comparison(strategy: str, in_backward: bool) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_equal_replicas_train_as_without_a_comparison(strategy: str) -> None:
     """Training goes on as without the comparison, where one rank is late with its gathers."""
     results = []
     for every in (1, None):
-        with training(MLP.model(), strategy, in_backward=in_backward, check_replicas_every=every, auto_tune=False) as (
+        with training(MLP.model(), strategy, check_replicas_every=every, auto_tune=False) as (
             ddp,
             optimizer,
         ):

@@ -341,15 +341,13 @@ CHANGED = {
             events=f"thaw 0, thaw 1, freeze 2, zero, forward 01 inside, {first}, freeze 0, freeze 1, thaw 2, forward 12 inside, backward, "
             "thaw 0, thaw 1, step",
             strategy=strategy,
-            steps_in_backward=steps_in_backward,
         )
-        for strategy, steps_in_backward, first in (
-            ("ddp", False, "backward"),
-            ("ddp", False, "accumulate"),
-            ("zero1", False, "backward"),
-            ("zero1", False, "accumulate"),
-            ("zero2", False, "accumulate"),
-            ("zero1", True, "accumulate"),
+        for strategy, first in (
+            ("ddp", "backward"),
+            ("ddp", "accumulate"),
+            ("zero1", "backward"),
+            ("zero1", "accumulate"),
+            ("zero2", "accumulate"),
         )
     },
 }
@@ -378,11 +376,6 @@ COMBINED = {
         for kind in ("sum", "weights")
         for strategy in ("zero1", "zero2")
         for letters in ("s", "as", "ss", "sas", "szs", "s0s")
-    },
-    **{
-        f"{kind}, {it}, in_backward": combined(kind, "as", strategy=it, steps_in_backward=True)
-        for kind in ("sum", "weights")
-        for it in ("zero1", "zero2")
     },
     **{f"weights, {letters}, alone": combined("weights", letters, is_alone=True) for letters in ("s", "as", "ss")},
     **{
@@ -461,9 +454,6 @@ WRITTEN_OR_DISTURBED = {
             ("zero2", "zero", 1),
         )
     },
-    "a gradient is written in time for a step in backward": Program(
-        units="linear written linear", strategy="zero1", steps_in_backward=True
-    ),
     "a gradient is written on one rank only": Program(
         units="linear written linear", events="zero, forward 012|02, backward, scale, forward 02, backward, step"
     ),
@@ -548,13 +538,11 @@ def test_an_example_has_them_on_three_ranks(name: str, plan: str) -> None:
     run(dataclasses.replace(EXAMPLES[name], plan=plan))
 
 
-@pytest.mark.parametrize("steps_in_backward", [False, True])
 @in_ranks(4)
-def test_rows_of_a_mesh_have_them(steps_in_backward: bool) -> None:
+def test_rows_of_a_mesh_have_them() -> None:
     run(
         Program(
             strategy="hybrid",
-            steps_in_backward=steps_in_backward,
             events="zero, forward 012|01, accumulate, forward 012|-|02|1, backward, step",
         )
     )

@@ -63,13 +63,12 @@ def trained(name: str, num_plain: int, then: Callable[[Any, Any], Any]) -> dict[
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("in_backward", [False, True], ids=["barrier", "in_backward"])
 @pytest.mark.parametrize("num_plain", [0, 3])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "foreach AdamW"])
-def test_it_continues_with_the_bits_of_the_plain_one(name: str, num_plain: int, in_backward: bool) -> None:
+def test_it_continues_with_the_bits_of_the_plain_one(name: str, num_plain: int) -> None:
     require_equal(
         trained(name, num_plain, lambda opt, _: opt),
-        trained(name, num_plain, lambda opt, ddp: shard_optimizer(opt, ddp, in_backward=in_backward)),
+        trained(name, num_plain, lambda opt, ddp: shard_optimizer(opt, ddp)),
     )
 
 

@@ -51,10 +51,7 @@ def test_every_plan_has_the_same_bits(case: str) -> None:
 @pytest.mark.parametrize("settings", [{"strategy": "hybrid", "shape": (1, 4)}, {"strategy": "hybrid", "shape": (4, 1)}], ids=str)
 def test_a_mesh_with_one_rank_along_an_axis_adds_up_in_rank_order(settings: dict[str, Any]) -> None:
     expected = reference(MLP, "ddp", num_steps=8, **ORDERED)
-    for in_backward in (False, True):
-        require_equal(
-            expected, trained(MLP, num_steps=8, in_backward=in_backward, **settings, **ORDERED), what=f"in_backward={in_backward}"
-        )
+    require_equal(expected, trained(MLP, num_steps=8, **settings, **ORDERED))
 
 
 NEAR = {
@@ -148,10 +145,9 @@ def test_the_collectives_of_a_backend_do_the_same() -> None:
 
 @pytest.mark.slow
 @in_ranks(4)
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_other_plans_on_the_way_change_no_bit_on_a_mesh(in_backward: bool) -> None:
+def test_other_plans_on_the_way_change_no_bit_on_a_mesh() -> None:
     with scripted(all_in_one, one_each, in_pieces) as seen:
-        require_bits(TIED, "Adam", num_steps=24, among=[{"strategy": "hybrid", "in_backward": in_backward}], plans=[{}])
+        require_bits(TIED, "Adam", num_steps=24, among=[{"strategy": "hybrid"}], plans=[{}])
     assert dist.get_rank() > 0 or len({plan.to_json() for plan in seen}) > 1
 
 
@@ -234,8 +230,7 @@ OVERFLOWS = {
         events=f"{STEP}, zero, forward 012, backward, forward 012, overflow |now, backward, step", settings=SKIPS
     ),
 }
-# A step in backward has one backward, which has updated a part of the parameters when it fails.
-BARRIER_STEPS = {
+MORE_STEPS = {
     **OVERFLOWS,
     "without overlap": Program(events=f"{STEP}, zero, forward 02|012, backward, step flying", settings={"overlap": False}),
     "several backwards": Program(events="zero, forward 012, backward, forward 012, backward, step flying", times=5),
@@ -257,31 +252,25 @@ BARRIER_STEPS = {
 CAPS_IN_TURN = cycle(["each", "pieces", "several", "default"])
 
 
-def examples(ways: dict[str, tuple[str, bool]]) -> dict[str, Program]:
+def examples(*strategies: str) -> dict[str, Program]:
     found = {
-        f"{name}, {way}": dataclasses.replace(
+        f"{name}, {strategy}": dataclasses.replace(
             program,
             strategy=strategy,
-            steps_in_backward=steps_in_backward,
             plan=next(CAPS_IN_TURN) if program.plan == "each" else program.plan,
         )
-        for way, (strategy, steps_in_backward) in ways.items()
-        for name, program in {**STEPS, **({} if steps_in_backward else BARRIER_STEPS)}.items()
+        for strategy in strategies
+        for name, program in {**STEPS, **MORE_STEPS}.items()
     }
     late = {
-        f"{kind} comes late on rank {rank}, {way}": Program(
+        f"{kind} comes late on rank {rank}, {strategy}": Program(
             events=f"{STEP}, {STEP}, late {rank} {kind} surely, {STEP}",
             times=1,
             strategy=strategy,
-            steps_in_backward=steps_in_backward,
             plan="several",
         )
-        for way, (strategy, steps_in_backward) in ways.items()
-        for kind in [
-            *["pack", "reduce_scatter", "bind", "all_gather"],
-            *(["step"] * steps_in_backward),
-            *(["all_reduce"] * (strategy == "hybrid")),
-        ]
+        for strategy in strategies
+        for kind in ["pack", "reduce_scatter", "bind", "all_gather", *(["all_reduce"] * (strategy == "hybrid"))]
         for rank in ([0, 1] if strategy != "hybrid" else [0, 3])
     }
     return {**found, **late}
@@ -289,16 +278,9 @@ def examples(ways: dict[str, tuple[str, bool]]) -> dict[str, Program]:
 
 EXAMPLES = {
     **OVERFLOWS,
-    **examples(
-        {
-            "zero1": ("zero1", False),
-            "zero2": ("zero2", False),
-            "in_backward": ("zero1", True),
-            "in_backward zero2": ("zero2", True),
-        }
-    ),
+    **examples("zero1", "zero2"),
 }
-MESHES = examples({"barrier": ("hybrid", False), "in_backward": ("hybrid", True)})
+MESHES = examples("hybrid")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

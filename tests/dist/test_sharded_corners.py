@@ -146,13 +146,12 @@ def test_after_close_and_with_strangers() -> None:
 @pytest.mark.slow
 @in_ranks(2, is_fresh=True)
 @pytest.mark.parametrize("keeping", [None, 1], ids=["both drop it", "one keeps it"])
-@pytest.mark.parametrize("in_backward", [False, True], ids=["barrier", "in_backward"])
-def test_a_dropped_wrapper_leaves_parameters_that_have_come(in_backward: bool, keeping: int | None) -> None:
+def test_a_dropped_wrapper_leaves_parameters_that_have_come(keeping: int | None) -> None:
     model, kept = MLP.model(), []
 
     def train() -> None:
         ddp = DistributedDataParallel(model, config=SyncConfig(strategy="zero1", **ORDERED))
-        opt = optimizer_for(ddp, "zero1", "SGD", in_backward=in_backward)
+        opt = optimizer_for(ddp, "zero1", "SGD")
         for step in range(3):
             one_step(ddp, opt, step)
             if step == 1:
@@ -209,11 +208,9 @@ def test_a_thread_of_ours_that_drops_a_wrapper_waits_for_nothing() -> None:
 
 # Only rank 1 has a part of the gradient, and every rank says so of it.
 @in_ranks(2)
-@pytest.mark.parametrize(
-    ("in_backward", "clips"), [(False, False), (False, True), (True, False)], ids=["step", "clip", "step in backward"]
-)
-def test_a_gradient_that_is_not_synchronized_is_an_error_on_every_rank(in_backward: bool, clips: bool) -> None:
-    with stepped(2, in_backward=in_backward, **SMALL) as (ddp, opt):
+@pytest.mark.parametrize("clips", [False, True], ids=["step", "clip"])
+def test_a_gradient_that_is_not_synchronized_is_an_error_on_every_rank(clips: bool) -> None:
+    with stepped(2, **SMALL) as (ddp, opt):
         opt.zero_grad()
         MLP.loss(ddp, 2).backward()
         owned = of_all_ranks([bool(parts) for parts in opt.owned_parts().values()])
@@ -352,19 +349,18 @@ class WithOwnHook(torch.optim.AdamW):
 
 
 @contextlib.contextmanager
-def two_models(cls: type[Any], *, in_backward: bool) -> Iterator[tuple[DistributedDataParallel, Any]]:
+def two_models(cls: type[Any]) -> Iterator[tuple[DistributedDataParallel, Any]]:
     """The first one, and its optimizer; both are there and neither has to do with the other."""
     settings = {"strategy": "zero1", **SMALL}
     with wrapped(MLP.model(), **settings) as ddp, wrapped(MLP.model(), **settings):
-        yield ddp, ShardedOptimizer(cls, ddp, lr=0.01, in_backward=in_backward)
+        yield ddp, ShardedOptimizer(cls, ddp, lr=0.01)
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("in_backward", [False, True], ids=["barrier", "in_backward"])
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, StepsAsItsBase, WithOwnHook])
-def test_parameters_are_looked_through_as_often_whatever_the_number_of_buckets(cls: type[Any], in_backward: bool) -> None:
+def test_parameters_are_looked_through_as_often_whatever_the_number_of_buckets(cls: type[Any]) -> None:
     """In the thread that trains: at a forward, at the step of another model. Hooks of the optimizer's own are called."""
-    with two_models(cls, in_backward=in_backward) as (ddp, opt):
+    with two_models(cls) as (ddp, opt):
         train(ddp, opt, MLP.loss, steps=range(2))
         assert len(ddp.plan.buckets) > 2
         with inside.looks_at_parameters() as threads:
@@ -375,14 +371,13 @@ def test_parameters_are_looked_through_as_often_whatever_the_number_of_buckets(c
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("in_backward", [False, True], ids=["barrier", "in_backward"])
-def test_the_users_hooks_for_all_optimizers_are_called_once_a_step(in_backward: bool) -> None:
+def test_the_users_hooks_for_all_optimizers_are_called_once_a_step() -> None:
     called: list[tuple[str, str, int]] = []
 
     def note(when: str) -> Any:
         return lambda optimizer, *_: called.append((when, type(optimizer).__name__, threading.get_ident()))
 
-    with two_models(torch.optim.AdamW, in_backward=in_backward) as (ddp, opt):
+    with two_models(torch.optim.AdamW) as (ddp, opt):
         hooks = [register_optimizer_step_pre_hook(note("before")), register_optimizer_step_post_hook(note("after"))]
         for step in range(3):
             called.clear()

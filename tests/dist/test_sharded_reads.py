@@ -540,8 +540,7 @@ def wait_for(event: threading.Event) -> None:
 
 # If the training thread waited for either reduction of a bucket, nobody would let the first of them leave.
 @in_ranks(4)
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_backward_waits_for_neither_axis_of_a_mesh(in_backward: bool) -> None:
+def test_backward_waits_for_neither_axis_of_a_mesh() -> None:
     is_over = threading.Event()
 
     def before(ddp: Any, _opt: Any, step: int) -> None:
@@ -549,14 +548,13 @@ def test_backward_waits_for_neither_axis_of_a_mesh(in_backward: bool) -> None:
             observe(ddp, before=lambda op: is_over.set() if op.kind is OpKind.BIND else None)
             call_before(ddp, "reductions", lambda: wait_for(is_over))
 
-    require_bits(MLP, num_steps=3, before=before, among=[{"strategy": "hybrid", "in_backward": in_backward}])
+    require_bits(MLP, num_steps=3, before=before, among=[{"strategy": "hybrid"}])
     assert is_over.is_set()
 
 
 # The first bucket crosses when the second one is reduced inside, which does not wait for it.
 @in_ranks(4)
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_the_axes_of_a_mesh_work_at_the_same_time(in_backward: bool) -> None:
+def test_the_axes_of_a_mesh_work_at_the_same_time() -> None:
     is_reduced = threading.Event()
 
     def before(ddp: Any, _opt: Any, step: int) -> None:
@@ -573,7 +571,7 @@ def test_the_axes_of_a_mesh_work_at_the_same_time(in_backward: bool) -> None:
             inside.reduce_scatter = reduced
             call_before(ddp, "reductions across", lambda: wait_for(is_reduced))
 
-    require_bits(MLP, num_steps=3, before=before, among=[{"strategy": "hybrid", "in_backward": in_backward}])
+    require_bits(MLP, num_steps=3, before=before, among=[{"strategy": "hybrid"}])
     assert is_reduced.is_set()
 
 

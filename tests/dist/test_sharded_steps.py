@@ -236,19 +236,15 @@ def require_same_in_groups(
     make: Callable[[], nn.Module], groups_of: Callable[[Any], list[Any]], each: Callable[..., None]
 ) -> None:
     found = []
-    for strategy, in_backward in (("ddp", False), ("zero1", False), ("zero1", True)):
+    for strategy in ("ddp", "zero1"):
         model = make()
         with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(strategy=strategy, reduction="ordered"))) as ddp:
             cls, groups = torch.optim.AdamW, groups_of(model)
-            opt = (
-                cls(groups, lr=0.01)
-                if strategy == "ddp"
-                else ShardedOptimizer(cls, ddp, groups, in_backward=in_backward, lr=0.01)
-            )
+            opt = cls(groups, lr=0.01) if strategy == "ddp" else ShardedOptimizer(cls, ddp, groups, lr=0.01)
             for step in range(10):
                 each(ddp, opt, step)
             found.append(parameters(ddp))
-        require_equal(found[0], found[-1], what=f"{strategy} in_backward={in_backward}")
+        require_equal(found[0], found[-1], what=strategy)
 
 
 @in_ranks(2, 3)
@@ -310,7 +306,7 @@ def test_one_rank_has_everything() -> None:
     require_bits(
         MLP,
         "AdamW",
-        among=[*BARRIER, {"strategy": "hybrid", "shape": (1, 1)}, {"strategy": "hybrid", "shape": (1, 1), "in_backward": True}],
+        among=[*BARRIER, {"strategy": "hybrid", "shape": (1, 1)}],
         plans=[{}, {"bucket_cap_mb": 2e-5}],
     )
     require_bits(MLP, each=clipped_micro_batches, among=BARRIER)
@@ -380,11 +376,9 @@ def test_a_row_has_every_shard_once() -> None:
 
 # One rank is a step ahead of the others, of its row too: no bucket is stepped on such a sum. Or it has frozen a parameter.
 @in_ranks(4)
-@pytest.mark.parametrize(
-    ("in_backward", "freezes"), [(False, False), (True, False), (False, True)], ids=["step", "in_backward", "frozen"]
-)
-def test_all_rows_find_out_that_one_rank_is_in_another_step_or_has_frozen_a_parameter(in_backward: bool, freezes: bool) -> None:
-    with stepped(2, "hybrid", in_backward=in_backward, **ORDERED) as (ddp, opt):
+@pytest.mark.parametrize("freezes", [False, True], ids=["step", "frozen"])
+def test_all_rows_find_out_that_one_rank_is_in_another_step_or_has_frozen_a_parameter(freezes: bool) -> None:
+    with stepped(2, "hybrid", **ORDERED) as (ddp, opt):
         before = parameters(ddp)
         opt.zero_grad()
         if dist.get_rank() == 3 and not freezes:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.project import ROOT, SOURCES
-from undertow.schedule import HYBRID, ZERO1, lower_data_parallel, lower_in_backward
+from undertow.schedule import HYBRID, lower_data_parallel
 
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 DESIGN = ROOT / "docs" / "design"
@@ -16,7 +16,6 @@ SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
 SCHEDULES = {
     ARCHITECTURE: lower_data_parallel(2),
     DESIGN / "sharded-optimizer.md": lower_data_parallel(2, HYBRID),
-    DESIGN / "steps-in-backward.md": lower_in_backward(3, ZERO1, ((), (0,), (2, 1))),
 }
 
 

@@ -106,14 +106,12 @@ LIMITS = [" ".join(text.split()) for text in re.findall(r"^- (.*?)$(?=\n(?:- |\n
 SHOWN_BY = {
     "NCCL with two or more GPUs": ["test_training_over_nccl_has_the_reference_s_bits"],
     "ZeRO-3 and tensor parallelism": ["test_what_cannot_be_planned_is_refused", "test_a_sharded_parameter_is_refused"],
-    "Steps in backward on GPUs": ["test_steps_in_backward_over_nccl_are_refused_by_name"],
     "With experts": [
         "test_what_cannot_be_is_refused",
         "test_communication_hooks_see_the_dense_parameters_only",
         "test_shards_of_experts_over_their_group_make_the_same_model",
     ],
-    '`nonfinite="skip"` with `in_backward=True`': [
-        "test_a_step_in_backward_cannot_be_skipped",
+    '`nonfinite="skip"` with a plain optimizer': [
         "test_a_plain_step_with_a_closure_cannot_be_skipped",
     ],
     "With a ShardedOptimizer: `join()`": [

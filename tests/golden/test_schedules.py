@@ -14,7 +14,6 @@ from undertow.schedule import (
     Strategy,
     lower_accumulation,
     lower_data_parallel,
-    lower_in_backward,
     verify,
 )
 
@@ -31,13 +30,9 @@ SCHEDULES = [
     ("zero1_3_buckets", lower_data_parallel(3, ZERO2), ZERO2, 3),
     ("zero1_3_buckets_no_overlap", lower_data_parallel(3, ZERO1, overlap=False), ZERO1, 3),
     ("zero1_3_buckets_in_order", lower_data_parallel(3, ZERO1, gather_order=(0, 2, 1)), ZERO1, 3),
-    ("in_backward_3_buckets", lower_in_backward(3, ZERO1), ZERO1, 3),
-    ("in_backward_3_buckets", lower_in_backward(3, ZERO2), ZERO2, 3),
-    ("in_backward_3_buckets_interleaved", lower_in_backward(3, ZERO1, ((), (0,), (2, 1))), ZERO1, 3),
     ("accumulation_3_buckets", lower_accumulation(3, ZERO1), ZERO1, 3),
     ("zero2_accumulation_3_buckets", lower_accumulation(3, ZERO2), ZERO2, 3),
     ("hybrid_2_buckets", lower_data_parallel(2, HYBRID), HYBRID, 2),
-    ("hybrid_3_buckets_in_backward", lower_in_backward(3, HYBRID, ((), (0,), (2, 1))), HYBRID, 3),
     ("accumulation_3_buckets", lower_accumulation(3, HYBRID), HYBRID, 3),
 ]
 

@@ -257,13 +257,6 @@ def test_what_a_narrow_reduction_reads_is_held_until_it_has_been_read() -> None:
     assert [torch.equal(gradient, first) for gradient in gradients] == [True] * 6
 
 
-@over_nccl
-def test_steps_in_backward_over_nccl_are_refused_by_name() -> None:
-    with wrapped_over_nccl(strategy="zero1") as (model, _, _):
-        text = text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.AdamW, model, lr=0.01, in_backward=True))
-    assert "in_backward=True is not built yet for nccl" in text
-
-
 # The benchmark matrix with models that compute on a CUDA device.
 
 

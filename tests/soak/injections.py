@@ -9,7 +9,7 @@ from support.faults import NAN, NAN_SKIPPED, NUM_STEPS, SMALL, Fault, outcomes
 from support.processes import Ended
 
 STALL_TIMEOUT_S = 1.0  # where a rank never goes on
-WAYS = {"ddp": (2, 3, 4), "zero1": (2, 3, 4), "zero2": (2, 3, 4), "in_backward": (2, 3, 4), "hybrid": (4,)}  # ranks
+WAYS = {"ddp": (2, 3, 4), "zero1": (2, 3, 4), "zero2": (2, 3, 4), "hybrid": (4,)}  # ranks
 ENDINGS = ("left open", "closed", "destroyed")
 
 _USERS = ("data", "forward", "backward", "optimizer", "after step")
@@ -18,7 +18,6 @@ _OF_WAY = {
     "ddp": ("all_reduce",),
     "zero1": ("reduce_scatter", "all_gather", "update"),
     "zero2": ("reduce_scatter", "all_gather", "update"),
-    "in_backward": ("reduce_scatter", "step", "all_gather", "update"),
     "hybrid": ("reduce_scatter", "all_reduce", "all_gather", "update"),
 }
 _IN_THREADS = ("post", "complete")  # of exchanges that are made of sends and receives

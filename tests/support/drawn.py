@@ -9,7 +9,7 @@ from support.ranks import Ranks, RanksFailed
 from support.units import IN_PARTS, UNITS
 
 NUM_STEPS = 3
-# Sharded optimizers step on shards of 32 bits at least, without rows; a step in backward has no second part of a gradient.
+# Sharded optimizers step on shards of 32 bits at least, without rows.
 NOT_APART = ("written", "written-and-used")  # what something else than autograd adds cannot be told from an earlier result
 LATE = ("pack", "all_reduce", "reduce_scatter", "step", "bind", "all_gather")
 
@@ -25,13 +25,11 @@ class Drawing:
         self.chance, self.num_ranks = chance, num_ranks
         self.strategy = chance.choice(["ddp", "ddp", "ddp", "zero1", "zero2", *(["hybrid"] * (num_ranks == 4))])
         self.is_plain = self.strategy == "ddp"
-        self.steps_in_backward = not self.is_plain and self.likely(0.3)
         self.divides = chance.choice(["by ranks", "by ranks", "by weights", "by nothing"])
         barred = [
             kind
             for kinds, is_barred in (
                 (("table", "bag", "bfloat16", "half"), not self.is_plain),
-                (IN_PARTS, self.steps_in_backward),
                 (NOT_APART, self.divides != "by ranks"),
             )
             if is_barred
@@ -50,9 +48,9 @@ class Drawing:
             "reduction": self.chance.choice(["ordered", "native"]),
             "op": {"by ranks": "mean", "by weights": "weighted", "by nothing": "sum"}[self.divides],
             "order": self.chance.choice(["observed", "reverse", "largest_first"]),
-            "overlap": self.steps_in_backward or self.likely(0.8),
+            "overlap": self.likely(0.8),
             "average_in_collective": self.likely(0.8),
-            "nonfinite": "ignore" if self.steps_in_backward else "skip",
+            "nonfinite": "skip",
         }
         return Program(
             units=" ".join(self.units),
@@ -60,7 +58,6 @@ class Drawing:
             events=", ".join(event for _ in range(NUM_STEPS) for event in self.step() if event),
             times=1,
             strategy=self.strategy,
-            steps_in_backward=self.steps_in_backward,
             is_attached=self.is_plain and self.likely(0.2),
             has_hook=self.has_hook,
             plan=self.chance.choice(list(PLANS)),
@@ -71,10 +68,10 @@ class Drawing:
         change = self.change() if self.likely(0.3) else ""
         yield change
         yield f"late {self.chance.randrange(self.num_ranks)} {self.chance.choice(LATE)}" if self.likely(0.15) else ""
-        yield "zero" if change or self.steps_in_backward else self.chance.choice(self.clearings())
+        yield "zero" if change else self.chance.choice(self.clearings())
         yield (
             self.chance.choice(["fail backward", "fail backward|", "fail |backward"])
-            if not self.steps_in_backward and "norm" not in self.units and self.likely(0.05)  # whose statistics it would change
+            if "norm" not in self.units and self.likely(0.05)  # whose statistics it would change
             else ""
         )
         for _ in range(self.chance.choice([0, 0, 1, 2])):
@@ -84,15 +81,15 @@ class Drawing:
                 self.chance.choice(["accumulate", "accumulate flagged", "accumulate leaves"]),
             )
         # A forward behind a synchronization that has brought nothing, on any rank, would owe another one.
-        looks = not self.steps_in_backward and "norm" not in self.units and self.likely(0.1)
+        looks = "norm" not in self.units and self.likely(0.1)
         # Parameters that are new, or thawed, are written to in the first synchronization: no other graph may have them.
-        is_plain = self.steps_in_backward or change.startswith(("append", "replace", "thaw"))
+        is_plain = change.startswith(("append", "replace", "thaw"))
         yield from self.synchronization(is_plain=is_plain, reaches=looks)
-        if not self.steps_in_backward and self.likely(0.2):
+        if self.likely(0.2):
             yield from self.synchronization(is_plain=False, reaches=looks)
         yield "scale" if self.is_plain and self.likely(0.1) else ""
         yield f"look {self.of_ranks(['now', ''])}" if looks else ""
-        if not self.steps_in_backward and self.likely(0.1):
+        if self.likely(0.1):
             return  # without a step
         yield "step"
         yield f"evaluate {self.of_ranks(['now', ''])}" if self.likely(0.1) else ""

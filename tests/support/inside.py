@@ -32,7 +32,6 @@ from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.comm.handles import ThreadHandle
 from undertow.runtime.comm.recorder import HostClock
 from undertow.runtime.execute.compiled_plan import CompiledPlan
-from undertow.runtime.execute.executor import ShardedExecutor
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.trailer import TrailerCodec
 from undertow.runtime.gradients.weights import RoundWeights
@@ -145,24 +144,6 @@ def interrupted_at_the_end_of_backward(model: Model) -> AbstractContextManager[o
         return happen(op_ids)
 
     return mock.patch.object(releases, "happen", raises_at_the_end)
-
-
-@contextlib.contextmanager
-def settles_after_the_round(model: Model) -> Iterator[None]:
-    """`with` it buckets that are stepped in backward are settled only when this rank has ended its synchronization."""
-    engine, settle, has_ended = engine_of(model), ShardedExecutor._settle, threading.Event()
-    end = engine._end_round
-
-    def ending(this: Any) -> Any:
-        has_ended.set()
-        return end(this)
-
-    def late(*args: Any, **kwargs: Any) -> bool:
-        assert has_ended.wait(30.0)
-        return settle(*args, **kwargs)
-
-    with mock.patch.object(engine, "_end_round", ending), mock.patch.object(ShardedExecutor, "_settle", late):
-        yield
 
 
 # Calls inside of the library between which tests need a point, with the name that they have in tests.
@@ -379,16 +360,6 @@ def over_collectives() -> contextlib.AbstractContextManager[object]:
 
 def without_averaging_backends() -> contextlib.AbstractContextManager[object]:
     return mock.patch("undertow.runtime.comm.group._BACKENDS_WITH_AVERAGE", ())
-
-
-def gathers_behind(model: Model) -> Any:
-    """The reductions after which each bucket's gather leaves, if a plan says so."""
-    return assembly_of(model)._gathers_behind
-
-
-def interleave(model: Model, behind: Any) -> None:
-    assembly_of(model).interleave(behind)
-    engine_of(model).current_plan.now.hooks.tuning._order.decided = (sync_of(model).plan.groups, behind)
 
 
 def records_of(model: Model) -> Any:

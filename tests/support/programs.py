@@ -41,7 +41,6 @@ class Program:
     events: str = "zero, forward 012, backward, step"
     times: int = 3
     strategy: str = "ddp"
-    steps_in_backward: bool = False
     is_attached: bool = False
     is_alone: bool = False  # each rank is a group of its own
     has_hook: bool = False
@@ -225,7 +224,7 @@ class Run:
             how |= {"momentum": 0.5, "weight_decay": 0.01}
         self.optimizers: list[Any] = [torch.optim.SGD(model.parameters(), **how) for model in (self.module, self.bare)]
         if self.program.strategy != "ddp":
-            self.optimizers[0] = ShardedOptimizer(torch.optim.SGD, self.handle, in_backward=self.program.steps_in_backward, **how)
+            self.optimizers[0] = ShardedOptimizer(torch.optim.SGD, self.handle, **how)
 
     def happen(self, event: str) -> None:
         verb, _, words = event.partition(" ")
@@ -368,8 +367,7 @@ class Run:
         reference = self.reference
         reference.synchronize(op=op)
         self.is_synchronized = is_last
-        if not self.program.steps_in_backward or not reference.has_shards:
-            self.compare_gradients()
+        self.compare_gradients()
         if is_last:
             used = {name for name, param in self.bare.named_parameters() if param in reference.used}
             self.unused = {spec.name for spec in self.sync.plan.params} - used

@@ -42,7 +42,7 @@ def scripted(*plans: Callable[[Plan], Groups]) -> Iterator[list[Plan]]:
     seen: list[Plan] = []
     nexts = cycle(plans)
 
-    def decide(_tuner: Tuner, plan: Plan, *, has_shards: bool, steps_in_backward: bool = False) -> Decision:
+    def decide(_tuner: Tuner, plan: Plan, *, has_shards: bool) -> Decision:
         seen.append(plan)
         return Decision(outcome=Outcome.MOVE, next_look=1, groups=next(nexts)(plan))
 

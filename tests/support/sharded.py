@@ -40,11 +40,7 @@ ORDERED: dict[str, Any] = {"reduction": "ordered", **SMALL}
 
 
 def ways() -> tuple[dict[str, Any], ...]:
-    return (
-        ({"strategy": "hybrid"}, {"strategy": "hybrid", "in_backward": True})
-        if dist.get_world_size() == 4
-        else ({"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "zero1", "in_backward": True})
-    )
+    return ({"strategy": "hybrid"},) if dist.get_world_size() == 4 else ({"strategy": "zero1"}, {"strategy": "zero2"})
 
 
 @contextlib.contextmanager
@@ -68,7 +64,6 @@ def training(
     strategy: str = "zero1",
     optimizer: str = "AdamW",
     *,
-    in_backward: bool = False,
     state_dict: str = "full",
     shape: tuple[int, ...] = (2, 2),
     **settings: Any,
@@ -80,7 +75,7 @@ def training(
             config=SyncConfig(strategy=strategy, **settings),
         )
         stack.callback(ddp.close)
-        yield ddp, optimizer_for(ddp, strategy, optimizer, in_backward=in_backward, state_dict=state_dict)
+        yield ddp, optimizer_for(ddp, strategy, optimizer, state_dict=state_dict)
 
 
 @contextlib.contextmanager

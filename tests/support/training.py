@@ -50,7 +50,6 @@ def loss_of(model: nn.Module, step: int, rank: int, *, micro_batch: int = 0, lea
 class Training:
     points: Points
     strategy: str = "ddp"
-    steps_in_backward: bool = False
 
     def __post_init__(self) -> None:
         self.fault, self.rank = self.points.fault, self.points.rank
@@ -86,7 +85,7 @@ class Training:
                 passes("update")
                 return super().step(*args)
 
-        return [ShardedOptimizer(Passing, self.model, lr=0.01, in_backward=self.steps_in_backward)]
+        return [ShardedOptimizer(Passing, self.model, lr=0.01)]
 
     def train(self, num_steps: int = NUM_STEPS) -> None:
         for step in range(num_steps):
@@ -271,7 +270,6 @@ WAYS: dict[str, Callable[[Points], Training]] = {
     "ddp": Training,
     "zero1": partial(Training, strategy="zero1"),
     "zero2": partial(Training, strategy="zero2"),
-    "in_backward": partial(Training, strategy="zero1", steps_in_backward=True),
     # Ranks wait for others of their row, and of their column.
     "hybrid": partial(OnMesh, strategy="hybrid"),
     # Ranks wait in threads for all others, and for those that have the same experts.

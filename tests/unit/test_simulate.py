@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from support.errors import refusal
-from support.steps import FREE, lines, profile_of, random_profile
+from support.steps import FREE, lines, profile_of
 from undertow.cost import CostCurve, Costs, NodeCosts
-from undertow.plan import Piece, Plan, StepTiming, finish_us, in_backward_order, lane_period_us, plan_from_groups
+from undertow.plan import Piece, Plan, StepTiming, finish_us, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import (
     DDP,
@@ -21,10 +21,9 @@ from undertow.schedule import (
     STRATEGIES,
     ZERO1,
     Strategy,
-    gathers_after_reductions,
     lower_data_parallel,
 )
-from undertow.simulate import DEFAULTS, IDEAL, Conditions, _Clocks, lane_times, simulate
+from undertow.simulate import DEFAULTS, IDEAL, Conditions, _Clocks, simulate
 from undertow.trace import StepRecord, Trace, summarize
 from undertow.trace.record import wires_of
 
@@ -111,8 +110,8 @@ def test_the_trace_of_two_buckets(simulate_it: Callable[[], StepRecord], text: s
 @pytest.mark.parametrize("costs", [MESH, FIXED], ids=["by axis", "both axes in one, as measured"])
 @pytest.mark.parametrize(
     "conditions",
-    [{}, {"overlap": False}, {"contention": 0.3}, {"in_backward": True, "gathers_behind": ((0,), (1,))}],
-    ids=["", "no overlap", "contention", "in_backward"],
+    [{}, {"overlap": False}, {"contention": 0.3}],
+    ids=["", "no overlap", "contention"],
 )
 def test_a_reduction_over_two_axes_is_in_both_one_after_the_other(costs: Costs, conditions: dict[str, Any]) -> None:
     traces = [simulated(*how, num_ranks=4, **conditions).trace() for how in ((HYBRID, costs), (ZERO1, FIXED))]
@@ -205,26 +204,6 @@ def test_across_go_the_bytes_of_a_shard() -> None:
             (10 + 20 + 8,),
             id="a model without parameters has a step",
         ),
-        # Backward until 20, p1 ready at 10. Of the 8 of a reduction the lane has 6, as for a gather: b0 10-16, b1 20-26. It is
-        # added up until 18 and 28. Each step 2.5: b0 until 20.5, b1 until 30.5. b1 is gathered until 36.5, b0 until 42.5. The
-        # forward begins at 30.5 and needs b1 at once, b0 behind 5 us of computing.
-        pytest.param(
-            lambda: simulated(ZERO1, in_backward=True, gathers_behind=((), (1, 0))),
-            lambda it: (
-                *(time for row in it.gathers for time in (row.bucket, row.launched_us, row.done_us, *row.waited)),
-                *(time for row in it.buckets for time in (row.bucket, row.done_us)),
-                *(*it.forwards[0], *it.backwards[0], it.step_us),
-            ),
-            (1, -10.5, 6, 0, 6, 0, -10.5, 12, 11, 12, 0, 33, 1, 43, 0, 17, 17, 37, 47.5),
-            id="in_backward, gathered behind all",
-        ),
-        # The first bucket's update lies under backward, the last one's 2.5 does not.
-        pytest.param(
-            lambda: simulated(ZERO1, FREE, in_backward=True),
-            lambda it: (it.step_us,),
-            (32.5,),
-            id="in_backward, on a free network",
-        ),
         *(
             pytest.param(
                 lambda strategy=strategy: simulated(strategy, FREE, num_ranks=1),
@@ -303,17 +282,6 @@ def test_a_step_takes_what_the_planner_has_minimized(
     )
 
 
-@given(st.integers(0, 10_000), st.integers(1, 6), st.booleans())
-def test_a_step_in_backward_takes_the_period_that_the_planner_counts(seed: int, num: int, is_planned: bool) -> None:
-    profile, costs = random_profile(seed, num), lines((2, 0.02), gather=(1, 0.015))
-    plan = plan_from_groups(profile.params, [[param] for param in profile.order], num_ranks=2)
-    times = lane_times(profile, plan, costs)
-    order = in_backward_order(times) if is_planned else gathers_after_reductions(num)
-    record = simulate(profile, plan, ZERO1, costs, replace(IDEAL, in_backward=True, gathers_behind=None if is_planned else order))
-    # The same sums in another order: some tens of numbers below 1000, and what remains is rounding.
-    assert record.step_us == pytest.approx(lane_period_us(times, order), abs=1e-6)
-
-
 @given(steps(), COSTS, some_strategy, st.booleans(), st.floats(0, 0.5))
 def test_collectives_leave_in_the_order_of_the_schedule(
     step: tuple[Profile, Plan], cost: tuple[float, float], strategy: Strategy, overlap: bool, contention: float
@@ -355,16 +323,6 @@ WHERE = "\n  conditions of a simulated step\n  "
         ),
         pytest.param(
             lambda: Conditions(rank=-1), f"rank -1 does not exist.{WHERE}Ranks count from 0, the fastest.", id="a negative rank"
-        ),
-        pytest.param(
-            lambda: Conditions(in_backward=True, overlap=False),
-            f"steps in backward overlap with backward, and overlap=False forbids that.{WHERE}Leave one out.",
-            id="in_backward without overlap",
-        ),
-        pytest.param(
-            lambda: simulated(DDP, in_backward=True),
-            f'steps in backward are not possible with strategy \'ddp\'.{WHERE}Take "zero1", "zero2" or "hybrid".',
-            id="in_backward without shards",
         ),
         pytest.param(
             lambda: simulated(DDP, rank=2),

@@ -1,6 +1,6 @@
 """Undertow's ShardedOptimizer: gradients are reduce-scattered under backward, parameters gathered under the next forward.
 
-Options are those of its config, and `in_backward` of the optimizer.
+Options are those of its config.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ class OursSharded(Ours):
 
 
 def build(setting: Setting) -> System:
-    options = {name: value for name, value in setting.options.items() if name != "in_backward"}
-    wrapped = DistributedDataParallel(setting.model, process_group=setting.group, config=SyncConfig(**options))
+    wrapped = DistributedDataParallel(setting.model, process_group=setting.group, config=SyncConfig(**setting.options))
     system = OursSharded(wrapped, setting.model)
-    steps_in_backward = bool(setting.options.get("in_backward"))
-    system.optimizer = ShardedOptimizer(
-        torch.optim.SGD, wrapped, in_backward=steps_in_backward, lr=LEARNING_RATE, momentum=MOMENTUM
-    )
+    system.optimizer = ShardedOptimizer(torch.optim.SGD, wrapped, lr=LEARNING_RATE, momentum=MOMENTUM)
     return system

@@ -190,7 +190,7 @@ def plan(  # noqa: PLR0913  # one argument per option
     "one message per parameter, buckets of fixed size (25 MiB after a first one of 1 MiB, as torch's DistributedDataParallel "
     "has them, and 40 MB), and the optimal buckets for this network. Prints what each step takes, what of its communication is "
     "exposed, how it compares with the shortest possible step, and the scaling efficiency, the share of the step that computing "
-    "alone takes. With --in-backward the optimal buckets are the best of some sizes. Draws timelines in "
+    "alone takes. Draws timelines in "
     "OUT/simulate.png, or with --sweep curves in OUT/simulate-SWEEP.png.\n\n"
     'Example: undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link "100gbit,5us" --sweep ranks\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
@@ -213,10 +213,6 @@ def simulate(  # noqa: PLR0913  # one argument per option
     contention: _Contention = None,
     launch_us: _Launch = None,
     copy_us_per_mb: _Copy = None,
-    in_backward: Annotated[
-        bool,
-        typer.Option("--in-backward", help="Step and gather buckets during backward; not with ddp."),
-    ] = False,
     sweep: Annotated[str | None, typer.Option(help='Vary "ranks", "bandwidth" or "bucket".', show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     json: _Json = False,
@@ -232,7 +228,6 @@ def simulate(  # noqa: PLR0913  # one argument per option
             contention=contention,
             launch_us=launch_us,
             copy_us_per_mb=copy_us_per_mb,
-            in_backward=in_backward,
         ),
         sweep=sweep,
         out=out,

@@ -55,7 +55,7 @@ def clip_grad_norm_(
     for each in syncs:
         finish_before_look(each, [param for _, param in each.named_parameters()])
         require_synchronized(each)
-    shardings = [None if each._steps is None else each._steps.begin_clipping() for each in syncs]
+    shardings = [None if each._steps is None else each._steps.begin() for each in syncs]
     counted: list[Tensor | None] = []
     whole: list[Tensor] = []
     for each, sharding in zip(syncs, shardings, strict=True):

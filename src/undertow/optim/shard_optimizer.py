@@ -30,7 +30,6 @@ def shard_optimizer(
     model: GradientSync | nn.Module,
     *,
     schedulers: Iterable[Any] = (),
-    in_backward: bool = False,
     state_dict: Literal["full", "sharded"] = "full",
 ) -> ShardedOptimizer:
     """Returns a ShardedOptimizer made of an optimizer that exists already; a collective call.
@@ -48,7 +47,6 @@ def shard_optimizer(
         model: The result of `attach` or `DistributedDataParallel`.
         schedulers: All learning-rate schedulers of `optimizer`. They continue on the result. One that is
             left out acts on the result until a state is loaded.
-        in_backward: As for ShardedOptimizer.
         state_dict: As for ShardedOptimizer.
 
     Returns:
@@ -85,7 +83,7 @@ def shard_optimizer(
         {name: list(value) if name == "params" else copy.deepcopy(value) for name, value in group.items()}
         for group in optimizer.param_groups
     ]
-    sharded = ShardedOptimizer(type(optimizer), model, groups, in_backward=in_backward, state_dict=state_dict, **settings)
+    sharded = ShardedOptimizer(type(optimizer), model, groups, state_dict=state_dict, **settings)
     group: Any = getattr(model, "sync", model)._group
     if group.num_ranks > 1:
         states = (optimizer.state.get(param, {}) for param in params_of(optimizer))

@@ -20,7 +20,6 @@ from undertow.optim.state import (
     Owned,
     ParamState,
     ShardedState,
-    changed_settings,
     full_states,
     hyper_parameters,
     owned_part,
@@ -62,12 +61,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         cls: An elementwise optimizer class, such as torch.optim.AdamW.
         target: The result of `attach` or `DistributedDataParallel`.
         params: Parameters or parameter groups as in torch; None takes all trained parameters.
-        in_backward: True updates parameters bucket by bucket during backward, from the second step
-            on, with the hyper-parameters that are set when it begins; `step()` confirms these updates.
-            Clipping, a GradScaler and closures raise, because they need all gradients before the
-            update. Reading parameters or state in another thread during that backward raises
-            PhaseError. After a failed backward the parameters are whole: the first read ends the
-            synchronization on all ranks.
         state_dict: "full" makes `state_dict()` return a plain optimizer's state dict, whole on every
             rank; every rank must call it. "sharded" makes it return this rank's shards, which only
             torch.distributed.checkpoint can save.
@@ -84,7 +77,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         target: GradientSync | nn.Module,
         params: ParamGroups | None = None,
         *,
-        in_backward: bool = False,
         state_dict: Literal["full", "sharded"] = "full",
         **defaults: Any,
     ) -> None:
@@ -94,9 +86,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._make: partial[Any] = partial(cls, **defaults)
         whole = self._make([param for _, param in self._sync.named_parameters()] if params is None else params)
         self._sharding: Sharding | None = None
-        self._inners: dict[int, InnerOptimizer] = {}  # by bucket in backward; otherwise one, under key 0
-        self._used: list[dict[str, Any]] = []  # hyper-parameters of the updates in the last backward, by group
-        self._ours: frozenset[int] = frozenset()  # ids of the parameters that these updates cover
+        self._inner: InnerOptimizer | None = None  # over this rank's parts
         self._stepped: set[Tensor] = set()  # parameters that have state on some rank, by identity
         self._waiting: FullStates = {}  # states of parameters that are not among this rank's parts, or not yet
         self._gives_shards = state_dict == "sharded"
@@ -108,7 +98,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             "optimizer": f"{cls.__module__}.{cls.__qualname__}",
             "parameter groups": [{"parameters": len(group["params"]), **settings_as_text(group)} for group in self.param_groups],
         }
-        self._steps = self._sync._shard(self, described, steps_in_backward=in_backward)
+        self._steps = self._sync._shard(self, described)
 
     @private.untraced
     @torch.no_grad()
@@ -123,51 +113,20 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
-            self._require_barrier("step(closure)", "the closure's backward would update parameters before step() ends")
             with torch.enable_grad():
                 loss = closure()
             self._sync.finish()
         self._consolidated = None
         if self._steps.skips(self):
             return loss
-        if self._steps.is_stepped:
-            self._confirm()
-        else:
-            sharding, settings = self._begin(), self._settings()
-            params = params_of(self)
-            sharding.require_synchronized(params)
-            with self._steps.update():
-                for inner in self._inners.values():
-                    inner.step(settings, sharding.gradients)
-                self._stepped.update(compress(params, map(is_not, map(_grad_of, params), repeat(None))))
+        sharding, params = self._begin(), params_of(self)
+        sharding.require_synchronized(params)
+        with self._steps.update():
+            if self._inner is not None:
+                self._inner.step(self._settings(), sharding.gradients)
+            self._stepped.update(compress(params, map(is_not, map(_grad_of, params), repeat(None))))
         self._steps.step_ends()
         return loss
-
-    def begin_updates(self, sharding: Sharding) -> bool:
-        """Called by the runtime when a synchronization begins; returns True if it updates buckets with the current settings."""
-        if sharding is not self._sharding:
-            return False
-        self._consolidated = None
-        self._used, self._ours = self._settings(), frozenset(map(id, params_of(self)))
-        return True
-
-    @torch.no_grad()
-    def update(self, bucket: int) -> None:
-        """Updates this rank's parts of a reduced bucket. Called by the runtime in a separate thread."""
-        sharding = self._sharding
-        assert sharding is not None  # begin_updates has checked that
-        grads = sharding.settled(bucket)
-        if bucket in self._inners:
-            self._inners[bucket].step(self._used, partial(sharding.gradients, settled=grads))
-        reduced = (sharding.params[index] for index, grad in grads.items() if grad is not None)
-        self._stepped.update(param for param in reduced if id(param) in self._ours)
-
-    @property
-    @private.untraced
-    def _step_supports_amp_scaling(self) -> bool:
-        """Read only by torch's GradScaler, when it is about to step."""
-        self._require_barrier("GradScaler", "it looks for infinite gradients when parameters are updated already")
-        return False
 
     @private.untraced
     @torch.no_grad()
@@ -188,13 +147,11 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
         Raises:
             NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
-            PhaseError: With `in_backward=True`, when parameters are updated already.
         """
-        self._require_barrier("clip_grad_norm_", "parameters are updated before the norm is known")
         finish_before_look(self._sync, params_of(self))
         sharding = self._begin()
         sharding.require_synchronized(params_of(self))
-        parts = [owned.part for inner in self._inners.values() for owned in inner.owned]
+        parts = [] if self._inner is None else [owned.part for owned in self._inner.owned]
         norm, scale = norm_and_scale(
             sharding.gradients(parts),
             max_norm,
@@ -327,7 +284,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
                 remedy="Give it only parameters of the wrapped module that `ignore` does not name.",
             )
         self._waiting = self._full_states(is_moved=True) | self._waiting
-        self._sharding, self._inners = None, {}
+        self._sharding, self._inner = None, None
 
     def __getstate__(self) -> dict[str, Any]:
         raise WrongType(
@@ -346,51 +303,25 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     def _take_over(self, sharding: Sharding) -> None:
         """Makes `sharding` the source of this rank's parts and moves waiting states to them."""
-        self._sharding, self._inners = sharding, {}
-        parts, in_backward = self.owned_parts(), self._steps.steps_in_backward
-        by_group = [
+        self._sharding = sharding
+        parts = self.owned_parts()
+        mine = [
             [owned_part(sharding, param, part) for param in group["params"] for part in parts.get(param, ())]
             for group in self.param_groups
         ]
-        for place in {owned.part.bucket if in_backward else 0 for owned in chain.from_iterable(by_group)} or (0,):
-            mine = [[owned for owned in of_group if not in_backward or owned.part.bucket == place] for of_group in by_group]
-            groups: list[dict[str, Any]] = [
-                {**hyper_parameters(group), "params": [owned.target for owned in of_group]}
-                for group, of_group in zip(self.param_groups, mine, strict=True)
-            ]
-            if not any(mine):
-                groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch requires at least one parameter
-            self._inners[place] = inner = InnerOptimizer(list(chain.from_iterable(mine)), self._make(groups))
-            for owned in inner.owned:
-                if owned.param in self._waiting:
-                    inner.take(owned, parts_of_state(self._waiting[owned.param], owned.part, owned.param))
+        groups: list[dict[str, Any]] = [
+            {**hyper_parameters(group), "params": [owned.target for owned in of_group]}
+            for group, of_group in zip(self.param_groups, mine, strict=True)
+        ]
+        if not any(mine):
+            groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch requires at least one parameter
+        self._inner = inner = InnerOptimizer(list(chain.from_iterable(mine)), self._make(groups))
+        for owned in inner.owned:
+            if owned.param in self._waiting:
+                inner.take(owned, parts_of_state(self._waiting[owned.param], owned.part, owned.param))
         for param in self._waiting.keys() & parts.keys():
             if self._waiting.pop(param).keys() != {MASTER}:
                 self._stepped.add(param)
-
-    def _confirm(self) -> None:
-        """Raises PhaseError if the updates made during backward differ from the ones that step() should make."""
-        changed = changed_settings(self._used, self._settings())
-        require(
-            not changed,
-            f"hyper-parameters have changed since the backward that has updated the parameters: {'; '.join(changed)}.",
-            where="ShardedOptimizer.step, in_backward=True",
-            remedy="Change them between step() and the next backward, as schedulers do, or leave in_backward=True out.",
-            error=PhaseError,
-        )
-        if self._sharding is not None:
-            self._sharding.require_synchronized(params_of(self))
-        if self._steps.confirm():
-            self._begin()
-
-    def _require_barrier(self, what: str, why: str) -> None:
-        require(
-            not self._steps.steps_in_backward,
-            f"{what} cannot be used with in_backward=True: {why}.",
-            where="ShardedOptimizer",
-            remedy="Leave in_backward=True out: then updates run after backward, and gathers under the next forward.",
-            error=PhaseError,
-        )
 
     def _settings(self) -> list[dict[str, Any]]:
         """Copies the current hyper-parameters by group, including changes by schedulers and users; shares no tensor."""
@@ -433,7 +364,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     def _whole_states(self, *, keeps: bool = True, device: torch.device | None = None) -> FullStates:
         """Gathers the whole state of every parameter, on `device` if given; empty if not `keeps`. A collective call."""
-        self._steps.make_whole(gathers=True)
+        self._steps.require_gatherable()
         nobodys = {
             param: whole_state_without_elements(param, self._state_of_one_element(number, param.dtype, param.device))
             for number, param in self._stepped_params()
@@ -444,7 +375,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     def _states(self) -> FullStates:
         """Returns this rank's knowledge of every parameter's state."""
-        self._steps.make_whole()
         mine: defaultdict[Tensor, list[tuple[ShardPart, ParamState]]] = defaultdict(list)
         for owned, state in self._inner_states():
             mine[owned.param].append((owned.part, state))
@@ -467,11 +397,12 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     def _inner_states(self, *, is_moved: bool = False) -> Iterator[tuple[Owned, ParamState]]:
         """Yields this rank's parts and their state with fp32 values; an empty state stays empty, except when state moves."""
-        for inner in self._inners.values():
-            for owned in inner.owned:
-                state = dict(inner.optimizer.state.get(owned.target, {}))
-                has_master = owned.target is not owned.values and (is_moved or bool(state))
-                yield owned, {**state, MASTER: owned.target} if has_master else state
+        if self._inner is None:
+            return
+        for owned in self._inner.owned:
+            state = dict(self._inner.optimizer.state.get(owned.target, {}))
+            has_master = owned.target is not owned.values and (is_moved or bool(state))
+            yield owned, {**state, MASTER: owned.target} if has_master else state
 
     def _stepped_params(self) -> list[tuple[int, Tensor]]:
         """Returns the parameters that have state on some rank, each with the number of its group."""

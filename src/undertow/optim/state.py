@@ -116,23 +116,6 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
 
 
-def changed_settings(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[str]:
-    """Lists the hyper-parameters that differ, with their group: "lr of group 0: 0.1, now 0.01"."""
-    if len(before) != len(now):
-        return [f"number of groups: {len(before)}, now {len(now)}"]
-    return [
-        f"{name} of group {group}: {then.get(name)}, now {present.get(name)}"
-        for group, (then, present) in enumerate(zip(before, now, strict=True))
-        for name in {**then, **present}
-        if not _is_same(then.get(name), present.get(name))
-    ]
-
-
-def _is_same(one: object, other: object) -> bool:
-    same = one == other
-    return bool(same.all()) if isinstance(same, Tensor) else bool(same)
-
-
 def require_elementwise(cls: type[Any], make: MakeOptimizer, group: dict[str, Any], *, device: torch.device) -> None:
     """Raises ConfigError if an optimizer is not elementwise, or if its steps change values in its parameter groups.
 

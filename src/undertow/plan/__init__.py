@@ -1,6 +1,5 @@
 """Plans buckets before any gradient exists."""
 
-from undertow.plan.gather_order import GathersBehind, LaneTimes, in_backward_order, lane_period_us
 from undertow.plan.grouping import (
     SizeCaps,
     default_caps,
@@ -25,14 +24,12 @@ from undertow.plan.layout import (
 )
 from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
-from undertow.plan.timing import StepTiming, finish_us, in_backward_limit_us
+from undertow.plan.timing import StepTiming, finish_us
 
 __all__ = [
     "Bucket",
-    "GathersBehind",
     "GroupEntry",
     "Groups",
-    "LaneTimes",
     "Optimum",
     "ParamSpec",
     "Piece",
@@ -47,9 +44,6 @@ __all__ = [
     "group_by_size",
     "group_in_pieces",
     "groups_in_order",
-    "in_backward_limit_us",
-    "in_backward_order",
-    "lane_period_us",
     "largest_first",
     "observed",
     "optimal_groups",

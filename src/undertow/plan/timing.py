@@ -108,27 +108,6 @@ def limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs, *, h
     return reduced + max(0.0, _latest_us(params, np.asarray(timing.used_us), costs, "all_gather")) if has_shards else reduced
 
 
-def in_backward_limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs) -> float:
-    """Returns a lower bound of the period of steps in backward, which update and gather each reduced bucket; microseconds.
-
-        limit = max(compute, cost of all, max over i of  r_i + C*(S_i) - last use in S_i)
-
-    S_i is the bytes of all gradients ready at r_i or later; C* is the cheapest way to reduce and to gather that many bytes. All
-    gradients ready at r_i or later must be reduced and gathered before the next forward reads the last of them. A reduction
-    occupies the communication stream no longer than a gather of as many bytes, because the addition runs alongside. Updates are
-    assumed to cost nothing.
-    """
-    if not params:
-        return timing.backward_end_us
-    ready, used = np.asarray(timing.ready_us), np.asarray(timing.used_us)
-    order = np.argsort(-ready, kind="stable")
-    sizes = np.cumsum([params[param].num_bytes for param in order])
-    gather = _cheapest_us(costs, "all_gather", sizes)
-    cost = gather + np.minimum(gather, _cheapest_us(costs, "reduce_scatter", sizes))
-    limits = ready[order] + cost - np.maximum.accumulate(used[order])
-    return max(timing.backward_end_us, float(limits.max()), float(cost[-1]))
-
-
 def _latest_us(params: Sequence[ParamSpec], key_us: Floats, costs: Costs, kind: str) -> float:
     """Returns the maximum over i of C*(bytes of all whose key is at most the key of i), less the key of i."""
     if not params:

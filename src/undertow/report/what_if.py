@@ -15,7 +15,6 @@ from undertow.report.comparison import Outcome
 from undertow.schedule import Strategy, strategy_named
 from undertow.simulate import Conditions, simulate
 from undertow.trace import summarize
-from undertow.tune.tuner import best_groups_in_backward
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # kinds whose curve may determine the link
 _MIB = 1024 * 1024
@@ -157,8 +156,6 @@ class WhatIf:
     @cached_property
     def optimum(self) -> Optimum:
         profile, costs, num_ranks = self.profile, self.network.costs, self.num_ranks
-        if self.conditions.in_backward:
-            return best_groups_in_backward(profile, profile.order, costs, num_ranks=num_ranks, max_bytes=float("inf"))
         has_shards = self.strategy.gather is not None
         return optimal_groups(profile.params, profile.order, profile.timing, costs, num_ranks=num_ranks, has_shards=has_shards)
 
@@ -170,8 +167,6 @@ class WhatIf:
     @property
     def limit_us(self) -> float:
         """Lower bound of the step time for any grouping, on equal ranks without contention."""
-        if self.conditions.in_backward:
-            return self.optimum.limit_us
         return self.profile.update_us + max(self.profile.timing.backward_end_us, self.optimum.limit_us)
 
     @cached_property
@@ -229,7 +224,7 @@ class WhatIf:
         if spread is None or not self.network.is_measured:
             return BAND
         if profile.groups is not None and profile.step_us is not None:
-            plan, conditions = self._plan(profile.groups), Conditions(in_backward=self.conditions.in_backward)
+            plan, conditions = self._plan(profile.groups), Conditions()
             own = simulate(profile, plan, strategy_named(profile.strategy), self.network.costs, conditions)
             missed = abs(profile.step_us / own.step_us - 1)
         width = _P90 * math.hypot(max(_MODEL, missed), spread)

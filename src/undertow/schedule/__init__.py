@@ -1,6 +1,6 @@
 """The ops of one step: lowered from a plan, verified, printed, and released as gradients arrive."""
 
-from undertow.schedule.lower import gathers_after_reductions, lower_accumulation, lower_data_parallel, lower_in_backward
+from undertow.schedule.lower import lower_accumulation, lower_data_parallel
 from undertow.schedule.op import Buffer, Op, OpKind, Schedule
 from undertow.schedule.strategies import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, Placement, Strategy, strategy_named
 from undertow.schedule.tracker import Arrivals, Releases
@@ -20,10 +20,8 @@ __all__ = [
     "Releases",
     "Schedule",
     "Strategy",
-    "gathers_after_reductions",
     "lower_accumulation",
     "lower_data_parallel",
-    "lower_in_backward",
     "strategy_named",
     "verify",
 ]

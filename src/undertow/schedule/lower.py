@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from undertow.errors import require
-from undertow.schedule.op import COMPUTE, UPDATE, Buffer, Op, OpKind, Schedule
+from undertow.schedule.op import COMPUTE, Buffer, Op, OpKind, Schedule
 from undertow.schedule.strategies import DDP, Strategy
 
 
@@ -24,42 +23,6 @@ def lower_data_parallel(
     return build.uses({bucket: build.add(strategy.gather, bucket, after=[step]) for bucket in order})
 
 
-def lower_in_backward(num_buckets: int, strategy: Strategy, gathers_behind: Sequence[Sequence[int]] | None = None) -> Schedule:
-    """Steps every bucket when it is reduced, and gathers it then or later, while backward runs.
-
-    After the reduction of bucket k the lane carries the gathers of `gathers_behind[k]`, in that order. If it is None, the gathers
-    of all buckets follow the last reduction, the last bucket first. Backward reads a bucket's parameters until the bucket is
-    full: autograd adds up all uses of a parameter before it delivers its gradient. Raises ConfigError for a gather before its
-    step.
-    """
-    following = gathers_after_reductions(num_buckets) if gathers_behind is None else gathers_behind
-    build = _Builder(strategy, in_backward=True)
-    fills: list[int] = []
-    steps: list[int] = []
-    gathers: dict[int | None, int] = {}
-    for bucket in range(num_buckets):
-        full = build.add(OpKind.FILL, bucket)
-        fills.append(full)
-        if bucket == num_buckets - 1:
-            full = end = build.add(OpKind.END, None, after=fills)
-        steps.append(build.add(OpKind.STEP, bucket, after=[build.pack_and_reduce(bucket, after=full)]))
-        for gathered in following[bucket]:
-            require(
-                gathered <= bucket,
-                f"bucket {gathered} cannot be gathered before it is reduced.",
-                where=f"the lane after the reduction of bucket {bucket}",
-                remedy="Put its gather after its own reduction, or a later one.",
-            )
-            gathers[gathered] = build.add(OpKind.ALL_GATHER, gathered, after=[steps[gathered]])
-    build.binds(steps, end=end)
-    return build.uses(gathers)
-
-
-def gathers_after_reductions(num_buckets: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the default of `lower_in_backward`: all gathers follow the last reduction, in the order of the forward."""
-    return (*((),) * (num_buckets - 1), tuple(reversed(range(num_buckets))))
-
-
 def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
     """Lowers a backward without a step: gradients move into their buckets and stay, or are reduced to shards that add up."""
     if strategy.reduces_micro_batches:
@@ -76,7 +39,7 @@ def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
 
 
 class _Builder:
-    def __init__(self, strategy: Strategy, *, in_backward: bool = False) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self.ops: list[Op] = []
         self._reductions = [kind for kind in (strategy.reduction, strategy.crossing) if kind is not None]
         # The axis over which ranks have different shards, and the axis over which they have the same shard; or the only axis.
@@ -84,14 +47,14 @@ class _Builder:
         reduced = ("grad",) if strategy.reduction is OpKind.ALL_REDUCE else ("shard",)
         # By kind: lane, buffers that an op reads, and buffers that it writes.
         self._rows: dict[OpKind | None, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-            OpKind.FILL: (COMPUTE, ("param",) if in_backward else (), ("grad",)),
+            OpKind.FILL: (COMPUTE, (), ("grad",)),
             OpKind.END: (COMPUTE, (), ()),
             OpKind.JOIN: (COMPUTE, (), ()),
             OpKind.PACK: (COMPUTE, ("grad",), ("grad",)),
             strategy.crossing: (across, reduced, reduced),
             strategy.reduction: (inside, ("grad",), reduced),
             OpKind.BIND: (COMPUTE, reduced, ()),
-            OpKind.STEP: (UPDATE if in_backward else COMPUTE, reduced, ("param",) if strategy.gather is None else ("own",)),
+            OpKind.STEP: (COMPUTE, reduced, ("param",) if strategy.gather is None else ("own",)),
             OpKind.ALL_GATHER: (inside, ("own",), ("param",)),
             OpKind.USE: (COMPUTE, ("param",), ()),
         }

@@ -6,7 +6,6 @@ from enum import StrEnum
 from undertow.errors import ConfigError
 
 COMPUTE = "compute"
-UPDATE = "update"  # steps buckets while backward runs, one at a time
 
 
 class OpKind(StrEnum):
@@ -19,12 +18,11 @@ class OpKind(StrEnum):
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"  # each rank gets its shard of the sum
     BIND = "bind"  # waits for the bucket; its gradients become views of it, or placeholders if this rank has only a shard
-    STEP = "step"  # the optimizer updates the parameters, or this rank's shards of them; one bucket's in backward
+    STEP = "step"  # the optimizer updates the parameters, or this rank's shards of them
     ALL_GATHER = "all_gather"  # each rank gets every other one's shard of the parameters
     USE = "use"  # the next forward reads the parameters
 
 
-# On the compute lane; the library itself runs the steps of the update lane.
 EXTERNAL = frozenset({OpKind.FILL, OpKind.END, OpKind.JOIN, OpKind.STEP, OpKind.USE})
 
 
@@ -52,7 +50,7 @@ class Op:
     """One operation: its lane, the buffers it touches, and the ops it follows."""
 
     id: int
-    lane: str  # "compute", "update", or "comm." and the name of a mesh axis
+    lane: str  # "compute", or "comm." and the name of a mesh axis
     kind: OpKind
     bucket: int | None  # None: all buckets
     reads: tuple[Buffer, ...] = ()

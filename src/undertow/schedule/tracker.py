@@ -223,7 +223,7 @@ class Releases:
     def __init__(self, schedule: Schedule) -> None:
         self._ops = schedule.ops
         self._successors: list[list[int]] = [[] for _ in schedule.ops]
-        lanes: dict[str, list[int]] = {}  # by comm lane and update lane: its ops, in the order they are released
+        lanes: dict[str, list[int]] = {}  # by comm lane: its ops, in the order they are released
         of_kind: dict[OpKind, list[Op]] = {}
         for op in schedule.ops:
             for earlier in op.after:

@@ -66,18 +66,13 @@ def _lines(it: Explanation) -> Iterator[str]:
         yield from (title, *(f"  {row}" for row in rows)) if rows else ()
 
 
-def explanation(
-    plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, history: Sequence[Decided], steps_in_backward: bool = False
-) -> Explanation:
-    """Explains `plan`; `tuner` has the measurements of its parameters, None without any.
-
-    `steps_in_backward`: its buckets are stepped in backward, and times are of the whole step.
-    """
+def explanation(plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, history: Sequence[Decided]) -> Explanation:
+    """Explains `plan`; `tuner` has the measurements of its parameters, None without any."""
     profile = None if tuner is None else tuner.profile(plan, strategy=strategy)
     measurement = None if tuner is None else tuner.measurement
     known = Explanation(
         num_ranks=plan.num_ranks,
-        strategy=f"{strategy} in backward" if steps_in_backward else strategy,
+        strategy=strategy,
         bucket_mb=tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
         why=why,
         bound_by="" if tuner is None or measurement is None else _bound_text(tuner.is_bound_by_processors, measurement),
@@ -91,14 +86,14 @@ def explanation(
     known = replace(known, network=tuple(_curve_text(profile, kind) for kind in needed))
     if not knows_enough(profile.curves, has_shards=has_shards):
         return known
-    best, present_us = tuner.best_and_present(profile, plan, has_shards=has_shards, steps_in_backward=steps_in_backward)
+    best, present_us = tuner.best_and_present(profile, plan, has_shards=has_shards)
     predicted_us = partial(finish_us, plan.params, timing=profile.timing, costs=profile.costs(), has_shards=has_shards)
     return replace(
         known,
         predicted_ms=present_us * _MS,
         limit_ms=best.limit_us * _MS,
-        best_ms=min(present_us, best.best_us if steps_in_backward else best.finish_us) * _MS,
-        alternatives=() if steps_in_backward else tuple(_alternatives(plan, present_us, predicted_us)),
+        best_ms=min(present_us, best.finish_us) * _MS,
+        alternatives=tuple(_alternatives(plan, present_us, predicted_us)),
     )
 
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from undertow.cost.costs import curve_from_samples, line_through
 from undertow.errors import require
-from undertow.plan import GathersBehind, GroupEntry, ParamSpec, Piece, Plan
+from undertow.plan import GroupEntry, ParamSpec, Piece, Plan
 from undertow.plan.layout import member_of, piece_of
 from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
 
@@ -161,7 +161,7 @@ def _samples(
     return {kind: cost_samples(transfers) for kind in {row.kind for rows in steps for row in rows}}
 
 
-_NUM_NUMBERS = 7  # outcome, steps until the next check, three times, and the numbers of rows and gathers
+_NUM_NUMBERS = 6  # outcome, steps until the next check, three times, and the number of rows
 # Planners cut a parameter into pieces of at least this size, or cut all together into fewer than _MOST_SMALL_PIECES.
 _LEAST_PIECE_BYTES = 256 * 1024
 _MOST_SMALL_PIECES = 1024
@@ -191,7 +191,6 @@ class Decision:
     predicted_us: float = 0.0  # under the best plan
     limit_us: float = 0.0  # lower bound of every plan
     groups: tuple[tuple[GroupEntry, ...], ...] | None = None  # None: keep the plan
-    gathers_behind: GathersBehind | None = None  # for that plan, if buckets are stepped in backward; None: not known
 
     def to_array(self, params: tuple[ParamSpec, ...]) -> NDArray[np.float64]:
         """Encodes the decision as numbers, a fixed count for these parameters. Exact: indices stay below 2^53."""
@@ -207,14 +206,11 @@ class Decision:
             where=f"{len(params)} parameters, at most {most} slots",
             remedy="Cut parameters into fewer pieces.",
         )
-        gathers = [(at, bucket) for at, following in enumerate(self.gathers_behind or ()) for bucket in following]
         return np.concatenate(
             [
-                [self.outcome, self.next_look, self.present_us, self.predicted_us, self.limit_us, len(rows), len(gathers)],
+                [self.outcome, self.next_look, self.present_us, self.predicted_us, self.limit_us, len(rows)],
                 np.ravel(rows),
                 np.zeros(4 * (most - len(rows))),
-                np.ravel(gathers),
-                np.zeros(2 * (most + 1 - len(gathers))),
             ]
         )
 
@@ -233,14 +229,11 @@ def _most_rows(params: Sequence[ParamSpec]) -> int:
 
 def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, ...]) -> Decision:
     """Decodes the numbers of `Decision.to_array`."""
-    single, rows, gathers = np.split(numbers, np.cumsum([_NUM_NUMBERS, 4 * _most_rows(params)]))
-    outcome, next_look, present_us, predicted_us, limit_us, num_rows, num_gathers = single.tolist()
+    single, rows = np.split(numbers, [_NUM_NUMBERS])
+    outcome, next_look, present_us, predicted_us, limit_us, num_rows = single.tolist()
     groups: dict[int, list[GroupEntry]] = defaultdict(list)
     for param, first, stop, bucket in rows.astype(np.int64).reshape(-1, 4)[: int(num_rows)].tolist():
         groups[bucket].append(member_of(Piece(param=param, first=first, stop=stop), params))
-    following: list[list[int]] = [[] for _ in range(int(num_gathers))]  # every bucket is gathered once
-    for at, bucket in gathers.astype(np.int64).reshape(-1, 2)[: int(num_gathers)].tolist():
-        following[at].append(bucket)
     return Decision(
         outcome=Outcome(int(outcome)),
         next_look=int(next_look),
@@ -248,5 +241,4 @@ def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, .
         predicted_us=predicted_us,
         limit_us=limit_us,
         groups=tuple(map(tuple, groups.values())) or None,
-        gathers_behind=tuple(map(tuple, following)) or None,
     )

@@ -2,28 +2,19 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from statistics import median
 from typing import Any
 
-from undertow.cost import CostCurve, Costs, curve_from_samples
+from undertow.cost import CostCurve, curve_from_samples
 from undertow.plan import (
-    GathersBehind,
     Groups,
     Optimum,
     Plan,
-    SizeCaps,
     finish_us,
-    group_in_pieces,
-    in_backward_limit_us,
-    in_backward_order,
-    lane_period_us,
     optimal_groups,
-    plan_from_groups,
 )
 from undertow.profile import Profile
-from undertow.simulate import lane_times
 from undertow.tune.messages import Decision, Measurement, Outcome
 
 # A plan must be predicted to gain at least this share of the time until gradients are reduced to be worth its new buckets.
@@ -44,10 +35,6 @@ _LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
 _NUM_WINDOWS = 4  # windows of samples of the same sizes, and checks of a plan, that count
 _NUM_SIZES = 8  # sets of sizes that are remembered
 _DRIFT = 1.25  # a network or computation that is slower or faster by this factor counts as changed
-# A bucket may hold one of this many equal shares of all parameters' bytes.
-_NUM_SHARES = (6, 9, 12, 16, 24, 32, 48, 64)
-# A plan of more buckets must be faster by this share of the step, because each bucket costs time on the host.
-_SLACK_IN_BACKWARD = 0.002
 NUM_STEPS_BETWEEN_LOOKS = 100
 _NUM_STEPS_IF_LIGHT = 400  # at a plan that stays where the network hardly counts, because a look times every gradient
 _DIGITS, _DIGITS_OF_SHARES = 1, 4  # of microseconds in profiles: no clock is finer
@@ -124,11 +111,8 @@ class Tuner:
             spread=round(now.spread_us / 1.349 / max(1.0, now.synchronized_us), _DIGITS_OF_SHARES),
         )
 
-    def decide(self, plan: Plan, *, has_shards: bool, steps_in_backward: bool = False) -> Decision:
-        """Decides on the plan from the latest measurement; keeps it without a new one.
-
-        `steps_in_backward`: its buckets are stepped in backward.
-        """
+    def decide(self, plan: Plan, *, has_shards: bool) -> Decision:
+        """Decides on the plan from the latest measurement; keeps it without a new one."""
         now = self.measurement
         if now is None or not self._is_new:
             return Decision(outcome=Outcome.UNKNOWN, next_look=NUM_STEPS_BETWEEN_LOOKS)
@@ -136,7 +120,7 @@ class Tuner:
         if not knows_enough(self.curves, has_shards=has_shards):
             return self._try_other_sizes(plan, now, has_shards=has_shards)
         profile: Any = self.profile(plan, strategy="zero1" if has_shards else "ddp")  # there is a measurement
-        best, present_us = self.best_and_present(profile, plan, has_shards=has_shards, steps_in_backward=steps_in_backward)
+        best, present_us = self.best_and_present(profile, plan, has_shards=has_shards)
         # Gradients and optimizer state move to their owners under another plan.
         move_us = (1 + _NUM_STATES) * float(profile.costs().collective_us("all_gather", _num_bytes(plan))) if has_shards else 0.0
         outcome, groups = self._choose(plan, best.groups, now, gain_us=present_us - best.finish_us, move_us=move_us)
@@ -155,23 +139,10 @@ class Tuner:
             groups=groups,
         )
 
-    def gathers_behind(self, plan: Plan) -> GathersBehind | None:
-        """Returns the best order of gathers if buckets are stepped in backward; None if too little is known."""
-        profile = self.profile(plan, strategy="zero1")
-        if profile is None or not knows_enough(profile.curves, has_shards=True):
-            return None
-        return in_backward_order(lane_times(replace(profile, update_us=0.0), plan, profile.costs()))
-
-    def best_and_present(
-        self, profile: Profile, plan: Plan, *, has_shards: bool, steps_in_backward: bool
-    ) -> tuple[Optimum, float]:
+    def best_and_present(self, profile: Profile, plan: Plan, *, has_shards: bool) -> tuple[Optimum, float]:
         """Returns the best known plan, in the user's order if given, and the time of the current plan by the same costs."""
         order, timing, costs = profile.order if self.order is None else self.order, profile.timing, profile.costs()
         most_bytes = _max_bucket_bytes(plan)
-        if steps_in_backward:
-            stepped = replace(profile, update_us=0.0)  # no measurement contains updates in backward
-            best = best_groups_in_backward(stepped, order, costs, num_ranks=plan.num_ranks, max_bytes=most_bytes)
-            return best, _in_backward_period_us(stepped, plan, costs)
         best = optimal_groups(
             plan.params,
             order,
@@ -264,37 +235,6 @@ def kinds_needed(*, has_shards: bool) -> tuple[str, ...]:
 def knows_enough(curves: Mapping[str, CostCurve], *, has_shards: bool) -> bool:
     """Returns True if the measurements show the cost of buckets of other sizes."""
     return all(kind in curves and curves[kind].is_enough for kind in kinds_needed(has_shards=has_shards))
-
-
-def best_groups_in_backward(profile: Profile, order: Sequence[int], costs: Costs, *, num_ranks: int, max_bytes: float) -> Optimum:
-    """Returns the buckets with the shortest period, among several sizes and the best buckets for a step with a barrier.
-
-    A parameter above the size is cut.
-    """
-    params = profile.params
-    total = sum(spec.num_bytes for spec in params)
-    barrier = optimal_groups(
-        params, order, profile.timing, costs, num_ranks=num_ranks, has_shards=True, max_bucket_bytes=max_bytes
-    )
-    sizes = [max(1, int(min(total // num, max_bytes))) for num in _NUM_SHARES]
-    firsts = [(), (max(1, int(total // _NUM_SHARES[-1])),)]  # a small one, so that communication starts sooner
-    caps = [SizeCaps(cap_bytes=size, first_bytes=first) for size in sizes for first in firsts]
-    tried = dict.fromkeys([barrier.groups, *(group_in_pieces(params, order, cap, num_ranks=num_ranks) for cap in caps)])
-    plans = [plan_from_groups(params, groups, num_ranks=num_ranks) for groups in tried]
-    periods = [(_in_backward_period_us(profile, plan, costs), len(plan.buckets), at) for at, plan in enumerate(plans)]
-    least_us = min(periods)[0]
-    _, period_us, at = min((num, us, at) for us, num, at in periods if us <= least_us * (1 + _SLACK_IN_BACKWARD))
-    return Optimum(
-        groups=plans[at].groups,
-        finish_us=period_us,
-        best_us=least_us,
-        limit_us=in_backward_limit_us(params, profile.timing, costs),
-    )
-
-
-def _in_backward_period_us(profile: Profile, plan: Plan, costs: Costs) -> float:
-    times = lane_times(profile, plan, costs)
-    return lane_period_us(times, in_backward_order(times))
 
 
 def _max_bucket_bytes(plan: Plan) -> float:

@@ -293,7 +293,6 @@ REFUSALS = {
     "simulate small.json --link 1gbit --per-node 3": "4 ranks cannot be on nodes of 3 ranks each.\n",
     "simulate small.json --link 1gbit --strategy zero3": "strategy 'zero3' does not exist.\n",
     "simulate small.json --link 1gbit --contention 1": "contention must be 0 or more and below 1, got 1.0.\n",
-    "simulate small.json --link 8gbit --in-backward": "steps in backward are not possible with strategy 'ddp'.\n",
     # Places where no picture can be.
     "simulate small.json --link 1gbit --out file": f"nothing can be written to 'file': File exists.\n{ELSEWHERE}",
     "simulate small.json --link 1gbit --out file/below": f"nothing can be written to 'file/below': Not a directory.\n{ELSEWHERE}",
@@ -364,14 +363,6 @@ def test_a_sweep_says_of_every_method_what_is_exposed_and_hidden_in_80_columns(u
     _, printed, _ = undertow(f"simulate small.json --ranks 2 --link 8gbit,10us --sweep ranks {PLAIN}", columns=80)
     table = printed[printed.index("By ") : printed.index("Picture")]
     assert "".join(f"{line.rstrip()}\n" for line in table.splitlines()) == SWEEP_TABLE
-
-
-def test_steps_in_backward_are_simulated_and_end_sooner(undertow: Undertow) -> None:
-    line = "simulate small.json --link 8gbit,10us --strategy zero1"
-    printed = [undertow(f"{line} {option}").out for option in ("", "--in-backward")]
-    barrier_ms, in_backward_ms = (float(row[2]) for each in printed for row in rows_of(each) if row[0] == OPTIMAL)
-    # 28.3 ms to reduce all, 28.3 to gather it, and the first gradient comes 10 ms after the forward that has to wait for it.
-    assert 10 + 2 * 28.3 <= in_backward_ms < barrier_ms
 
 
 def test_a_step_on_nodes_takes_what_its_schedule_has_on_each_axis(undertow: Undertow) -> None:

@@ -1,4 +1,4 @@
-"""Optimal plans, and the order of a step in backward: against brute force, and by hand."""
+"""Optimal plans: against brute force, and by hand."""
 
 import math
 import random
@@ -9,12 +9,10 @@ from itertools import pairwise, product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 
 from support.errors import refusal
 from support.steps import (
-    FREE,
     NOT_DECREASING,
     NUM_RANKS,
     SHAPES,
@@ -22,24 +20,17 @@ from support.steps import (
     LineCosts,
     TableCosts,
     lines,
-    profile_of,
     random_case,
-    random_profile,
     table_costs,
     times_us,
 )
 from support.strategies import spec, specs_of_sizes
 from undertow.plan import (
-    GathersBehind,
-    LaneTimes,
     Optimum,
     ParamSpec,
     Piece,
     StepTiming,
     finish_us,
-    in_backward_limit_us,
-    in_backward_order,
-    lane_period_us,
     optimal,
     optimal_groups,
     plan_from_groups,
@@ -47,8 +38,6 @@ from undertow.plan import (
 from undertow.plan.layout import piece_of, unit_numel
 from undertow.plan.optimal import SLACK, atoms_of, small_pieces
 from undertow.plan.timing import limit_us
-from undertow.schedule import ZERO1, gathers_after_reductions, lower_in_backward, verify
-from undertow.simulate import lane_times
 
 # Sums of a few dozen times, in another order than the planner's: some units in the last place of 1e2.
 ROUNDING = {"rel": 1e-12, "abs": 1e-10}
@@ -394,12 +383,6 @@ TIMES = "Give one time for each parameter, in the order of the parameters."
             id="a parameter that is not used",
         ),
         pytest.param(
-            partial(LaneTimes, ready_us=[1], reduce_us=[], step_us=[1], gather_us=[1], used_us=[1], forward_us=1),
-            "every bucket must have all of its times, got [0, 1] of them.\n  the times of a lane\n"
-            "  Give one time of each kind for each bucket, and at least one bucket.",
-            id="the times of a lane are not complete",
-        ),
-        pytest.param(
             partial(optimal_groups, specs_of_sizes(1, 2), [0, 0], timing(1, 1), line(1, 1), num_ranks=2),
             "an order must hold each of the 2 parameters exactly once.\n"
             "  got 2 indices, 1 of them different parameters\n  Give a permutation of range(len(params)).",
@@ -427,99 +410,3 @@ def test_what_cannot_be_planned_is_refused(call: Callable[[], object], text: str
 
 def test_buckets_of_the_size_that_a_refusal_names_can_be_planned() -> None:
     assert len(TOO_SMALL(max_bucket_bytes=469).groups) < 1024
-
-
-def times_of(num: int, *, ready_us: float = 10, forward_us: float = 5) -> LaneTimes:
-    """Layers of equal times, which are on the lane for 8 us both ways: the one that is reduced first is used last."""
-    return LaneTimes(
-        ready_us=[ready_us * (at + 1) for at in range(num)],
-        reduce_us=[8] * num,
-        step_us=[0.0] * num,
-        gather_us=[8] * num,
-        used_us=[forward_us * (num - 1 - at) for at in range(num)],
-        forward_us=forward_us * num,
-    )
-
-
-def every_order(num: int, reduced: int = 0, behind: GathersBehind = ()) -> Iterator[GathersBehind]:
-    """All that gather each of `num` buckets once, behind its reduction or a later one."""
-    waiting = sorted(set(range(reduced)) - {bucket for of_one in behind for bucket in of_one})
-    if reduced == num and not waiting:
-        yield behind
-    if reduced < num:
-        yield from every_order(num, reduced + 1, (*behind, ()))
-    for bucket in waiting:
-        yield from every_order(num, reduced, (*behind[:-1], (*behind[-1], bucket)))
-
-
-def random_times(seed: int, num: int) -> LaneTimes:
-    numbers = random.Random(seed)
-    scale = numbers.choice([0.5, 1, 2, 3])
-    reduce_us = [numbers.uniform(0, 3) * scale for _ in range(num)]
-    return LaneTimes(
-        ready_us=sorted(numbers.uniform(0, 10) for _ in range(num)),
-        reduce_us=reduce_us,
-        step_us=[numbers.uniform(0, 0.3) for _ in range(num)],
-        gather_us=[time * numbers.uniform(0.5, 1.5) for time in reduce_us],
-        used_us=sorted((numbers.uniform(0, 5) for _ in range(num)), reverse=True),
-        forward_us=5.5,
-    )
-
-
-@pytest.mark.parametrize(
-    ("times", "order"),
-    [
-        (times_of(3, ready_us=20, forward_us=1), ((0,), (1,), (2,))),
-        (times_of(3, ready_us=1), ((), (), (2, 1, 0))),
-    ],
-    ids=["gathers fill the gaps", "without gaps first what is needed first"],
-)
-def test_orders_by_hand(times: LaneTimes, order: GathersBehind) -> None:
-    assert in_backward_order(times) == order
-
-
-def test_the_period_of_an_order_by_hand() -> None:
-    # Reduced at 10-18 and 20-28. Behind it: b1 gathered until 36, b0 until 44. Forward: b1's layer 36-41, b0's waits: 44-49.
-    # b0 in the gap, 18-26, so that b1 is reduced 26-34 and gathered until 42: 42-47, 47-52.
-    assert [lane_period_us(times_of(2), order) for order in (((), (1, 0)), ((0,), (1,)))] == [49, 52]
-
-
-@pytest.mark.parametrize("num", [2, 3, 4])
-def test_the_order_is_near_the_best_of_all(num: int) -> None:
-    ratios = []
-    for times in (random_times(seed, num) for seed in range(60)):
-        ratios.append(
-            lane_period_us(times, in_backward_order(times)) / min(lane_period_us(times, order) for order in every_order(num))
-        )
-    # Of 900 random cases the worst was 7.6 % above the best, and all together 0.3 %.
-    assert max(ratios) < 1.08
-    assert sum(ratios) / len(ratios) < 1.007
-
-
-@given(st.integers(0, 10_000), st.integers(1, 9))
-def test_an_order_can_be_lowered_and_is_no_worse_than_none(seed: int, num: int) -> None:
-    times = random_times(seed, num)
-    order = in_backward_order(times)
-    verify(lower_in_backward(num, ZERO1, order), ZERO1, num_buckets=num)
-    assert lane_period_us(times, order) <= lane_period_us(times, gathers_after_reductions(num))
-
-
-@given(st.integers(0, 10_000), st.integers(1, 6))
-def test_no_period_is_below_the_limit(seed: int, num: int) -> None:
-    profile, costs = random_profile(seed, num), lines((2, 0.02), gather=(1, 0.015))
-    times, limit_us = (
-        lane_times(profile, plan_from_groups(profile.params, [[param] for param in profile.order], num_ranks=2), costs),
-        in_backward_limit_us(profile.params, profile.timing, costs),
-    )
-    assert lane_period_us(times, in_backward_order(times)) >= limit_us - 1e-6  # the same sums in another order: rounding
-
-
-def test_limits_by_hand() -> None:
-    # Forward 10, backward 20: p1 is ready at 20 and used at 5, p0 ready at 30 and used at 0. The 800 bytes of both take
-    # 1 + 16 to be gathered and as much of the lane to be reduced, behind the first gradient and before its parameter is used:
-    # 20 + 34 - 5.
-    profile, costs = profile_of([20, 10], backward_us=20), lines((1, 0.03), gather=(1, 0.02))
-    # Costs are looked up at 12288 sizes and taken from below: a cell is a thousandth of the size here.
-    assert in_backward_limit_us(profile.params, profile.timing, costs) == pytest.approx(49, rel=2e-3)
-    # A model without parameters is limited by its backward.
-    assert in_backward_limit_us((), StepTiming(ready_us=[], backward_end_us=7, used_us=[]), FREE) == 7

@@ -20,7 +20,6 @@ from undertow.schedule import (
     Strategy,
     lower_accumulation,
     lower_data_parallel,
-    lower_in_backward,
     strategy_named,
     verify,
 )
@@ -40,27 +39,7 @@ id  lane     kind        bucket  reads     writes    after
 10  compute  step        *       grad[*]   param[*]  08 09
 11  compute  use         *       param[*]  -         10
 """
-IN_BACKWARD_SMALL = """\
-id  lane     kind            bucket  reads      writes     after
-00  compute  fill            b0      param[b0]  grad[b0]   -
-01  compute  pack            b0      grad[b0]   grad[b0]   00
-02  comm.dp  reduce_scatter  b0      grad[b0]   shard[b0]  01
-03  update   step            b0      shard[b0]  own[b0]    02
-04  compute  fill            b1      param[b1]  grad[b1]   -
-05  compute  end             *       -          -          00 04
-06  compute  pack            b1      grad[b1]   grad[b1]   05
-07  comm.dp  reduce_scatter  b1      grad[b1]   shard[b1]  06
-08  update   step            b1      shard[b1]  own[b1]    07
-09  comm.dp  all_gather      b1      own[b1]    param[b1]  08
-10  comm.dp  all_gather      b0      own[b0]    param[b0]  03
-11  compute  join            *       -          -          05
-12  compute  bind            b0      shard[b0]  -          03 11
-13  compute  bind            b1      shard[b1]  -          08 11
-14  compute  use             b1      param[b1]  -          09
-15  compute  use             b0      param[b0]  -          10
-"""
 SHARDED = {"of": lower_data_parallel(2, ZERO1).to_text(), "strategy": ZERO1}  # 10 steps, 11 and 12 gather, 13 and 14 use
-STEPPED_EARLY = {"of": IN_BACKWARD_SMALL, "strategy": ZERO1}
 MESH = {"of": lower_data_parallel(2, HYBRID).to_text(), "strategy": HYBRID}
 # The last collective has its own edge to the end of backward, so that a fault of its pack is only that.
 APART = STEP.replace("grad[b1]  05", "grad[b1]  04 05")
@@ -205,18 +184,6 @@ def gathered_early(op: str, step: str) -> str:
             id="over the outer axis after the step",
         ),
         pytest.param(
-            ["01  compute  pack  b0  -  -  00", "02  comm.dp  reduce_scatter  b0  grad[b0]  shard[b0]  -"],
-            STEPPED_EARLY,
-            outside("02 (reduce_scatter b0)", "fill is op 00", "03"),
-            id="sent before it is full, and stepped",
-        ),
-        pytest.param(
-            ["03  update  step  b0  shard[b0]  own[b0]  01"],
-            STEPPED_EARLY,
-            outside("02 (reduce_scatter b0)", "fill is op 00", "03"),
-            id="stepped before it is reduced",
-        ),
-        pytest.param(
             ["08  compute  bind  b0  grad[b0]  -  01 07"],
             {"of": APART},
             at_once("02 (all_reduce b0)", "08 (bind b0)", "grad[b0]"),
@@ -264,12 +231,6 @@ def gathered_early(op: str, step: str) -> str:
             at_once("10 (step *)", "12 (fill b0)", "grad[b0]"),
             id="the next step comes too early",
         ),
-        pytest.param(
-            ["04  compute  fill  b1  param[b0] param[b1]  grad[b1]  -"],
-            STEPPED_EARLY,
-            at_once("03 (step b0)", "04 (fill b1)", "own[b0]"),
-            id="stepped while backward may read it",
-        ),
         pytest.param(["04  compute  join  *  -  -  00 03"], {}, ends("end", 0), id="backward never ends"),
         pytest.param(["07  compute  end  *  -  -  04"], {}, ends("end", 2), id="backward ends twice"),
         pytest.param(["07  compute  use  *  -  -  04"], {}, ends("join", 0), id="never joined"),
@@ -301,16 +262,9 @@ def gathered_early(op: str, step: str) -> str:
             id="gathered before the step",
         ),
         pytest.param(
-            ["09  comm.dp  all_gather  b1  own[b1]  param[b1]  07"],
-            STEPPED_EARLY,
-            gathered_early("09 (all_gather b1)", "08"),
-            id="gathered before its own step",
-        ),
-        pytest.param(
-            ["08  update  step  b0  shard[b0]  own[b0]  07"],
-            STEPPED_EARLY,
-            "the steps do not update each parameter once.\n  buckets that are stepped: b0, b0; the plan has 2 buckets\n"
-            "  One step updates all buckets, or each bucket has a separate one.",
+            ["12  compute  step  *  grad[*]  param[*]  10"],
+            {},
+            "the steps do not update each parameter once.\n  buckets that are stepped: all, all\n  One step updates all buckets.",
             id="stepped twice",
         ),
     ],
@@ -325,10 +279,9 @@ def test_a_fault_is_found(lines: list[str], how: dict[str, Any], fault: str) -> 
     ("lines", "text", "strategy"),
     [
         ([], STEP, DDP),
-        ([], IN_BACKWARD_SMALL, ZERO1),
         (["08  compute  bind  b0  grad[b0]  -  06 07"], STEP, DDP),  # a collective is after all earlier ones of its lane
     ],
-    ids=["the step above", "the in_backward one", "bound after a later collective"],
+    ids=["the step above", "bound after a later collective"],
 )
 def test_schedules_without_a_fault(lines: list[str], text: str, strategy: Strategy) -> None:
     assert verify(schedule := read(*lines, of=text), strategy, num_buckets=2) is schedule
@@ -338,8 +291,10 @@ def test_schedules_without_a_fault(lines: list[str], text: str, strategy: Strate
 def test_lowered_schedules_are_right(num_buckets: int) -> None:
     for strategy, schedules in {
         DDP: [lower(num_buckets) for lower in LOWERINGS],
-        HYBRID: [lower_data_parallel(num_buckets, HYBRID, overlap=overlap) for overlap in (False, True)]
-        + [lower_in_backward(num_buckets, HYBRID), lower_accumulation(num_buckets, HYBRID)],
+        HYBRID: [
+            *(lower_data_parallel(num_buckets, HYBRID, overlap=overlap) for overlap in (False, True)),
+            lower_accumulation(num_buckets, HYBRID),
+        ],
     }.items():
         assert [verify(schedule, strategy, num_buckets=num_buckets) for schedule in schedules] == schedules
 
@@ -347,15 +302,6 @@ def test_lowered_schedules_are_right(num_buckets: int) -> None:
 @pytest.mark.parametrize("lower", LOWERINGS)
 def test_three_thousand_buckets_are_no_problem(lower: Any) -> None:
     verify(lower(3000), num_buckets=3000)
-
-
-def test_a_step_in_backward_is_lowered_so() -> None:
-    assert (lower_in_backward(2, ZERO1).to_text(), refusal(lambda: lower_in_backward(2, ZERO1, ((1,), (0,))))) == (
-        IN_BACKWARD_SMALL,
-        "bucket 1 cannot be gathered before it is reduced.\n"
-        "  the lane after the reduction of bucket 0\n"
-        "  Put its gather after its own reduction, or a later one.",
-    )
 
 
 HEADER = "id lane kind bucket reads writes after"

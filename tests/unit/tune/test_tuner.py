@@ -347,12 +347,6 @@ def test_a_profile_has_what_was_learned() -> None:
     )
 
 
-def test_gathers_leave_between_reductions() -> None:
-    world = World(cost=line(100, 0.0003), has_shards=True)
-    plan = walk(tuner := Tuner(), world, world.plan_of_size(MANY), num_looks=4).last
-    assert any(tuner.gathers_behind(plan)[:-1])
-
-
 @pytest.mark.slow
 @given(
     latency_us=st.floats(10, 5000),

@@ -88,20 +88,13 @@ class P2PCollectives:
         before.on_done(start)
         return handle
 
-    def all_gather(
-        self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int
-    ) -> ThreadHandle:
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object]) -> ThreadHandle:
         """Starts to fill `flat`, which has this rank's part, with the parts of all ranks, and calls `then` at the end.
 
-        flat: [number of ranks * part]. `number` identifies a gather among those in flight. `first` is called before anything of
-        `flat` is sent, and may block.
+        flat: [number of ranks * part]. `number` identifies a gather among those in flight.
         """
-        post = partial(self._post_all_gather, flat, first, then, _GATHER_TAG + number)
+        post = partial(self._post_all_gather, flat, then, _GATHER_TAG + number)
         return self._start(ThreadHandle(self.group.result), post, self._gathering)
-
-    def after_reductions(self, work: Callable[[], object]) -> ThreadHandle:
-        """Runs `work` after all reductions started so far are complete or have failed; one call at a time."""
-        return self._start(ThreadHandle(self.group.result), lambda: Posted((), work), self._adding)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -166,8 +159,7 @@ class P2PCollectives:
 
         return Posted([*works, *mean.works], add_up, is_last=False)
 
-    def _post_all_gather(self, flat: Tensor, first: Callable[[], object], then: Callable[[], object], tag: int) -> Posted:
-        first()
+    def _post_all_gather(self, flat: Tensor, then: Callable[[], object], tag: int) -> Posted:
         parts = list(flat.view(self.group.num_ranks, -1))
         returned = self._receive(parts, tag=tag)
         return Posted([*returned, *self._send([parts[self.group.rank]] * len(parts), tag=tag)], then)
@@ -276,10 +268,7 @@ class BackendCollectives:
             work = dist.all_reduce(sent, group=pg, async_op=True)
         return WorkHandle(trailers, work, finish=lambda: tensor.copy_(_used_here(sent)))
 
-    def all_gather(
-        self, flat: Tensor, *, number: int, then: Callable[[], object], first: Callable[[], object] = int
-    ) -> WorkHandle:
-        first()
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object]) -> WorkHandle:
         own = flat.view(self.group.num_ranks, -1)[self.group.rank]
         return WorkHandle(private.all_gather(flat, own, group=self.group.process_group, async_op=True), finish=then)
 

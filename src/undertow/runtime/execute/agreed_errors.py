@@ -59,8 +59,7 @@ def require_sound(result: RoundResult, *, rank: int, places: Callable[[str], Map
         first = min(wrong.values())
         raise misused(first, [of_rank for of_rank, misuse in wrong.items() if misuse == first], number=number)
     failed = result.reported("failed_ranks")
-    is_told = result.steps_in_backward and (failed or result.reported("changed_ranks"))
-    if any(reading.ranks_differ for reading in result.readings) and not is_told:
+    if any(reading.ranks_differ for reading in result.readings):
         listed = sorted(places(_place(result.round)).items())
         raise Desync(
             "ranks are not in the same step.",
@@ -72,13 +71,6 @@ def require_sound(result: RoundResult, *, rank: int, places: Callable[[str], Map
             "gradients arrived again after their bucket was sent, and were left out.",
             where=f"{where}, or the one before",
             remedy="Let the first two steps use parameters as often as later ones do, or set overlap=False.",
-        )
-    if result.steps and result.late_buckets:
-        raise PhaseError(
-            "gradients arrived again after their parameters had been updated.",
-            where=where,
-            remedy="The step is incomplete on every rank. Let every step use a parameter as often as the first one did, "
-            "or leave in_backward=True out.",
         )
     if failed and not result.has_failed:
         raise PeerFailed(

@@ -6,11 +6,10 @@ from functools import cached_property
 
 from torch import Tensor
 
-from undertow.plan import GathersBehind, Plan
+from undertow.plan import Plan
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.executor import Executor, ShardedExecutor
 from undertow.runtime.gradients.reducer import Reducer
-from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import Sharding
 from undertow.schedule import (
     DDP,
@@ -20,7 +19,6 @@ from undertow.schedule import (
     Strategy,
     lower_accumulation,
     lower_data_parallel,
-    lower_in_backward,
     verify,
 )
 
@@ -34,7 +32,6 @@ class Present:
     plan: Plan
     generation: int
     has_shards: bool
-    steps_in_backward: bool = False
 
 
 class CompiledPlan:
@@ -54,27 +51,16 @@ class CompiledPlan:
         self.params = tuple(params)
         self.strides = tuple(param.stride() for param in params)  # of this moment, as buckets are laid out
         self.reducer, self.sharding = reducer, sharding
-        self.present = Present(
-            plan=plan, generation=generation, has_shards=sharding is not None, steps_in_backward=self.in_backward is not None
-        )
+        self.present = Present(plan=plan, generation=generation, has_shards=sharding is not None)
         self._recorder = recorder
         self.accumulating = self._verified(lower_accumulation(len(plan.buckets), self.strategy))
-        self._gathers_behind: GathersBehind | None = None
-        if self.in_backward is not None:
-            self._follow(lower_in_backward(len(plan.buckets), self.strategy))
-        else:
-            self.gather_in()
+        self.gather_in()
 
     @cached_property
     def cut_bytes(self) -> int:
         """The bucket size at which torch.compile cuts graphs, or 0 if they stay whole."""
         largest = max((bucket.num_bytes for bucket in self.plan.buckets), default=0)
         return largest if self.plan.num_ranks > 1 and largest >= _LEAST_CUT_BYTES else 0
-
-    @property
-    def in_backward(self) -> StepsInBackward | None:
-        """Set if buckets are stepped in backward."""
-        return None if self.sharding is None else self.sharding.in_backward
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -92,21 +78,13 @@ class CompiledPlan:
         num_buckets = len(self.plan.buckets)
         if order is not None:  # a bucket without parameters is needed nowhere
             order = tuple(dict.fromkeys((*order, *range(num_buckets))))
-        self._follow(lower_data_parallel(num_buckets, self.strategy, overlap=self.reducer.overlap, gather_order=order))
-
-    def interleave(self, gathers_behind: GathersBehind | None) -> None:
-        """With steps in backward, gathers buckets after these reductions from now on; None: after the last one."""
-        if self.in_backward is not None and self._gathers_behind != gathers_behind:
-            self._gathers_behind = gathers_behind
-            self._follow(lower_in_backward(len(self.plan.buckets), self.strategy, gathers_behind))
+        schedule = lower_data_parallel(num_buckets, self.strategy, overlap=self.reducer.overlap, gather_order=order)
+        self.synchronizing = self._verified(schedule)
+        self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 
     def gather(self) -> None:
         """Called after the optimizer has stepped, with or without a round: every rank gets the other ranks' updates."""
         self.executor.run(self._gathers)
-
-    def _follow(self, schedule: Schedule) -> None:
-        self.synchronizing = self._verified(schedule)
-        self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 
     def _verified(self, schedule: Schedule) -> Releases:
         return Releases(verify(schedule, self.strategy, num_buckets=len(self.plan.buckets)))

@@ -24,7 +24,6 @@ from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.storage import BucketStorage
 from undertow.runtime.gradients.trailer import Snapshot, TrailerCodec, Verdict
 from undertow.runtime.peers.waiting import Waiting, label_of, require_no_fault, tell_of_failure
-from undertow.runtime.sharded.in_backward import GathersInBackward
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.torch_private import private
 from undertow.schedule import Op, OpKind
@@ -52,7 +51,6 @@ class LiveBucket:
     handles: list[Handle] = field(default_factory=list)
     late: tuple[Sequence[Tensor], list[Handle]] | None = None  # gradients that arrived after the launch, in a second collective
     is_packed: bool = False  # by a round that only accumulates
-    is_unsound: bool = False  # packed without gradients, after a failure or a change, where buckets are stepped in backward
 
 
 class Executor:
@@ -191,7 +189,6 @@ class Executor:
             return
         bucket.marks = self._recorder.ready(index, num_bytes=bucket.wire_bytes, kind=self.reduction)
         this_round = result.round
-        bucket.is_unsound = result.steps_in_backward and (result.has_failed or this_round.kind is RoundKind.RETIRE)
         arrivals = this_round.arrivals
         has_all = arrivals is not None and arrivals.buckets[index].is_full
         unused = result.unused[index] = binding.pack(() if has_all else this_round.not_arrived(index))
@@ -201,8 +198,7 @@ class Executor:
             signature=signature_of(
                 generation=this_round.generation, mode=this_round.mode, has_other_op=this_round.op is not None
             ),
-            # A step that no rank has makes the others leave a bucket unstepped long before the verdict arrives.
-            step=(~this_round.number if bucket.is_unsound else this_round.number) % _NUM_STEPS_TOLD_APART,
+            step=this_round.number % _NUM_STEPS_TOLD_APART,
             verdict=self._verdict() if bucket.layout.trailer.late else None,
         )
 
@@ -326,13 +322,9 @@ class ShardedExecutor(Executor):
 
     def begin(self, result: RoundResult) -> None:
         super().begin(result)
-        sharding, this_round, in_backward = self._sharding, result.round, self._sharding.in_backward
-        result.steps_in_backward = in_backward is not None
-        for split in sharding.splits.values():
+        for split in self._sharding.splits.values():
             split.begin_round()
-        sharding.gathers.round_begins()
-        if in_backward is not None and this_round.is_synchronized and this_round.kind is not RoundKind.RETIRE:
-            result.steps = in_backward.begin_round(sharding, is_last=this_round.is_last)
+        self._sharding.gathers.round_begins()
 
     def _binding(self, bucket: Bucket) -> Any:
         return self._sharding.binding(bucket)
@@ -361,49 +353,18 @@ class ShardedExecutor(Executor):
         bucket.handles = [replicate.all_reduce_behind(bucket.handles[0], bucket.binding.reduced, trailer=trailer)]
         self._recorder.completes(bucket.marks, bucket.handles[0])
 
-    def _step(self, bucket: LiveBucket) -> None:
-        in_backward, gathers = self._sharding.in_backward, self._sharding.gathers
-        result, index = self._result, bucket.layout.index
-        assert in_backward is not None  # the schedule of steps in backward
-        assert isinstance(gathers, GathersInBackward)
-        # Now: a backward that fails later says nothing about a bucket that was launched before, and that all ranks step alike.
-        is_sound, weights = not bucket.is_unsound, result.round.weights
-        weighs = is_sound or result.round.kind is RoundKind.RETIRE
-        if result.steps:
-            gathers.step_begins(index)
-        reduced = bucket.handles[0]
-
-        def step() -> None:
-            reduced.wait()  # it is complete, and raises here if it has failed
-            is_alike = self._settle(bucket, result, weighs=weighs)
-            if result.steps and is_sound and is_alike and (weights is None or weights.is_sound()):
-                in_backward.update(index)
-
-        gathers.steps[index] = self._sharding.groups.after_reductions(step)
-        bucket.handles.append(gathers.steps[index])
-
-    def _settle(self, bucket: LiveBucket, result: RoundResult, *, weighs: bool) -> bool:
-        """Reads the trailer of a reduced bucket; returns True if the bucket may be stepped, on which all ranks agree."""
-        binding, this_round, num_readings = bucket.binding, result.round, len(result.readings)
-        if weighs and this_round.weights is not None:
-            sums = this_round.weights.sums()
-            binding.weigh(divisor=sums.divisor, keep=sums.keep)
-        elif this_round.rescale != 1.0:
-            binding.reduced.mul_(this_round.rescale)
-        binding.settle(self._used_elsewhere(bucket, result))
-        is_stopped = self._finite is not None and self._finite.stops_updates and bucket.layout.index in result.nonfinite
-        readings = result.readings[num_readings:]
-        return not is_stopped and not (readings and any(reading.ranks_differ for reading in readings))
-
     def _bind(self, bucket: LiveBucket) -> None:
+        binding, result = bucket.binding, self._result
+        this_round = result.round
         with Waiting(self._group.member, bucket.label):
             if not self._await(bucket):
                 return
-            if bucket.binding.settled is None:
-                self._settle(bucket, self._result, weighs=not self._result.has_failed)
-            bucket.binding.bind()
-            if isinstance(self._sharding.gathers, GathersInBackward):
-                self._sharding.gathers.being_stepped.discard(bucket.layout.index)
+            if this_round.weights is not None and not result.has_failed:
+                sums = this_round.weights.sums()
+                binding.weigh(divisor=sums.divisor, keep=sums.keep)
+            elif this_round.rescale != 1.0:
+                binding.reduced.mul_(this_round.rescale)
+            binding.bind(self._used_elsewhere(bucket, result))
 
     def _all_gather(self, bucket: LiveBucket) -> None:
         # After a change the result belongs to the old plan, whose parameters may have become others.
@@ -413,7 +374,6 @@ class ShardedExecutor(Executor):
     ops = Executor.ops | {
         OpKind.REDUCE_SCATTER: _reduce_scatter,
         OpKind.ALL_REDUCE: _all_reduce_shard,
-        OpKind.STEP: _step,
         OpKind.BIND: _bind,
         OpKind.ALL_GATHER: _all_gather,
     }

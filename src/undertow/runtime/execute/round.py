@@ -43,8 +43,6 @@ class RoundResult:
     """This rank's reports to a round, and the findings of all ranks there."""
 
     round: Round
-    steps_in_backward: bool = False  # after a failure or a change, a bucket tells so by its signature, and is not stepped
-    steps: bool = False  # buckets are stepped as soon as they are reduced
     has_failed: bool = False
     misuse: int = 0  # the reason why a reduction by hand is wrong here, or 0
     unused: dict[int, list[int]] = field(default_factory=dict)  # bucket -> positions unused on this rank

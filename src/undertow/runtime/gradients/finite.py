@@ -22,7 +22,6 @@ class FiniteCheck:
     """
 
     def __init__(self, reducer: Reducer) -> None:
-        self.stops_updates = reducer.nonfinite == "raise"
         self._reducer = reducer
         self._has_found: Tensor | None = None  # [] bool, in this synchronization
 

@@ -54,10 +54,6 @@ class RoundWeights:
         total = self._total()
         return Sums((total or 1.0) / self._group.num_ranks, (self._before or 1.0) / (total or 1.0), total)
 
-    def is_sound(self) -> bool:
-        """Returns True if gradients may be divided by the sum; all ranks agree."""
-        return self._error("") is None
-
     def require_sound(self, where: str) -> None:
         """Raises PhaseError on every rank if some gave no weight or all weights add up to 0."""
         error = self._error(where)

@@ -32,7 +32,6 @@ from undertow.runtime.replan.param_hooks import Listeners, ObservedOrder, ParamH
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
 from undertow.runtime.replan.single_rank import SingleRank
 from undertow.runtime.sharded.binding import make_gradients_whole
-from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
 from undertow.schedule import Strategy, strategy_named
 
@@ -209,7 +208,7 @@ class CurrentPlan:
         compiled = now.compiled
         order, tuning = now.hooks.order, now.hooks.tuning
         is_sent = (order is not None and order.sent is not None) or (tuning is not None and tuning.sent is not None)
-        plan = planned(compiled, now.hooks, self._config) if is_sent or compiled.present.steps_in_backward else None
+        plan = planned(compiled, now.hooks, self._config) if is_sent else None
         if plan is None:
             return
         if compiled.sharding is not None:
@@ -231,14 +230,12 @@ class CurrentPlan:
     def round_ended(self, result: RoundResult) -> None:
         """Called after a round that all ranks have found sound: sends measurements."""
         compiled, hooks = self.now.compiled, self.now.hooks
-        if compiled.present.steps_in_backward:
-            compiled.sharding.in_backward.is_due = result.steps  # type: ignore[union-attr]
         if hooks.order is not None:
             hooks.order.send()
         if hooks.tuning is not None:
             hooks.tuning.round_ends(compiled.present)
 
-    def shard(self, strategy: Strategy, groups: ShardGroups, in_backward: StepsInBackward | None = None) -> Sharding:
+    def shard(self, strategy: Strategy, groups: ShardGroups) -> Sharding:
         """Lays out parameters and gradients for `strategy`, in rank 0's order if that has arrived.
 
         If the parameters change, later rounds reduce whole gradients until it is called again. Returns the same object as long as
@@ -261,7 +258,7 @@ class CurrentPlan:
         if compiled.sharding is not None:
             compiled.executor.let_go()
         self._recorder.forgets_gathers()
-        sharding = Sharding(plan, compiled.params, strategy, groups, self._recorder, in_backward)
+        sharding = Sharding(plan, compiled.params, strategy, groups, self._recorder)
         reducer = dataclasses.replace(compiled.reducer, shard_exchanges=sharding.groups.shard)
         sharded = CompiledPlan(
             plan, compiled.params, reducer, self._recorder, generation=compiled.generation + 1, sharding=sharding
@@ -270,8 +267,6 @@ class CurrentPlan:
         if self.is_active:
             _ = sharded.executor
         sharding.take_over(() if compiled.sharding is None else compiled.sharding.held())
-        if in_backward is not None:
-            hooks.arrivals.learn_repeats()  # a second part of a gradient would arrive too late there
         hooks.regroup(plan)
         return sharding
 

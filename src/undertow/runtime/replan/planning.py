@@ -51,14 +51,10 @@ def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | 
 
     Not if every bucket would hold the same gradients as now: their order within a bucket changes nothing.
     """
-    if now.in_backward is not None:
-        now.in_backward.require_confirmed("a second backward runs")
     order = None if hooks.order is None else hooks.order.take()
     if order is not None:
         hooks.order = None
     groups = None if hooks.tuning is None else hooks.tuning.take(now.present)
-    if hooks.tuning is not None:
-        now.interleave(hooks.tuning.gathers_behind(now.plan))
     if groups is None and order is not None:
         groups = groups_in_order(now.plan.params, order, config, num_ranks=now.plan.num_ranks)
     if groups is None or list(map(frozenset, groups)) == list(map(frozenset, now.plan.groups)):
@@ -120,5 +116,4 @@ def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig
         why=why,
         strategy=compiled.strategy.name,
         history=history,
-        steps_in_backward=compiled.present.steps_in_backward,
     )

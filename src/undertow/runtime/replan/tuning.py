@@ -1,13 +1,13 @@
 """Makes all ranks measure the same steps, and take the plan that rank 0 decides on."""
 
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.plan import GathersBehind, Groups, Plan, plan_from_groups
+from undertow.plan import Groups
 from undertow.runtime.comm.group import OwnGroup, Pending
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.compiled_plan import Present
@@ -17,14 +17,6 @@ from undertow.tune.tuner import NUM_STEPS_BETWEEN_LOOKS
 
 NUM_STEPS_MEASURED = 5
 _NUM_KEPT = 32
-
-
-@dataclass(slots=True)
-class _GatherOrder:
-    """The order of gathers between reductions, for steps in backward."""
-
-    decided: tuple[Groups, GathersBehind] | None = None  # for the plan with these groups
-    is_measuring: bool = False  # the costs of both, which show only while they do not share the link
 
 
 class Tuning:
@@ -44,7 +36,6 @@ class Tuning:
         self._arrivals, self._recorder, self._group = arrivals, recorder, group
         self.tuner, self._may_move = tuner, may_move
         self._num_rounds, self._next_look = 0, NUM_STEPS_BETWEEN_LOOKS
-        self._order = _GatherOrder()
         self._looks: Generator[None, Present, None] | None = self._look_again_and_again()
         next(self._looks)
 
@@ -55,12 +46,9 @@ class Tuning:
         (decided_on, sent), self.sent = self.sent, None
         decision = decision_from_array(sent.take().cpu().numpy(), decided_on.plan.params)
         if decision.groups is not None and decided_on != present:
-            decision = replace(decision, outcome=Outcome.OVERTAKEN, groups=None, gathers_behind=None)
-        if decision.gathers_behind is not None:
-            self._order.decided = decision.groups or decided_on.plan.groups, decision.gathers_behind
+            decision = replace(decision, outcome=Outcome.OVERTAKEN, groups=None)
         self._next_look = decision.next_look
-        if self._may_move:
-            self.history = [*self.history, Decided(round=self._num_rounds, decision=decision)][-_NUM_KEPT:]
+        self.history = [*self.history, Decided(round=self._num_rounds, decision=decision)][-_NUM_KEPT:]
         return decision.groups
 
     def round_ends(self, present: Present) -> None:
@@ -72,11 +60,6 @@ class Tuning:
             except StopIteration:  # an error has ended it
                 self._looks = None
 
-    def gathers_behind(self, plan: Plan) -> GathersBehind | None:
-        """Returns the order for the round that has begun; None, all gathers after the last reduction, also while measuring."""
-        decided = None if self._order.is_measuring else self._order.decided
-        return decided[1] if decided is not None and decided[0] == plan.groups else None
-
     def close(self) -> None:
         """Ends it; measurements stay, and a decision in flight may be taken."""
         self._arrivals.at_each = None
@@ -87,8 +70,7 @@ class Tuning:
         num_rounds = 0
         yield  # a first round ends
         while True:
-            for num_left in reversed(range(num_rounds)):
-                self._order.is_measuring = num_left == 0  # the gathers of the next round lie under the first forward that counts
+            for _ in range(num_rounds):
                 yield
             self._arrivals.at_each = self._recorder.gradient_arrives
             for _ in range(NUM_STEPS_MEASURED):
@@ -98,13 +80,12 @@ class Tuning:
             measured = yield  # the last step is complete when the next one has begun
             yield from self._learn(measured)
             num_rounds = NUM_STEPS_BETWEEN_LOOKS
-            if self._may_move or measured.steps_in_backward:
+            if self._may_move:
                 self._decide(measured)
                 self.is_about_to_communicate = False
                 yield
                 num_rounds = self._next_look - 1
             self.is_about_to_communicate = False
-            self._order.is_measuring = num_rounds == 0
 
     def _learn(self, measured: Present) -> Generator[None, Present, None]:
         """Exchanges the times of all ranks, and learns from them in the next round."""
@@ -120,15 +101,7 @@ class Tuning:
 
     def _decide(self, measured: Present) -> None:
         decision = Decision(outcome=Outcome.FROZEN, next_look=NUM_STEPS_BETWEEN_LOOKS)
-        if self._group.rank == 0:
-            if self._may_move and not torch.are_deterministic_algorithms_enabled():
-                decision = self.tuner.decide(
-                    measured.plan, has_shards=measured.has_shards, steps_in_backward=measured.steps_in_backward
-                )
-            if measured.steps_in_backward:
-                plan = measured.plan
-                if decision.groups is not None:
-                    plan = plan_from_groups(plan.params, decision.groups, num_ranks=plan.num_ranks)
-                decision = replace(decision, gathers_behind=self.tuner.gathers_behind(plan))
+        if self._group.rank == 0 and not torch.are_deterministic_algorithms_enabled():
+            decision = self.tuner.decide(measured.plan, has_shards=measured.has_shards)
         numbers = torch.from_numpy(decision.to_array(measured.plan.params))
         self.sent = measured, self._group.broadcast(numbers.to(self._group.device), "rank 0's plan")

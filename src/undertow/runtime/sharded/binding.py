@@ -180,13 +180,12 @@ class ShardedBinding:
         self.live: set[int] = set()  # positions with an earlier part, to which the result is added
         self._before: dict[int, Any] = {}  # by position, the former `.grad`: placeholders, and gradients of split parameters
         self._unused: set[int] = set()
-        self.settled: list[Tensor | None] | None = None  # by position, the next `.grad`
         self.look()
         for placeholder, part in self._own:
             placeholder.parts[bucket.index] = part.of_shard(self.shard)
 
     def pack(self, not_arrived: Collection[int] = (), *, takes_pieces: bool = True) -> list[int]:
-        self.settled, before = None, dict[int, Any]()
+        before = dict[int, Any]()
         for position, (split, slot) in self._splits.items() if takes_pieces else ():
             before[position], grad = split.take()
             self._pack_piece(position, slot, grad)
@@ -228,26 +227,21 @@ class ShardedBinding:
         return self._dense.has_graph()
 
     @torch.no_grad()
-    def settle(self, used_elsewhere: Collection[int] = ()) -> None:
-        """Moves the reduced values to their final place without binding them; `bind` does that in autograd's thread."""
-        reduced, self.reduced, settled = self.reduced, self.shard, list[Tensor | None]()
+    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
+        """Moves the reduced values to their final place, and puts placeholders into `.grad`."""
+        reduced, self.reduced = self.reduced, self.shard
         restored = {**self._dense.release(), **self._before} if self._unused else {}
         for position, (placeholder, part) in enumerate(self._own):
             if position in self._unused and position not in used_elsewhere:
-                settled.append(restored[position])
+                self.params[position].grad = restored[position]
                 continue
             if reduced is not self.shard:
                 own = part.of_shard(self.shard)
                 write = own.add_ if position in self.live else own.copy_
                 write(part.of_shard(reduced))
             placeholder.added, placeholder.is_cleared = None, False
-            settled.append(placeholder)
-        self._before, self.settled = {}, settled
-
-    def bind(self) -> None:
-        for param, grad in zip(self.params, self.settled or (), strict=True):
-            param.grad = grad
-        self.settled = None
+            self.params[position].grad = placeholder
+        self._before = {}
         if self._unused:
             self.look()
 

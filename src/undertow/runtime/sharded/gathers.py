@@ -11,10 +11,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import chain, islice
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from traceback import walk_stack
 from typing import Any
 
@@ -97,15 +96,10 @@ def _is_parameter_made() -> bool:
 
 
 class Gathers:
-    """The gathers of a plan's buckets; a read of a parameter first waits for its bucket.
-
-    `owed` are buckets that are not in flight yet, and that a backward which steps them is going to gather.
-    """
+    """The gathers of a plan's buckets; a read of a parameter first waits for its bucket."""
 
     def __init__(self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder) -> None:
         self.in_flight: dict[int, Handle] = {}
-        self.owed: set[int] = set()
-        self.unready: tuple[AbstractSet[int], ...] = (self.in_flight.keys(),)  # sets of buckets that a forward must not just read
         self.flats, self._exchanges, self._recorder = flats, exchanges, recorder
         self.ids = frozenset(id(param) for flat in flats for param in flat.params)
         self._process = os.getpid()
@@ -115,17 +109,17 @@ class Gathers:
         # `in_flight` and `_watched` must change together: other threads read them, and so do signal handlers in this one.
         self._lock = threading.RLock()
 
-    def launch(self, bucket: int, *, is_read: bool = True, first: Callable[[], object] = int) -> None:
+    def launch(self, bucket: int, *, is_read: bool = True) -> None:
         """Sends this rank's shard of a bucket to all others, and receives theirs.
 
-        `first` is called before anything is sent. The result is copied to the parameters only if it `is_read`.
+        The result is copied to the parameters only if it `is_read`.
         """
         params = self.flats[bucket]
         increment_version(params.params)
         if params.flat.numel() == 0:
             return
         marks = self._recorder.gather_launches(bucket, num_bytes=params.flat.nbytes)
-        handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else int, first=first)
+        handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else int)
         self._recorder.completes(marks, handle)
         with self._lock:
             self.in_flight[bucket] = handle
@@ -135,9 +129,6 @@ class Gathers:
         """Waits if no forward has; autograd then detects most parameters that were read too early."""
         if self.in_flight:
             self.wait(tuple(self.in_flight))
-
-    def before_forward(self, buckets: Collection[int]) -> None:
-        self.wait(buckets)
 
     def wait(self, buckets: Collection[int]) -> None:
         """Waits until the parameters of these buckets have the optimizer's new values."""
@@ -158,10 +149,10 @@ class Gathers:
                     self._release(bucket)
 
     def wait_for_all(self) -> None:
-        if self.in_flight or self.owed or self._watched:
-            self.wait((*self.in_flight, *self.owed))
+        if self.in_flight or self._watched:
+            self.wait(tuple(self.in_flight))
             with self._lock:  # except buckets that another thread has launched again
-                for bucket in self._watched.difference(self.in_flight, self.owed):
+                for bucket in self._watched.difference(self.in_flight):
                     self._release(bucket)
 
     def let_go(self) -> None:
@@ -188,7 +179,7 @@ class Gathers:
         flat, coming = self.flats[bucket], set[int]()  # parameters with another bucket to come stay watched
         self._watched.discard(bucket)
         if flat.split_params:
-            coming.update(id(param) for other in (*self.in_flight, *self.owed) for param in self.flats[other].split_params)
+            coming.update(id(param) for other in self.in_flight for param in self.flats[other].split_params)
         for param in flat.params:
             if id(param) not in coming:
                 param.__class__ = getattr(type(param), "arrived_class", type(param))
@@ -273,11 +264,11 @@ class _WaitHook(ModuleHook):
     """Waits for buckets before the forward of a module. If they are there, as for most modules of a step, it costs one frame."""
 
     def __init__(self, module: nn.Module, gathers: Gathers, buckets: Collection[int]) -> None:
-        super().__init__(module, partial(gathers.before_forward, buckets))
-        self._has_none_of_these, self._unready = methodcaller("isdisjoint", buckets), gathers.unready
+        super().__init__(module, partial(gathers.wait, buckets))
+        self._buckets, self._are_there = buckets, gathers.in_flight.keys().isdisjoint
 
     def __call__(self, called: nn.Module, *_arguments: Any) -> None:
-        if not all(map(self._has_none_of_these, self._unready)) and called is self._module():
+        if not self._are_there(self._buckets) and called is self._module():
             self._then()
 
 
@@ -324,7 +315,7 @@ class ForwardWaits:
 
     def root_ends(self) -> None:
         # This increments versions, so autograd detects a parameter read too early where no earlier training forward read it.
-        if self._gathers.in_flight or self._gathers.owed:
+        if self._gathers.in_flight:
             self._gathers.wait_for_all()
         reads = self._reads
         if reads is None or not reads.is_on:

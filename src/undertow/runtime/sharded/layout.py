@@ -6,7 +6,7 @@ replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, then all
     v
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, groupby, pairwise, repeat
 from operator import attrgetter
 from types import NoneType
@@ -17,14 +17,12 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import Bucket, Plan, Slot
-from undertow.runtime.comm.collectives import P2PCollectives, accumulation_dtype, exchanges_over
+from undertow.runtime.comm.collectives import accumulation_dtype, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.comm.handles import Handle, ThreadHandle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding, SplitParam
 from undertow.runtime.sharded.gathers import Gathers
-from undertow.runtime.sharded.in_backward import GathersInBackward, StepsInBackward
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order, shard_parts
 from undertow.schedule import Strategy
 
@@ -48,19 +46,8 @@ class ShardGroups:
             group.open(all_meet=True)  # every rank creates each of them
         exchanges = [exchanges_over(group, config, divisor=divisor) for group, (_, divisor) in zip(groups, axes, strict=True)]
         self.shard, self.replicate = exchanges[0], exchanges[1] if len(exchanges) > 1 else None
-        self._updating = groups[0].worker("undertow-updates")
-
-    def after_reductions(self, work: Callable[[], object]) -> Handle:
-        """Runs `work` in a thread that delays no reduction; `work` waits for the last reduction started. One call at a time."""
-        if self.replicate is None and isinstance(self.shard, P2PCollectives):
-            return self.shard.after_reductions(work)
-        # The threads that complete exchanges over `replicate` must complete the next reduction.
-        started = ThreadHandle(self.shard.group.result)
-        self._updating.submit(started.run, work)
-        return started
 
     def close(self) -> None:
-        self._updating.shutdown()
         axes = [axis for axis in (self.shard, self.replicate) if axis is not None]
         for axis in axes:
             axis.close()
@@ -71,8 +58,7 @@ class ShardGroups:
 class Sharding:
     """This rank's shards of `plan` over `params`, which move into memory of the buckets.
 
-    `flats` is the memory of each bucket, and `parts` are this rank's nonempty parts of the parameters. `in_backward` is set if
-    buckets are stepped in backward.
+    `flats` is the memory of each bucket, and `parts` are this rank's nonempty parts of the parameters.
     """
 
     def __init__(
@@ -82,11 +68,9 @@ class Sharding:
         strategy: Strategy,
         groups: ShardGroups,
         recorder: Recorder,
-        in_backward: StepsInBackward | None = None,
     ) -> None:
         _require_shardable(plan, params)
         self.plan, self.params, self.strategy, self.groups = plan, tuple(params), strategy, groups
-        self.in_backward = in_backward
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
         self.flats = [
@@ -107,11 +91,7 @@ class Sharding:
             index: SplitParam(params[index], sum(bucket.params.count(index) for bucket in plan.buckets))
             for index in plan.split_params
         }
-        self.gathers = (
-            Gathers(self.flats, groups.shard, recorder)
-            if in_backward is None
-            else GathersInBackward(self.flats, groups.shard, recorder, in_backward.end_backward)
-        )
+        self.gathers = Gathers(self.flats, groups.shard, recorder)
 
     @property
     def group(self) -> OwnGroup:
@@ -170,15 +150,14 @@ class Sharding:
             mine.added, mine.is_cleared = getattr(before, "added", None), getattr(before, "is_cleared", False)
             self.params[index].grad = mine
 
-    def gradients(self, parts: Iterable[ShardPart], settled: Mapping[int, Tensor | None] | None = None) -> list[Tensor | None]:
+    def gradients(self, parts: Iterable[ShardPart]) -> list[Tensor | None]:
         """Returns the mean gradient of each part, or None if the parameter has none. [part.numel] of the wide dtype
 
-        `settled` has the next `.grad` of the parameters of a settled bucket. Raises PhaseError if a later backward has added
-        gradients that are not synchronized.
+        Raises PhaseError if a later backward has added gradients that are not synchronized.
         """
         found: list[Tensor | None] = []
         for part in parts:
-            grad = self.params[part.param].grad if settled is None else settled[part.param]
+            grad = self.params[part.param].grad
             if isinstance(grad, GradientPlaceholder):
                 if grad.added is not None:
                     raise self._not_synchronized(part.param)
@@ -189,10 +168,6 @@ class Sharding:
                 grad = whole[part.start : part.stop].to(accumulation_dtype(whole.dtype))
             found.append(grad)
         return found
-
-    def settled(self, bucket: int) -> dict[int, Tensor | None]:
-        """Returns the next `.grad` of each parameter of a settled bucket."""
-        return dict(zip(self.plan.buckets[bucket].params, self._bindings[bucket].settled or (), strict=True))
 
     def require_synchronized(self, params: Sequence[Tensor]) -> None:
         """Raises PhaseError if a gradient of these parameters has grown since it was reduced, on any rank's part.

@@ -26,7 +26,6 @@ from undertow.runtime.torch_private import private
 _NUM_NAMES = 3
 _NOT_TAKEN = 'No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
 _NOT_BY_ALL = "Ranks with other experts take the step: start from a checkpoint, and look for the overflow there."
-_PARTLY_TAKEN = "Other buckets are updated already: start from a checkpoint, and look for the overflow there."
 # Of fingerprints of parameters.
 _WORD = 8  # bytes
 _HOST_WORDS = 1 << 16  # processed at once, so that weights and products stay in the cache
@@ -57,9 +56,9 @@ class Finding:
         """Returns True if `other` is a part of it."""
         return set(self.params) >= set(other.params) and set(self.ranks) >= set(other.ranks)
 
-    def error(self, *, has_begun: bool = False) -> NonFiniteGradient:
-        """Returns a new error each time; `has_begun` if other buckets are updated already."""
-        return NonFiniteGradient(self.what, where=self.where, remedy=_PARTLY_TAKEN if has_begun else _NOT_TAKEN)
+    def error(self) -> NonFiniteGradient:
+        """Returns a new error each time."""
+        return NonFiniteGradient(self.what, where=self.where, remedy=_NOT_TAKEN)
 
     @property
     def fault(self) -> faults.Fault:
@@ -98,11 +97,8 @@ class NonFinite:
         elif not result.keeps_earlier:
             self._finding = None
 
-    def skips(self, optimizer: Optimizer, *, has_begun: bool = False) -> bool:
-        """Returns True if the coming step of `optimizer` is to change nothing; may raise NonFiniteGradient on every rank.
-
-        `has_begun` is True if buckets reduced before the first such gradient have been updated.
-        """
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Returns True if the coming step of `optimizer` is to change nothing; may raise NonFiniteGradient on every rank."""
         # Torch's own kernels skip the step by this.
         if not self.is_on or getattr(optimizer, "found_inf", None) is not None:
             return False
@@ -112,7 +108,7 @@ class NonFinite:
         is_first, self._is_judged = self._finding is None or not self._is_judged, True
         if self._policy == "raise":
             if self.fails_others is None:
-                raise finding.error(has_begun=has_begun)
+                raise finding.error()
             self.fails_others(finding.fault)
             raise finding.fault.error(finding.where)
         is_skipped = self._policy == "skip"

@@ -161,11 +161,6 @@ class Engine(RoundRunner):
                 self._launch_rest()
                 self.complete()
 
-    def end_failed_backward(self) -> None:
-        """Ends a round that an exception in backward has left open, before partly updated parameters are read."""
-        if self.phase is Phase.BACKWARD and not self._end.is_coming:  # else one runs in another thread
-            self._abandon()
-
     def close(self) -> None:
         """Ends the round under way and removes the hooks; gradients stay in place."""
         if self.phase < Phase.CLOSED:

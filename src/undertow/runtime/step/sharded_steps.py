@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, NonFiniteGradient, PhaseError, require
+from undertow.errors import ConfigError, PhaseError, require
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.sharded.gathers import ForwardWaits
-from undertow.runtime.sharded.in_backward import StepsInBackward
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.rounds import Phase
@@ -29,36 +28,24 @@ class ShardedSteps:
     the settings do not go with shards.
     """
 
-    def __init__(
-        self, module: nn.Module, engine: Engine, config: SyncConfig, *, is_compiled: bool, steps_in_backward: bool
-    ) -> None:
-        for is_refused, error in _refusals(engine, config, in_backward=steps_in_backward):
+    def __init__(self, module: nn.Module, engine: Engine, config: SyncConfig, *, is_compiled: bool) -> None:
+        for is_refused, error in _refusals(engine, config):
             if is_refused:
                 raise error
         self._strategy = strategy_named(config.strategy or ZERO1.name)
         self._engine, self._config, self._is_compiled = engine, config, is_compiled
         self._module = weakref.ref(module)  # which holds this object, by its hooks
         self._groups = ShardGroups(engine.current_plan.group, config, divisor=engine.current_plan.now.compiled.reducer.divisor)
-        self.steps_in_backward = steps_in_backward
-        self.in_backward: StepsInBackward | None = None  # nor on a single rank, which sends nothing
-        if steps_in_backward and self._groups.num_ranks > 1:
-            self.in_backward = StepsInBackward(module, end_backward=engine.end_failed_backward, make_whole=self.make_whole)
         self._stepper: weakref.ref[Optimizer] | None = None
         self.sharding: Sharding | None = None
         self._waits: ForwardWaits | None = None
         self._is_closed = False
 
-    def hand_to(self, stepper: Optimizer, settings: dict[str, Any], *, steps_in_backward: bool) -> None:
+    def hand_to(self, stepper: Optimizer, settings: dict[str, Any]) -> None:
         """Lets only `stepper` step from now on. A collective call; raises PlanMismatch if ranks give different `settings`.
 
         Raises ConfigError while an earlier one exists.
         """
-        require(
-            steps_in_backward == self.steps_in_backward,
-            f"an optimizer of this model was made with in_backward={self.steps_in_backward} before.",
-            where=f"ShardedOptimizer(..., in_backward={steps_in_backward})",
-            remedy="Wrap the model anew, or give both the same in_backward.",
-        )
         if self._stepper is not None and self._stepper() is not None:
             gc.collect()  # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
         earlier: Any = None if self._stepper is None else self._stepper()
@@ -75,9 +62,6 @@ class ShardedSteps:
                 "on its own. To replace the optimizer, `del` the first one before you make another.",
             )
         self._stepper = weakref.ref(stepper)
-        if self.in_backward is not None:
-            self.in_backward.require_confirmed("another optimizer is made")
-            self.in_backward.stepper = self._stepper
 
     def is_stepper(self, optimizer: Optimizer) -> bool:
         return self._stepper is not None and self._stepper() is optimizer
@@ -96,7 +80,7 @@ class ShardedSteps:
             raise self._closed("Step before close(), or make a new wrapper and a new optimizer.")
         current_plan = self._engine.current_plan
         current_plan.wait_for_parameters()
-        sharding = current_plan.shard(self._strategy, self._groups, self.in_backward)
+        sharding = current_plan.shard(self._strategy, self._groups)
         if sharding is not self.sharding:
             self.sharding = sharding
             if self._waits is not None:
@@ -104,23 +88,11 @@ class ShardedSteps:
             self._waits, module = None, self._module()
             if self._groups.num_ranks > 1 and module is not None:
                 # Ranks may find different orders. If they may start gathers in different orders, gathers have numbers.
-                is_free = self._groups.shard.may_differ_in_order and self.in_backward is None  # else the lane's order is planned
-                follow = current_plan.now.compiled.gather_in if is_free else None
+                follow = current_plan.now.compiled.gather_in if self._groups.shard.may_differ_in_order else None
                 self._waits = ForwardWaits(module, sharding.gathers, on_order=follow, only_root=self._is_compiled)
         sharding.follow_parameters()
         sharding.adopt_gradients()
         return sharding
-
-    def begin_clipping(self) -> Sharding:
-        """Like `begin`, before the optimizer steps; raises PhaseError in backward, because it has stepped already."""
-        require(
-            not self.steps_in_backward,
-            "clip_grad_norm_ cannot be used with in_backward=True: parameters are updated before the norm is known.",
-            where=f"clip_grad_norm_, rank {self._groups.rank}",
-            remedy="Leave in_backward=True out: then updates run after backward, and gathers under the next forward.",
-            error=PhaseError,
-        )
-        return self.begin()
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
@@ -149,40 +121,19 @@ class ShardedSteps:
         ):
             self._engine.current_plan.wait_for_parameters()
 
-    @property
-    def is_stepped(self) -> bool:
-        """True if the last backward has updated the parameters, and `confirm` is due."""
-        return self.in_backward is not None and self.in_backward.is_due
-
-    def confirm(self) -> bool:
-        """Called by the optimizer's step if `is_stepped`. Returns True if it must `begin` too, because a plan is to be taken."""
-        assert self.in_backward is not None  # otherwise nothing is stepped
-        self.in_backward.is_due = False
-        return self._engine.current_plan.now.groups is not None
-
     def skips(self, optimizer: Optimizer) -> bool:
         """Returns True if the step is to change nothing, on every rank; may raise NonFiniteGradient on every rank."""
         numbers = self._engine.checks.numbers
-        try:
-            return numbers.is_on and numbers.skips(optimizer, has_begun=self.is_stepped)
-        except NonFiniteGradient:
-            if self.in_backward is not None:
-                self.in_backward.is_due = False  # there is nothing more to confirm
-            raise
+        return numbers.is_on and numbers.skips(optimizer)
 
     @private.untraced
     def wait(self) -> None:
         self._engine.current_plan.wait_for_parameters()
 
-    def make_whole(self, *, gathers: bool = False) -> None:
-        """Ends a failed backward that has updated parameters and state partly, before those are read.
-
-        Raises PhaseError if all ranks are to gather the state after that, and cannot any more.
-        """
-        if gathers and self._is_closed and self.sharding is not None and self._groups.num_ranks > 1:
+    def require_gatherable(self) -> None:
+        """Raises PhaseError if the ranks cannot gather the state any more."""
+        if self._is_closed and self.sharding is not None and self._groups.num_ranks > 1:
             raise self._closed("Call state_dict() before close(); save_checkpoint() works afterwards too.")
-        if self.sharding is not None:
-            self.sharding.gathers.wait(tuple(self.sharding.gathers.owed))
 
     def _closed(self, remedy: str) -> PhaseError:
         return PhaseError(
@@ -194,8 +145,6 @@ class ShardedSteps:
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
         self._is_compiled |= is_compiled
-        if is_training and self.in_backward is not None:
-            self.in_backward.require_confirmed("a training forward begins")
         if self._waits is not None:
             self._waits.root_begins(is_training=is_training and not is_compiled)
 
@@ -209,12 +158,12 @@ class ShardedSteps:
         if self.sharding is not None:
             self.sharding.drop_gradients()
             self.sharding.gathers.let_go()
-        for part in (self._waits, self.in_backward, self._groups):
-            if part is not None:
-                part.close()
+        if self._waits is not None:
+            self._waits.close()
+        self._groups.close()
 
 
-def _refusals(engine: Engine, config: SyncConfig, *, in_backward: bool) -> tuple[tuple[bool, ConfigError | PhaseError], ...]:
+def _refusals(engine: Engine, config: SyncConfig) -> tuple[tuple[bool, ConfigError | PhaseError], ...]:
     """Returns the reasons why no optimizer of these parameters can be sharded, each with True if it applies."""
     group, reducer = engine.current_plan.group, engine.current_plan.now.compiled.reducer
     strategy, is_alone = strategy_named(config.strategy or ZERO1.name), group.num_ranks == 1
@@ -244,28 +193,6 @@ def _refusals(engine: Engine, config: SyncConfig, *, in_backward: bool) -> tuple
                 "weights with a ShardedOptimizer are not built for a rank alone.",
                 where='ShardedOptimizer, SyncConfig(op="weighted")',
                 remedy="Divide the loss by the weight, or use a plain optimizer there.",
-            ),
-        ),
-        (
-            in_backward and config.nonfinite == "skip",
-            refusal(
-                'nonfinite="skip" cannot be used with in_backward=True: buckets are updated before the last one is known to be '
-                "finite.",
-                remedy='Leave in_backward=True out, or use nonfinite="raise".',
-            ),
-        ),
-        (
-            in_backward and not config.overlap,
-            refusal(
-                "in_backward=True steps during backward, and overlap=False forbids that.",
-                remedy="Leave one of the two out.",
-            ),
-        ),
-        (
-            in_backward and not is_alone and not group.is_over_gloo,
-            refusal(
-                f"in_backward=True is not built yet for {group.backend}: buckets would have to be stepped on a stream.",
-                remedy="Leave it out: gathers lie under the next forward.",
             ),
         ),
     )

@@ -28,14 +28,6 @@ class ModuleHook:
         return partial, (_do_nothing,)
 
 
-class OutputHook(ModuleHook):
-    """A hook after the forward, which calls `then` with the outputs."""
-
-    def __call__(self, called: nn.Module, *arguments: Any) -> None:
-        if called is self._module():
-            self._then(arguments[-1])
-
-
 def _do_nothing(*_arguments: Any) -> None:
     return None
 
