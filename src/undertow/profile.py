@@ -54,7 +54,7 @@ class Profile:
 
     ```python
     profile = profile_from_file("profile.json")
-    optimum = optimal_groups(profile.params, profile.order, profile.timing, profile.costs(), num_ranks=profile.num_ranks)
+    choice = choose(profile.params, profile.order, profile.timing, profile.costs(), num_ranks=profile.num_ranks)
     ```
     """
 

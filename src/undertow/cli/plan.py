@@ -47,7 +47,7 @@ def show_plan(  # noqa: PLR0913  # one argument per option
         what_if = WhatIf.of(source, strategy, num_ranks, network, conditions)
         chosen, measured = what_if.strategy, what_if.network  # refused before anything is printed
         if bucket_cap_mb is None:
-            plan = what_if.optimal_plan
+            plan = what_if.planned
         else:
             config, splits = SyncConfig(bucket_cap_mb=bucket_cap_mb), chosen.gather is not None
             plan = plan_in_order(source.params, source.order, config, num_ranks=what_if.num_ranks, splits=splits)

@@ -16,7 +16,7 @@ from undertow.errors import ConfigError, checked_writing, make_directory, requir
 from undertow.profile import profile_from_file
 from undertow.report.comparison import Outcome, Sweep, print_outcomes, print_sweep, save_curves
 from undertow.report.timeline import require_matplotlib, save_timeline
-from undertow.report.what_if import FIXED, OPTIMAL, PER_PARAMETER, NetworkOptions, WhatIf, caps_of, require_rank
+from undertow.report.what_if import FIXED, PER_PARAMETER, PLANNED, NetworkOptions, WhatIf, caps_of, require_rank
 from undertow.shown import print_line
 from undertow.simulate import Conditions
 
@@ -67,7 +67,7 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
             outcomes = what_if.outcomes()
             print_outcomes(outcomes, console)
             save_timeline(
-                {outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, OPTIMAL)},
+                {outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, PLANNED)},
                 path,
                 conditions=f"simulated, {source}",
                 limit_us=what_if.limit_us,
@@ -150,7 +150,7 @@ def _sweep_bucket(what_if: WhatIf) -> Sweep:
     others = {outcome.method: outcome for outcome in what_if.outcomes()}
     sizes = [size for size, smaller in zip(_BUCKET_MIBS, (0, *_BUCKET_MIBS), strict=False) if smaller < total_mib]
     fixed = {f"{size:g}": what_if.outcome("fixed size", what_if.plan_of_size(caps_of(size))) for size in sizes}
-    points = {size: (others[PER_PARAMETER], outcome, others[OPTIMAL]) for size, outcome in fixed.items()}
+    points = {size: (others[PER_PARAMETER], outcome, others[PLANNED]) for size, outcome in fixed.items()}
     return Sweep(axis="largest bucket", unit="MiB", points=points)
 
 

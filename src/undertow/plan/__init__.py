@@ -1,5 +1,6 @@
 """Plans buckets before any gradient exists."""
 
+from undertow.plan.choose import Candidate, Choice, choose, equal_groups
 from undertow.plan.grouping import (
     SizeCaps,
     default_caps,
@@ -22,15 +23,15 @@ from undertow.plan.layout import (
     ranks_differ,
     signature_of,
 )
-from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
 from undertow.plan.timing import StepTiming, finish_us
 
 __all__ = [
     "Bucket",
+    "Candidate",
+    "Choice",
     "GroupEntry",
     "Groups",
-    "Optimum",
     "ParamSpec",
     "Piece",
     "Plan",
@@ -38,7 +39,9 @@ __all__ = [
     "Slot",
     "StepTiming",
     "Trailer",
+    "choose",
     "default_caps",
+    "equal_groups",
     "finish_us",
     "first_plan",
     "group_by_size",
@@ -46,7 +49,6 @@ __all__ = [
     "groups_in_order",
     "largest_first",
     "observed",
-    "optimal_groups",
     "plan_from_groups",
     "plan_in_order",
     "ranks_differ",

@@ -63,17 +63,20 @@ def finish_us(
     costs: Costs,
     *,
     has_shards: bool = False,
+    bucket_us: float = 0.0,
 ) -> float:
     """Returns when the last reduction of the buckets of `groups` ends, in microseconds since the step began.
 
-    With shards it returns the period of steps without their update: the stall of the next forward, which waits for gathers, plus
-    the longer of backward and reductions. Bytes are of gradients, without padding and trailers.
+    Each bucket delays backward by `bucket_us` of processor time before it is sent. With shards the function returns the period
+    of steps without their update: the stall of the next forward, which waits for gathers, plus the longer of backward and
+    reductions. Bytes are of gradients, without padding and trailers.
     """
     check_timing(params, timing, has_shards=has_shards)
     filled = [[piece_of(member, params) for member in group] for group in groups if group] or [[]]
     sizes = [sum(num_bytes_of(piece, params) for piece in group) for group in filled]
     ready = [max((timing.ready_us[piece.param] for piece in group), default=0.0) for group in filled]
     ready[-1] = max(ready[-1], timing.backward_end_us)
+    ready = [time_us + place * bucket_us for place, time_us in enumerate(ready, 1)]
     if not has_shards:
         return _through_us(ready, costs.collective_us("all_reduce", sizes).tolist())
     reduced = _through_us(ready, costs.collective_us("reduce_scatter", sizes).tolist())

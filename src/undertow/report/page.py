@@ -64,12 +64,12 @@ def _links(profile: Profile | None) -> list[dict[str, Any]]:
 
 def _link(profile: Profile, rate: str | None) -> dict[str, Any]:
     what_if = WhatIf.of(profile, None, None, NetworkOptions(link=rate), Conditions())
-    outcome = what_if.outcome(rate or "", what_if.optimal_plan)
+    outcome = what_if.outcome(rate or "", what_if.planned)
     return {
         "name": "the measured link" if rate is None else rate.replace("gbit", " Gb/s"),
         "step_ms": outcome.step_us / 1e3,
         "exposed_ms": overlap_of(outcome.trace).exposed_us / 1e3,
-        "mb": [bucket.num_bytes / 1e6 for bucket in what_if.optimal_plan.buckets],
+        "mb": [bucket.num_bytes / 1e6 for bucket in what_if.planned.buckets],
         "events": outcome.trace.to_dict()["events"],
     }
 

@@ -8,8 +8,8 @@ from typing import Self
 
 from undertow.cost import NODE_LINK, Costs, MeasuredCosts, RingCosts, costs_for, link_from_curve, scaled_curve
 from undertow.errors import ConfigError, require
-from undertow.plan import GroupEntry, Plan, SizeCaps, group_by_size, group_in_pieces, plan_from_groups
-from undertow.plan.optimal import SLACK, Optimum, optimal_groups
+from undertow.plan import Choice, GroupEntry, Plan, SizeCaps, choose, group_by_size, group_in_pieces, plan_from_groups
+from undertow.plan.choose import SLACK
 from undertow.profile import Profile
 from undertow.report.comparison import Outcome
 from undertow.schedule import Strategy, strategy_named
@@ -18,7 +18,7 @@ from undertow.trace import summarize
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # kinds whose curve may determine the link
 _MIB = 1024 * 1024
-PER_PARAMETER, FIXED, OPTIMAL, MEASURED = "per parameter", "25 MiB buckets", "optimal buckets", "buckets of the profile"
+PER_PARAMETER, FIXED, PLANNED, MEASURED = "per parameter", "25 MiB buckets", "planned buckets", "buckets of the profile"
 # p10 and p90 of steps beside their predictions, of the published rows in docs/fidelity.md. Measured profiles know the spread of
 # their steps and how far their own step is missed. What remains is the model's.
 BAND, _MODEL, _P90 = (0.88, 1.09), 0.03, 1.2816  # the last two: a standard deviation, and the number of them up to p90
@@ -154,10 +154,18 @@ class WhatIf:
         return self.options.network(self.profile, self.strategy, num_ranks=self.num_ranks)
 
     @cached_property
-    def optimum(self) -> Optimum:
-        profile, costs, num_ranks = self.profile, self.network.costs, self.num_ranks
-        has_shards = self.strategy.gather is not None
-        return optimal_groups(profile.params, profile.order, profile.timing, costs, num_ranks=num_ranks, has_shards=has_shards)
+    def choice(self) -> Choice:
+        """The best plan of the family that training chooses from."""
+        profile = self.profile
+        return choose(
+            profile.params,
+            profile.order,
+            profile.timing,
+            self.network.costs,
+            num_ranks=self.num_ranks,
+            has_shards=self.strategy.gather is not None,
+            bucket_us=self.conditions.of(profile)["launch_us"],
+        )
 
     @property
     def compute_us(self) -> float:
@@ -167,16 +175,16 @@ class WhatIf:
     @property
     def limit_us(self) -> float:
         """Lower bound of the step time for any grouping, on equal ranks without contention."""
-        return self.profile.update_us + max(self.profile.timing.backward_end_us, self.optimum.limit_us)
+        return self.profile.update_us + max(self.profile.timing.backward_end_us, self.choice.limit_us)
 
     @cached_property
-    def optimal_plan(self) -> Plan:
+    def planned(self) -> Plan:
         """The planner's, or another row's that is faster: the planner knows nothing of skew, contention and copies."""
-        planned = self._plan(self.optimum.groups)
+        planned = self._plan(self.choice.best.groups)
         # Others have more buckets: they must be faster by more than the planner gives up for few.
         steps_us = {name: SLACK * outcome.step_us for name, outcome in self._fixed.items()}
         fastest = min(steps_us, key=lambda name: steps_us[name])
-        return planned if self.outcome(OPTIMAL, planned).step_us <= steps_us[fastest] else self._fixed_plans[fastest]
+        return planned if self.outcome(PLANNED, planned).step_us <= steps_us[fastest] else self._fixed_plans[fastest]
 
     @cached_property
     def _fixed_plans(self) -> Mapping[str, Plan]:
@@ -198,7 +206,7 @@ class WhatIf:
         """Returns the outcome of every method."""
         own = self.profile.groups if self.strategy.name == self.profile.strategy else None
         measured = [] if own is None else [self.outcome(MEASURED, self._plan(own))]
-        return (*measured, *self._fixed.values(), self.outcome(OPTIMAL, self.optimal_plan))
+        return (*measured, *self._fixed.values(), self.outcome(PLANNED, self.planned))
 
     def outcome(self, method: str, plan: Plan) -> Outcome:
         """Simulates a step under `plan`."""

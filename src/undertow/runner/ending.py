@@ -59,7 +59,7 @@ def _write(sync: GradientSync, report: StepReport, profile: Profile | None, out:
 def about_shards(profile: Profile) -> str:
     """Returns the advice to shard the optimizer; nothing if the simulator expects no shorter step."""
     now_ms, then_ms = (
-        it.outcome("", it.optimal_plan).step_us / 1e3
+        it.outcome("", it.planned).step_us / 1e3
         for it in (WhatIf.of(profile, strategy, None, NetworkOptions(), Conditions()) for strategy in ("ddp", "zero1"))
     )
     return (

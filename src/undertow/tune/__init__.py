@@ -1,8 +1,7 @@
-"""Chooses a plan from measurements, and decides when to check again."""
+"""Measures the first steps of a run, and chooses its plan."""
 
 from undertow.tune.explain import Explanation, explanation
 from undertow.tune.messages import (
-    Decided,
     Decision,
     Measurement,
     Outcome,
@@ -14,7 +13,6 @@ from undertow.tune.messages import (
 from undertow.tune.tuner import Tuner
 
 __all__ = [
-    "Decided",
     "Decision",
     "Explanation",
     "Measurement",

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from undertow.cost.costs import curve_from_samples, line_through
 from undertow.errors import require
-from undertow.plan import GroupEntry, ParamSpec, Piece, Plan
+from undertow.plan import GroupEntry, Groups, ParamSpec, Piece, Plan
+from undertow.plan.choose import NUMS_OF_BUCKETS
 from undertow.plan.layout import member_of, piece_of
 from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
 
@@ -161,24 +162,20 @@ def _samples(
     return {kind: cost_samples(transfers) for kind in {row.kind for rows in steps for row in rows}}
 
 
-_NUM_NUMBERS = 6  # outcome, steps until the next check, three times, and the number of rows
-# Planners cut a parameter into pieces of at least this size, or cut all together into fewer than _MOST_SMALL_PIECES.
-_LEAST_PIECE_BYTES = 256 * 1024
-_MOST_SMALL_PIECES = 1024
+_NUM_NUMBERS = 4  # outcome, two times, and the number of rows
+# A family of plans cuts no parameter into more pieces than it has buckets.
+_MOST_PIECES = max(NUMS_OF_BUCKETS)
 
 
 class Outcome(IntEnum):
-    KEEP = 0  # another plan would gain too little
-    MOVE = 1
-    BACK = 2  # the previous plan was faster
-    UNKNOWN = 3  # too few measurements
-    FROZEN = 4  # the plan may no longer change
-    OVERTAKEN = 5  # the plan changed while this was decided
-    LEARN = 6  # buckets of other sizes, to learn their cost
-    TOO_LARGE = 7  # every rank would have to hold all state for a moment
-    FEWER = 8  # predicted to be as fast, with less work for the host
-    QUICK = 9  # one bucket, sent in less time than a second one costs the host
-    TRIED = 10  # another plan promises a gain, but it or one before has not kept such a promise
+    """The decision about a plan after its measurement."""
+
+    MOVE = 0
+    KEEP = 1  # another plan would gain too little
+    UNKNOWN = 2  # buckets of one size do not show the cost of other sizes
+    FROZEN = 3  # another plan would change the rounding, and the user asks for the same bits
+    INCOMPLETE = 4  # the steps were not measured, or another plan has taken over since: they are measured again
+    TOO_LARGE = 5  # for a move every rank would hold the whole state of the optimizer for a moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,11 +183,9 @@ class Decision:
     """The plan from now on; times are predictions in microseconds, from the start of a step until all gradients are reduced."""
 
     outcome: Outcome
-    next_look: int  # steps until the next check
-    present_us: float = 0.0  # under the current plan
+    present_us: float = 0.0  # under the present plan
     predicted_us: float = 0.0  # under the best plan
-    limit_us: float = 0.0  # lower bound of every plan
-    groups: tuple[tuple[GroupEntry, ...], ...] | None = None  # None: keep the plan
+    groups: Groups | None = None  # None: keep the plan
 
     def to_array(self, params: tuple[ParamSpec, ...]) -> NDArray[np.float64]:
         """Encodes the decision as numbers, a fixed count for these parameters. Exact: indices stay below 2^53."""
@@ -206,39 +201,24 @@ class Decision:
             where=f"{len(params)} parameters, at most {most} slots",
             remedy="Cut parameters into fewer pieces.",
         )
-        return np.concatenate(
-            [
-                [self.outcome, self.next_look, self.present_us, self.predicted_us, self.limit_us, len(rows)],
-                np.ravel(rows),
-                np.zeros(4 * (most - len(rows))),
-            ]
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
-    """A decision, and the synchronization after which it was made."""
-
-    round: int  # number of the synchronization, from 0, among those with these parameters
-    decision: Decision
+        numbers = [self.outcome, self.present_us, self.predicted_us, len(rows)]
+        return np.concatenate([numbers, np.ravel(rows), np.zeros(4 * (most - len(rows)))])
 
 
 def _most_rows(params: Sequence[ParamSpec]) -> int:
-    return len(params) + _MOST_SMALL_PIECES + sum(spec.num_bytes for spec in params) // _LEAST_PIECE_BYTES
+    return len(params) + _MOST_PIECES
 
 
 def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, ...]) -> Decision:
     """Decodes the numbers of `Decision.to_array`."""
     single, rows = np.split(numbers, [_NUM_NUMBERS])
-    outcome, next_look, present_us, predicted_us, limit_us, num_rows = single.tolist()
+    outcome, present_us, predicted_us, num_rows = single.tolist()
     groups: dict[int, list[GroupEntry]] = defaultdict(list)
     for param, first, stop, bucket in rows.astype(np.int64).reshape(-1, 4)[: int(num_rows)].tolist():
         groups[bucket].append(member_of(Piece(param=param, first=first, stop=stop), params))
     return Decision(
         outcome=Outcome(int(outcome)),
-        next_look=int(next_look),
         present_us=present_us,
         predicted_us=predicted_us,
-        limit_us=limit_us,
         groups=tuple(map(tuple, groups.values())) or None,
     )

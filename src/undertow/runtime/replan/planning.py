@@ -101,19 +101,11 @@ def no_profile(config: SyncConfig) -> PhaseError:
 
 def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Explanation:
     """Explains the plan in force; does not communicate."""
-    history = () if hooks.tuning is None else hooks.tuning.history
+    decision = None if hooks.tuning is None else hooks.tuning.decision
     why = why_fixed(config, compiled.reducer)
     if not why and torch.are_deterministic_algorithms_enabled():
         why = "torch.use_deterministic_algorithms: another plan rounds differently"
     elif not why:
-        is_decided = any(
-            it.decision.groups or it.decision.outcome in (Outcome.KEEP, Outcome.TRIED, Outcome.QUICK) for it in history
-        )
+        is_decided = decision is not None and decision.outcome in (Outcome.MOVE, Outcome.KEEP, Outcome.TOO_LARGE)
         why = "planned from measurements" if is_decided else "sizes follow from the size of the model: too little is measured"
-    return explanation(
-        compiled.plan,
-        hooks.tuner,
-        why=why,
-        strategy=compiled.strategy.name,
-        history=history,
-    )
+    return explanation(compiled.plan, hooks.tuner, why=why, strategy=compiled.strategy.name, decision=decision)
