@@ -49,7 +49,7 @@ def measure_rank(rank: int, num_ranks: int) -> Row:
                 with _timed(adopting_s if wrapped is tuned else []):
                     times.append(_step_s(wrapped, x))
             num_buckets.append(len(tuned.plan.buckets))
-        decisions = tuned.explain().decisions
+        decision = tuned.explain().decision
         for wrapped in (tuned, untuned):
             wrapped.close()
         dist.destroy_process_group(group)
@@ -67,7 +67,7 @@ def measure_rank(rank: int, num_ranks: int) -> Row:
         "last_50_untuned_ms": round(median(untuned_s[50:]) * 1e3, 1),
         "first_10_tuned_ms": [round(step_s * 1e3) for step_s in tuned_s[:10]],
         "first_10_untuned_ms": [round(step_s * 1e3) for step_s in untuned_s[:10]],
-        "decisions": list(decisions),
+        "decision": decision,
     }
 
 

@@ -11,7 +11,7 @@ from benchmarks.matrix.limit import Compute, Wire, barrier_limit_s, limit_s, wir
 
 RankResult = Mapping[str, Any]
 Row = dict[str, Any]
-_FACTS_OF_THE_ROW = ("collectives", "version", "buckets", "state_mb", "decisions")
+_FACTS_OF_THE_ROW = ("collectives", "version", "buckets", "state_mb", "decision")
 
 
 def rows_of_cell(

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fidelity.solve import solve
-from undertow.plan import ParamSpec, StepTiming, optimal_groups, plan_from_groups
+from undertow.plan import ParamSpec, StepTiming, choose, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import DDP
 from undertow.simulate import IDEAL, Conditions, simulate
@@ -87,8 +87,8 @@ def needed_compute_s(*, speedup: float) -> float:
 def planned_exposed_s() -> float:
     gpt = profile()
     timing = StepTiming(ready_us=gpt.ready_us, backward_end_us=gpt.backward_us)
-    optimum = optimal_groups(gpt.params, gpt.order, timing, given_costs(), num_ranks=NUM_RANKS)
-    plan = plan_from_groups(gpt.params, optimum.groups, num_ranks=NUM_RANKS)
+    choice = choose(gpt.params, gpt.order, timing, given_costs(), num_ranks=NUM_RANKS)
+    plan = plan_from_groups(gpt.params, choice.best.groups, num_ranks=NUM_RANKS)
     return simulate(gpt, plan, DDP, given_costs(), IDEAL).step_us / 1e6 - compute_s()
 
 

@@ -398,7 +398,7 @@ def looks_at_parameters() -> Iterator[list[int]]:
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    return [inner.optimizer for inner in optimizer._inners.values()]
+    return [] if optimizer._inner is None else [optimizer._inner.optimizer]
 
 
 def num_state_elements(optimizer: Any) -> int:

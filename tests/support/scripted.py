@@ -38,13 +38,13 @@ def in_pieces(plan: Plan) -> Groups:
 
 @contextlib.contextmanager
 def scripted(*plans: Callable[[Plan], Groups]) -> Iterator[list[Plan]]:
-    """Moves to the next of `plans` at every look; yields the plans that were in force when one was decided on."""
+    """Moves to the next of `plans` at every decision; yields the plans that were in force when one was decided on."""
     seen: list[Plan] = []
     nexts = cycle(plans)
 
     def decide(_tuner: Tuner, plan: Plan, *, has_shards: bool) -> Decision:
         seen.append(plan)
-        return Decision(outcome=Outcome.MOVE, next_look=1, groups=next(nexts)(plan))
+        return Decision(outcome=Outcome.MOVE, groups=next(nexts)(plan))
 
     with mock.patch.object(Tuner, "decide", decide):
         yield seen

@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike, NDArray
 from support.strategies import spec
 from undertow.plan import ParamSpec, Piece, StepTiming
 from undertow.plan.layout import piece_of
-from undertow.plan.optimal import small_pieces
 from undertow.profile import Profile
 
 
@@ -164,7 +163,5 @@ def random_case(rng: random.Random, shapes: tuple[str, ...] = SHAPES, *, has_sha
         costs=table_costs(rng, sum(each.num_bytes for each in params), rng.choice(shapes)),
         max_bucket_bytes=cap,
         has_shards=has_shards,
-        pieces=small_pieces(params, order, num_ranks=NUM_RANKS, max_bucket_bytes=cap)
-        if has_shards
-        else [piece_of(param, params) for param in order],
+        pieces=[piece_of(param, params) for param in order],
     )

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from support.strategies import spec
-from undertow.plan import ParamSpec, Plan, SizeCaps, group_by_size, group_in_pieces, plan_from_groups
+from undertow.plan import ParamSpec, Plan, SizeCaps, default_caps, group_by_size, group_in_pieces, plan_from_groups
 from undertow.plan.layout import GroupEntry, piece_of
 from undertow.trace import Transfer, cost_samples
-from undertow.tune import Decision, Measurement, Tuner
+from undertow.tune import Measurement
 
 Groups, Cost = tuple[tuple[GroupEntry, ...], ...], Callable[[float], float]
 
@@ -58,9 +58,16 @@ class World:
         return plan_from_groups(self.params, groups, num_ranks=self.num_ranks)
 
     def plan_of_size(self, cap_bytes: float) -> Plan:
-        order, caps = range(len(self.params))[::-1], SizeCaps(cap_bytes=cap_bytes)
+        return self.plan_of_caps(SizeCaps(cap_bytes=cap_bytes))
+
+    def plan_of_caps(self, caps: SizeCaps) -> Plan:
+        order = range(len(self.params))[::-1]
         group = partial(group_in_pieces, num_ranks=self.num_ranks) if self.has_shards else group_by_size
         return self.plan(group(self.params, order, caps))
+
+    def first_plan(self) -> Plan:
+        """As training begins with it."""
+        return self.plan_of_caps(default_caps(sum(spec.num_bytes for spec in self.params), has_shards=self.has_shards))
 
     def finish_us(self, plan: Plan) -> float:
         return replace(self, noise=0.0).measure(plan).synchronized_us
@@ -112,33 +119,3 @@ class World:
             free = start + self.cost(bucket.num_bytes) * self._wobble()
             sent.append(Transfer(num_bytes=bucket.num_bytes, start_us=launched if self.is_queued else start, stop_us=free))
         return sent, free
-
-
-@dataclass(frozen=True, kw_only=True)
-class Walk:
-    world: World
-    plans: list[Plan]
-    decisions: list[Decision]
-
-    @property
-    def last(self) -> Plan:
-        return self.plans[-1]
-
-    @property
-    def outcomes(self) -> str:
-        return "".join(decision.outcome.name[0] for decision in self.decisions)
-
-    @property
-    def ratio(self) -> float:
-        """How much longer the last plan takes than the best one of buckets of one size."""
-        return self.world.finish_us(self.last) / self.world.best_us()
-
-
-def walk(tuner: Tuner, world: World, plan: Plan, *, num_looks: int) -> Walk:
-    plans, decisions = [plan], []
-    for _ in range(num_looks):
-        tuner.learn(world.measure(plans[-1]))
-        decision = tuner.decide(plans[-1], has_shards=world.has_shards)
-        decisions.append(decision)
-        plans.append(plans[-1] if decision.groups is None else world.plan(decision.groups))
-    return Walk(world=world, plans=plans, decisions=decisions)

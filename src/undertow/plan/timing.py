@@ -13,7 +13,7 @@ much. Counted from the first bucket on, this is the same recursion with -u for t
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,22 +72,31 @@ def finish_us(
     reductions. Bytes are of gradients, without padding and trailers.
     """
     check_timing(params, timing, has_shards=has_shards)
-    filled = [[piece_of(member, params) for member in group] for group in groups if group] or [[]]
-    sizes = [sum(num_bytes_of(piece, params) for piece in group) for group in filled]
-    ready = [max((timing.ready_us[piece.param] for piece in group), default=0.0) for group in filled]
-    ready[-1] = max(ready[-1], timing.backward_end_us)
-    ready = [time_us + place * bucket_us for place, time_us in enumerate(ready, 1)]
-    if not has_shards:
-        return _through_us(ready, costs.collective_us("all_reduce", sizes).tolist())
-    reduced = _through_us(ready, costs.collective_us("reduce_scatter", sizes).tolist())
-    unused = max(timing.used_us, default=0.0)
-    needed = [-min((timing.used_us[piece.param] for piece in group), default=unused) for group in filled]
-    return max(0.0, _through_us(needed, costs.collective_us("all_gather", sizes).tolist())) + reduced
+    filled = [[piece_of(member, params) for member in group] for group in groups if group]
+    sizes = np.array([sum(num_bytes_of(piece, params) for piece in group) for group in filled], dtype=np.float64)
+    ready = np.array([max(timing.ready_us[piece.param] for piece in group) for group in filled])
+    used = np.array([min(timing.used_us[piece.param] for piece in group) for group in filled]) if has_shards else None
+    return end_of_lane_us(sizes, ready, used, timing, costs, bucket_us=bucket_us)
 
 
-def _through_us(starts: Iterable[float], times: Iterable[float]) -> float:
+def end_of_lane_us(
+    sizes: Floats, ready_us: Floats, used_us: Floats | None, timing: StepTiming, costs: Costs, *, bucket_us: float = 0.0
+) -> float:
+    """Returns `finish_us` of buckets of these bytes, from when each is full and, with shards, when it is first used."""
+    if not len(sizes):  # without parameters one empty bucket is sent
+        sizes, ready_us = np.zeros(1), np.zeros(1)
+        used_us = None if used_us is None else np.array([max(timing.used_us, default=0.0)])
+    starts = ready_us + bucket_us * np.arange(1, len(sizes) + 1)
+    starts[-1] = max(float(starts[-1]), timing.backward_end_us + bucket_us * len(sizes))
+    if used_us is None:
+        return _through_us(starts, costs.collective_us("all_reduce", sizes))
+    reduced = _through_us(starts, costs.collective_us("reduce_scatter", sizes))
+    return max(0.0, _through_us(-used_us, costs.collective_us("all_gather", sizes))) + reduced
+
+
+def _through_us(starts: Floats, times: Floats) -> float:
     through = -math.inf
-    for start, time in zip(starts, times, strict=True):
+    for start, time in zip(starts.tolist(), times.tolist(), strict=True):
         through = max(through, start) + time
     return through
 

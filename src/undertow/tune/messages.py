@@ -163,8 +163,8 @@ def _samples(
 
 
 _NUM_NUMBERS = 4  # outcome, two times, and the number of rows
-# A family of plans cuts no parameter into more pieces than it has buckets.
-_MOST_PIECES = max(NUMS_OF_BUCKETS)
+# Pieces of cut parameters in a plan of the family: one for each bucket, twice where a unit of shards is no smaller than a bucket.
+_MOST_PIECES = 2 * max(NUMS_OF_BUCKETS)
 
 
 class Outcome(IntEnum):

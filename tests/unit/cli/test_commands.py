@@ -29,11 +29,11 @@ from undertow.cost import LINKS, CostCurve
 from undertow.demo import DemoSettings
 from undertow.errors import ConfigError
 from undertow.plan import plan_from_groups
-from undertow.plan.optimal import SLACK
+from undertow.plan.choose import SLACK
 from undertow.profile import Profile, profile_from_file, profile_from_json, source_from_file
 from undertow.report.comparison import Outcome
 from undertow.report.what_if import MEASURED as OWN
-from undertow.report.what_if import OPTIMAL, PER_PARAMETER, NetworkOptions, WhatIf
+from undertow.report.what_if import PER_PARAMETER, PLANNED, NetworkOptions, WhatIf
 from undertow.schedule import STRATEGIES, Strategy
 from undertow.simulate import Conditions
 
@@ -178,7 +178,7 @@ SHOWN = {
     # Only strategies with shards cut parameters.
     "plan table.json --bucket-cap-mb 0.5 --strategy ddp": ("buckets: 3\n", "shard"),
     "plan table.json --bucket-cap-mb 0.5 --strategy zero1": ("buckets: 4\n", "no shards"),
-    # A profile has a strategy; a size overrides its optimal plan.
+    # A profile has a strategy; a size overrides its plan.
     "plan sharded.json --link 10gbit": ("zero1, ranks: 4, ", "no shards"),
     "plan sharded.json --link 10gbit --strategy ddp": ("ddp, ranks: 4, ", "shard"),
     "plan small.json --link 10gbit --bucket-cap-mb 17": ("buckets: 4\n", "shard"),
@@ -215,11 +215,11 @@ def test_a_plan_for_nodes_shows_what_crosses_and_the_shards_of_a_node(undertow: 
     assert "Network: 1gbit between nodes of 2 ranks, 2400gbit,3us inside; 4 ranks" in printed
 
 
-def test_the_plan_of_a_profile_is_the_optimal_one(undertow: Undertow) -> None:
+def test_the_plan_of_a_profile_is_the_one_that_training_would_choose(undertow: Undertow) -> None:
     _, printed, _ = undertow("plan small.json --link 10gbit,20us")
     small = what_if()
-    assert printed.splitlines()[0] == f"ddp, ranks: 4, parameters: 4, MB: 37.75, buckets: {len(small.optimal_plan.buckets)}"
-    step_us = small.outcome("", small.optimal_plan).step_us
+    assert printed.splitlines()[0] == f"ddp, ranks: 4, parameters: 4, MB: 37.75, buckets: {len(small.planned.buckets)}"
+    step_us = small.outcome("", small.planned).step_us
     assert f"│ {step_us / 1e3:.1f} │".replace(" ", "") in printed.replace(" ", "")
     assert "Network: 10gbit,20us, 4 ranks\n" in printed
 
@@ -231,7 +231,7 @@ def test_the_schedule_shown_is_the_one_that_is_simulated(strategy: Strategy, und
     schedule = schedule_from_text(printed.split("\n\n")[1])
     small = what_if(strategy=strategy.name)
     gathers_last = sorted(
-        [(event.kind, event.bucket) for event in small.outcome("", small.optimal_plan).trace.communication],
+        [(event.kind, event.bucket) for event in small.outcome("", small.planned).trace.communication],
         key=lambda sent: sent[0] == "all_gather",
     )
     kinds = {strategy.reduction, strategy.gather}
@@ -333,7 +333,7 @@ By data-parallel size
 │     2 │ per parameter   │     65.6 │        19.6 │    51% │ 64% to 70% │
 │       │ 25 MiB buckets  │     68.0 │        22.0 │    44% │ 62% to 70% │
 │       │ 40 MB buckets   │     85.5 │        39.5 │     0% │ 49% to 61% │
-│       │ optimal buckets │     65.6 │        19.6 │    51% │ 64% to 70% │
+│       │ planned buckets │     65.6 │        19.6 │    51% │ 64% to 70% │
 └───────┴─────────────────┴──────────┴─────────────┴────────┴────────────┘
 """
 
@@ -347,7 +347,7 @@ def test_ways_to_send_gradients_are_compared(undertow: Undertow) -> None:
         ["per parameter", "4", "85.5"],
         ["25 MiB buckets", "3", "85.4"],
         ["40 MB buckets", "1", "105.3"],
-        ["optimal buckets", "2", "85.4"],
+        ["planned buckets", "2", "85.4"],
     ]
     assert Path("out/simulate.png").read_bytes().startswith(PNG_HEAD)
 
@@ -428,14 +428,14 @@ def test_sizes_are_swept_until_one_holds_all_gradients() -> None:
     assert (
         {tuple(outcome.method for outcome in point) for point in points.values()},
         [point[1].num_buckets for point in points.values()][-2:],
-    ) == ({("per parameter", "fixed size", "optimal buckets")}, [3, 2])
+    ) == ({("per parameter", "fixed size", "planned buckets")}, [3, 2])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("link", ["1gbit", "10gbit,20us", "400gbit,2us"])
-def test_no_way_beats_the_optimal_buckets_or_the_limit(strategy: str, link: str) -> None:
+def test_no_way_beats_the_planned_buckets_or_the_limit(strategy: str, link: str) -> None:
     *others, optimal = what_if(profile_from_file(EXAMPLE), strategy, num_ranks=8, link=link).outcomes()
-    assert optimal.method == OPTIMAL
+    assert optimal.method == PLANNED
     # The plan is one of few buckets, at most 0.2 % from the best; padding and trailers are less than a millionth of a bucket.
     assert optimal.limit_us <= optimal.step_us <= 1.0021 * min(outcome.step_us for outcome in others)
 
@@ -460,7 +460,7 @@ def test_plan_and_simulate_given_the_same_words_answer_the_same(undertow: Undert
     planned, simulated = (json.loads(undertow(f"{command} {words}").out) for command in ("plan", "simulate"))
     assert planned["network"] == simulated["network"] == "25Gb/s,5us, 8 ranks"
     (plan,), optimal = planned["outcomes"]["8"], simulated["outcomes"]["8"][-1]
-    assert {**plan, "gradients_sent": OPTIMAL} == optimal
+    assert {**plan, "gradients_sent": PLANNED} == optimal
     assert not Path("out").exists()  # no picture
 
 
@@ -597,10 +597,10 @@ def test_a_band_is_narrow_only_for_the_network_on_which_it_was_measured() -> Non
     assert width(own(slower)) == pytest.approx(1.2816 * 0.2, rel=1e-3)  # p90 of an error as large as that of its own step
 
 
-def test_the_optimal_row_is_not_slower_than_a_message_per_parameter() -> None:
+def test_the_planned_row_is_not_slower_than_a_message_per_parameter() -> None:
     # Copies into a large last bucket come after backward, of which the planner knows nothing.
     found = WhatIf.of(
         SMALL, None, None, NetworkOptions(link="100gbit,1us"), Conditions(launch_us=0, copy_us_per_mb=5000)
     ).outcomes()
     steps = {it.method: it.step_us for it in found}
-    assert steps[OPTIMAL] <= steps[PER_PARAMETER] * SLACK
+    assert steps[PLANNED] <= steps[PER_PARAMETER] * SLACK

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,12 @@ from hypothesis import strategies as st
 
 from support.errors import refusal
 from support.strategies import plans, spec
-from undertow.config import SyncConfig
 from undertow.cost import CostCurve
-from undertow.plan import ParamSpec, Piece, Plan, first_plan, plan_from_groups
+from undertow.plan import ParamSpec, Piece, Plan, equal_groups, plan_from_groups
+from undertow.plan.choose import LAST_SHARES, NUMS_OF_BUCKETS
 from undertow.profile import Profile
 from undertow.trace import BucketRecord, StepRecord
 from undertow.tune import (
-    Decided,
     Decision,
     Explanation,
     Measurement,
@@ -223,10 +223,8 @@ microseconds = st.floats(0, 1e12)
     decision=st.builds(
         Decision,
         outcome=st.sampled_from(Outcome),
-        next_look=st.integers(1, 10**6),
         present_us=microseconds,
         predicted_us=microseconds,
-        limit_us=microseconds,
         groups=st.none(),
     ),
 )
@@ -241,21 +239,20 @@ def test_a_decision_arrives_as_it_left(plan: Plan, decision: Decision) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 64])
-def test_the_first_plan_of_a_model_of_any_size_can_be_gone_back_to(num_ranks: int) -> None:
-    params = tuple(spec(f"layer {i}", 7_000_000_000 // 32) for i in range(32))  # 28 GB, cut into pieces of some MB
-    plan = first_plan(params, SyncConfig(), num_ranks=num_ranks, splits=True)
-    assert sum(map(len, plan.groups)) > len(params) + 1024
-    decision = Decision(outcome=Outcome.BACK, next_look=100, groups=plan.groups)
-    assert decision_from_array(decision.to_array(params), params) == decision
+def test_every_plan_of_the_family_can_be_sent(num_ranks: int) -> None:
+    sizes = (7_000_000_000 // 32, 3, 4096, 100_000)
+    for params in (tuple(spec(f"layer {i}", sizes[0]) for i in range(32)), tuple(spec(f"p{i}", sizes[i % 4]) for i in range(50))):
+        for num_buckets, last_share in product(NUMS_OF_BUCKETS, LAST_SHARES):
+            groups = equal_groups(params, range(len(params)), num_buckets=num_buckets, last_share=last_share, num_ranks=num_ranks)
+            decision = Decision(outcome=Outcome.MOVE, groups=groups)
+            assert decision_from_array(decision.to_array(params), params) == decision
 
 
 def test_a_plan_of_more_pieces_than_any_planner_makes_is_refused() -> None:
-    decision = Decision(
-        outcome=Outcome.MOVE, next_look=1, groups=tuple((Piece(param=0, first=at, stop=at + 1),) for at in range(1026))
-    )
-    assert refusal(lambda: decision.to_array((spec("whole", 1026, dtype="uint8"),))) == (
-        "a plan of 1026 slots is too long to send to the other ranks.\n"
-        "  1 parameters, at most 1025 slots\n  Cut parameters into fewer pieces."
+    decision = Decision(outcome=Outcome.MOVE, groups=tuple((Piece(param=0, first=at, stop=at + 1),) for at in range(130)))
+    assert refusal(lambda: decision.to_array((spec("whole", 130, dtype="uint8"),))) == (
+        "a plan of 130 slots is too long to send to the other ranks.\n"
+        "  1 parameters, at most 129 slots\n  Cut parameters into fewer pieces."
     )
 
 
@@ -264,9 +261,16 @@ PARAMS = tuple(spec(f"p{i}", 250_000) for i in range(4))
 # 0.1 ms and 1 ms per MB; measured at 1 MB and 4 MB.
 CURVE, WHY = CostCurve(points=((1e6, 1100.0), (4e6, 4100.0))), "planned from measurements"
 HALF = CostCurve(points=((1e6, 600.0), (4e6, 2100.0)))
+# All at 6 ms in one bucket; or the first ones earlier, and the last one after that.
+PLANS = (
+    "10.10 ms: 1 bucket",
+    "8.20 ms: 2 buckets (this plan)",
+    "8.10 ms: 3 buckets, the last one 0.25 of the others",
+    "7.40 ms: 4 buckets",
+)
 KINDS = [spec("a", 1000), spec("b", 1000, dtype="float16"), spec("c", 1000, dtype="float16")]
 MANY = [spec(f"p{i}", 1000) for i in range(600)]
-MOVE = Decision(outcome=Outcome.MOVE, next_look=1, present_us=9200.0, predicted_us=7400.0, groups=((3, 2), (1, 0)))
+MOVE = Decision(outcome=Outcome.MOVE, present_us=9200.0, predicted_us=7400.0, groups=((3, 2), (1, 0)))
 
 
 def profile(params: Sequence[ParamSpec] = PARAMS, **curves: CostCurve) -> Profile:
@@ -283,12 +287,10 @@ def plan_of(*groups: Sequence[int], params: Sequence[ParamSpec] = PARAMS) -> Pla
 
 
 def explained(
-    plan: Plan, measured: Profile | None, *, measured_us: float | None = None, processors_us: float = 500.0, **changes: Any
+    plan: Plan, measured: Profile | None, *, measured_us: float = 8000.0, processors_us: float = 500.0, **changes: Any
 ) -> Explanation:
-    known: dict[str, Any] = {"why": WHY, "strategy": "ddp", "history": (), **changes}
-    measurement = None
-    if measured_us is not None:
-        measurement = SimpleNamespace(synchronized_us=measured_us, processors_us=processors_us, network_us=1000.0)
+    known: dict[str, Any] = {"why": WHY, "strategy": "ddp", "decision": None, **changes}
+    measurement = SimpleNamespace(synchronized_us=measured_us, processors_us=processors_us, network_us=1000.0)
     tuner = Tuner()
     vars(tuner).update(profile=lambda _plan, strategy: measured, measurement=measurement)  # as if it had learned this
     return explanation(plan, None if measured is None else tuner, **known)
@@ -307,43 +309,10 @@ def test_times_are_in_milliseconds_since_the_step_began() -> None:
     assert (it.best_ms, it.limit_ms) == (pytest.approx(7.4), pytest.approx(7.1, rel=1 / 600))
 
 
-BOTH = "one bucket fewer, at best buckets 0 and 1 in one: +1.90 ms", "one bucket more, at best bucket 0 in two: -0.10 ms"
-
-
-@pytest.mark.parametrize(
-    ("plan", "measured", "alternatives"),
-    [
-        pytest.param(plan_of((3, 2), (1, 0)), profile(), BOTH, id="the best of one bucket fewer and one more"),
-        pytest.param(plan_of((0,), params=PARAMS[:1]), profile(PARAMS[:1]), (), id="one bucket of one parameter has none"),
-        pytest.param(
-            plan_of((2,), (0,), (1,), params=KINDS),
-            profile(KINDS),
-            (),
-            id="buckets of different kinds are never thought to be one",
-        ),
-        # One latency less, or more, of 0.1 ms; all pairs are as good.
-        pytest.param(
-            plan_of(*[(2 * i, 2 * i + 1) for i in range(300)], params=MANY),
-            Profile(params=tuple(MANY), ready_us=(0.0,) * 600, forward_us=0.0, backward_us=1.0, curves={"all_reduce": CURVE}),
-            ("one bucket fewer, at best buckets 0 and 1 in one: -0.10 ms", "one bucket more, at best bucket 0 in two: +0.10 ms"),
-            id="of hundreds of buckets some are tried at every place",
-        ),
-        pytest.param(
-            plan_of((0,), (1,), params=PARAMS[:2]),
-            Profile(
-                params=tuple(PARAMS[:2]),
-                ready_us=(0.0,) * 2,
-                forward_us=0.0,
-                backward_us=1.0,
-                curves={"all_reduce": CostCurve(points=((4, 1.0), (4e6, 2e3)))},
-            ),
-            ("one bucket fewer, at best buckets 0 and 1 in one: +0.00 ms",),
-            id="a gain that rounds to nothing has no minus",
-        ),
-    ],
-)
-def test_alternatives(plan: Plan, measured: Profile, alternatives: tuple[str, ...]) -> None:
-    assert explained(plan, measured).alternatives == alternatives
+def test_the_table_has_the_fastest_plan_of_each_number_of_buckets() -> None:
+    assert explained(plan_of((3, 2), (1, 0)), profile()).plans == PLANS
+    # Sparse gradients, or others of another dtype, are never thought to be in one bucket.
+    assert all("1 bucket" not in row for row in explained(plan_of((2,), (0,), (1,), params=KINDS), profile(KINDS)).plans)
 
 
 @pytest.mark.parametrize(
@@ -358,14 +327,9 @@ def test_it_is_told_what_limits_communication(processors_us: float, bound_by: st
     assert (it.bound_by, it.to_dict()["bound_by"]) == (bound_by, bound_by)
 
 
-def test_two_buckets_of_a_kind_next_to_each_other_may_be_one() -> None:
-    (fewer,) = explained(plan_of((2,), (1,), (0,), params=KINDS), profile(KINDS)).alternatives
-    assert fewer.startswith("one bucket fewer, at best buckets 0 and 1 in one: ")
-
-
 def test_one_size_tells_what_the_network_took_and_nothing_of_other_plans() -> None:
     it = explained(plan_of((3, 2), (1, 0)), profile(all_reduce=CostCurve(points=((2e6, 2100.0),))), measured_us=8000.0)
-    assert (it.network, it.predicted_ms, it.best_ms, it.limit_ms, it.alternatives) == (
+    assert (it.network, it.predicted_ms, it.best_ms, it.limit_ms, it.plans) == (
         ("all_reduce: 2 MB in 2.10 ms",),
         None,
         None,
@@ -383,34 +347,22 @@ def test_shards_need_reductions_and_gathers() -> None:
     assert times_ms == sorted(times_ms)  # type: ignore[type-var]
 
 
-def test_every_decision_is_told_with_its_reason() -> None:
-    times = {"present_us": 9200.0, "predicted_us": 7400.0, "limit_us": 7100.0}
-    decisions = [
-        Decision(outcome=Outcome.UNKNOWN, next_look=100),
-        Decision(outcome=Outcome.FROZEN, next_look=100),
-        Decision(outcome=Outcome.KEEP, next_look=100, **times),
-        Decision(outcome=Outcome.MOVE, next_look=1, groups=((3,), (2, 1, 0)), **times),
-        Decision(outcome=Outcome.BACK, next_look=100, groups=((3, 2, 1, 0),), **times),
-        Decision(outcome=Outcome.TRIED, next_look=100, **times),
-    ]
-    decided = [Decided(round=6 + 107 * at, decision=decision) for at, decision in enumerate(decisions)]
-    assert explained(plan_of((3, 2, 1, 0)), None, history=decided).decisions == (
-        "step 6: kept: too little was measured to tell what buckets of other sizes cost",
-        "step 113: kept: torch.use_deterministic_algorithms is on, and another plan rounds differently",
-        "step 220: kept (predicted 9.20 ms, the best plan 7.40 ms: too little to gain)",
-        "step 327: moved to 2 buckets (predicted 9.20 ms, the best plan 7.40 ms)",
-        "step 434: went back to 1 bucket: measured to be faster",
-        "step 541: kept (predicted 9.20 ms, the best plan 7.40 ms: a plan tried before was slower than predicted)",
-    )
-
-
-def test_every_outcome_has_a_text() -> None:
-    told = explained(
-        plan_of((3, 2, 1, 0)),
-        None,
-        history=[Decided(round=6, decision=Decision(outcome=outcome, next_look=1)) for outcome in Outcome],
-    ).decisions
-    assert [line.startswith("step 6: ") for line in told] == [True] * len(Outcome)
+@pytest.mark.parametrize(
+    ("outcome", "text"),
+    [
+        (Outcome.UNKNOWN, "kept: buckets of one size do not show what other sizes cost"),
+        (Outcome.FROZEN, "kept: torch.use_deterministic_algorithms is on, and another plan rounds differently"),
+        (Outcome.KEEP, "kept (predicted 9.20 ms, the best plan 7.40 ms: too little to gain)"),
+        (Outcome.MOVE, "moved to 2 buckets (predicted 9.20 ms, the best plan 7.40 ms)"),
+        (Outcome.INCOMPLETE, "the steps are measured again: some were not complete, or the plan has changed"),
+        (
+            Outcome.TOO_LARGE,
+            "kept (predicted 9.20 ms, the best plan 7.40 ms: for a move every rank would hold all of the optimizer's state)",
+        ),
+    ],
+)
+def test_every_decision_is_told_with_its_reason(outcome: Outcome, text: str) -> None:
+    assert explained(plan_of((3, 2, 1, 0)), None, decision=replace(MOVE, outcome=outcome)).decision == text
 
 
 @pytest.mark.parametrize(
@@ -418,19 +370,16 @@ def test_every_outcome_has_a_text() -> None:
     [
         (
             profile(),
-            {"measured_us": 8123.0, "history": [Decided(round=7, decision=MOVE)]},
+            {"measured_us": 8123.0, "decision": MOVE},
             "The plan: 2 buckets of 2.00, 2.00 MB, ddp, 2 ranks\n"
             f"  {WHY}\n"
+            "  moved to 2 buckets (predicted 9.20 ms, the best plan 7.40 ms)\n"
             "  bound by the network: packing and copying add 0.50 ms to a step, the network 1.00 ms\n"
             "Until gradients are synchronized, ms since the step began: "
             "measured 8.12, predicted 8.20, the best plan 7.40, limit of every plan 7.10\n"
-            "Other plans:\n"
-            f"  {BOTH[0]}\n"
-            f"  {BOTH[1]}\n"
-            "The network, as measured:\n"
-            "  all_reduce: 1 MB in 1.10 ms to 4 MB in 4.10 ms\n"
-            "Decisions:\n"
-            "  step 7: moved to 2 buckets (predicted 9.20 ms, the best plan 7.40 ms)\n",
+            "The fastest plans of each number of buckets, predicted:\n"
+            + "".join(f"  {row}\n" for row in PLANS)
+            + "The network, as measured:\n  all_reduce: 1 MB in 1.10 ms to 4 MB in 4.10 ms\n",
         ),
         (
             None,
