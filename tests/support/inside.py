@@ -40,7 +40,7 @@ from undertow.runtime.peers import patience
 from undertow.runtime.peers.neighbor import Neighbor
 from undertow.runtime.peers.ring import ModelMonitor, Ring
 from undertow.runtime.peers.waiting import Waiting
-from undertow.runtime.replan.tuning import NUM_STEPS_MEASURED
+from undertow.runtime.replan.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.runtime.sharded.binding import GradientPlaceholder
 from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.layout import Sharding
@@ -50,7 +50,7 @@ from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.private import interrupt, is_gone, timeout_of  # noqa: F401  # for tests
 from undertow.schedule import Op, OpKind
 
-NUM_STEPS_OF_A_LOOK = NUM_STEPS_MEASURED + 4  # from a plan's first step until the plan that was decided on is taken
+NUM_STEPS_UNTIL_A_MOVE = NUM_STEPS_BEFORE + NUM_STEPS_MEASURED + 2  # the next one takes the plan that was decided on
 Model, OpCall = nn.Module | GradientSync, Callable[[Op], object]
 
 

@@ -18,7 +18,7 @@ from undertow.tune import Decision, Outcome, Tuner, array_of_records, decision_f
 
 NUM_STEPS_MEASURED = 5
 # The first step allocates memory, and a sharded optimizer lays shards out after it. The second takes the order of arrival.
-_NUM_STEPS_BEFORE = 2
+NUM_STEPS_BEFORE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Tuning:
 
     def _wait_for_settled_steps(self, _present: Present) -> None:
         self._num_rounds += 1
-        if self._num_rounds == _NUM_STEPS_BEFORE:
+        if self._num_rounds == NUM_STEPS_BEFORE:
             self._measure()
 
     def _measure(self) -> None:
