@@ -28,7 +28,7 @@ class Explanation(Shown):
     bucket_mb: tuple[float, ...]  # 10^6 bytes
     why: str  # the reason for this plan
     bound_by: str = ""  # what limits its communication, with the figures
-    measured_ms: float | None = None  # under this plan, or under the last measured one
+    measured_ms: float | None = None  # in the steps that were measured, under the plan before the decision
     predicted_ms: float | None = None  # from measurements
     best_ms: float | None = None  # under the best plan
     limit_ms: float | None = None  # lower bound of every plan
@@ -51,7 +51,7 @@ def _lines(it: Explanation) -> Iterator[str]:
     yield f"The plan: {_num_buckets_text(len(it.bucket_mb))} of {sizes} MB, {it.strategy}, {it.num_ranks} ranks"
     yield from (f"  {line}" for line in (it.why, it.decision, it.bound_by) if line)
     times = {
-        "measured": it.measured_ms,
+        "measured before the decision": it.measured_ms,
         "predicted": it.predicted_ms,
         "the best plan": it.best_ms,
         "limit of every plan": it.limit_ms,

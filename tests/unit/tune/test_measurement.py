@@ -376,7 +376,7 @@ def test_every_decision_is_told_with_its_reason(outcome: Outcome, text: str) -> 
             "  moved to 2 buckets (predicted 9.20 ms, the best plan 7.40 ms)\n"
             "  bound by the network: packing and copying add 0.50 ms to a step, the network 1.00 ms\n"
             "Until gradients are synchronized, ms since the step began: "
-            "measured 8.12, predicted 8.20, the best plan 7.40, limit of every plan 7.10\n"
+            "measured before the decision 8.12, predicted 8.20, the best plan 7.40, limit of every plan 7.10\n"
             "The fastest plans of each number of buckets, predicted:\n"
             + "".join(f"  {row}\n" for row in PLANS)
             + "The network, as measured:\n  all_reduce: 1 MB in 1.10 ms to 4 MB in 4.10 ms\n",
