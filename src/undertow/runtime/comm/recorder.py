@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -236,21 +236,6 @@ class Recorder:
         (begin,) = ((it.forwards or it.backwards)[0][0] for it in self._steps if it.step == step)
         ago_us = self._clock.us_between(begin, self._clock.mark())
         return time.time_ns() - round(ago_us * 1e3)
-
-    def collectives(self) -> Iterator[tuple[int, int, BucketMarks, bool]]:
-        """Yields the launched collectives: step, bucket, marks, and whether they have completed. It waits for nothing."""
-        rows = [(it.step, of_step) for it in (*self._steps, self._now) for of_step in (it.gathers, it.buckets)]
-        rows.append((self._now.step + 1, {} if self._are_gathers_seen else self._gathers))
-        launched = {(step, bucket, it.kind): it for step, of_step in rows for bucket, it in list(of_step.items()) if it.launched}
-        for (step, bucket, _), it in launched.items():  # a step may be there twice
-            done = it.wait_stop if it.done is None else it.done
-            yield step, bucket, it, done is not None and (isinstance(self._clock, HostClock) or done.query())
-
-    def clock_ns(self, mark: Mark) -> int | None:
-        """Returns a mark on the wall clock; None on CUDA, where reading it could wait for a collective that never ends."""
-        if mark is None or isinstance(self._clock, CudaClock):
-            return None
-        return time.time_ns() - round(self._clock.us_between(mark, time.perf_counter()) * 1e3)
 
     def _record(self, marks: _StepMarks) -> StepRecord:
         begin, end = (marks.forwards or marks.backwards)[0][0], marks.stop

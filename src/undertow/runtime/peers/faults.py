@@ -69,7 +69,6 @@ class Activity:
     is_idle: Callable[[], bool] = bool  # True if no step has begun since the last one
     module: Callable[[], Any] | None = None  # a weak reference
     thread: int = field(default_factory=threading.get_ident)  # the training thread as far as known: this one until another trains
-    dump: Callable[[], object] = int  # called at the first fault, from any thread; writes records for tools
     wait: tuple[str, float] = "", 0.0  # its name, and when it began; without a name if this rank does not wait
 
     def waited_s(self) -> float:

@@ -144,7 +144,6 @@ class Ring:
             self.condition.notify_all()
         for broken in list(self.members.values()) if member is None else [member]:
             broken.interrupt_s = time.monotonic() + patience.GRACE_S
-            broken.here.dump()
         self.wake()
 
     def leave(self, error: BaseException | None) -> None:

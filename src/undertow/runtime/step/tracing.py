@@ -1,4 +1,4 @@
-"""Writes the records of a model: traces for viewers, and after a fault a file for torch's Flight Recorder."""
+"""Writes the records of a model as traces for viewers."""
 
 import itertools
 import multiprocessing.util
@@ -6,7 +6,6 @@ import os
 import uuid
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from undertow.config import SyncConfig
@@ -16,12 +15,10 @@ from undertow.runtime.replan.planning import measured_profile
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.torch_private import private
 from undertow.simulate import Conditions, simulate
-from undertow.trace.chrome import message, sequence_number, trace_text
+from undertow.trace.chrome import trace_text
 from undertow.trace.files import path_of_rank, write_whole
-from undertow.trace.flight import flight_record
 
 FOLDER = "UNDERTOW_TRACE"  # the variable that names a folder for traces
-_OF_TORCH = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # to which torch appends the rank
 _numbers = itertools.count()  # of the models that are traced, in the order all ranks create them
 
 
@@ -60,12 +57,8 @@ def save_trace(
 
 
 def trace_at_end(engine: Engine, config: SyncConfig) -> Callable[[], object]:
-    """Returns a function that writes the trace into the folder of the variable, once; the end of the process calls it too.
-
-    Also has the model's monitor write a file at the first fault.
-    """
+    """Returns a function that writes the trace into the folder of the variable, once; the end of the process calls it too."""
     weak_engine, folder = weakref.ref(engine), os.environ.get(FOLDER)
-    engine.current_plan.group.here.dump = partial(_told, _dump, weak_engine, config)
     if not folder:
         return int
     path, number, run = Path(folder).absolute() / "trace.json.gz", next(_numbers), run_name()
@@ -87,21 +80,3 @@ def _told(write: Callable[[Engine, SyncConfig], object], weak_engine: Callable[[
             write(engine, config)
     except Exception as error:
         faults.tell(f"nothing is written for viewers: {error}")
-
-
-def _dump(engine: Engine, config: SyncConfig) -> None:
-    group, plan = engine.current_plan.group, engine.current_plan.now.compiled.plan
-    number = 0 if group.member is None else group.member.number
-    name, backend = f"undertow {number + 1}" if number else "undertow", "nccl" if "nccl" in group.backend else "gloo"
-    of_torch = (os.environ.get(it) for it in _OF_TORCH if backend != "nccl")  # else torch itself writes there
-    prefix = os.path.join(os.environ[FOLDER], "flight_rank_") if os.environ.get(FOLDER) else next(filter(None, of_torch), None)
-    if prefix is None:
-        return
-    found = []
-    for step, bucket, marks, is_done in engine.recorder.collectives():
-        numel, dtype = message(marks.num_bytes, marks.kind, bucket, plan, config.wire_dtype)
-        times_ns = engine.recorder.clock_ns(marks.launched), engine.recorder.clock_ns(marks.done or marks.wait_stop)
-        of_all, state = sequence_number(step, bucket, marks.kind), "completed" if is_done else "started"
-        found.append((of_all, marks.kind, numel, dtype, state, times_ns))
-    path = Path(f"{prefix}{f'{number + 1}_' if number else ''}{group.user.ranks[group.rank]}")
-    write_whole(path, flight_record(found, group=name, ranks=group.user.ranks, backend=backend), where="a fault")
