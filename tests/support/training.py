@@ -86,7 +86,7 @@ class Training:
                 passes("update")
                 return super().step(*args)
 
-        return [ShardedOptimizer(Passing, self.model, lr=0.01, in_backward=self.steps_in_backward)]
+        return [ShardedOptimizer(Passing, self.model, lr=0.01, in_backward=self.steps_in_backward, elementwise=True)]
 
     def train(self, num_steps: int = NUM_STEPS) -> None:
         for step in range(num_steps):
