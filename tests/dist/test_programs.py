@@ -500,6 +500,17 @@ WRITTEN_OR_DISTURBED = {
         for what, before in (("nothing", ""), ("what is frozen", "freeze 0"))
     },
     "a rank evaluates alone": Program(events="zero, forward 012, backward, step, evaluate now|"),
+    **{
+        f"a state is cleared, {strategy}": Program(
+            before="freeze 2",
+            events="zero, forward 012, backward, step flying, forget, zero, thaw 2, forward 012, backward, step, freeze 1",
+            strategy=strategy,
+        )
+        for strategy in ("ddp", "zero1", "zero2")
+    },
+    "a state is cleared while a parameter is frozen": Program(
+        events="zero, forward 012, backward, step, freeze 1, zero, forward 012, backward, step, forget, thaw 1", strategy="zero1"
+    ),
     "a state dict goes round": Program(events="zero, forward 012, backward, step, reload", strategy="zero1", plan="pieces"),
     "a gradient that was there before the forward is none, in a later step": Program(
         events="zero, forward 012, backward, zero, write 1, forward 02, backward, zero, write 1, forward 02, accumulate, reduce"

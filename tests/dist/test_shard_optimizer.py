@@ -191,9 +191,9 @@ class Around(torch.optim.Optimizer):
 
 @in_ranks(2)
 @pytest.mark.parametrize(("cls", "settings"), [(Named, {"lr": 0.01, "betas": (0.5, 0.9)}), (Settings, {"rate": 0.1})])
-def test_optimizers_of_other_classes_are_taken_over(cls: Any, settings: dict[str, Any]) -> None:
+def test_optimizers_of_other_classes_are_taken_over_if_the_user_vouches_for_them(cls: Any, settings: dict[str, Any]) -> None:
     found = []
-    for then in (lambda opt, _: opt, shard_optimizer):
+    for then in (lambda opt, _: opt, functools.partial(shard_optimizer, elementwise=True)):
         with wrapped() as ddp:
             opt = cls(ddp.parameters(), **settings)
             one_step(ddp, opt)
@@ -234,6 +234,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a state of no number": (
         changed(lambda opt: opt.state[opt.param_groups[0]["params"][0]].update(past=[])),
         "SGD cannot be taken over: its state 'past' of parameter 0 is neither a number nor",
+    ),
+    "a class of the user's": (
+        lambda ddp: Settings(ddp.parameters(), rate=0.1),
+        "Settings cannot be sharded: Undertow does not know that it updates each element on its own.",
     ),
     "an optimizer of matrices": (
         lambda ddp: torch.optim.Adafactor(ddp.parameters()),

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -229,31 +229,79 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], nn
     return [(group, param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
 
 
-class Coupled(torch.optim.SGD):
-    """Not elementwise: the update depends on the norm of the parameter."""
+class Lion(torch.optim.Optimizer):
+    """Elementwise, and nobody knows that."""
 
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group, param in params_of(self):
-            param.data.add_(param.grad, alpha=-group["lr"] / (1 + float(param.detach().norm())))
+            state = self.state[param]
+            if not state:
+                state["average"] = torch.zeros_like(param)
+            param.sub_(group["lr"] * state["average"].lerp(param.grad, 0.1).sign_())
+            state["average"].lerp_(param.grad, 0.01)
 
 
-class Counting(torch.optim.Optimizer):
-    """Ever smaller steps, by a counter in the group, which is one of the settings or comes with the first step."""
+class Swapping(Lion):
+    def train(self) -> None: ...
 
+    def eval(self) -> None: ...
+
+
+class OfMatrices(Lion):
     def __init__(self, params: Any, **settings: Any) -> None:
-        super().__init__(params, settings)
+        super().__init__(params, **settings)
+        if any(param.dim() == 1 and param.numel() > 8 for group in self.param_groups for param in group["params"]):
+            raise ValueError("weights must be matrices")
+
+
+class Strict(Lion):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if any(param.numel() == 1 for _, param in params_of(self)):
+            raise ValueError("one element is not enough")
+        super().step()
+
+
+class Keeping(Lion):
+    """Keeps something where it cannot be kept, whether or not it has a gradient."""
+
+    place = ""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-        for group, param in params_of(self):
-            param.data.add_(param.grad, alpha=-0.1 / float(group["count"]))
+        super().step()
+        KEEPERS[self.place](self)
 
 
-COUNTS = (
-    "Counting cannot be sharded: its steps change 'count' in its parameter groups, and only its state is kept, moved and saved.\n"
+def in_the_state_of_a_part(optimizer: Any) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        optimizer.state[param]["rows"] = torch.zeros(param.numel() + 1)
+
+
+# Places outside of the values of elements, and what is said of them.
+KEEPERS: dict[str, Any] = {
+    "a setting": lambda it: it.param_groups[0].update(lr=it.param_groups[0]["lr"] / 2),
+    "a new setting": lambda it: it.param_groups[0].update(count=it.param_groups[0].get("count", 0) + 1),
+    "an attribute": lambda it: setattr(it, "count", getattr(it, "count", 0) + 1),
+    "a list": lambda it: it.__dict__.setdefault("losses", []).append(1.0),
+    "a state of no parameter": lambda it: it.state["common"].update(count=it.state["common"].get("count", 0) + 1),
+    "rows": in_the_state_of_a_part,
+}
+KEPT = {
+    "a setting": "lr of group 0",
+    "a new setting": "count of group 0",
+    "an attribute": "count",
+    "a list": "losses",
+    "a state of no parameter": "state['common']",
+    "rows": "'rows' in the state of a part with ",
+}
+UNKNOWN = (
+    "{} cannot be sharded: Undertow does not know that it updates each element on its own.\n"
     "  ShardedOptimizer, which gives each rank a part of a parameter as a flat piece\n"
-    "  Use an elementwise optimizer such as AdamW or SGD, or this one without sharding."
+    "  Pass elementwise=True if the update of an element depends on no other element. If it does, or if you are not sure, use "
+    "this optimizer without sharding."
 )
 SGD = torch.optim.SGD
 # What cannot be made of a model, and how the error begins.
@@ -263,9 +311,16 @@ NOT_MADE: dict[str, tuple[type[Exception], str, Any]] = {
     "Muon": (
         ConfigError,
         "Muon cannot be sharded: it orthogonalizes",
-        lambda it: (getattr(torch.optim, "Muon", type("Muon", (SGD,), {})), it, [it.module[0].weight]),
+        lambda it: (torch.optim.Muon, it, [it.module[0].weight]),
     ),
-    "a norm": (ConfigError, "Coupled cannot be sharded: it updates parts", lambda it: (Coupled, it)),
+    "SparseAdam": (ConfigError, "SparseAdam cannot be sharded: it updates the rows", lambda it: (torch.optim.SparseAdam, it)),
+    "a class of the user's": (ConfigError, UNKNOWN.format("Lion"), lambda it: (Lion, it)),
+    "a class derived from a known one": (ConfigError, UNKNOWN.format("WithOwnHook"), lambda it: (WithOwnHook, it)),
+    "methods": (
+        ConfigError,
+        "Swapping cannot be sharded: it has methods that ShardedOptimizer would hide: train(), eval().\n",
+        lambda it: (Swapping, it),
+    ),
     "a bare module": (WrongType, "target must be the result of attach", lambda _: (SGD, nn.Linear(1, 1))),
     "groups in the model's place": (
         WrongType,
@@ -294,10 +349,68 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("settings", [{}, {"count": 0}, {"count": torch.zeros(1)}], ids=["new", "a number", "a tensor"])
-def test_an_optimizer_that_counts_in_its_groups_is_refused(settings: dict[str, Any]) -> None:
+def test_what_nobody_can_vouch_for_is_refused() -> None:
     with contextlib.closing(DistributedDataParallel(MLP.model())) as ddp:
-        assert text_of(ConfigError, lambda: ShardedOptimizer(Counting, ddp, **settings)) == COUNTS
+        for cls, settings, text in (
+            (torch.optim.Adafactor, {}, "Adafactor cannot be sharded: it keeps one"),
+            (type("Mine", (torch.optim.Adafactor,), {}), {}, "Mine cannot be sharded: it keeps one"),
+            (Swapping, {}, "Swapping cannot be sharded: it has methods"),
+            (torch.optim.AdamW, {"differentiable": True}, "AdamW cannot be sharded: differentiable=True asks for a graph"),
+        ):
+            assert text_of(
+                ConfigError, lambda cls=cls, settings=settings: ShardedOptimizer(cls, ddp, elementwise=True, **settings)
+            ).startswith(text)
+
+
+@in_ranks(2)
+def test_a_class_that_the_user_vouches_for_has_the_bits_of_the_plain_one() -> None:
+    """The layout changes twice; a plain optimizer goes on from the state of the sharded one."""
+    found = []
+    for is_sharded in (False, True):
+        with contextlib.closing(DistributedDataParallel(MLP.model(), config=SyncConfig(**ORDERED))) as ddp:
+            opt: Any = ShardedOptimizer(Lion, ddp, elementwise=True) if is_sharded else Lion(ddp.parameters())
+            for step in range(6):
+                ddp.module[0].requires_grad_(step != 3)
+                one_step(ddp, opt, step)
+            state, before = opt.state_dict(), parameters(ddp)
+        with contextlib.closing(DistributedDataParallel(MLP.model(), config=SyncConfig(**ORDERED))) as ddp:
+            ddp.load_state_dict(before)
+            opt = Lion(ddp.parameters())
+            opt.load_state_dict(state)
+            one_step(ddp, opt, 6)
+            found.append(parameters(ddp))
+    require_equal(*found)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("place", KEEPERS)
+def test_a_class_that_keeps_something_elsewhere_is_refused_in_its_first_step(place: str) -> None:
+    """Such a value would begin again with the next layout, and be in no state dict."""
+    cls = type("Keeping", (Keeping,), {"place": place})
+    with contextlib.closing(DistributedDataParallel(MLP.model(), config=SyncConfig(**SMALL))) as ddp:
+        opt = ShardedOptimizer(cls, ddp, elementwise=True)
+        text = text_of(ConfigError, lambda: one_step(ddp, opt))
+        assert text.startswith(f"Keeping cannot be sharded: its step changes {KEPT[place]}")
+        assert ", and ShardedOptimizer keeps, moves and saves only numbers and values of elements in the states of" in text
+
+
+@in_ranks(2)
+def test_errors_of_a_class_that_does_not_expect_flat_pieces_say_where_they_come_from() -> None:
+    with contextlib.closing(DistributedDataParallel(MLP.model())) as ddp:
+        opt = ShardedOptimizer(OfMatrices, ddp, elementwise=True)
+        assert text_of(ConfigError, lambda: one_step(ddp, opt)) == (
+            "OfMatrices cannot be sharded: making one over flat pieces of parameters failed "
+            "(ValueError: weights must be matrices).\n"
+            "  ShardedOptimizer, which gives each rank a part of a parameter as a flat piece\n"
+            "  Use an elementwise optimizer such as AdamW or SGD, or this one without sharding."
+        )
+    with contextlib.closing(DistributedDataParallel(MLP.model(), config=SyncConfig(**SMALL))) as ddp:
+        opt = ShardedOptimizer(Strict, ddp, elementwise=True)
+        one_step(ddp, opt)
+        text = text_of(ConfigError, opt.sharded_state_dict)
+        assert text.startswith(
+            "Strict cannot be sharded: a step on one element, which shows the form of its state, failed (Value"
+        )
 
 
 @in_ranks(2)
@@ -342,10 +455,11 @@ class StepsAsItsBase(torch.optim.AdamW):
 
 
 class WithOwnHook(torch.optim.AdamW):
+    stepped: ClassVar[list[Any]] = []
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.num_steps = 0
-        self.register_step_pre_hook(lambda *_: setattr(self, "num_steps", self.num_steps + 1))
+        self.register_step_pre_hook(lambda *_: WithOwnHook.stepped.append(self))
 
 
 @contextlib.contextmanager
@@ -353,7 +467,7 @@ def two_models(cls: type[Any]) -> Iterator[tuple[DistributedDataParallel, Any]]:
     """The first one, and its optimizer; both are there and neither has to do with the other."""
     settings = {"strategy": "zero1", **SMALL}
     with wrapped(MLP.model(), **settings) as ddp, wrapped(MLP.model(), **settings):
-        yield ddp, ShardedOptimizer(cls, ddp, lr=0.01)
+        yield ddp, ShardedOptimizer(cls, ddp, lr=0.01, elementwise=True)
 
 
 @in_ranks(2)
@@ -366,7 +480,9 @@ def test_parameters_are_looked_through_as_often_whatever_the_number_of_buckets(c
         with inside.looks_at_parameters() as threads:
             one_step(ddp, opt, 2)
         if cls is WithOwnHook:
-            assert {inner.num_steps for inner in inside.inner_optimizers(opt)} == {3}
+            inners = inside.inner_optimizers(opt)
+            assert [WithOwnHook.stepped.count(inner) for inner in inners] == [3] * len(inners)
+            WithOwnHook.stepped.clear()
     assert threads == [threading.get_ident()] * 2
 
 

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from support.errors import text_of
 from support.frameworks import (
     TIMEOUT_S,
+    OfTheUser,
     Recipe,
     Wrapper,
     as_launched,
@@ -62,7 +63,8 @@ def with_accelerate(
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     accelerator = Accelerator(cpu=True, **settings)
     loader = DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=4)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    cls = OfTheUser if "elementwise" in ours else torch.optim.AdamW
+    optimizer = cls(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     model, optimizer, loader, scheduler = prepared(wrapper, accelerator, net, optimizer, loader, scheduler, **ours)
     for x, y in (batch for _ in range(2) for batch in loader):
@@ -310,6 +312,11 @@ RECIPES: dict[str, Needed] = {
     ),
     "accelerate: bf16 and value": ("accelerate", with_accelerate, ({"mixed_precision": "bf16"}, "clip_grad_value_", {})),
     "accelerate: shards, accumulation": ("accelerate", with_accelerate, ({"gradient_accumulation_steps": 4}, "", SHARDS)),
+    "accelerate: shards, optimizer of the user's class": (
+        "accelerate",
+        with_accelerate,
+        ({}, "", SHARDS | {"elementwise": True}),
+    ),
     "accelerate: shards, bf16": ("accelerate", with_accelerate, ({"mixed_precision": "bf16"}, "", SHARDS)),
     "accelerate: trigger_sync_in_backward": ("accelerate", triggered, ()),
     "accelerate: saved and resumed": ("accelerate safetensors", accelerate, ({}, True)),
@@ -342,6 +349,11 @@ RECIPES: dict[str, Needed] = {
         with_trainer,
         ("Regression", TWICE | {"precision": "bf16-mixed", "ours": SHARDS}),
     ),
+    "lightning: shards, optimizer of the user's class": (
+        "lightning",
+        with_trainer,
+        ("UsersOptimizer", {"ours": SHARDS | {"elementwise": True}}),
+    ),
     "lightning: bf16-true": ("lightning", with_trainer, ("Plain", {"precision": "bf16-true"})),
     "lightning: shards, schedule by a metric": ("lightning", with_trainer, ("OnPlateau", TWICE | {"ours": SHARDS})),
     "lightning by hand: shards": ("lightning", with_trainer, ("ManualRegression", {"ours": SHARDS})),
@@ -366,7 +378,7 @@ RECIPES: dict[str, Needed] = {
     "transformers: shards, optimizer and schedule of the user": (
         "transformers accelerate",
         with_transformers,
-        (OF_TRAINER, {"max_grad_norm": 0.0, "brings": True}),
+        (OF_TRAINER | {"elementwise": True}, {"max_grad_norm": 0.0, "brings": True}),
     ),
     "transformers: saved and resumed": ("transformers accelerate", transformers, ({}, True)),
     "pipelining: 1F1B": ("", pipelined, (1,)),
@@ -451,6 +463,7 @@ def refusals_of_lightning() -> dict[str, str]:
         ("two optimizers", recipes.TwoOptimizers(), {}),
         ("no optimizer", NoOptimizer(), {}),
         ("an optimizer of matrices", recipes.Matrices(), {}),
+        ("an optimizer of the user's class", recipes.UsersOptimizer(), {}),
         ("clipping by value", recipes.Regression(), {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
     ):
         with as_launched():
@@ -468,6 +481,7 @@ def test_lightning_refuses_what_shards_cannot_do(framework_ranks: Ranks) -> None
         assert texts["two optimizers"].startswith("shard_optimizer=True takes one optimizer, got 2.\n  UndertowStrategy\n")
         assert texts["no optimizer"].startswith("shard_optimizer=True takes one optimizer, got 0.\n  UndertowStrategy\n")
         assert texts["an optimizer of matrices"].startswith("Muon cannot be sharded: it orthogonalizes whole matrices.")
+        assert texts["an optimizer of the user's class"].startswith("OfTheUser cannot be sharded: Undertow does not know that")
         assert "is sharded: no rank has all of it." in texts["clipping by value"]
 
 

@@ -94,6 +94,7 @@ class Drawing:
         yield "step"
         yield f"evaluate {self.of_ranks(['now', ''])}" if self.likely(0.1) else ""
         yield "reload" if self.likely(0.1) else ""
+        yield "forget" if self.likely(0.1) else ""
 
     def clearings(self) -> list[str]:
         return ["zero", "zero", "zero in-place", "", *(["hold"] if self.is_plain else [])]

@@ -154,6 +154,10 @@ def _strategy(wrapper: Wrapper, package: str, name: str, *, ours: dict[str, Any]
     return make(cluster_environment=environment(), **arguments)
 
 
+class OfTheUser(torch.optim.AdamW):
+    """A class that Undertow does not know."""
+
+
 def prepared(wrapper: Wrapper, accelerator: Any, *args: Any, **ours: Any) -> Any:
     if not is_ours(wrapper):
         return accelerator.prepare(*args)
@@ -165,7 +169,7 @@ def gpt2_trainer(
 ) -> Any:
     """A Trainer of transformers with a small language model and `num_rows` rows of tokens.
 
-    `brings` gives it an optimizer with a schedule.
+    `brings` gives it an optimizer of the user's class, with a schedule.
     """
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -178,7 +182,7 @@ def gpt2_trainer(
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     make, model, given = Trainer, GPT2LMHeadModel(GPT2Config(**sizes, **without_dropout)), {}
     if brings:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = OfTheUser(model.parameters(), lr=1e-2)
         given = {"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))}
     if is_ours(wrapper):
         make, given = importlib.import_module("undertow.integrations.transformers").UndertowTrainer, given | (ours or {})

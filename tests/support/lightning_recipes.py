@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from support.frameworks import Wrapper, lightning_strategy
+from support.frameworks import OfTheUser, Wrapper, lightning_strategy
 
 # A Trainer that trains and writes nothing.
 SETTINGS: dict[str, Any] = {
@@ -127,6 +127,11 @@ class OnPlateau(Regression):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "metric"}}
+
+
+class UsersOptimizer(Regression):
+    def configure_optimizers(self) -> Any:
+        return OfTheUser(self.parameters(), lr=1e-2)
 
 
 class Matrices(Regression):

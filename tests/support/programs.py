@@ -484,6 +484,11 @@ class Run:
                 param.zero_()
         self.model.load_state_dict(state)
 
+    def forget(self) -> None:
+        """The optimizers begin with fresh states."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
     def overflow(self, now: str = "") -> None:
         if now:
             ours, wanted = self.losses[0]

@@ -85,7 +85,7 @@ class Training:
                 passes("update")
                 return super().step(*args)
 
-        return [ShardedOptimizer(Passing, self.model, lr=0.01)]
+        return [ShardedOptimizer(Passing, self.model, lr=0.01, elementwise=True)]
 
     def train(self, num_steps: int = NUM_STEPS) -> None:
         for step in range(num_steps):

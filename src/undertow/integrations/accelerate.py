@@ -24,6 +24,7 @@ def prepare(
     *args: Any,
     config: SyncConfig | None = None,
     shard_optimizer: bool = False,
+    elementwise: bool = False,
     device_placement: Sequence[bool | None] | None = None,
 ) -> Any:
     """Does what `accelerator.prepare(*args)` does, with models in Undertow's class; a collective call.
@@ -39,6 +40,7 @@ def prepare(
         config: Settings of Undertow.
         shard_optimizer: True shards the optimizer among `args`; the schedulers among them follow. An optimizer that is
             sharded already stays as it is.
+        elementwise: As for ShardedOptimizer.
         device_placement: As for `accelerator.prepare`.
 
     Returns:
@@ -76,7 +78,8 @@ def prepare(
         plain, model = items[optimizers[0]], items[models[0]]
         # Accelerate leaves an object as it is that it has prepared before.
         if not isinstance(getattr(plain, "optimizer", None), ShardedOptimizer):
-            items[optimizers[0]] = shard(accelerator, plain, model, [items[place] for place in schedulers])
+            following = [items[place] for place in schedulers]
+            items[optimizers[0]] = shard(accelerator, plain, model, following, elementwise=elementwise)
     others = [place for place, item in enumerate(items) if not isinstance(item, nn.Module)]
     on = [places[place] for place in others]
     prepared = accelerator.prepare(*[items[place] for place in others], device_placement=on) if others else ()
@@ -105,9 +108,12 @@ def _with_prepared_models(
         ]
 
 
-def shard(accelerator: Accelerator, optimizer: Optimizer, model: nn.Module, schedulers: Iterable[Any]) -> ShardedOptimizer:
+def shard(
+    accelerator: Accelerator, optimizer: Optimizer, model: nn.Module, schedulers: Iterable[Any], *, elementwise: bool
+) -> ShardedOptimizer:
     """Returns the sharded optimizer, whose gradients `accelerator.clip_grad_norm_` then clips by the norm of all shards."""
-    sharded, clip = undertow.shard_optimizer(optimizer, model, schedulers=schedulers), accelerator.clip_grad_norm_
+    sharded = undertow.shard_optimizer(optimizer, model, schedulers=schedulers, elementwise=elementwise)
+    clip = accelerator.clip_grad_norm_
 
     def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Any:
         params, mine = list(parameters), [param for group in sharded.param_groups for param in group["params"]]

@@ -23,10 +23,15 @@ class _Wrapping:
     root_device: Any
 
     def __init__(
-        self, *args: Any, config: undertow.SyncConfig | None = None, shard_optimizer: bool = False, **arguments: Any
+        self,
+        *args: Any,
+        config: undertow.SyncConfig | None = None,
+        shard_optimizer: bool = False,
+        elementwise: bool = False,
+        **arguments: Any,
     ) -> None:
         super().__init__(*args, **arguments)
-        self._config, self._is_sharding = config, shard_optimizer
+        self._config, self._is_sharding, self._is_elementwise = config, shard_optimizer, elementwise
         known = {name for cls in (pytorch.DDPStrategy, fabric.DDPStrategy) for name in inspect.signature(cls).parameters}
         self._arguments = {name: value for name, value in arguments.items() if name not in known}
         state, hook, wrapper = (arguments.get(f"ddp_comm_{name}") for name in ("state", "hook", "wrapper"))
@@ -54,7 +59,7 @@ class _Wrapping:
             where=type(self).__name__,
             remedy="Put all parameters into the groups of one optimizer, or leave shard_optimizer=True out.",
         )
-        return [undertow.shard_optimizer(optimizers[0], model, schedulers=schedulers)]
+        return [undertow.shard_optimizer(optimizers[0], model, schedulers=schedulers, elementwise=self._is_elementwise)]
 
 
 class UndertowStrategy(_Wrapping, pytorch.DDPStrategy):
@@ -64,6 +69,7 @@ class UndertowStrategy(_Wrapping, pytorch.DDPStrategy):
         args: As for Lightning's DDPStrategy.
         config: Settings of Undertow.
         shard_optimizer: True shards the optimizer that `configure_optimizers` returns; its schedulers follow.
+        elementwise: As for ShardedOptimizer.
         arguments: As for Lightning's DDPStrategy, which passes the ones it does not know to the wrapper.
 
     Raises:
@@ -88,6 +94,7 @@ class UndertowFabricStrategy(_Wrapping, fabric.DDPStrategy):
         args: As for Fabric's DDPStrategy.
         config: Settings of Undertow.
         shard_optimizer: True shards the optimizer that is given to `fabric.setup`; a scheduler given along with it follows.
+        elementwise: As for ShardedOptimizer.
         arguments: As for Fabric's DDPStrategy, which passes the ones it does not know to the wrapper.
 
     Raises:

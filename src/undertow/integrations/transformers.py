@@ -22,14 +22,20 @@ class UndertowTrainer(transformers.Trainer):
         args: As for the Trainer.
         sync_config: Settings of Undertow.
         shard_optimizer: True shards the optimizer; a scheduler that is given along with it follows.
+        elementwise: As for ShardedOptimizer.
         arguments: As for the Trainer.
     """
 
     def __init__(
-        self, *args: Any, sync_config: SyncConfig | None = None, shard_optimizer: bool = False, **arguments: Any
+        self,
+        *args: Any,
+        sync_config: SyncConfig | None = None,
+        shard_optimizer: bool = False,
+        elementwise: bool = False,
+        **arguments: Any,
     ) -> None:
         super().__init__(*args, **arguments)
-        self._sync_config, self._is_sharding = sync_config, shard_optimizer
+        self._sync_config, self._is_sharding, self._is_elementwise = sync_config, shard_optimizer, elementwise
         self._sharded: ShardedOptimizer | None = None
 
     def create_optimizer(self, *args: Any, **arguments: Any) -> Any:
@@ -42,6 +48,7 @@ class UndertowTrainer(transformers.Trainer):
                     self.optimizer,
                     self.model_wrapped,
                     filter(None, [self.lr_scheduler]),  # given with the optimizer; any other is made afterwards
+                    elementwise=self._is_elementwise,
                 )
                 self.optimizer: Any = self._sharded
         return self.optimizer

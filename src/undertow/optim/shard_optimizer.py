@@ -2,26 +2,19 @@
 
 import copy
 import inspect
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from undertow.errors import WrongType, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.optim.state import OF_THE_WHOLE, description, params_of, settings_as_text
+from undertow.optim.state import described, description, is_sound, params_of
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
-
-# Groups and state are taken over. torch's optimizers set the flags in their first step, the last one for their schedulers.
-_NOT_COMPARED = {
-    *("state", "param_groups", "defaults"),
-    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_opt_called"),
-}
 
 
 @private.untraced
@@ -31,6 +24,7 @@ def shard_optimizer(
     *,
     schedulers: Iterable[Any] = (),
     state_dict: Literal["full", "sharded"] = "full",
+    elementwise: bool = False,
 ) -> ShardedOptimizer:
     """Returns a ShardedOptimizer made of an optimizer that exists already; a collective call.
 
@@ -43,11 +37,12 @@ def shard_optimizer(
     afterwards: its step raises PhaseError.
 
     Args:
-        optimizer: An elementwise optimizer of torch's kind, the same on every rank.
+        optimizer: An optimizer of a class that ShardedOptimizer takes, the same on every rank.
         model: The result of `attach` or `DistributedDataParallel`.
         schedulers: All learning-rate schedulers of `optimizer`. They continue on the result. One that is
             left out acts on the result until a state is loaded.
         state_dict: As for ShardedOptimizer.
+        elementwise: As for ShardedOptimizer.
 
     Returns:
         The sharded optimizer.
@@ -83,7 +78,14 @@ def shard_optimizer(
         {name: list(value) if name == "params" else copy.deepcopy(value) for name, value in group.items()}
         for group in optimizer.param_groups
     ]
-    sharded = ShardedOptimizer(type(optimizer), model, groups, state_dict=state_dict, **settings)
+    sharded = ShardedOptimizer(
+        type(optimizer),
+        model,
+        groups,
+        state_dict=state_dict,
+        elementwise=elementwise,
+        **settings,
+    )
     group: Any = getattr(model, "sync", model)._group
     if group.num_ranks > 1:
         states = (optimizer.state.get(param, {}) for param in params_of(optimizer))
@@ -140,24 +142,9 @@ def _found_different(optimizer: torch.optim.Optimizer, settings: dict[str, Any],
         new = make([dict(group) for group in optimizer.param_groups], **settings)
     except Exception as error:  # a constructor may raise anything
         return f"a new one cannot be made with its defaults ({type(error).__name__}: {error})"
-    mine, theirs = _described(optimizer, new.defaults), _described(new, new.defaults)
+    mine, theirs = described(optimizer, new.defaults), described(new, new.defaults)
     different = [name for name in {**mine, **theirs} if name not in passed_over and mine.get(name) != theirs.get(name)]
     return f"a new one differs in {', '.join(different)}" if different else None
-
-
-def _described(optimizer: torch.optim.Optimizer, defaults: Iterable[str]) -> dict[str, Any]:
-    """Returns its attributes, these defaults and the settings of its groups as text, and the number of its hooks."""
-    attributes = {
-        name: len(value) if isinstance(value, OrderedDict) else repr(value)
-        for name, value in vars(optimizer).items()
-        if name not in _NOT_COMPARED
-    }
-    of_defaults = {f"the default of {name}": repr(optimizer.defaults.get(name)) for name in defaults}
-    return {**attributes, **of_defaults} | {
-        f"{name} of group {number}": text
-        for number, group in enumerate(optimizer.param_groups)
-        for name, text in settings_as_text(group).items()
-    }
 
 
 def _found_in_state(optimizer: torch.optim.Optimizer) -> str | None:
@@ -170,13 +157,7 @@ def _found_in_state(optimizer: torch.optim.Optimizer) -> str | None:
             f"its state {key!r} of parameter {number} is neither a number nor a tensor of shape {tuple(param.shape)}"
             for number, param in enumerate(params)
             for key, value in optimizer.state.get(param, {}).items()
-            if not _is_sound(key, value, param)
+            if not is_sound(key, value, param)
         ),
         None,
     )
-
-
-def _is_sound(key: str, value: object, param: Tensor) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() == 0 or (value.shape == param.shape and key not in OF_THE_WHOLE)
-    return isinstance(value, int | float | str | None)

@@ -1,17 +1,17 @@
 """An optimizer whose state and work are sharded over ranks."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from undertow.errors import ConfigError, PhaseError, WrongType, require
+from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, require
 from undertow.optim.clipping import norm_and_scale
 from undertow.optim.state import (
     MASTER,
@@ -20,6 +20,8 @@ from undertow.optim.state import (
     Owned,
     ParamState,
     ShardedState,
+    WrittenStates,
+    explaining,
     full_states,
     hyper_parameters,
     owned_part,
@@ -30,6 +32,7 @@ from undertow.optim.state import (
     sharded_state,
     state_of_one_element,
     whole_state_without_elements,
+    with_copied_scalars,
     with_scalars_in_place,
 )
 from undertow.runtime.sharded.layout import Sharding
@@ -58,17 +61,22 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     their common norm.
 
     Args:
-        cls: An elementwise optimizer class, such as torch.optim.AdamW.
+        cls: A class of torch.optim that updates each element on its own: Adadelta, Adagrad, Adam, AdamW,
+            Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD. Any other class needs `elementwise=True`.
         target: The result of `attach` or `DistributedDataParallel`.
         params: Parameters or parameter groups as in torch; None takes all trained parameters.
         state_dict: "full" makes `state_dict()` return a plain optimizer's state dict, whole on every
             rank; every rank must call it. "sharded" makes it return this rank's shards, which only
             torch.distributed.checkpoint can save.
+        elementwise: True lets another class be sharded. You vouch that the update of an element depends
+            on that element alone. Each rank steps flat pieces of parameters. So a norm, statistics of rows
+            or columns, quantization in blocks or a projection would be those of pieces, in silence.
         defaults: The settings of `cls`.
 
     Raises:
-        ConfigError: If the optimizer is not elementwise, if its steps change values in its parameter
-            groups instead of its state, or if the model already has a ShardedOptimizer.
+        ConfigError: If the class is not known to be elementwise, if it has public methods of its own, or
+            if the model already has a ShardedOptimizer. Also in the first step, if that changes anything
+            but the parameters and their states.
     """
 
     def __init__(
@@ -78,6 +86,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         params: ParamGroups | None = None,
         *,
         state_dict: Literal["full", "sharded"] = "full",
+        elementwise: bool = False,
         **defaults: Any,
     ) -> None:
         sync: Any = getattr(target, "sync", target)
@@ -92,8 +101,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._gives_shards = state_dict == "sharded"
         self._consolidated: Callable[[], FullStates] | None = None  # valid until the state changes
         super().__init__(whole.param_groups, whole.defaults)
-        for group in self.param_groups:
-            require_elementwise(cls, self._make, group, device=self._sync._group.device)
+        require_elementwise(cls, self.param_groups, is_vouched_for=elementwise)
+        self._grouped = [list(group["params"]) for group in self.param_groups]  # as in the layout of the parts
         described = {  # all ranks must have the same
             "optimizer": f"{cls.__module__}.{cls.__qualname__}",
             "parameter groups": [{"parameters": len(group["params"]), **settings_as_text(group)} for group in self.param_groups],
@@ -164,16 +173,47 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         return norm
 
     @property  # type: ignore[override]  # an attribute in torch
-    def state(self) -> dict[Tensor, ParamState]:
-        """The entries of `state_dict` for each parameter that has been stepped; changing them has no effect.
+    def state(self) -> WrittenStates:
+        """The entries of `state_dict` for each parameter that has been stepped.
 
-        It is empty on every rank until the first step, and on no rank afterwards: torch.distributed.checkpoint relies on that.
+        They can be set and deleted, on every rank. Tensors in them cannot be changed in place.
+
+        It is empty on every rank until the first step, and on no rank afterwards:
+        torch.distributed.checkpoint relies on that.
         """
-        return defaultdict(dict, self._states())
+        states = {param: with_copied_scalars(state) for param, state in self._states().items()}
+        written = WrittenStates(states, lambda param: self._put(param, written.get(param, {})))
+        return written
 
     @state.setter
-    def state(self, _value: object) -> None:
-        """Ignores the value that torch's constructor sets."""
+    def state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        if "_steps" in vars(self):  # not in torch's constructor
+            written = self.state
+            written.clear()
+            written.update(states)
+
+    def _put(self, param: Tensor, state: Mapping[str, Any]) -> None:
+        """Replaces the state of a parameter on this rank; an empty state stands for none."""
+        group = next((group for group in self.param_groups if any(param is each for each in group["params"])), None)
+        require(
+            group is not None or not state,
+            "state can be kept for parameters in the groups of the optimizer only, got it for "
+            f"{f'one of shape {tuple(param.shape)}' if isinstance(param, Tensor) else repr(param)}.",
+            where="ShardedOptimizer.state",
+            remedy="Keep it outside of the optimizer.",
+        )
+        self._consolidated = None
+        self._stepped.discard(param)
+        self._waiting.pop(param, None)
+        whole = with_scalars_in_place(state, param, group or {})
+        if self._sharding is None or param not in self.owned_parts():
+            self._waiting |= {param: whole} if state else {}
+            return
+        self._stepped |= {param} if state.keys() - {MASTER} else set()
+        if self._inner is not None:
+            for owned in self._inner.owned:
+                if owned.param is param:
+                    self._inner.take(owned, parts_of_state(whole, owned.part, param))
 
     @private.untraced
     def state_dict(self) -> dict[str, Any]:
@@ -230,11 +270,20 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
         Raises:
             ValueError: If the parameter groups differ, as in torch.
+            CheckpointError: If a state belongs to no parameter.
         """
         given: dict[str, Any] = {}
 
         def take(_self: object, found: dict[str, Any]) -> dict[str, Any]:
             given.update(found)
+            others = found["state"].keys() - set(chain.from_iterable(map(itemgetter("params"), found["param_groups"])))
+            require(
+                not others,
+                f"the state has an entry for {next(iter(others), None)!r}, which is not a parameter.",
+                where="ShardedOptimizer.load_state_dict",
+                remedy="Remove it: a sharded optimizer keeps state for parameters only.",
+                error=CheckpointError,
+            )
             is_in_shards = any(isinstance(value, ShardedState) for state in found["state"].values() for value in state.values())
             if self._sharding is None and is_in_shards:
                 self._begin()  # they must match this rank's parts, which are known only now
@@ -263,7 +312,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     @private.untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group; a collective call if there is state.
+        """Adds a parameter group, on every rank.
 
         New parameters are synchronized from the next forward on.
 
@@ -274,17 +323,27 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             ConfigError: If a parameter is not one of the wrapped module's, or is ignored.
         """
         super().add_param_group(param_group)
+        try:
+            self._require_params_of_the_model()
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    def _require_params_of_the_model(self) -> None:
         known, params = {id(param) for _, param in self._sync.named_parameters()}, params_of(self)
         stranger = next((index for index, param in enumerate(params) if id(param) not in known), None)
         if stranger is not None:
-            self.param_groups.pop()
             raise ConfigError(
                 f"parameter {stranger} of the optimizer, of shape {tuple(params[stranger].shape)}, is not synchronized.",
                 where="ShardedOptimizer",
                 remedy="Give it only parameters of the wrapped module that `ignore` does not name.",
             )
-        self._waiting = self._full_states(is_moved=True) | self._waiting
-        self._sharding, self._inner = None, None
+
+    def _has_other_params(self) -> bool:
+        """True if users have put other parameters into the groups, or in another order."""
+        now = [group["params"] for group in self.param_groups]
+        same_sizes = list(map(len, now)) == list(map(len, self._grouped))
+        return not same_sizes or not all(map(is_, chain.from_iterable(now), chain.from_iterable(self._grouped)))
 
     def __getstate__(self) -> dict[str, Any]:
         raise WrongType(
@@ -296,14 +355,17 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     def _begin(self) -> Sharding:
         """Waits for everything in flight and returns the sharding of this rank's parts."""
         sharding = self._steps.begin()
-        if sharding is not self._sharding:
+        if sharding is not self._sharding or self._has_other_params():
             self._waiting = self._full_states(is_moved=True) | self._waiting
             self._take_over(sharding)
         return sharding
 
     def _take_over(self, sharding: Sharding) -> None:
         """Makes `sharding` the source of this rank's parts and moves waiting states to them."""
+        if self._has_other_params():
+            self._require_params_of_the_model()
         self._sharding = sharding
+        self._grouped = [list(group["params"]) for group in self.param_groups]
         parts = self.owned_parts()
         mine = [
             [owned_part(sharding, param, part) for param in group["params"] for part in parts.get(param, ())]
@@ -313,13 +375,16 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             {**hyper_parameters(group), "params": [owned.target for owned in of_group]}
             for group, of_group in zip(self.param_groups, mine, strict=True)
         ]
-        if not any(mine):
+        if groups and not any(mine):
             groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch requires at least one parameter
-        self._inner = inner = InnerOptimizer(list(chain.from_iterable(mine)), self._make(groups))
+        with explaining(self._make, "making one over flat pieces of parameters"):
+            optimizer = self._make(groups)
+        optimizer.defaults = self.defaults  # follows changes that users make
+        self._inner = inner = InnerOptimizer(list(chain.from_iterable(mine)), optimizer)
         for owned in inner.owned:
             if owned.param in self._waiting:
                 inner.take(owned, parts_of_state(self._waiting[owned.param], owned.part, owned.param))
-        for param in self._waiting.keys() & parts.keys():
+        for param in self._waiting.keys() & parts.keys() & set(params_of(self)):
             if self._waiting.pop(param).keys() != {MASTER}:
                 self._stepped.add(param)
 

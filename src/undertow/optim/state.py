@@ -1,9 +1,12 @@
 """The user's optimizer over this rank's parts of the parameters, and its state: as shards, as whole tensors."""
 
+import contextlib
 import copy
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, Self
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 from undertow.boxes import Box, boxes_of_range
-from undertow.errors import CheckpointError, require
+from undertow.errors import CheckpointError, ConfigError, require
 from undertow.runtime.comm.agreement import gather_json
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.gradients.storage import strides_of_gradient
@@ -32,20 +35,36 @@ _OF_A_COPY = {"device", "non_blocking", "memory_format"}
 
 _TENSOR, _SCALAR, _VALUE = "tensor", "scalar tensor", "value"
 
-# Their update of a shard differs from the same elements of an update of the whole parameter.
-_NOT_ELEMENTWISE = {
-    "Adafactor": "it keeps one statistic for each row and column of a matrix",
-    "LBFGS": "it takes scalar products of whole gradients, and evaluates the model several times in a step",
-    "Muon": "it orthogonalizes whole matrices",
-    "SparseAdam": "it updates the rows of sparse gradients",
-    "Shampoo": "it keeps a statistic for each pair of rows",
-    "SOAP": "it rotates whole matrices",
-    "LAMB": "it scales an update by the norm of the whole parameter",
-    "LARS": "it scales an update by the norm of the whole parameter",
+# In these classes, the update of an element depends on its own value, gradient and state, on
+# settings, and on the number of steps of its parameter.
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    [
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    ]
+)
+_NOT_ELEMENTWISE: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.Adafactor: "it keeps one statistic for each row and column of a matrix",
+    torch.optim.LBFGS: "it takes scalar products of whole gradients, and evaluates the model several times in a step",
+    torch.optim.Muon: "it orthogonalizes whole matrices",
+    torch.optim.SparseAdam: "it updates the rows of sparse gradients",
 }
-_KNOWN = frozenset(["SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "NAdam", "RAdam", "Rprop", "ASGD"])
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # takes parameters or parameter groups
-_SHAPE, _CUT, _NUM_STEPS = (4, 6), 9, 3
+_WHERE = "ShardedOptimizer, which gives each rank a part of a parameter as a flat piece"
+_PLAIN = "Use an elementwise optimizer such as AdamW or SGD, or this one without sharding."
+# torch's optimizers set these flags in their first step, and the last one for their schedulers.
+_OF_TORCH = {
+    *("state", "param_groups", "defaults"),
+    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_opt_called"),
+}
 
 _shard_part = attrgetter("part")
 
@@ -79,6 +98,8 @@ class InnerOptimizer:
             if target is not owned.values:  # follow values that were written into the parameter, for example by `load_state_dict`
                 is_written = owned.values != target.to(owned.values.dtype)
                 target.copy_(torch.where(is_written, owned.values.to(target.dtype), target))
+        is_known = type(self.optimizer) in ELEMENTWISE
+        before = {} if is_known else _outside_of_state(self.optimizer)
         try:
             private.step_unwatched(self.optimizer)  # hooks of the user's optimizer run around the whole step, not here
         finally:  # also if interrupted: a stale copy would look like an outside write to the parameter
@@ -86,13 +107,17 @@ class InnerOptimizer:
                 owned.target.grad = None
                 if owned.target is not owned.values:
                     owned.values.copy_(owned.target)
+        if not is_known:
+            _require_same(self.optimizer, before, _outside_of_state(self.optimizer))
 
     def take(self, owned: Owned, state: ParamState) -> None:
         """Takes over the state of a part and its fp32 values."""
         master = state.pop(MASTER, None)
         if master is not None and owned.target is not owned.values:
             owned.target.copy_(master)
-        self.optimizer.state[owned.target] = state
+        self.optimizer.state.pop(owned.target, None)
+        if state:
+            self.optimizer.state[owned.target] = state
 
 
 def owned_part(sharding: Sharding, param: Tensor, part: ShardPart) -> Owned:
@@ -116,62 +141,155 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
 
 
-def require_elementwise(cls: type[Any], make: MakeOptimizer, group: dict[str, Any], *, device: torch.device) -> None:
-    """Raises ConfigError if an optimizer is not elementwise, or if its steps change values in its parameter groups.
+def require_elementwise(cls: type[torch.optim.Optimizer], groups: Iterable[dict[str, Any]], *, is_vouched_for: bool) -> None:
+    """Raises ConfigError unless shards of parameters can be stepped by this class.
 
-    torch's optimizers are in a table; any other is tried out on a few numbers.
+    A class that is derived from a known one is not known: its constructor alone may add hooks.
     """
-    is_torchs = cls.__module__.startswith("torch.optim")
-    reason = _NOT_ELEMENTWISE.get(cls.__name__)
-    if reason is None and not (is_torchs and cls.__name__ in _KNOWN):
-        reason = _found_out(make, group, device)
+    methods = [] if cls in ELEMENTWISE else _own_methods(cls)
+    couples = next((reason for base, reason in _NOT_ELEMENTWISE.items() if issubclass(cls, base)), None)
+    refusals = (
+        (couples is not None, couples, _PLAIN),
+        (
+            methods != [],
+            f"it has methods that ShardedOptimizer would hide: {', '.join(methods)}",
+            "Use this optimizer without sharding.",
+        ),
+        (
+            cls not in ELEMENTWISE and not is_vouched_for,
+            "Undertow does not know that it updates each element on its own",
+            "Pass elementwise=True if the update of an element depends on no other element. If it does, or if you are not sure, "
+            "use this optimizer without sharding.",
+        ),
+        (
+            any(group.get("differentiable") for group in groups),
+            "differentiable=True asks for a graph of whole parameters",
+            "Leave differentiable=True out, or use this optimizer without sharding.",
+        ),
+    )
+    for is_refused, reason, remedy in refusals:
+        require(not is_refused, f"{cls.__name__} cannot be sharded: {reason}.", where=_WHERE, remedy=remedy)
+
+
+def _own_methods(cls: type[torch.optim.Optimizer]) -> list[str]:
+    """Returns the public methods that the class has besides torch's, or instead of them, except `step`."""
+    users = [each for each in cls.__mro__ if each not in ELEMENTWISE and each not in (torch.optim.Optimizer, object)]
+    named = {name: value for each in users for name, value in vars(each).items() if not name.startswith("_")}
+    return [f"{name}()" for name, value in named.items() if callable(value) and name != "step"]
+
+
+@contextlib.contextmanager
+def explaining(make: partial[torch.optim.Optimizer], doing: str) -> Iterator[None]:
+    """Context that explains errors of the user's class: it may not expect flat pieces."""
+    try:
+        yield
+    except Exception as error:  # the class may raise anything
+        cls: Any = make.func
+        raise ConfigError(
+            f"{cls.__name__} cannot be sharded: {doing} failed ({type(error).__name__}: {error}).",
+            where=_WHERE,
+            remedy=_PLAIN,
+        ) from error
+
+
+def described(optimizer: torch.optim.Optimizer, defaults: Iterable[str]) -> dict[str, str | int]:
+    """Returns its attributes, these defaults and the settings of its groups as text, and the number of its hooks."""
+    attributes = {
+        name: len(value) if isinstance(value, OrderedDict) else repr(value)
+        for name, value in vars(optimizer).items()
+        if name not in _OF_TORCH
+    }
+    of_defaults = {f"the default of {name}": repr(optimizer.defaults.get(name)) for name in defaults}
+    return {**attributes, **of_defaults} | {
+        f"{name} of group {number}": text
+        for number, group in enumerate(optimizer.param_groups)
+        for name, text in settings_as_text(group).items()
+    }
+
+
+def is_sound(key: str, value: object, param: Tensor) -> bool:
+    """Returns True for an entry of a parameter's state that can be cut into shards."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 or (value.shape == param.shape and key not in OF_THE_WHOLE)
+    return isinstance(value, int | float | str | None)
+
+
+def _outside_of_state(optimizer: torch.optim.Optimizer) -> dict[str, str | int]:
+    """Returns as text what an optimizer keeps elsewhere than in elements and scalars of states."""
+    params = set(params_of(optimizer))
+    return {
+        **described(optimizer, optimizer.defaults),
+        **{f"state[{key!r}]": repr(value) for key, value in optimizer.state.items() if key not in params},
+        **{
+            f"{key!r} in the state of a part with {param.numel()} elements": repr(value)
+            for param in params
+            for key, value in optimizer.state.get(param, {}).items()
+            if not is_sound(key, value, param)
+        },
+    }
+
+
+def _require_same(optimizer: torch.optim.Optimizer, before: Mapping[str, object], after: Mapping[str, object]) -> None:
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     require(
-        reason is None,
-        f"{cls.__name__} cannot be sharded: {reason}.",
-        where="ShardedOptimizer, which gives each rank a part of a parameter as a flat piece",
-        remedy="Use an elementwise optimizer such as AdamW or SGD, or this one without sharding.",
+        not changed,
+        f"{type(optimizer).__name__} cannot be sharded: its step changes {', '.join(changed[:3])}, and "
+        "ShardedOptimizer keeps, moves and saves only numbers and values of elements in the states of parameters.",
+        where=_WHERE,
+        remedy=_PLAIN,
     )
 
 
-def state_of_one_element(make: MakeOptimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device) -> ParamState:
+def state_of_one_element(
+    make: partial[torch.optim.Optimizer], group: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> ParamState:
     """Returns the state of a parameter with one element, after one step with the settings of `group`."""
-    like = torch.zeros(1, dtype=accumulation_dtype(dtype), device=device)
-    optimizer = _stepped(make, group, [like], [[torch.ones_like(like)]])
-    state = dict(optimizer.state.get(params_of(optimizer)[0], {}))
-    return state if like.dtype == dtype else {**state, MASTER: like}
-
-
-def _found_out(make: MakeOptimizer, group: dict[str, Any], device: torch.device) -> str | None:
-    """Runs a few steps of an unknown optimizer; returns why it cannot be sharded, or None if it can."""
-    generator = torch.Generator().manual_seed(0)  # does not touch the user's generator
-    start, *grads = (torch.randn(_SHAPE, generator=generator).to(device) for _ in range(_NUM_STEPS + 1))
-    new, whole = (_stepped(make, group, [start], [[grad] for grad in given]) for given in ((), grads))
-    parts = _stepped(make, group, _cut(start), map(_cut, grads))
-    in_one, in_parts = (torch.cat([param.detach().flatten() for param in params_of(each)]) for each in (whole, parts))
-    if not torch.equal(in_one, in_parts):
-        return "it updates parts of a parameter differently from the whole"
-    before, after = (settings_as_text(each.param_groups[0]) for each in (new, whole))
-    changed = [repr(name) for name in {**before, **after} if before.get(name) != after.get(name)]
-    if changed:
-        return f"its steps change {', '.join(changed)} in its parameter groups, and only its state is kept, moved and saved"
-    return None
-
-
-def _stepped(
-    make: MakeOptimizer, group: dict[str, Any], start: Sequence[Tensor], grads: Iterable[Sequence[Tensor]]
-) -> torch.optim.Optimizer:
-    """Returns an optimizer of parameters like `start`, with the settings of `group`, after one step for each of `grads`."""
-    params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
-    optimizer = make([{"params": params, **copy.deepcopy(hyper_parameters(group))}])
-    for of_step in grads:
-        for param, grad in zip(params, of_step, strict=True):
-            param.grad = grad.clone()
+    like = torch.nn.Parameter(torch.zeros(1, dtype=accumulation_dtype(dtype), device=device))
+    like.grad = torch.ones_like(like)
+    with explaining(make, "a step on one element, which shows the form of its state,"):
+        optimizer = make([{"params": [like], **copy.deepcopy(hyper_parameters(group))}])
         private.step_unwatched(optimizer)
-    return optimizer
+    state = dict(optimizer.state.get(like, {}))
+    return state if like.dtype == dtype else {**state, MASTER: like.detach()}
 
 
-def _cut(tensor: Tensor) -> list[Tensor]:
-    return [tensor.flatten()[:_CUT], tensor.flatten()[_CUT:]]
+class Written(UserDict[Any, Any]):
+    """A dict that calls `changed` with each key that is set or deleted, also further inside."""
+
+    def __init__(self, data: Mapping[Any, Any], changed: Callable[[Any], object] = id) -> None:
+        self._changed = changed
+        self.data = {key: self._followed(key, item) for key, item in data.items()}
+
+    def _followed(self, key: Any, item: Any) -> Any:
+        return Written(item, lambda _: self._changed(key)) if isinstance(item, Mapping) else item
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        self.data[key] = self._followed(key, item)
+        self._changed(key)
+
+    def __delitem__(self, key: Any) -> None:
+        del self.data[key]
+        self._changed(key)
+
+
+class WrittenStates(Written):
+    """The same for the states of parameters; the state of any other parameter is empty."""
+
+    def __missing__(self, param: Tensor) -> Any:
+        self.data[param] = self._followed(param, {})
+        return self.data[param]
+
+    def get(self, param: Tensor, default: Any = None) -> Any:  # adds nothing
+        return self.data.get(param, default)
+
+
+def with_copied_scalars(state: Mapping[str, Any]) -> ParamState:
+    """Returns `state` with copies of its scalars, which each part of a parameter has.
+
+    They cannot be changed in place: torch refuses that for tensors of inference mode.
+    """
+    with torch.inference_mode():
+        return {key: value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value for key, value in state.items()}
 
 
 class ShardedState(Tensor):

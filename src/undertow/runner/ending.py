@@ -63,7 +63,7 @@ def about_shards(profile: Profile) -> str:
         for it in (WhatIf.of(profile, strategy, None, NetworkOptions(), Conditions()) for strategy in ("ddp", "zero1"))
     )
     return (
-        "A sharded optimizer takes one line after the optimizer and the wrapper are made:\n"
+        "AdamW, SGD and other elementwise optimizers are sharded by one line, after the optimizer and the wrapper are made:\n"
         "  optimizer = undertow.shard_optimizer(optimizer, model)\n"
         f"The simulator expects {then_ms:.1f} ms a step instead of {now_ms:.1f} ms. Each rank would also hold and update only "
         f"1/{profile.num_ranks} of the optimizer's state. The shorter update is not counted.\n"

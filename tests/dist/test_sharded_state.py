@@ -1,0 +1,165 @@
+"""The state and the groups of a sharded optimizer can be changed as a plain one's, or an error says why not."""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.errors import text_of
+from support.ranks import in_ranks
+from support.sharded import MLP, ORDERED, Parameters, one_step, parameters, require_equal, stepped, trained
+from undertow import CheckpointError, ConfigError, DistributedDataParallel, ShardedOptimizer
+
+Edit = Callable[[Any, list[nn.Parameter]], object]
+
+
+def number_of(optimizer: Any, param: Tensor) -> int:
+    return next(index for index, each in enumerate(optimizer.param_groups[0]["params"]) if each is param)
+
+
+def take_out(optimizer: Any, params: list[nn.Parameter]) -> None:
+    del optimizer.param_groups[0]["params"][number_of(optimizer, params[1])]
+
+
+def put_back(optimizer: Any, params: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["params"].append(params[1])
+
+
+def to_a_group_of_its_own(optimizer: Any, params: list[nn.Parameter]) -> None:
+    take_out(optimizer, params)
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [params[1]], "lr": 0.001})
+
+
+def two_groups_anew(optimizer: Any, params: list[nn.Parameter]) -> None:
+    group = optimizer.param_groups[0]
+    optimizer.param_groups = [{**group, "params": params[:2], "lr": 0.001}, {**group, "params": params[2:]}]
+
+
+def fresh(param: Tensor) -> dict[str, Tensor]:
+    return {"step": torch.tensor(2.0), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.ones_like(param)}
+
+
+def of_all_but_one(params: list[nn.Parameter]) -> defaultdict[Tensor, dict[str, Tensor]]:
+    return defaultdict(dict, {param: fresh(param) for param in params[1:]})
+
+
+# What happens to an optimizer, by the step before which it happens.
+EDITS: dict[str, dict[int, Edit]] = {
+    "cleared": {3: lambda it, _: it.state.clear(), 5: lambda it, _: it.state.clear()},
+    "cleared before the first step": {0: lambda it, _: it.state.clear()},
+    "exchanged for an empty one": {3: lambda it, _: setattr(it, "state", defaultdict(dict))},
+    "exchanged for another": {
+        3: lambda it, params: setattr(it, "state", defaultdict(dict, {param: fresh(param) for param in params[1:]}))
+    },
+    "one deleted": {3: lambda it, params: it.state.__delitem__(params[0])},
+    "one popped": {3: lambda it, params: it.state.pop(params[0])},
+    "one given": {3: lambda it, params: it.state.__setitem__(params[0], fresh(params[0]))},
+    "one given before the first step": {0: lambda it, params: it.state.__setitem__(params[0], fresh(params[0]))},
+    "all given anew": {3: lambda it, _: [it.state.__setitem__(param, state) for param, state in it.state.items()]},
+    "an entry set": {3: lambda it, params: it.state[params[0]].update(step=torch.tensor(0.0))},
+    "an entry given by another": {
+        3: lambda it, params: it.state[params[0]].__setitem__("exp_avg", it.state[params[0]]["exp_avg_sq"].clone())
+    },
+    "entries of one that has none": {
+        3: lambda it, params: (it.state.pop(params[0]), it.state[params[0]].update(fresh(params[0])))
+    },
+    "a parameter taken out and put back": {2: take_out, 4: put_back},
+    "a parameter taken out, and the state cleared": {2: take_out, 4: lambda it, _: it.state.clear()},
+    "a parameter moved to another group": {3: to_a_group_of_its_own},
+    "a group popped, and added again": {
+        2: to_a_group_of_its_own,
+        4: lambda it, _: it.param_groups.pop(),
+        5: lambda it, params: it.add_param_group({"params": [params[1]], "lr": 0.002}),
+    },
+    "new groups": {0: two_groups_anew, 3: lambda it, _: it.param_groups.reverse()},
+}
+
+
+def edited(name: str, strategy: str) -> Parameters:
+    def each(ddp: Any, optimizer: Any, step: int) -> None:
+        edit = EDITS[name].get(step)
+        if edit is not None:
+            edit(optimizer, list(ddp.module.parameters()))
+        one_step(ddp, optimizer, step)
+
+    return trained(MLP, strategy, "AdamW", num_steps=7, each=each, **ORDERED)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("name", EDITS)
+def test_a_change_of_state_or_groups_does_what_it_does_to_a_plain_optimizer(name: str) -> None:
+    require_equal(edited(name, "ddp"), edited(name, "zero1"))
+
+
+@in_ranks(2)
+def test_a_cleared_state_is_empty_in_state_dicts_too() -> None:
+    with stepped(2, optimizer="AdamW", **ORDERED) as (_, opt):
+        opt.consolidate_state_dict(0)
+        opt.state.clear()
+        assert (len(opt.state), opt.state_dict()["state"]) == (0, {})
+
+
+# A step moves a bfloat16 parameter by less than half of its last place.
+@in_ranks(2)
+def test_a_cleared_state_leaves_the_wide_values_of_16_bit_parameters() -> None:
+    with contextlib.closing(DistributedDataParallel(nn.Linear(4, 4, bias=False).bfloat16())) as ddp:
+        opt = ShardedOptimizer(torch.optim.SGD, ddp, lr=2.0**-12, momentum=0.5)
+        with torch.no_grad():
+            ddp.module.weight.fill_(1.0)
+        for _ in range(2**6):
+            opt.zero_grad()
+            ddp(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+            opt.step()
+            opt.state.clear()
+        assert torch.equal(parameters(ddp)["module.weight"], torch.full((4, 4), 1.0 - 2.0**-6, dtype=torch.bfloat16))
+
+
+@in_ranks(2)
+def test_a_tensor_of_a_state_cannot_be_changed_in_place() -> None:
+    with stepped(2, optimizer="AdamW", **ORDERED) as (ddp, opt):
+        weight = ddp.module[0].weight
+        assert "has no values here" in text_of(CheckpointError, lambda: opt.state[weight]["exp_avg"].zero_())
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            opt.state[weight]["step"].zero_()
+        assert opt.state[weight]["step"] == 2
+
+
+@in_ranks(2)
+def test_state_of_no_parameter_is_refused_by_name() -> None:
+    with stepped(1, optimizer="AdamW", **ORDERED) as (_, opt):
+        assert text_of(ConfigError, lambda: opt.state["count"].update(number=1)) == (
+            "state can be kept for parameters in the groups of the optimizer only, got it for 'count'.\n"
+            "  ShardedOptimizer.state\n"
+            "  Keep it outside of the optimizer."
+        )
+        given = opt.state_dict()
+        assert text_of(CheckpointError, lambda: opt.load_state_dict({**given, "state": {**given["state"], "count": 1}})) == (
+            "the state has an entry for 'count', which is not a parameter.\n"
+            "  ShardedOptimizer.load_state_dict\n"
+            "  Remove it: a sharded optimizer keeps state for parameters only."
+        )
+
+
+@in_ranks(2)
+def test_a_parameter_that_the_model_does_not_have_is_refused_in_the_next_step() -> None:
+    with stepped(1, **ORDERED) as (ddp, opt):
+        opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
+        text = text_of(ConfigError, lambda: one_step(ddp, opt, 1))
+        assert text.startswith(f"parameter {len(list(ddp.parameters()))} of the optimizer, of shape (3,), is not synchronized")
+
+
+@in_ranks(2)
+def test_changed_defaults_are_read() -> None:
+    """Adagrad reads its first accumulator there."""
+
+    def each(ddp: Any, opt: Any, step: int) -> None:
+        if step == 2:
+            opt.defaults["initial_accumulator_value"] = 2.0
+            opt.state.clear()
+        one_step(ddp, opt, step)
+
+    require_equal(*(trained(MLP, strategy, "Adagrad", num_steps=4, each=each, **ORDERED) for strategy in ("ddp", "zero1")))
