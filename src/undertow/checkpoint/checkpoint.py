@@ -20,9 +20,11 @@ from undertow.checkpoint.files import Stored, Target
 from undertow.checkpoint.metadata import Entry
 from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.errors import CheckpointError, UndertowError
+from undertow.model_sync import settings_of
 from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.optim.state import MASTER, OF_THE_WHOLE, ShardedState
+from undertow.optim.state import MASTER, OF_THE_WHOLE, ShardedState, params_of
 from undertow.runtime.comm.group import GroupRef, OwnGroup
+from undertow.runtime.execute.agreed_errors import require_same_settings, text_of
 from undertow.runtime.execute.hooks import earlier_watchers
 from undertow.runtime.peers.waiting import over_users
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
@@ -53,8 +55,10 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: On every rank, if saving fails on one.
+        PlanMismatch: On every rank, if the ranks' optimizers have different settings.
     """
     target, ranks = Path(path), _Ranks.meet(model, optimizer, to="save a checkpoint")
+    ranks.require_same_settings(optimizer)
     cls = None if optimizer is None else _class_of(optimizer).__name__
     header = ranks.agree(lambda: files.header_text(optimizer=cls, extra=extra))
     state = ranks.agree(lambda: _state_of(_Names(model), optimizer, is_first=ranks.is_first))
@@ -165,6 +169,11 @@ class _Ranks:
         if failed:
             raise CheckpointError(failed[0]) from cause
         return result  # type: ignore[return-value]  # it has not failed
+
+    def require_same_settings(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raises PlanMismatch, on every rank, if their optimizers have different settings: the first rank's would be saved."""
+        mine = "" if optimizer is None else text_of(settings_of(optimizer, set(map(id, params_of(optimizer)))))
+        require_same_settings(self._from_all(mine), where="save_checkpoint")
 
     def agree_on_first(self, work: Callable[[], Path | None]) -> Path:
         """Runs `work` on the first rank only, and returns its path on every rank."""
