@@ -386,20 +386,24 @@ def settings_of(optimizer: Optimizer, params: Set[int]) -> Settings:
     for group in optimizer.param_groups:
         if params.isdisjoint(map(id, group["params"])):
             continue
-        of_group: list[tuple[str, Any]] = []
-        for name in optimizer.defaults:
+        of_group = []
+        for name in getattr(optimizer, "defaults", ()):
             value = group.get(name)
-            if isinstance(value, float):
-                value = float(value)  # numpy's is one too
-            elif isinstance(value, Tensor) and value.is_cpu and value.dim() == 0:
-                value = value.item()
-            elif isinstance(value, list):
-                value = tuple(value)
-            parts = value if isinstance(value, tuple) else (value,)
-            if name not in _IMPLEMENTATION and _PLAIN.issuperset(map(type, parts)):
+            if type(value) not in _PLAIN:
+                value = _plain(value)
+            if value is not None and name not in _IMPLEMENTATION:
                 of_group.append((name, value))
         settings.append((f"group {len(settings)} of {kind}", tuple(of_group)))
     return tuple(settings)
+
+
+def _plain(value: object) -> object:
+    """Returns a number of numpy's or on the host, or a sequence of plain values, as Python has it; None for anything else."""
+    if isinstance(value, Tensor):
+        return value.item() if value.is_cpu and value.dim() == 0 else None
+    if isinstance(value, tuple | list):
+        return tuple(value) if _PLAIN.issuperset(map(type, value)) else None
+    return float(value) if isinstance(value, float) else None
 
 
 @private.untraced  # if the step is compiled, so would be everything before it

@@ -231,6 +231,28 @@ def test_ignored_parameters_buffers_and_loads_of_nothing_do_not_count() -> None:
         one_step(ddp, optimizer)
 
 
+@in_ranks(2)
+def test_two_models_in_one_backward_are_compared_in_the_same_step() -> None:
+    """Both are loaded on one rank, and ranks end their backwards in different orders."""
+    with wrapped(nn.Linear(6, 3)) as first, wrapped(nn.Linear(6, 3)) as second:
+        for model in (first, second):
+            load_on([1], model.module)
+        models = (first, second) if dist.get_rank() == 0 else (second, first)
+        loss = sum(model(noise(5, 6)).square().mean() for model in models)
+        for call in (loss.backward, lambda: [model.wait() for model in models]):
+            with pytest.raises(ReplicaMismatch, match="load_state_dict on rank 1"):
+                call()
+
+
+@in_ranks(2)
+def test_a_rank_without_data_does_not_tell_what_it_has_loaded() -> None:
+    """It takes the others' parameters at the end of join."""
+    with in_training() as (ddp, optimizer), ddp.join():
+        for step in range(1 if dist.get_rank() == 0 else 4):
+            one_step(ddp, optimizer, step)
+        load_on([0], ddp.module)
+
+
 @in_ranks(4)
 def test_experts_are_compared_among_the_ranks_that_have_them() -> None:
     """Ranks 0 and 2 have the same experts, which one of them loads; ranks 1 and 3 go on."""

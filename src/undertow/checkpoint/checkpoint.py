@@ -58,7 +58,8 @@ def save_checkpoint(
         PlanMismatch: On every rank, if the ranks' optimizers have different settings.
     """
     target, ranks = Path(path), _Ranks.meet(model, optimizer, to="save a checkpoint")
-    ranks.require_same_settings(optimizer)
+    settings = () if optimizer is None else settings_of(optimizer, set(map(id, params_of(optimizer))))
+    require_same_settings(ranks._from_all(text_of(settings)), where="save_checkpoint")
     cls = None if optimizer is None else _class_of(optimizer).__name__
     header = ranks.agree(lambda: files.header_text(optimizer=cls, extra=extra))
     state = ranks.agree(lambda: _state_of(_Names(model), optimizer, is_first=ranks.is_first))
@@ -169,11 +170,6 @@ class _Ranks:
         if failed:
             raise CheckpointError(failed[0]) from cause
         return result  # type: ignore[return-value]  # it has not failed
-
-    def require_same_settings(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Raises PlanMismatch, on every rank, if their optimizers have different settings: the first rank's would be saved."""
-        mine = "" if optimizer is None else text_of(settings_of(optimizer, set(map(id, params_of(optimizer)))))
-        require_same_settings(self._from_all(mine), where="save_checkpoint")
 
     def agree_on_first(self, work: Callable[[], Path | None]) -> Path:
         """Runs `work` on the first rank only, and returns its path on every rank."""

@@ -26,6 +26,7 @@ from undertow.plan import (
     plan_from_groups,
     ranks_differ,
     signature_of,
+    with_complements,
 )
 from undertow.plan.layout import padded_numel, trailer_at
 from undertow.profile import source_from_file
@@ -360,6 +361,12 @@ def test_any_difference_of_any_rank_is_seen(ranks: list[tuple[int, int]], are_al
         ranks = ranks[:1] * len(ranks)
     signatures = [bits_of(signature_of(generation=generation, mode=mode)) for generation, mode in ranks]
     assert ranks_differ(summed(signatures)) == (len(set(ranks)) > 1)
+
+
+@given(st.lists(st.none() | st.integers(0, 2**24 - 1), min_size=1, max_size=9))
+def test_digests_of_ranks_differ_unless_a_rank_accepts_the_others(ranks: list[int | None]) -> None:
+    digests = [bits_of(with_complements(digest)) for digest in ranks]
+    assert ranks_differ(summed(digests)) == (len({digest for digest in ranks if digest is not None}) > 1)
 
 
 MIB = 1024 * 1024

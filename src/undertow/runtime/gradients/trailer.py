@@ -13,6 +13,8 @@ from undertow.plan import Bucket, Trailer, ranks_differ, with_complements
 from undertow.plan.layout import ALIKE, DIGEST_BITS, SIGNATURE_BITS, STEP_BITS
 from undertow.runtime.gradients.storage import BucketStorage
 
+_DIGITS = bytes.maketrans(b"01", b"\0\1")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -148,8 +150,8 @@ class TrailerCodec:
     def _flags_of(self, told: Sequence[int], num_bits: int) -> Tensor:
         """Returns the bits of these integers as zeros and ones, the lowest first; each has `num_bits`, and their complements."""
         digits = "".join(f"{bits:0{2 * num_bits}b}"[::-1] for bits in told)
-        ascii_codes = torch.frombuffer(bytearray(digits, "ascii"), dtype=torch.uint8)
-        return to_device(ascii_codes - ord("0"), self._mine.dtype, self._mine.device)
+        flags = torch.frombuffer(bytearray(digits, "ascii").translate(_DIGITS), dtype=torch.uint8)
+        return to_device(flags, flags.dtype, self._mine.device)
 
     def _report(self, verdict: Verdict, trailer: Tensor) -> None:
         places, rank = self._places, verdict.rank

@@ -243,6 +243,7 @@ class RoundRunner:
             generation=compiled.generation,
             mode=None if kind is RoundKind.SHADOW else progress.mode,
             settings=progress.settings,
+            loaded=loaded,
             alike=(progress.settings_digest, loaded) if is_telling else (None, None),
             is_last=is_last,
             not_arrived=self._not_arrived,
