@@ -435,7 +435,7 @@ def _before_step(
             where="the first step of the optimizer",
             remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
         )
-    settings = settings_of(optimizer, engine.current_plan.members.ids) if steps and engine.current_plan.is_active else ()
+    settings = settings_of(optimizer, engine.current_plan.now.hooks.ids) if steps and engine.current_plan.is_active else ()
     engine.finish_before_step(params, steps=steps, settings=settings)
     if engine.earlier is not None and steps and not any(map(callable, (*args[1:], *kwargs.values()))):
         # Not before a closure, whose backward is still to come.

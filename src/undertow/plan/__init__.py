@@ -22,7 +22,6 @@ from undertow.plan.layout import (
     Trailer,
     ranks_differ,
     signature_of,
-    with_complements,
 )
 from undertow.plan.optimal import Optimum, optimal_groups
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
@@ -59,5 +58,4 @@ __all__ = [
     "ranks_differ",
     "reverse_registration",
     "signature_of",
-    "with_complements",
 ]

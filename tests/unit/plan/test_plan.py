@@ -26,9 +26,8 @@ from undertow.plan import (
     plan_from_groups,
     ranks_differ,
     signature_of,
-    with_complements,
 )
-from undertow.plan.layout import padded_numel, trailer_at
+from undertow.plan.layout import padded_numel, trailer_at, with_complements
 from undertow.profile import source_from_file
 
 PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))

@@ -86,8 +86,8 @@ class Progress:
 
     @property
     def settings_digest(self) -> int | None:
-        """The same on ranks that have stepped with the same settings. None, which accepts the others', where the mode is None."""
-        return digest_of(self.settings) if self._has_ever_stepped else None
+        """The same on ranks that have stepped with the same settings. None, which accepts the others', on a rank that has not."""
+        return digest_of(self.settings) if self.settings else None
 
     def has_result_for(self, params: Collection[int]) -> bool:
         """Returns True if these parameters, by id, have not stepped on the last round's result yet."""
