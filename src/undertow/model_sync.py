@@ -5,7 +5,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Set
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import itemgetter
@@ -25,6 +25,7 @@ from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buff
 from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, other_group, warn_of_lone_rank
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.hooks import is_outermost_forward, is_watched, warn_of_late_backward
+from undertow.runtime.execute.round import Settings
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf, ModuleParams
 from undertow.runtime.step.checks import Arguments, NonFinite
@@ -34,9 +35,11 @@ from undertow.runtime.step.sharded_steps import ShardedSteps
 from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.step.tracing import trace_at_end
 from undertow.runtime.torch_private import private
-from undertow.runtime.torch_private.module_hook import ModuleHook, cut_graphs
+from undertow.runtime.torch_private.module_hook import ModuleHook, before_loads, cut_graphs
 from undertow.schedule import DDP
 
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}  # settings of torch's optimizers
+_PLAIN = {bool, int, float, str, type(None)}
 _NOT_THE_USERS = ("undertow-", "Dummy-")  # names of Undertow's threads, and of threads that Python has not started
 
 
@@ -92,6 +95,8 @@ class ModelSync:
         )  # a successor has taken the members over
         attached.callback(engine.close)
         attached.callback(_watch_steps(self, engine))
+        if own.num_ranks > 1:
+            attached.callback(before_loads(self._module, engine.checks.loads.begins))
         attached.callback(trace_at_end(engine, self._config))
         self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this, a dropped model is never freed.
@@ -216,6 +221,7 @@ class ModelSync:
         self._wait_for_parameters()
         if "parameters" in kinds:
             broadcast_in_place([param for _, param in self.named_parameters()], self._group, source=source)
+            self._engine.checks.loads.settle()
         if "buffers" in kinds:
             tensors = [buffer.tensor for buffer in self._members.common_buffers.now()]
             broadcast_in_place(tensors, self._group, source=source)
@@ -368,6 +374,36 @@ def _watch_steps(sync: ModelSync, engine: Engine) -> Callable[[], None]:
     return hooks.close
 
 
+def settings_of(optimizer: Optimizer, params: Set[int]) -> Settings:
+    """Returns the settings of each group that has one of these parameters, by id; ranks that step alike have the same.
+
+    Left out are tensors on devices, for which the host would wait, and settings that only choose an implementation.
+    """
+    kind = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
+    settings: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
+    for group in optimizer.param_groups:
+        if params.isdisjoint(map(id, group["params"])):
+            continue
+        of_group = []
+        for name in getattr(optimizer, "defaults", ()):
+            value = group.get(name)
+            if type(value) not in _PLAIN:
+                value = _plain(value)
+            if value is not None and name not in _IMPLEMENTATION:
+                of_group.append((name, value))
+        settings.append((f"group {len(settings)} of {kind}", tuple(of_group)))
+    return tuple(settings)
+
+
+def _plain(value: object) -> object:
+    """Returns a number of numpy's or on the host, or a sequence of plain values, as Python has it; None for anything else."""
+    if isinstance(value, Tensor):
+        return value.item() if value.is_cpu and value.dim() == 0 else None
+    if isinstance(value, tuple | list):
+        return tuple(value) if _PLAIN.issuperset(map(type, value)) else None
+    return float(value) if isinstance(value, float) else None
+
+
 @private.untraced  # if the step is compiled, so would be everything before it
 def _before_step(
     weak_sync: Callable[[], ModelSync | None],
@@ -397,7 +433,8 @@ def _before_step(
             where="the first step of the optimizer",
             remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
         )
-    engine.finish_before_step(params, steps=steps)
+    settings = settings_of(optimizer, engine.current_plan.now.hooks.ids) if steps and engine.current_plan.is_active else ()
+    engine.finish_before_step(params, steps=steps, settings=settings)
     if engine.earlier is not None and steps and not any(map(callable, (*args[1:], *kwargs.values()))):
         # Not before a closure, whose backward is still to come.
         engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")

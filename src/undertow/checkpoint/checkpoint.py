@@ -20,9 +20,11 @@ from undertow.checkpoint.files import Stored, Target
 from undertow.checkpoint.metadata import Entry
 from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.errors import CheckpointError, UndertowError
+from undertow.model_sync import settings_of
 from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.optim.state import MASTER, OF_THE_WHOLE, ShardedState
+from undertow.optim.state import MASTER, OF_THE_WHOLE, ShardedState, params_of
 from undertow.runtime.comm.group import GroupRef, OwnGroup
+from undertow.runtime.execute.agreed_errors import require_same_settings, text_of
 from undertow.runtime.execute.hooks import earlier_watchers
 from undertow.runtime.peers.waiting import over_users
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
@@ -53,8 +55,11 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: On every rank, if saving fails on one.
+        PlanMismatch: On every rank, if the ranks' optimizers have different settings.
     """
     target, ranks = Path(path), _Ranks.meet(model, optimizer, to="save a checkpoint")
+    settings = () if optimizer is None else settings_of(optimizer, set(map(id, params_of(optimizer))))
+    require_same_settings(ranks._from_all(text_of(settings)), where="save_checkpoint")
     cls = None if optimizer is None else _class_of(optimizer).__name__
     header = ranks.agree(lambda: files.header_text(optimizer=cls, extra=extra))
     state = ranks.agree(lambda: _state_of(_Names(model), optimizer, is_first=ranks.is_first))

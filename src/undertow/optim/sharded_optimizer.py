@@ -1,5 +1,6 @@
 """An optimizer whose state and work are sharded over ranks."""
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, require
+from undertow.model_sync import settings_of
 from undertow.optim.clipping import norm_and_scale
 from undertow.optim.state import (
     MASTER,
@@ -35,6 +37,8 @@ from undertow.optim.state import (
     with_copied_scalars,
     with_scalars_in_place,
 )
+from undertow.runtime.comm.agreement import gather_json
+from undertow.runtime.execute.agreed_errors import require_same_settings, text_of
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.step.sharded_steps import finish_before_look
@@ -428,7 +432,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             return super().state_dict()
 
     def _whole_states(self, *, keeps: bool = True, device: torch.device | None = None) -> FullStates:
-        """Gathers the whole state of every parameter, on `device` if given; empty if not `keeps`. A collective call."""
+        """Gathers the whole state of every parameter, on `device` if given; empty if not `keeps`. A collective call.
+
+        Raises PlanMismatch, on every rank, if the ranks' settings differ: one rank's would be saved.
+        """
         self._steps.require_gatherable()
         nobodys = {
             param: whole_state_without_elements(param, self._state_of_one_element(number, param.dtype, param.device))
@@ -436,7 +443,12 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             if param.numel() == 0
         }
         waiting = {param: state for param, state in self._waiting.items() if state.keys() != {MASTER}}
-        return nobodys | self._full_states(keeps=keeps, device=device) | waiting
+        states = nobodys | self._full_states(keeps=keeps, device=device) | waiting
+        if self._sharding is not None and self._sharding.group.num_ranks > 1:
+            mine = text_of(settings_of(self, set(map(id, params_of(self)))))
+            texts = gather_json(self._sync._group, json.dumps(mine).encode())
+            require_same_settings(texts, where="ShardedOptimizer.state_dict")
+        return states
 
     def _states(self) -> FullStates:
         """Returns this rank's knowledge of every parameter's state."""

@@ -3,8 +3,8 @@
     0             numel        trailer.start                                   storage_numel
     | gradients   | padding    | used | signature | verdict                    |
       one slot                   one    48 bits     last bucket only:
-      per parameter              per                failed, changed, other-buffers and non-finite
-      or piece of one            slot               ranks, late buckets, busy time of every rank
+      per parameter              per                digests of what all ranks must have alike; failed, changed,
+      or piece of one            slot               other-buffers and non-finite ranks, late buckets, busy time of every rank
 
 Gradients with the first part of the padding are cut into equal shards, one per rank. The end of that part, and the end of the
 storage, are multiples of the number of ranks and of 16 bytes (vector loads).
@@ -27,6 +27,9 @@ from undertow.errors import ConfigError
 _ALIGN_BYTES = 16
 STEP_BITS, _GENERATION_BITS, _MODE_BITS = 12, 8, 4
 SIGNATURE_BITS = STEP_BITS + _GENERATION_BITS + _MODE_BITS
+# What the last bucket says all ranks must have alike, each as the bits of a digest and their complements.
+ALIKE = ("settings", "loaded")  # of optimizers' steps since the last synchronization; parameters that load_state_dict changed
+DIGEST_BITS = 24
 MOST = 2**63 - 1  # largest count: a signed integer of 64 bits
 Kind = tuple[str, str, bool, str | None]
 # Bytes per element of the dtypes that have gradients, by torch's names.
@@ -139,6 +142,7 @@ class Trailer:
 
     used: range  # one flag per slot: a gradient arrived since the last synchronization. NaN: it arrived and is not finite
     signature: range  # the bits of `signature_of` and the step, lowest first
+    alike: range  # the bits of a digest for each of ALIKE, as `with_complements` has them, lowest first
     failed: range  # one small number per rank: non-zero if it failed in this step, above 1 to give the reason
     changed: range  # one flag per rank, set if its parameters differ from the plan's
     buffers: range  # one flag per rank, set if its buffers differ from the ones that were compared
@@ -161,7 +165,8 @@ class Trailer:
 
 def trailer_at(start: int, *, num_slots: int, num_late: int = 0, num_ranks: int = 0) -> Trailer:
     """Lays out a trailer from `start` on; with a verdict for the last bucket of `num_late`, and `num_ranks` ranks."""
-    ends = accumulate((num_slots, 2 * SIGNATURE_BITS, *[num_ranks] * 4, num_late, num_ranks), initial=start)
+    num_alike = 2 * DIGEST_BITS * len(ALIKE) if num_late else 0
+    ends = accumulate((num_slots, 2 * SIGNATURE_BITS, num_alike, *[num_ranks] * 4, num_late, num_ranks), initial=start)
     names = (field.name for field in fields(Trailer))
     return Trailer(**{name: range(first, stop) for name, (first, stop) in zip(names, pairwise(ends), strict=True)})
 
@@ -179,8 +184,14 @@ def signature_of(*, generation: int, mode: int | None, has_other_op: bool = Fals
     return bits | (~bits & (1 << told) - 1) << SIGNATURE_BITS
 
 
+def with_complements(digest: int | None) -> int:
+    """Returns an integer with the bits of a digest, and above them their complements; 0 for None, which accepts the others'."""
+    bits = 0 if digest is None else digest % (1 << DIGEST_BITS)
+    return 0 if digest is None else bits | (~bits & (1 << DIGEST_BITS) - 1) << DIGEST_BITS
+
+
 def ranks_differ(signature: Sequence[bool]) -> bool:
-    """Returns True if a reduced signature, given as non-zero flags, shows that ranks differ."""
+    """Returns True if a reduced signature or digest, given as non-zero flags, shows that ranks differ."""
     half = len(signature) // 2
     return any(bit and complement for bit, complement in zip(signature[:half], signature[half:], strict=True))
 

@@ -27,7 +27,7 @@ from undertow.plan import (
     ranks_differ,
     signature_of,
 )
-from undertow.plan.layout import padded_numel, trailer_at
+from undertow.plan.layout import padded_numel, trailer_at, with_complements
 from undertow.profile import source_from_file
 
 PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
@@ -291,15 +291,15 @@ places = st.tuples(st.integers(0, 2**8 - 1), st.integers(0, 2**4 - 1))
 
 
 def ranges_of(trailer: Trailer) -> list[range]:
-    parts = (trailer.used, trailer.signature, trailer.failed, trailer.changed, trailer.buffers, trailer.nonfinite)
+    parts = (trailer.used, trailer.signature, trailer.alike, trailer.failed, trailer.changed, trailer.buffers, trailer.nonfinite)
     return [*parts, trailer.late, trailer.busy]
 
 
 @pytest.mark.parametrize(
     ("trailer", "has_verdict", "ends"),
     [
-        (trailer_at(100, num_slots=3, num_late=2, num_ranks=4), True, (100, 103, 151, 155, 159, 163, 167, 169, 173)),
-        (trailer_at(100, num_slots=3), False, (100, 103, *[151] * 7)),
+        (trailer_at(100, num_slots=3, num_late=2, num_ranks=4), True, (100, 103, 151, 247, 251, 255, 259, 263, 265, 269)),
+        (trailer_at(100, num_slots=3), False, (100, 103, *[151] * 8)),
     ],
     ids=["the last bucket's", "another one's, without a verdict"],
 )
@@ -333,9 +333,9 @@ def test_a_bucket_is_slots_a_trailer_and_equal_aligned_shards(plan: Plan) -> Non
         assert bucket.numel <= sharded_numel <= bucket.trailer.start == bucket.trailer.used.start
         assert all(earlier.stop == later.start for earlier, later in pairwise(ranges))
         assert ranges[-1].stop == bucket.trailer.stop == bucket.storage_numel
-        # Only the last one carries the verdict: of each rank, but for the flags of late buckets.
-        of_last = [plan.num_ranks] * 4 + [len(plan.buckets), plan.num_ranks]
-        assert [len(part) for part in ranges_of(bucket.trailer)[2:]] == (of_last if bucket is plan.buckets[-1] else [0] * 6)
+        # Only the last one carries the verdict: digests, flags of each rank, flags of late buckets, and times.
+        of_last = [96] + [plan.num_ranks] * 4 + [len(plan.buckets), plan.num_ranks]
+        assert [len(part) for part in ranges_of(bucket.trailer)[2:]] == (of_last if bucket is plan.buckets[-1] else [0] * 7)
         assert bucket.storage_numel % plan.num_ranks == bucket.wire_bytes % 16 == sharded_numel * bucket.itemsize % 16 == 0
 
 
@@ -360,6 +360,12 @@ def test_any_difference_of_any_rank_is_seen(ranks: list[tuple[int, int]], are_al
         ranks = ranks[:1] * len(ranks)
     signatures = [bits_of(signature_of(generation=generation, mode=mode)) for generation, mode in ranks]
     assert ranks_differ(summed(signatures)) == (len(set(ranks)) > 1)
+
+
+@given(st.lists(st.none() | st.integers(0, 2**24 - 1), min_size=1, max_size=9))
+def test_digests_of_ranks_differ_unless_a_rank_accepts_the_others(ranks: list[int | None]) -> None:
+    digests = [bits_of(with_complements(digest)) for digest in ranks]
+    assert ranks_differ(summed(digests)) == (len({digest for digest in ranks if digest is not None}) > 1)
 
 
 MIB = 1024 * 1024

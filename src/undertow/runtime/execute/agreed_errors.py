@@ -1,10 +1,13 @@
 """The errors of a round: the same on every rank if its trailers report them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
+from itertools import chain
 
-from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch
-from undertow.runtime.execute.round import Round, RoundResult
+from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch, ReplicaMismatch
+from undertow.runtime.execute.round import Round, RoundResult, Settings
+
+LOADS = "Load the same values on every rank, or call broadcast_parameters() on every rank after a load on rank 0."
 
 
 class Misuse(IntEnum):
@@ -78,6 +81,58 @@ def require_sound(result: RoundResult, *, rank: int, places: Callable[[str], Map
             where=where,
             remedy="The gradients of this step are incomplete on every rank: drop them, and see the log of that rank.",
         )
+    if "settings" in result.unlike and not result.has_failed:
+        raise settings_differ(places(text_of(result.round.settings)), where=where)
+    if result.apart is not None and not result.has_failed:
+        raise result.apart
+
+
+def text_of(settings: Settings) -> str:
+    """Returns a line for each setting. Numbers that differ in their last digits are equal: libraries of two machines may."""
+    return "\n".join(f"{name} of {group}: {_shown(value)}" for group, values in settings for name, value in values)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
+    """Returns the error of ranks that step with different settings, given the `text_of` of each rank."""
+    of_ranks = {rank: dict(line.split(": ", 1) for line in text.splitlines() if ": " in line) for rank, text in texts.items()}
+    for name in dict.fromkeys(chain.from_iterable(of_ranks.values())):
+        values = {rank: of_rank.get(name, "not set") for rank, of_rank in of_ranks.items()}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in sorted(values.items()))
+            where += f"\n  first difference: {name} is {listed}"
+            break
+    return PlanMismatch(
+        "ranks step with different settings of an optimizer.",
+        where=where,
+        remedy="Give every rank the same settings. A scheduler must follow a number that all ranks have, such as the mean "
+        "of their losses.",
+    )
+
+
+def require_same_settings(texts: Sequence[str], *, where: str) -> None:
+    """Raises PlanMismatch if the `text_of` the settings of each rank is not the same."""
+    if len(set(texts)) > 1:
+        raise settings_differ(dict(enumerate(texts)), where=where)
+
+
+def loaded_apart(result: RoundResult, *, rank: int, places: Callable[[str], Mapping[int, str]]) -> ReplicaMismatch:
+    """Returns the error of ranks that `load_state_dict` has given different parameters."""
+    loaded = result.round.loaded
+    mine = f"it has changed parameters, fingerprint {loaded:06x}" if loaded else "it has changed no parameter"
+    listed = sorted(places(mine).items())
+    return ReplicaMismatch(
+        "load_state_dict has changed parameters on some ranks only, or to different values.",
+        where="\n  ".join(
+            (f"synchronization {result.round.number}, rank {rank}", *(f"rank {other}: {text}" for other, text in listed))
+        ),
+        remedy=LOADS,
+    )
 
 
 def not_waited_for(number: int) -> PhaseError:

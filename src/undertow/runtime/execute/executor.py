@@ -299,6 +299,7 @@ class Executor:
             has_other_buffers=result.round.has_other_buffers,
             late_buckets=[bucket.layout.index for bucket in self.buckets if bucket.binding.catch_late()] if has_late else (),
             busy_ms=self._recorder.busy_ms(),
+            alike=result.round.alike,
         )
 
     # Functions and not bound methods: an executor that held itself would keep the buckets of an old plan alive until the garbage

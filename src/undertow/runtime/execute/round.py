@@ -3,10 +3,16 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
+from undertow.errors import ReplicaMismatch
+from undertow.plan.layout import ALIKE
 from undertow.runtime.gradients.trailer import Reading
 from undertow.runtime.gradients.weights import RoundWeights
 from undertow.schedule import Arrivals, Releases
+
+# For each group of an optimizer that has stepped: what it is called, and its settings by name.
+Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 
 
 class RoundKind(Enum):
@@ -34,6 +40,9 @@ class Round:
     weights: RoundWeights | None = None  # the divisor of sums, if losses are weighted
     op: str | None = None  # of a reduction by hand, if it differs from the settings'
     has_other_buffers: bool = False  # buffers differ from the compared ones
+    settings: Settings = ()  # with which optimizers have stepped since the last synchronization
+    loaded: int = 0  # digest of parameters that `load_state_dict` has changed here; 0 if there are none
+    alike: Sequence[int | None] = (None,) * len(ALIKE)  # a digest for each; None accepts the others'
     is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
     is_synchronized: bool = True  # False if it only accumulates
 
@@ -50,11 +59,17 @@ class RoundResult:
     nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)  # bucket -> positions, on any rank
     keeps_earlier: bool = False  # its results are added to earlier ones of the step
     busy_ms: tuple[float, ...] = ()
+    apart: ReplicaMismatch | None = None  # the error, if load_state_dict has made replicas differ
 
     @property
     def late_buckets(self) -> list[int]:
         """Buckets with a gradient, on some rank, that arrived after they had been launched."""
         return self.reported("late_buckets", overdue=False)
+
+    @property
+    def unlike(self) -> set[str]:
+        """Those of ALIKE in which ranks differ."""
+        return {fact for reading in self.readings for fact in reading.unlike}
 
     def reported(self, field: str, *, overdue: bool = True) -> list[int]:
         """Returns the ranks, or buckets, that the trailers list in that field; with or without trailers of earlier rounds."""

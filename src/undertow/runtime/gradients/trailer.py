@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from undertow.plan import Bucket, Trailer, ranks_differ
-from undertow.plan.layout import SIGNATURE_BITS, STEP_BITS
+from undertow.plan.layout import ALIKE, DIGEST_BITS, SIGNATURE_BITS, STEP_BITS, with_complements
 from undertow.runtime.gradients.storage import BucketStorage
+
+_DIGITS = bytes.maketrans(b"01", b"\0\1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class Verdict:
     has_other_buffers: bool  # other buffers than at the last comparison
     late_buckets: Sequence[int]
     busy_ms: float  # since this rank finished the previous synchronization
+    alike: Sequence[int | None] = ()  # a digest for each of ALIKE, or nothing yet; None accepts the others'
     misuse: int = 0  # if not 0, the reason why a reduction by hand is wrong here; takes the place of a failure
 
 
@@ -33,6 +36,7 @@ class Reading:
 
     used: frozenset[int]  # positions of parameters that some rank used
     ranks_differ: bool
+    unlike: tuple[str, ...] = ()  # those of ALIKE in which ranks differ
     failed_ranks: tuple[int, ...] = ()
     misuses: tuple[tuple[int, int], ...] = ()  # among these, ranks with a wrong reduction by hand, and the reason
     changed_ranks: tuple[int, ...] = ()
@@ -59,6 +63,7 @@ class TrailerCodec:
         self._mine_told = self._mine[self._told]
         self._busy = self._mine[self._places["busy"]][rank : rank + 1]
         self._unused: Sequence[int] = ()
+        self._alike: Sequence[int | None] = ()
         self._flags: dict[int, Tensor] = {}  # the bits of signatures, lowest first
 
     def write(self, *, unused: Sequence[int], signature: int, step: int, verdict: Verdict | None) -> None:
@@ -71,13 +76,17 @@ class TrailerCodec:
         signature ^= step % 2**STEP_BITS * (1 + 2**SIGNATURE_BITS)
         flags = self._flags.get(signature)
         if flags is None:
-            flags = to_device([signature >> bit & 1 for bit in range(2 * SIGNATURE_BITS)], self._mine.dtype, self._mine.device)
+            flags = self._flags_of([signature], SIGNATURE_BITS)
             if self._mine.device.type == "cpu":  # on a device, another stream could read them before they are there
                 self._flags[signature] = flags
         self._signature.copy_(flags)
         if verdict is not None:
             # fp16 ends at 65504: longer times are clipped, because an infinity would spoil the sum.
             self._busy.fill_(min(verdict.busy_ms, 60_000.0))
+            if verdict.alike != self._alike:
+                self._alike = verdict.alike
+                told = list(map(with_complements, verdict.alike))
+                self._mine[self._places["alike"]].copy_(self._flags_of(told, DIGEST_BITS))
         trailer = self._storage.trailer[0].copy_(self._mine)
         if verdict is None:
             return
@@ -123,6 +132,7 @@ class TrailerCodec:
         return Reading(
             used=frozenset(_indices(flags[places["used"]])),
             ranks_differ=ranks_differ(flags[places["signature"]]),
+            unlike=_unlike(flags[places["alike"]]),
             failed_ranks=_indices(flags[places["failed"]]),
             misuses=tuple((rank, reason) for rank, reason in enumerate(reasons) if reason > 1),
             changed_ranks=_indices(flags[places["changed"]]),
@@ -136,6 +146,12 @@ class TrailerCodec:
         """Waits for the device; returns how long each rank was busy since the previous synchronization."""
         busy: list[float] = self._storage.trailer[2].tolist()
         return tuple([abs(of_rank) * self._divisor for of_rank in busy])
+
+    def _flags_of(self, told: Sequence[int], num_bits: int) -> Tensor:
+        """Returns the bits of these integers as zeros and ones, the lowest first; each has `num_bits`, and their complements."""
+        digits = "".join(f"{bits:0{2 * num_bits}b}"[::-1] for bits in told)
+        flags = torch.frombuffer(bytearray(digits, "ascii").translate(_DIGITS), dtype=torch.uint8)
+        return to_device(flags, flags.dtype, self._mine.device)
 
     def _report(self, verdict: Verdict, trailer: Tensor) -> None:
         places, rank = self._places, verdict.rank
@@ -164,11 +180,16 @@ class Snapshot:
         return None if reading is None else replace(reading, is_overdue=True)
 
 
-def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def to_device(values: Sequence[float] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns a small tensor on `device` without waiting for the copy."""
-    on_host = torch.tensor(values, dtype=dtype)
+    on_host = torch.as_tensor(values, dtype=dtype)
     # The caching allocator reuses pinned memory only after the copy has run.
     return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
+
+
+def _unlike(flags: Sequence[bool]) -> tuple[str, ...]:
+    size = len(flags) // len(ALIKE)
+    return tuple(fact for place, fact in enumerate(ALIKE) if ranks_differ(flags[place * size : (place + 1) * size]))
 
 
 def _indices(flags: Sequence[bool]) -> tuple[int, ...]:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from undertow.config import SyncConfig
 from undertow.errors import NonFiniteGradient, PhaseError, ReplicaMismatch, require
 from undertow.plan import Plan
 from undertow.runtime.comm.group import Pending
+from undertow.runtime.execute.agreed_errors import LOADS, loaded_apart
 from undertow.runtime.execute.round import RoundKind, RoundResult
 from undertow.runtime.gradients.finite import not_finite
 from undertow.runtime.peers import faults
@@ -26,6 +28,7 @@ from undertow.runtime.torch_private import private
 _NUM_NAMES = 3
 _NOT_TAKEN = 'No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
 _NOT_BY_ALL = "Ranks with other experts take the step: start from a checkpoint, and look for the overflow there."
+_WRITES = "Look for what writes to parameters, or steps, on some ranks only; broadcast_parameters() makes them equal again."
 # Of fingerprints of parameters.
 _WORD = 8  # bytes
 _HOST_WORDS = 1 << 16  # processed at once, so that weights and products stay in the cache
@@ -34,6 +37,8 @@ _DOWN = 33  # bits
 _LOWER = (1 << (64 - _DOWN)) - 1
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, as a signed number; odd
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+# Synchronization, names of parameters, and for each rank whether it counts, whether it has loaded, and its fingerprints.
+_Sent = tuple[int, Sequence[str], Pending[list[Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +211,7 @@ def _weights(device: torch.device) -> Tensor:
     return mixed ^ (mixed >> 31) | 1
 
 
-def mismatch(name: str, values: Mapping[int, int], *, where: str) -> ReplicaMismatch:
+def mismatch(name: str, values: Mapping[int, int], *, where: str, remedy: str) -> ReplicaMismatch:
     """Returns the error. The value of most ranks counts as right, and in a tie the value of the first rank among them."""
     (common, _), *_ = Counter(values.values()).most_common()
     others = [rank for rank, value in values.items() if value != common]
@@ -214,8 +219,50 @@ def mismatch(name: str, values: Mapping[int, int], *, where: str) -> ReplicaMism
     return ReplicaMismatch(
         f"parameter {name!r} has other values on rank {', '.join(map(str, others))} than on rank {', '.join(map(str, alike))}.",
         where=where,
-        remedy="Look for what writes to parameters, or steps, on some ranks only; broadcast_parameters() makes them equal again.",
+        remedy=remedy,
     )
+
+
+class Loads:
+    """The parameters that `load_state_dict` changes between two synchronizations, found by their fingerprints."""
+
+    def __init__(self, current_plan: CurrentPlan) -> None:
+        self._current_plan = current_plan
+        self.before: dict[str, int] = {}  # fingerprints before the first load
+        self._seen: set[nn.Module] = set()  # whose parameters are among them
+
+    @private.untraced
+    def begins(self, module: nn.Module) -> None:
+        """Called before a load into this module, and into each of its parts."""
+        if module not in self._seen:
+            self._seen.update(module.modules())
+            own = set(map(id, module.parameters()))
+            self.before = self._fingerprints(lambda _, param: id(param) in own) | self.before
+
+    def digest(self) -> int:
+        """Returns a digest of the loaded values; 0 if they are what was there before."""
+        now = self._fingerprints(lambda name, _: name in self.before)
+        changed = sorted(now.items() - self.before.items())
+        return zlib.crc32(repr(changed).encode()) if changed else 0
+
+    def settle(self) -> None:
+        """Called when all ranks have the same parameters."""
+        self._seen.clear()
+        self.before.clear()
+
+    @torch.no_grad()
+    def _fingerprints(self, is_wanted: Callable[[str, Tensor], bool]) -> dict[str, int]:
+        self._current_plan.wait_for_parameters()
+        named_params = [each for each in self._current_plan.members.named_params() if _has_bits(each[1]) and is_wanted(*each)]
+        if not named_params:
+            return {}
+        of_params = fingerprints([param for _, param in named_params], device=self._current_plan.group.device)
+        return dict(zip((name for name, _ in named_params), of_params.tolist(), strict=True))
+
+
+def _has_bits(param: Tensor) -> bool:
+    """Returns True except for parameters that are more, or less, than their elements: quantized ones, ones to be made."""
+    return type(param) is nn.Parameter and not param.is_meta
 
 
 class Checks:
@@ -235,9 +282,9 @@ class Checks:
         # Synchronizations between two comparisons of parameters; None if there is nothing to compare.
         self.every = None if group.num_ranks == 1 else config.check_replicas_every
         self.are_on = self.numbers.is_on or self.every is not None
+        self.loads = Loads(current_plan)
         self._current_plan = current_plan
-        # Comparisons in flight: synchronization, names of parameters, and for each rank whether it counts, and its fingerprints.
-        self.sent: list[tuple[int, Sequence[str], Pending[list[Tensor]]]] = []
+        self.sent: list[_Sent] = []  # comparisons in flight
 
     def are_compared(self, number: int) -> bool:
         """Returns True if parameters are compared at the end of synchronization `number`."""
@@ -248,20 +295,36 @@ class Checks:
         # A synchronization that changes the parameters counts as two.
         return self.numbers.is_on or self.are_compared(number) or self.are_compared(number + 1)
 
-    @torch.no_grad()
     def round_was_sound(self, result: RoundResult) -> None:
         """Called after a synchronization that all ranks have found sound: starts a comparison of parameters if one is due."""
-        current_plan, number = self._current_plan, result.round.number
-        if not self.are_compared(number):
-            return
+        self.loads.settle()
+        if self.are_compared(result.round.number):
+            self.sent.append(self._send(result))
+
+    def compare_loaded(self, result: RoundResult) -> Generator[None, None, ReplicaMismatch | None]:
+        """Called if `load_state_dict` has changed parameters on some ranks only, or to different values; returns the error.
+
+        They may have become equal since, as by a broadcast of the user's. Yields before the wait for other ranks.
+        """
+        group = self._current_plan.group
+        if group.device.type != "cpu":  # the other ranks read later
+            return loaded_apart(result, rank=group.rank, places=group.places)
+        sent = self._send(result)
+        yield
+        return self._difference(*sent)
+
+    @torch.no_grad()
+    def _send(self, result: RoundResult) -> _Sent:
+        current_plan, group = self._current_plan, self._current_plan.group
         current_plan.wait_for_parameters()
         named_params = [*current_plan.now.hooks.named_params, *current_plan.members.common_frozen]
+        named_params = [(name, param) for name, param in named_params if _has_bits(param)]
+        counts = result.round.kind is not RoundKind.SHADOW  # else this rank's parameters are allowed to differ
+        mine = torch.tensor([counts, bool(result.round.loaded)], dtype=torch.int64, device=group.device)
         if named_params:
-            of_params = fingerprints([param for _, param in named_params], device=current_plan.group.device)
-            counts = result.round.kind is not RoundKind.SHADOW  # else this rank's parameters are allowed to differ
-            mine = torch.cat((torch.full_like(of_params[:1], counts), of_params))  # [1 + number of parameters] int64
-            received = current_plan.group.all_gather(mine, "the comparison of all ranks' parameters")
-            self.sent.append((number, [name for name, _ in named_params], received))
+            mine = torch.cat((mine, fingerprints([param for _, param in named_params], device=group.device)))
+        received = group.all_gather(mine, "the comparison of all ranks' parameters")
+        return result.round.number, [name for name, _ in named_params], received
 
     def require_alike(self) -> None:
         """Waits for compared parameters; raises ReplicaMismatch, on every rank, if they differ.
@@ -269,16 +332,24 @@ class Checks:
         Does nothing inside a backward, where ranks may wait for each other in different models.
         """
         while self.sent and private.graph_task_id() == -1:
-            number, names, received = self.sent.pop(0)
-            rows = torch.stack(received.take()).tolist()
-            of_ranks = {rank: row[1:] for rank, row in zip(self._names, rows, strict=True) if row[0]}
-            differing = [index for index, values in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(values)) > 1]
-            if differing:
-                raise mismatch(
-                    names[differing[0]],
-                    {rank: values[differing[0]] for rank, values in of_ranks.items()},
-                    where=f"synchronization {number}; {len(differing)} of {len(names)} parameters differ",
-                )
+            error = self._difference(*self.sent.pop(0))
+            if error is not None:
+                raise error
+
+    def _difference(self, number: int, names: Sequence[str], received: Pending[list[Tensor]]) -> ReplicaMismatch | None:
+        rows = torch.stack(received.take()).tolist()
+        of_ranks = {rank: row[2:] for rank, row in zip(self._names, rows, strict=True) if row[0]}
+        differing = [index for index, values in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(values)) > 1]
+        if not differing:
+            return None
+        loaded = [str(rank) for rank, row in zip(self._names, rows, strict=True) if row[1]]
+        after = f", load_state_dict on rank {', '.join(loaded)}" if loaded else ""
+        return mismatch(
+            names[differing[0]],
+            {rank: values[differing[0]] for rank, values in of_ranks.items()},
+            where=f"synchronization {number}{after}; {len(differing)} of {len(names)} parameters differ",
+            remedy=LOADS if loaded else _WRITES,
+        )
 
 
 def _found_alone(current_plan: CurrentPlan, rank: int) -> Finding | None:

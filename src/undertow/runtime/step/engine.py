@@ -8,7 +8,7 @@ from undertow.errors import PhaseError, require
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import GroupRef
 from undertow.runtime.execute.agreed_errors import Misuse, misused, step_within_backward, synchronized_already
-from undertow.runtime.execute.round import RoundKind
+from undertow.runtime.execute.round import RoundKind, Settings
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.peers.waiting import require_no_fault
 from undertow.runtime.replan.param_hooks import ParamHooks
@@ -108,7 +108,7 @@ class Engine(RoundRunner):
         hooks.arrived_before |= hooks.indices(accumulated)
         self.progress.has_accumulated |= bool(accumulated)
 
-    def finish_before_step(self, params: set[int], *, steps: bool) -> None:
+    def finish_before_step(self, params: set[int], *, steps: bool, settings: Settings = ()) -> None:
         """Runs a round if one is owed before an optimizer `steps` on these parameters, by id, or their gradients are read.
 
         Raises PhaseError inside a backward.
@@ -128,7 +128,7 @@ class Engine(RoundRunner):
         if self.checks.sent:
             self.checks.require_alike()
         if steps:
-            progress.steps(params)
+            progress.steps(params, settings)
             if current_plan.now.hooks.alone is not None:
                 current_plan.now.hooks.alone.steps()
 

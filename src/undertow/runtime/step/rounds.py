@@ -5,8 +5,10 @@ IDLE ──first gradient──> BACKWARD ──end of the outermost backward─
 """
 
 import contextlib
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import IntEnum, auto
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute import agreed_errors
 from undertow.runtime.execute.hooks import OutermostEnd, is_watched
-from undertow.runtime.execute.round import OpenRound, Round, RoundKind, RoundResult
+from undertow.runtime.execute.round import OpenRound, Round, RoundKind, RoundResult, Settings
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.replan.current_plan import CurrentPlan
@@ -61,6 +63,7 @@ class Progress:
         self.is_owed = False
         self.has_begun = False  # a training forward has run since the last synchronization
         self.has_accumulated = False  # since the last synchronization
+        self.settings: Settings = ()  # with which optimizers have stepped since the last synchronization
         self.unused: tuple[str, ...] = ()  # parameters without a gradient in the last step
         self.unused_so_far: tuple[str, ...] | None = None  # in the synchronizations of this one
         self._is_last_run = True  # of the step, which adds up no more gradients
@@ -80,6 +83,11 @@ class Progress:
         None, which accepts the others' mode, on a rank that leaves steps to another one, or steps without torch's optimizers.
         """
         return int(self._is_after_round and not self._stepped) if self._has_ever_stepped else None
+
+    @property
+    def settings_digest(self) -> int | None:
+        """The same on ranks that have stepped with the same settings. None, which accepts the others', on a rank that has not."""
+        return digest_of(self.settings) if self.settings else None
 
     def has_result_for(self, params: Collection[int]) -> bool:
         """Returns True if these parameters, by id, have not stepped on the last round's result yet."""
@@ -106,6 +114,7 @@ class Progress:
         self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
         self._is_after_round = True
         self._stepped.clear()
+        self.settings = ()
         before = self.unused_so_far
         if before is not None and unused:
             cleared = {name for name, param in params if param.grad is None}  # so an earlier gradient counts no more
@@ -114,8 +123,10 @@ class Progress:
         if is_last:
             self.unused = unused
 
-    def steps(self, params: Collection[int]) -> None:
-        """Called before an optimizer updates these parameters, by id."""
+    def steps(self, params: Collection[int], settings: Settings) -> None:
+        """Called before an optimizer updates these parameters, by id, with these settings."""
+        if self._stepped.isdisjoint(params):  # else an optimizer within one that has told its own, or another step
+            self.settings += settings
         self._stepped.update(params)
         self.unused_so_far = None
         self._has_ever_stepped = True
@@ -125,6 +136,13 @@ class Progress:
         self.rescale = 1.0
         self._is_after_round = False
         self._stepped.clear()
+        self.settings = ()
+
+
+@lru_cache(maxsize=16)
+def digest_of(settings: Settings) -> int:
+    """Returns a digest of their text, which is the same in all processes."""
+    return zlib.crc32(agreed_errors.text_of(settings).encode())
 
 
 class OptimizersInBackward:
@@ -217,16 +235,22 @@ class RoundRunner:
         arrivals, tuning, compiled = now.hooks.arrivals, now.hooks.tuning, now.compiled
         weights = None if self.earlier is None else self.earlier.round_begins(kind, is_last=is_last)
         arrivals.reset()
+        is_telling = is_synchronized and kind is not RoundKind.SHADOW
+        loaded = self.checks.loads.digest() if is_telling and self.checks.loads.before else 0
         this_round = Round(
             kind=kind,
             number=progress.num_rounds + (is_synchronized and now.retiring is not None and current_plan.is_counted_apart),
             generation=compiled.generation,
             mode=None if kind is RoundKind.SHADOW else progress.mode,
+            settings=progress.settings,
+            loaded=loaded,
+            alike=(progress.settings_digest, loaded) if is_telling else (None, None),
             is_last=is_last,
             not_arrived=self._not_arrived,
             arrivals=arrivals,
             has_other_buffers=is_synchronized and current_plan.has_other_buffers,
             is_read_at_once=(tuning is not None and tuning.is_about_to_communicate)
+            or bool(loaded)
             or (self.checks.are_on and self.checks.must_be_read(progress.num_rounds)),
             rescale=progress.rescale * (1.0 if op is None else compiled.reducer.factor(op)),
             op=op,
@@ -375,10 +399,8 @@ class RoundRunner:
             yield
             executor.add_late_parts()
             hooks.arrivals.learn_repeats()
-        if this.round.has_other_buffers:
-            others = result.reported("other_buffers_ranks", overdue=False)
-            if len(others) == current_plan.group.num_ranks:
-                yield from current_plan.compare_buffers()
+        if result.readings:
+            yield from self._compare(result)
         if self.earlier is not None:
             self.earlier.round_is_bound(result)
         self._close_round()
@@ -388,6 +410,15 @@ class RoundRunner:
             hooks.arrived_before |= hooks.arrivals.arrived
             self.progress.has_accumulated = True
             current_plan.mark_stale()
+
+    def _compare(self, result: RoundResult) -> Iterator[None]:
+        """Compares what the ranks have reported to be different, if all of them know; yields before each wait."""
+        if result.round.has_other_buffers:
+            others = result.reported("other_buffers_ranks", overdue=False)
+            if len(others) == self.current_plan.group.num_ranks:
+                yield from self.current_plan.compare_buffers()
+        if "loaded" in result.unlike:
+            result.apart = yield from self.checks.compare_loaded(result)
 
     def _close_round(self) -> None:
         self._open = None
@@ -451,7 +482,7 @@ class RoundRunner:
         if result.has_failed:
             return  # it has left the other ranks already
         current_plan.round_ended(result)
-        if self.checks.every is not None:
+        if self.checks.every is not None or self.checks.loads.before:
             self.checks.round_was_sound(result)
         if self._optimizers.rearm:
             self._optimizers.step()

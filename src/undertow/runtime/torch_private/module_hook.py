@@ -1,11 +1,13 @@
 """Hooks on modules that do nothing on a copy of the module; those that cut compiled graphs are private to torch."""
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -26,6 +28,30 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (_do_nothing,)
+
+
+class LoadHook(ModuleHook):
+    """A hook before `load_state_dict`, which calls `then` with the module.
+
+    A pickle of the module has a function of Python's in its place: it may be read where there is no Undertow.
+    """
+
+    def __call__(self, called: nn.Module, *_arguments: Any) -> None:
+        if called is self._module():
+            self._then(called)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (str.format, "")  # takes anything and does nothing
+
+
+def before_loads(module: nn.Module, then: Callable[[nn.Module], object]) -> Callable[[], None]:
+    """Calls `then` before a load into the module or a part of it, scripts excepted; returns a function that ends this."""
+    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    hooks = contextlib.ExitStack()
+    for part in parts:
+        handle = part.register_load_state_dict_pre_hook(LoadHook(part, then))  # type: ignore[no-untyped-call]
+        hooks.callback(handle.remove)
+    return hooks.close
 
 
 def _do_nothing(*_arguments: Any) -> None:

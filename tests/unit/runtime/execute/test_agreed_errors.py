@@ -9,7 +9,8 @@ import torch
 
 from support.errors import text_of
 from undertow.errors import Desync, PeerFailed, PlanMismatch
-from undertow.runtime.execute.agreed_errors import changed_unlike, require_sound
+from undertow.runtime.execute.agreed_errors import changed_unlike, loaded_apart, require_sound, settings_differ
+from undertow.runtime.execute.agreed_errors import text_of as text_of_settings
 from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.trailer import Reading
 from undertow.runtime.gradients.weights import RoundWeights
@@ -24,6 +25,7 @@ def round_with(*readings: dict[str, Any], has_failed: bool = False) -> RoundResu
 DIFFERENT = "ranks are not in the same step.\n"
 OVERDUE = "gradients arrived again after their bucket was sent, and were left out.\n"
 FAILED = "backward failed on rank 0, 2.\n"
+SETTINGS = "ranks step with different settings of an optimizer.\n"
 TEXTS = {
     DIFFERENT: "  synchronization 5, rank 1\n"
     "  Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish().",
@@ -31,6 +33,9 @@ TEXTS = {
     "  Let the first two steps use parameters as often as later ones do, or set overlap=False.",
     FAILED: "  synchronization 5, rank 1\n"
     "  The gradients of this step are incomplete on every rank: drop them, and see the log of that rank.",
+    SETTINGS: "  synchronization 5, rank 1\n"
+    "  Give every rank the same settings. A scheduler must follow a number that all ranks have, such as the mean of "
+    "their losses.",
 }
 
 
@@ -42,6 +47,9 @@ TEXTS = {
         ([{"failed_ranks": (2,)}, {"failed_ranks": (0, 2)}], PeerFailed, FAILED),
         ([{"failed_ranks": (0, 2), "ranks_differ": True}], Desync, DIFFERENT),
         ([{"failed_ranks": (0, 2), "late_buckets": (0,), "is_overdue": True}], Desync, OVERDUE),
+        ([{"unlike": ("settings",)}], PlanMismatch, SETTINGS),
+        ([{"unlike": ("settings",), "failed_ranks": (0, 2)}], PeerFailed, FAILED),
+        ([{"unlike": ("settings",), "ranks_differ": True}], Desync, DIFFERENT),
     ],
     ids=[
         "another step",
@@ -49,6 +57,9 @@ TEXTS = {
         "failed",
         "failed in another step",
         "failed and overdue",
+        "other settings",
+        "failed and other settings",
+        "other settings in another step",
     ],
 )
 def test_what_some_rank_reports_is_raised(readings: list[dict[str, Any]], error: type[Exception], what: str) -> None:
@@ -101,6 +112,35 @@ def test_where_all_ranks_stand_is_said_by_rank() -> None:
         "  rank 0: synchronization 4",
         "  rank 1: synchronization 5, after an optimizer step",
     ]
+
+
+def test_the_first_setting_that_differs_is_named_with_the_values_of_all_ranks() -> None:
+    texts = [
+        text_of_settings((("group 0 of SGD", (("lr", 0.1), *more)),)) for more in ((), (("momentum", 0.5),), (("momentum", 1),))
+    ]
+    error = settings_differ(dict(enumerate(texts)), where="save_checkpoint")
+    assert str(error).splitlines()[1:3] == [
+        "  save_checkpoint",
+        "  first difference: momentum of group 0 of SGD is not set on rank 0, 0.5 on rank 1, 1 on rank 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.1 + 0.2, "0.3"), (1e-8, "1e-08"), (1.0, "1"), (True, "True"), ((0.9, 0.999), "(0.9, 0.999)"), ("l1", "l1")],
+)
+def test_settings_are_shown_with_six_digits(value: object, shown: str) -> None:
+    assert text_of_settings((("group 1 of SGD", (("x", value),)),)) == f"x of group 1 of SGD: {shown}"
+
+
+@pytest.mark.parametrize(("loaded", "what"), [(0xABC, "parameters, fingerprint 000abc"), (0, "no parameter")])
+def test_each_rank_says_what_it_has_loaded(loaded: int, what: str) -> None:
+    result = RoundResult(Round(kind=RoundKind.REDUCE, number=5, generation=1, not_arrived=lambda _: (), loaded=loaded))
+    assert str(loaded_apart(result, rank=1, places=lambda mine: {1: mine, 0: "it has changed no parameter"})) == (
+        "load_state_dict has changed parameters on some ranks only, or to different values.\n  synchronization 5, rank 1\n"
+        f"  rank 0: it has changed no parameter\n  rank 1: it has changed {what}\n"
+        "  Load the same values on every rank, or call broadcast_parameters() on every rank after a load on rank 0."
+    )
 
 
 HAS, NO_DATA = 1.0, 2.0

@@ -1,0 +1,380 @@
+"""What would make replicas differ from the next step on: values that some ranks load, settings that some ranks step with."""
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from support.alike import of_all_ranks
+from support.errors import text_of
+from support.mixture import loss as mixture_loss
+from support.mixture import mixture, wrapped_mixture
+from support.models import noise
+from support.naive import collectives, wrapped
+from support.ranks import in_ranks
+from undertow import DistributedDataParallel, PlanMismatch, ReplicaMismatch, ShardedOptimizer, attach, save_checkpoint
+
+STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+LOAD = "  Load the same values on every rank, or call broadcast_parameters() on every rank after a load on rank 0."
+SET = (
+    "ranks step with different settings of an optimizer.\n"
+    "  {place}\n"
+    "  first difference: {difference}\n"
+    "  Give every rank the same settings. A scheduler must follow a number that all ranks have, such as the mean of their losses."
+)
+SMALL = {"bucket_cap_mb": 1e-4}
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
+    optimizer.zero_grad()
+    model(noise(5, 6, step=step)).square().mean().backward()
+    optimizer.step()
+
+
+@contextlib.contextmanager
+def in_training(
+    strategy: str = "ddp", *, steps: int = 2, module: nn.Module | None = None, **settings: Any
+) -> Iterator[tuple[DistributedDataParallel, Any]]:
+    with wrapped(Net() if module is None else module, strategy=strategy, **SMALL, **settings) as ddp:
+        if strategy == "ddp":
+            optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        else:
+            optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1, momentum=0.9)
+        for step in range(steps):
+            one_step(ddp, optimizer, step)
+        yield ddp, optimizer
+
+
+def other_values(module: nn.Module, value: float = 0.25) -> dict[str, Tensor]:
+    return {name: torch.full_like(it, value) for name, it in module.state_dict().items()}
+
+
+def load_on(ranks: Any, module: nn.Module, value: float = 0.25) -> None:
+    """Only reading the values is collective, under some strategies."""
+    state = other_values(module, value)
+    if dist.get_rank() in ranks:
+        module.load_state_dict(state)
+
+
+def require_equal_on_all(ddp: nn.Module) -> None:
+    mine = [param.detach().clone() for param in ddp.parameters()]
+    for theirs in of_all_ranks(mine):
+        assert all(map(torch.equal, mine, theirs))
+
+
+@in_ranks(2, 3)
+@STRATEGIES
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_load_on_one_rank_is_an_error_in_the_next_step_on_all(strategy: str, steps: int) -> None:
+    others = ", ".join(str(rank) for rank in range(1, dist.get_world_size()))
+    here, there = (others, "0") if dist.get_world_size() == 2 else ("0", others)
+    with in_training(strategy, steps=steps) as (ddp, _):
+        load_on([0], ddp.module)
+        loss = ddp(noise(5, 6)).square().mean()
+        assert text_of(ReplicaMismatch, loss.backward) == (
+            f"parameter '0.weight' has other values on rank {here} than on rank {there}.\n"
+            f"  synchronization {steps}, load_state_dict on rank 0; 6 of 6 parameters differ\n{LOAD}"
+        )
+
+
+@in_ranks(2)
+@STRATEGIES
+def test_different_values_loaded_on_all_ranks_are_an_error(strategy: str) -> None:
+    with in_training(strategy) as (ddp, optimizer):
+        load_on([0, 1], ddp.module, 0.25 + dist.get_rank())
+        assert text_of(ReplicaMismatch, lambda: one_step(ddp, optimizer)) == (
+            "parameter '0.weight' has other values on rank 1 than on rank 0.\n"
+            f"  synchronization 2, load_state_dict on rank 0, 1; 6 of 6 parameters differ\n{LOAD}"
+        )
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_the_same_values_on_all_ranks_train_on_without_a_comparison(strategy: str) -> None:
+    with in_training(strategy) as (ddp, optimizer):
+        load_on([0, 1], ddp.module)
+        with collectives() as called:
+            one_step(ddp, optimizer)
+            one_step(ddp, optimizer)
+        assert "all_gather" not in called
+        require_equal_on_all(ddp)
+
+
+@in_ranks(2)
+@STRATEGIES
+def test_broadcast_parameters_is_the_way_out(strategy: str) -> None:
+    with in_training(strategy) as (ddp, optimizer):
+        load_on([0], ddp.module)
+        for is_broken in (True, True, False):
+            if is_broken:  # also after the error, as long as they differ
+                with pytest.raises(ReplicaMismatch):
+                    one_step(ddp, optimizer)
+            else:
+                ddp.broadcast_parameters()
+                one_step(ddp, optimizer)
+        require_equal_on_all(ddp)
+
+
+@in_ranks(2)
+def test_a_broadcast_right_after_a_load_on_one_rank_leaves_no_error() -> None:
+    with in_training() as (ddp, optimizer):
+        load_on([0], ddp.module)
+        ddp.broadcast_parameters()
+        assert all(bool((param == 0.25).all()) for param in ddp.parameters())
+        one_step(ddp, optimizer)
+
+
+@in_ranks(2)
+@STRATEGIES
+def test_a_load_that_is_undone_is_no_error(strategy: str) -> None:
+    """As where one rank evaluates averaged weights."""
+    with in_training(strategy) as (ddp, optimizer):
+        own = copy.deepcopy(ddp.module.state_dict())
+        load_on([0], ddp.module)
+        if dist.get_rank() == 0:
+            ddp.module.load_state_dict(own)
+        one_step(ddp, optimizer)
+
+
+@in_ranks(2)
+def test_values_that_the_program_broadcasts_itself_are_no_error() -> None:
+    with in_training() as (ddp, optimizer):
+        load_on([0], ddp.module)
+        for param in ddp.parameters():
+            dist.broadcast(param.data, 0)
+        one_step(ddp, optimizer)
+        one_step(ddp, optimizer)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("part", ["", "module.2"])
+def test_a_load_into_the_wrapper_or_a_part_counts(part: str) -> None:
+    with in_training() as (ddp, optimizer):
+        load_on([1], ddp.get_submodule(part))
+        with pytest.raises(ReplicaMismatch, match=r"load_state_dict on rank 1; [26] of 6"):
+            one_step(ddp, optimizer)
+
+
+@in_ranks(2)
+def test_attach_sees_loads_too() -> None:
+    module = Net()
+    sync = attach(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    one_step(module, optimizer)
+    load_on([0], module)
+    with pytest.raises(ReplicaMismatch, match=r"load_state_dict on rank 0"):
+        one_step(module, optimizer)
+    sync.close()
+
+
+@in_ranks(2)
+@STRATEGIES
+def test_after_micro_batches_the_synchronization_finds_the_load(strategy: str) -> None:
+    with in_training(strategy) as (ddp, optimizer):
+        load_on([0], ddp.module)
+        optimizer.zero_grad()
+        loss = ddp(noise(5, 6)).square().mean()
+        if strategy != "zero2":  # which communicates in micro-batches too
+            with ddp.no_sync():
+                loss.backward()
+            loss = ddp(noise(5, 6)).square().mean()
+        with pytest.raises(ReplicaMismatch):
+            loss.backward()
+
+
+@in_ranks(2)
+def test_frozen_parameters_count() -> None:
+    module = Net()
+    module[0].requires_grad_(False)
+    with in_training(module=module) as (ddp, optimizer):
+        load_on([0], ddp.module[0])
+        with pytest.raises(ReplicaMismatch, match=r"^parameter '0\.weight' .*\n.*; 2 of 6 parameters differ"):
+            one_step(ddp, optimizer)
+
+
+@in_ranks(2)
+def test_ignored_parameters_buffers_and_loads_of_nothing_do_not_count() -> None:
+    module = Net()
+    with wrapped(module, ignore=("0.weight", "0.bias")) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        one_step(ddp, optimizer)
+        if dist.get_rank() == 0:
+            module[0].load_state_dict(other_values(module[0]))
+            module.load_state_dict({"1.running_mean": torch.ones(8)}, strict=False)
+            module.load_state_dict({"other": torch.ones(8)}, strict=False)
+        one_step(ddp, optimizer)
+
+
+@in_ranks(2)
+def test_two_models_in_one_backward_are_compared_in_the_same_step() -> None:
+    """Both are loaded on one rank, and ranks end their backwards in different orders."""
+    with wrapped(nn.Linear(6, 3)) as first, wrapped(nn.Linear(6, 3)) as second:
+        for model in (first, second):
+            load_on([1], model.module)
+        models = (first, second) if dist.get_rank() == 0 else (second, first)
+        loss = sum(model(noise(5, 6)).square().mean() for model in models)
+        for call in (loss.backward, lambda: [model.wait() for model in models]):
+            with pytest.raises(ReplicaMismatch, match="load_state_dict on rank 1"):
+                call()
+
+
+@in_ranks(2)
+def test_a_rank_without_data_does_not_tell_what_it_has_loaded() -> None:
+    """It takes the others' parameters at the end of join."""
+    with in_training() as (ddp, optimizer), ddp.join():
+        for step in range(1 if dist.get_rank() == 0 else 4):
+            one_step(ddp, optimizer, step)
+        load_on([0], ddp.module)
+
+
+@in_ranks(4)
+def test_experts_are_compared_among_the_ranks_that_have_them() -> None:
+    """Ranks 0 and 2 have the same experts, which one of them loads; ranks 1 and 3 go on."""
+    with wrapped_mixture(mixture(), reduction="native") as (ddp, _, _):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        mixture_loss(ddp, 0).backward()
+        optimizer.step()
+        if dist.get_rank() == 2:
+            experts = ddp.module.experts
+            experts.load_state_dict(other_values(experts))
+        is_wrong = pytest.raises(ReplicaMismatch, match=r"on rank 2 than on rank 0\.\n.*load_state_dict on rank 2;")
+        with contextlib.nullcontext() if dist.get_rank() % 2 else is_wrong:
+            mixture_loss(ddp, 1).backward()
+
+
+@in_ranks(2)
+def test_a_pickle_of_the_module_and_a_copy_know_nothing_of_undertow() -> None:
+    with in_training(module=nn.Sequential(nn.Linear(6, 3))) as (ddp, optimizer):
+        assert b"undertow" not in pickle.dumps(ddp.module)
+        for other in (pickle.loads(pickle.dumps(ddp.module)), copy.deepcopy(ddp.module)):
+            load_on([0], other)
+        one_step(ddp, optimizer)
+    assert not any(part._load_state_dict_pre_hooks for part in ddp.module.modules())
+
+
+@in_ranks(2, 3)
+@STRATEGIES
+def test_a_rate_that_differs_is_an_error_in_the_step_after_it_was_used(strategy: str) -> None:
+    last = dist.get_world_size() - 1
+    with in_training(strategy) as (ddp, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.1 if dist.get_rank() < last else 0.05
+        one_step(ddp, optimizer)
+        rates = ", ".join(f"{0.1 if rank < last else 0.05} on rank {rank}" for rank in range(last + 1))
+        assert text_of(PlanMismatch, lambda: one_step(ddp, optimizer)) == SET.format(
+            place=f"synchronization 3, rank {dist.get_rank()}", difference=f"lr of group 0 of SGD is {rates}"
+        )
+
+
+Change = Callable[[dict[str, Any], int], object]
+DIFFERENT: dict[str, Change] = {
+    r"betas of group 1 of AdamW is \(0\.9, 0\.999\) on rank 0, \(0\.9, 0\.99\) on rank 1": lambda group, rank: group.update(
+        betas=(0.9, 0.99 if rank else 0.999)
+    ),
+    r"amsgrad of group 1 of AdamW is False on rank 0, True on rank 1": lambda group, rank: group.update(amsgrad=bool(rank)),
+    r"lr of group 1 of AdamW is 0\.5 on rank 0, 0\.25 on rank 1": lambda group, rank: group.update(
+        lr=torch.tensor(0.5 / (1 + rank))
+    ),
+}
+SAME: dict[str, Change] = {
+    "another last digit": lambda group, rank: group.update(lr=0.1 + rank * 2**-55),
+    "one of numpy's": lambda group, rank: group.update(lr=np.float64(0.1) if rank else 0.1),
+    "a tensor": lambda group, rank: group.update(lr=torch.tensor(0.5, dtype=torch.float64) if rank else 0.5),
+    "a whole number": lambda group, rank: group.update(weight_decay=1 if rank else 1.0),
+    "a list": lambda group, rank: group.update(betas=[0.5, 0.75] if rank else (0.5, 0.75)),
+    "another implementation": lambda group, rank: group.update(foreach=bool(rank)),
+    "a word of the program's": lambda group, rank: group.update(seen_on=rank),
+}
+
+
+def two_groups(ddp: nn.Module) -> torch.optim.Optimizer:
+    first, *others = ddp.parameters()
+    return torch.optim.AdamW([{"params": [first]}, {"params": others}], lr=0.1)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("difference", DIFFERENT)
+def test_the_setting_and_the_group_are_named(difference: str) -> None:
+    with wrapped(Net()) as ddp:
+        optimizer = two_groups(ddp)
+        DIFFERENT[difference](optimizer.param_groups[1], dist.get_rank())
+        one_step(ddp, optimizer)
+        with pytest.raises(PlanMismatch, match=difference):
+            one_step(ddp, optimizer)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("change", SAME)
+def test_settings_that_step_alike_are_the_same(change: str) -> None:
+    with wrapped(Net()) as ddp:
+        optimizer = two_groups(ddp)
+        SAME[change](optimizer.param_groups[1], dist.get_rank())
+        one_step(ddp, optimizer)
+        one_step(ddp, optimizer)
+
+
+@in_ranks(2)
+def test_a_group_of_parameters_that_are_not_synchronized_may_differ() -> None:
+    local = nn.Linear(2, 2)
+    with wrapped(nn.Sequential(Net(), local), ignore=("1.weight",)) as ddp:
+        optimizer = torch.optim.SGD(
+            [{"params": [local.weight], "lr": 0.1 * dist.get_rank()}, {"params": ddp.module[0].parameters()}], lr=0.1
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            ddp.module[0](noise(5, 6, step=step)).square().mean().backward()
+            optimizer.step()
+
+
+class GroupForEachRank(torch.optim.Optimizer):
+    """Each rank steps one of the groups, by an optimizer within this one, and sends it to the others."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.1})
+        self.within = torch.optim.SGD([self.param_groups[dist.get_rank()]], lr=0.1)
+
+    def step(self) -> None:
+        self.within.step()
+        for rank, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                dist.broadcast(param.data, rank)
+
+
+@in_ranks(2)
+def test_an_optimizer_within_another_may_have_its_own_groups_on_every_rank() -> None:
+    with wrapped(Net()) as ddp:
+        first, *others = ddp.parameters()
+        optimizer = GroupForEachRank([{"params": [first], "lr": 0.1}, {"params": others, "lr": 0.01}])
+        for step in range(3):
+            one_step(ddp, optimizer, step)
+        require_equal_on_all(ddp)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_difference_in_the_last_step_of_a_run_is_found_when_it_is_saved(strategy: str, tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    folder = of_all_ranks(tmp_path)[0] / "run"
+    with in_training(strategy) as (ddp, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
+        difference = "lr of group 0 of SGD is 0.1 on rank 0, 0.2 on rank 1"
+        assert text_of(PlanMismatch, lambda: save_checkpoint(folder, ddp, optimizer)) == SET.format(
+            place="save_checkpoint", difference=difference
+        )
+        assert not folder.exists()
+        if strategy == "zero1":
+            assert text_of(PlanMismatch, optimizer.state_dict) == SET.format(
+                place="ShardedOptimizer.state_dict", difference=difference
+            )
