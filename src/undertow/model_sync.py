@@ -328,6 +328,8 @@ class ModelSync:
         try:
             if self._group.is_alive:
                 self._wait()  # gradients in flight would otherwise end up None
+            elif self._steps is not None and self._group.existing() is None:
+                self._steps.wait()  # gathers hold the groups that they are sent over
         finally:
             self._let_go.detach()  # it would wait again for a synchronization that has failed or was interrupted
             self._attached.close()

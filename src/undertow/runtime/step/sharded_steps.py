@@ -134,11 +134,16 @@ class ShardedSteps:
         self._send()
 
     def _send(self) -> None:
-        if self._engine.current_plan.is_active:
-            self._engine.current_plan.now.compiled.gather()
-        else:  # a single rank gathers nothing
-            for flat in () if self.sharding is None else self.sharding.flats:
+        assert self.sharding is not None  # `begin` has made it
+        if not self._engine.current_plan.is_active:  # a single rank gathers nothing
+            for flat in self.sharding.flats:
                 flat.copy_out()
+            return
+        try:
+            self._engine.current_plan.now.compiled.gather()
+        except BaseException:
+            self.sharding.gathers.are_cut_off()
+            raise
 
     def step_ends(self) -> None:
         """Called after a step. Waits if a read could not be seen, or would cut a graph."""
