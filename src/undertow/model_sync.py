@@ -402,6 +402,8 @@ def _before_step(
             remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
         )
     engine.finish_before_step(params, steps=steps)
+    if sync._steps is not None and not steps:
+        sync._steps.begin()  # a scaler is to unscale shards in every step, with the same bits
     if engine.earlier is not None and steps and not any(map(callable, (*args[1:], *kwargs.values()))):
         # Not before a closure, whose backward is still to come.
         engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")

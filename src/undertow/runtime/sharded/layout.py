@@ -170,6 +170,29 @@ class Sharding:
             mine.added, mine.is_cleared = getattr(before, "added", None), getattr(before, "is_cleared", False)
             self.params[index].grad = mine
 
+    @torch.no_grad()
+    def reduce_again(self, own: Mapping[int, tuple[Tensor, bool]]) -> None:
+        """Replaces gradients that were reduced whole, and rounded, by parts reduced like those of the following steps.
+
+        A collective call. `own` has this rank's gradients by parameter, each with False if something has changed `.grad` since.
+        """
+        for bucket in self.plan.buckets:
+            if own.keys().isdisjoint(bucket.params):  # of another dtype, or without parameters
+                continue
+            binding, trailer = self._bindings[bucket.index], range(bucket.trailer.start, bucket.storage_numel)
+            sent, shard = torch.zeros_like(binding.storage.flat), torch.zeros_like(binding.shard)
+            for slot in bucket.slots:
+                values = in_memory_order(own[slot.param][0], self.strides[slot.param])
+                sent[slot.start : slot.stop] = values[slot.first : slot.first + slot.numel]
+            handle: Handle = self.groups.shard.reduce_scatter(sent, shard, trailer=trailer, pack=int)
+            if self.groups.replicate is not None:
+                handle = self.groups.replicate.all_reduce_behind(handle, shard, trailer=sent[trailer.start :])
+            with self.group.waiting(f"the shards of bucket {bucket.index}"):
+                handle.wait()
+            for part in self.flats[bucket.index].parts:
+                if own[part.param][1]:
+                    self._placeholders[part.param].parts[part.bucket].copy_(part.of_shard(shard))
+
     def gradients(self, parts: Iterable[ShardPart], settled: Mapping[int, Tensor | None] | None = None) -> list[Tensor | None]:
         """Returns the mean gradient of each part, or None if the parameter has none. [part.numel] of the wide dtype
 

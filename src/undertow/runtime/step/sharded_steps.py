@@ -39,6 +39,7 @@ class ShardedSteps:
         self._engine, self._config, self._is_compiled = engine, config, is_compiled
         self._module = weakref.ref(module)  # which holds this object, by its hooks
         self._groups = ShardGroups(engine.current_plan.group, config, divisor=engine.current_plan.now.compiled.reducer.divisor)
+        engine.progress.steps_in_shards = True
         self.steps_in_backward = steps_in_backward
         self.in_backward: StepsInBackward | None = None  # nor on a single rank, which sends nothing
         if steps_in_backward and self._groups.num_ranks > 1:
