@@ -332,6 +332,8 @@ class ModelSync:
         try:
             if self._group.is_alive:
                 self._wait()  # gradients in flight would otherwise end up None
+            elif self._steps is not None and self._group.existing() is None:
+                self._steps.wait()  # gathers hold the groups that they are sent over
         finally:
             self._let_go.detach()  # it would wait again for a synchronization that has failed or was interrupted
             self._attached.close()
@@ -435,6 +437,8 @@ def _before_step(
         )
     settings = settings_of(optimizer, engine.current_plan.now.hooks.ids) if steps and engine.current_plan.is_active else ()
     engine.finish_before_step(params, steps=steps, settings=settings)
+    if sync._steps is not None and not steps:
+        sync._steps.begin()  # a scaler is to unscale shards in every step, with the same bits
     if engine.earlier is not None and steps and not any(map(callable, (*args[1:], *kwargs.values()))):
         # Not before a closure, whose backward is still to come.
         engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")

@@ -193,12 +193,13 @@ def test_an_optimizer_that_steps_in_backward_is_an_error() -> None:
 def test_a_step_after_the_group_is_gone_is_an_error(in_forward: bool) -> None:
     model = Branches()
     with contextlib.closing(attach(model)) as sync:
-        result = None if in_forward else loss(model)
+        result, rank = None if in_forward else loss(model), dist.get_rank()
         dist.destroy_process_group(own_group_of(sync).process_group)
         assert text_of(PhaseError, lambda: (loss(model) if result is None else result).backward()) == (
             "the process group of this model has been destroyed.\n"
-            "  gradient synchronization\n"
-            "  Call torch.distributed.destroy_process_group() after the last backward."
+            f"  a message to other ranks, rank {rank}\n"
+            "  Call torch.distributed.destroy_process_group() after the last backward. With a ShardedOptimizer, call it after "
+            "the last step() and state_dict()."
         )
 
 

@@ -118,6 +118,27 @@ def test_nothing_is_left_and_nothing_is_said_at_the_end(ending: str) -> None:
     assert Forked(SCRIPT + ending).ends == WELL
 
 
+# The late rank steps last, when the other one has nothing left to do but to end.
+ENDS_LATE = """
+import time
+before = [param.detach().clone() for param in model.parameters()]
+if number == late:
+    optimizer.register_step_pre_hook(lambda *_: time.sleep(0.3))
+optimizer.zero_grad()
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+dist.destroy_process_group()
+if number == reads:
+    assert all((old != new).all() for old, new in zip(before, model.parameters()))
+"""
+
+
+@pytest.mark.parametrize(("late", "reads"), [(0, 0), (0, 1)], ids=["the other one", "the late one"])
+def test_a_rank_that_ends_at_once_has_sent_its_shards(late: int, reads: int) -> None:
+    source = SCRIPTS.args[1][1].replace("torch.nn.BatchNorm1d(4)", "torch.nn.Tanh()")
+    assert Forked(f"late, reads = {late}, {reads}\n{source}{ENDS_LATE}").ends == WELL
+
+
 @pytest.mark.parametrize(
     ("ending", "code"),
     [

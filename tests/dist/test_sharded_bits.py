@@ -94,7 +94,6 @@ def test_sixteen_bit_parameters_are_alike_under_every_plan(dtype: torch.dtype) -
         require_equal(reference(case, "ddp", "SGD", **settings), trained(case, "ddp", "SGD", **settings, **plan), what=str(plan))
 
 
-# The backend reduces the first step's gradients, and rounds as the plan has it: there is one plan.
 @in_ranks(4)
 def test_so_they_are_on_a_mesh_where_no_order_is_asked_for() -> None:
     require_equal(*(trained(NARROW[torch.bfloat16], num_steps=8, **way, **SMALL) for way in ways()))

@@ -52,6 +52,7 @@ from undertow import (
     ShardedOptimizer,
     SyncConfig,
     attach,
+    clip_grad_norm_,
 )
 from undertow.plan import Piece, SizeCaps, group_in_pieces, plan_from_groups
 
@@ -111,6 +112,68 @@ def test_clipping_is_that_of_the_whole_gradient(norm_type: float) -> None:
     assert (norms[1:], norms[1]) == ([norms[1]] * 4, pytest.approx(norms[0], rel=1e-6))
     assert all(torch.allclose(param, first[name], rtol=1e-5, atol=1e-6) for name, param in expected.items())
     require_same_everywhere({"norms": torch.tensor(norms[1])})
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.is_unused = False
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for layer in self.layers[:: 2 if self.is_unused else 1]:
+            rows = layer(rows).tanh()
+        return rows
+
+
+def prepare(model: nn.Module, kind: str, number: int) -> None:
+    """Brings gradients of a kind that no backward of this step makes, or leaves them, for the third step."""
+    if kind == "tied":
+        model.layers[1].weight = model.layers[0].weight
+    keeps = number == 2 and kind in ("frozen", "unused")
+    for name, param in model.named_parameters():
+        if kind == "zeroed" and param.grad is not None:
+            param.grad.zero_()
+        elif not (keeps and name.startswith("layers.1.")):
+            param.grad = None
+    model.is_unused = number == 2 and kind in ("unused", "zeroed")
+    model.layers[1].requires_grad_(not (number == 2 and kind == "frozen"))
+
+
+def norms_of(kind: str, clip: Callable[[Any, Any], Tensor], *, is_sharded: bool) -> list[float]:
+    """The norms of three steps; before the third, a gradient is left from the second, or the parameters change."""
+    torch.manual_seed(0)
+    bare = Layers()
+    prepare(bare, kind, 0)
+    ignored = ["layers.3.weight", "layers.3.bias"] if kind == "ignored" else []
+    trained_by = [param for name, param in bare.named_parameters() if name not in ignored]
+    groups = [{"params": trained_by[:2]}, {"params": trained_by[2:], "lr": 0.05}]
+    model = DistributedDataParallel(bare, config=SyncConfig(ignore=ignored, reduction="ordered"))
+    optimizer = ShardedOptimizer(torch.optim.SGD, model, groups, lr=0.1) if is_sharded else torch.optim.SGD(groups, lr=0.1)
+    norms = []
+    with contextlib.closing(model):
+        for number in range(3):
+            prepare(bare, kind, number)
+            model(noise(4, 6, step=number)).square().sum().backward()
+            norms.append(clip(model, optimizer).item())
+            optimizer.step()
+        norms.append(clip(model, optimizer).item())  # of gradients that are clipped, the left one too
+    return norms
+
+
+def torchs_clip(_model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return torch.nn.utils.clip_grad_norm_(params, 0.5)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("kind", ["tied", "ignored", "frozen", "unused", "zeroed"])
+def test_the_norm_covers_the_gradients_that_torchs_function_sees(kind: str) -> None:
+    expected = norms_of(kind, torchs_clip, is_sharded=False)
+    assert expected[3] == pytest.approx(0.5)
+    for clip in (lambda _, optimizer: optimizer.clip_grad_norm_(0.5), lambda model, _: clip_grad_norm_(model, 0.5)):
+        # torch adds up fp32 norms of parameters, Undertow fp64 powers of all elements.
+        assert norms_of(kind, clip, is_sharded=True) == pytest.approx(expected, rel=1e-5)
 
 
 @in_ranks(1)

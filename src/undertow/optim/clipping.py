@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from undertow.errors import NonFiniteGradient, WrongType, require
 from undertow.runtime.comm.group import OwnGroup
+from undertow.runtime.sharded.binding import GradientPlaceholder
+from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.step.sharded_steps import finish_before_look, require_synchronized
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
@@ -23,7 +25,8 @@ def clip_grad_norm_(
     """Scales all gradients of `target` so that their total norm is at most `max_norm`.
 
     A collective call, after backward. Each parameter counts once: a replicated one, an expert on
-    whichever rank it lives, and the shards of a ShardedOptimizer.
+    whichever rank it lives, and the shards of a ShardedOptimizer. A frozen parameter with a gradient
+    counts, as in torch; an ignored one does not, because each rank has its own gradient of it.
 
         loss.backward()
         undertow.clip_grad_norm_(model, 1.0)
@@ -57,22 +60,37 @@ def clip_grad_norm_(
         require_synchronized(each)
     shardings = [None if each._steps is None else each._steps.begin() for each in syncs]
     counted: list[Tensor | None] = []
-    whole: list[Tensor] = []
+    scaled: list[Tensor] = []
     for each, sharding in zip(syncs, shardings, strict=True):
         if sharding is not None:
             counted += sharding.gradients(sharding.parts)
-        else:
-            grads = [param.grad for _, param in each.named_parameters() if param.grad is not None]
-            whole += grads
-            counted += grads if each.rank == 0 else ()  # the same on all ranks
+        parts, whole = gradients_apart((param for _, param in each.named_parameters()), sharding)
+        counted += parts if (each if sharding is None else sharding.group).rank else parts + whole  # the same on all ranks
+        scaled += parts + whole
     # Without experts, sum over the ranks that hold shards of the same parameters: on a mesh, each row has all of them.
     group = sync._group if shardings[0] is None or sync.experts else shardings[0].group
     norm, scale = norm_and_scale(counted, max_norm, norm_type, group, rank=sync.rank, error_if_nonfinite=error_if_nonfinite)
     for sharding in filter(None, shardings):
         sharding.scale_gradients(sharding.parts, scale)
-    for grad in whole:
+    for grad in scaled:
         grad.mul_(scale.to(grad.device))
     return norm
+
+
+def gradients_apart(params: Iterable[Tensor], sharding: Sharding | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the gradients that `params` have outside of the layout: this rank's parts, and whole ones.
+
+    Frozen parameters have them: parts from an earlier layout, or a whole gradient, which is the same on all ranks.
+    """
+    parts: list[Tensor] = []
+    whole: list[Tensor] = []
+    known = set() if sharding is None else set(map(id, sharding.params))
+    for grad in (param.grad for param in params if id(param) not in known):
+        if isinstance(grad, GradientPlaceholder):
+            parts += () if grad.is_cleared else grad.parts.values()
+        elif grad is not None:
+            whole.append(grad)
+    return parts, whole
 
 
 def norm_and_scale(

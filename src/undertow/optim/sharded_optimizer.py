@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, require
 from undertow.model_sync import settings_of
-from undertow.optim.clipping import norm_and_scale
+from undertow.optim.clipping import gradients_apart, norm_and_scale
 from undertow.optim.state import (
     MASTER,
     FullStates,
@@ -146,7 +146,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        """Scales all gradients so that their total norm is at most `max_norm`; a collective call.
+        """Scales all gradients of its parameters so that their total norm is at most `max_norm`; a collective call.
 
         Args:
             max_norm: Upper limit of the norm.
@@ -165,8 +165,9 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         sharding = self._begin()
         sharding.require_synchronized(params_of(self))
         parts = [] if self._inner is None else [owned.part for owned in self._inner.owned]
+        in_parts, whole = gradients_apart(params_of(self), sharding)
         norm, scale = norm_and_scale(
-            sharding.gradients(parts),
+            [*sharding.gradients(parts), *in_parts, *(whole if sharding.group.rank == 0 else ())],
             max_norm,
             norm_type,
             sharding.group,
@@ -174,6 +175,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             error_if_nonfinite=error_if_nonfinite,
         )
         sharding.scale_gradients(parts, scale)
+        for grad in (*in_parts, *whole):
+            grad.mul_(scale.to(grad.device))
         return norm
 
     @property  # type: ignore[override]  # an attribute in torch

@@ -93,7 +93,8 @@ class P2PCollectives:
 
         flat: [number of ranks * part]. `number` identifies a gather among those in flight.
         """
-        post = partial(self._post_all_gather, flat, then, _GATHER_TAG + number)
+        # Held until the end: after the last step, the user may destroy the groups before the other ranks' parts arrive.
+        post = partial(self._post_all_gather, self.group.process_group, flat, then, _GATHER_TAG + number)
         return self._start(ThreadHandle(self.group.result), post, self._gathering)
 
     def close(self) -> None:
@@ -159,10 +160,11 @@ class P2PCollectives:
 
         return Posted([*works, *mean.works], add_up, is_last=False)
 
-    def _post_all_gather(self, flat: Tensor, then: Callable[[], object], tag: int) -> Posted:
+    def _post_all_gather(self, group: dist.ProcessGroup, flat: Tensor, then: Callable[[], object], tag: int) -> Posted:
         parts = list(flat.view(self.group.num_ranks, -1))
-        returned = self._receive(parts, tag=tag)
-        return Posted([*returned, *self._send([parts[self.group.rank]] * len(parts), tag=tag)], then)
+        returned = self._receive(parts, tag=tag, group=group)
+        sent = self._send([parts[self.group.rank]] * len(parts), tag=tag, group=group)
+        return Posted([*returned, *sent], then, held=group)
 
     def _start(self, handle: ThreadHandle, post: Callable[[], Posted], thread: Worker) -> ThreadHandle:
         self._posting.submit(handle.begin, post, thread)
@@ -176,12 +178,12 @@ class P2PCollectives:
         ]
         return received, [*self._receive(received, tag=tag), *self._send(sent, tag=tag)]
 
-    def _receive(self, received: Sequence[Tensor], *, tag: int) -> list[Work]:
-        group = self.group.process_group
+    def _receive(self, received: Sequence[Tensor], *, tag: int, group: dist.ProcessGroup | None = None) -> list[Work]:
+        group = group or self.group.process_group
         return [dist.irecv(received[peer], group=group, group_src=peer, tag=tag) for peer in self._peers]
 
-    def _send(self, sent: Sequence[Tensor], *, tag: int) -> list[Work]:
-        group = self.group.process_group
+    def _send(self, sent: Sequence[Tensor], *, tag: int, group: dist.ProcessGroup | None = None) -> list[Work]:
+        group = group or self.group.process_group
         return [dist.isend(sent[peer], group=group, group_dst=peer, tag=tag) for peer in self._peers]
 
     def _taken(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

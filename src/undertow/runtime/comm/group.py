@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import warnings
@@ -270,12 +271,13 @@ class OwnGroup:
         if group is None:
             raise PhaseError(
                 "the process group of this model has been destroyed.",
-                where="gradient synchronization",
-                remedy="Call torch.distributed.destroy_process_group() after the last backward.",
+                where=f"a message to other ranks, rank {self.rank}",
+                remedy="Call torch.distributed.destroy_process_group() after the last backward. With a ShardedOptimizer, call it "
+                "after the last step() and state_dict().",
             )
         return group
 
-    def _existing(self) -> dist.ProcessGroup | None:
+    def existing(self) -> dist.ProcessGroup | None:
         """Returns the clone if it was created and torch.distributed still has it."""
         return None if self._group is None or not dist.is_initialized() else self._group()
 
@@ -287,7 +289,7 @@ class OwnGroup:
     @property
     def is_alive(self) -> bool:
         """True if torch.distributed still has the group and every rank is alive."""
-        return not self.is_broken and self._existing() is not None
+        return not self.is_broken and self.existing() is not None
 
     @property
     def is_broken(self) -> bool:
@@ -300,11 +302,12 @@ class OwnGroup:
         if member is not None and self._within is None:
             member.close()
         with self._destroying:
-            group = self._existing()
+            group = self.existing()
             if group is not None and member is not None and member.known_fault is not None:
                 _break(group)  # destroying would otherwise wait for operations in flight
             if group is not None:
-                dist.destroy_process_group(group)
+                with contextlib.suppress(ValueError):  # torch forgot it with all others, and a gather has held it until now
+                    dist.destroy_process_group(group)
 
     def interrupt(self) -> None:
         """Interrupts the clone and the user's groups over which it waits; called from the thread that listens to other ranks."""
@@ -312,7 +315,7 @@ class OwnGroup:
             self._break_all()
 
     def _break_all(self) -> None:
-        group, users = self._existing(), self.user.group if self.borrowers else None
+        group, users = self.existing(), self.user.group if self.borrowers else None
         if group is not None:
             for one in filter(None, {group, users, None if self.member is None else self.member.borrowed}):
                 _break(one)

@@ -94,6 +94,7 @@ class Posted:
     works: Sequence[Work]
     finish: Callable[[], object]
     is_last: bool = True  # True if the exchange is complete after that
+    held: object = None  # kept alive until then
 
 
 class ThreadHandle:

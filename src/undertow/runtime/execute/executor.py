@@ -50,6 +50,7 @@ class LiveBucket:
     marks: Any = None  # BucketMarks of its last reduction
     handles: list[Handle] = field(default_factory=list)
     late: tuple[Sequence[Tensor], list[Handle]] | None = None  # gradients that arrived after the launch, in a second collective
+    own: Tensor | None = None  # a copy of its memory before the last reduction
     is_packed: bool = False  # by a round that only accumulates
 
 
@@ -138,11 +139,24 @@ class Executor:
         """Returns True if some `.grad` still holds the result of a round, changed or not, and was not zeroed."""
         return any(bucket.binding.has_result() for bucket in self.buckets)
 
+    def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
+        """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still what they were reduced to."""
+        return {
+            param: (grad, bucket.binding.is_unchanged(position))
+            for bucket in self.buckets
+            if bucket.own is not None
+            for position, (param, grad) in enumerate(
+                zip(bucket.layout.params, bucket.binding.storage.views_of(bucket.own), strict=True)
+            )
+        }
+
     def launch_late_parts(self, indices: Sequence[int]) -> None:
         """Reduces, in a second round, the gradients that arrived after these buckets had been launched, on any rank."""
         for index in indices:
             bucket = self.buckets[index]
             values = bucket.binding.late_values()
+            if bucket.own is not None:
+                bucket.own[: values[0].numel()] += values[0]
             bucket.late = values, self._reduce(bucket, values)
 
     def add_late_parts(self) -> None:
@@ -206,6 +220,8 @@ class Executor:
         if self._finite is not None:
             self._finite.look(bucket.binding, bucket.layout, bucket.trailer)
         flat = bucket.binding.storage.flat
+        keeps_own = self._result.round.keeps_own and not bucket.layout.is_sparse and self._reducer.rounds(flat.dtype)
+        bucket.own = flat.clone() if keeps_own else None
         bucket.marks.launched = self._recorder.mark()
         if bucket.layout.slots and (bucket.layout.is_sparse or self._reducer.hook is not None):
             # Values outside of the bucket, or for the hook alone, leave the trailer to a separate small collective.

@@ -114,7 +114,8 @@ def warn_of_late_backward(module: nn.Module, params: Iterable[Tensor]) -> None:
         )
 
     hooks.append(module.register_forward_pre_hook(ModuleHook(module, partial(remove_all, hooks))))
-    hooks.extend(param.register_post_accumulate_grad_hook(arrives) for param in params)  # type: ignore[no-untyped-call]
+    with private.as_plain_tensors():  # parameters in flight may never arrive
+        hooks.extend(param.register_post_accumulate_grad_hook(arrives) for param in params)  # type: ignore[no-untyped-call]
 
 
 class OutermostEnd:

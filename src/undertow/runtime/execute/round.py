@@ -45,6 +45,7 @@ class Round:
     alike: Sequence[int | None] = (None,) * len(ALIKE)  # a digest for each; None accepts the others'
     is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
     is_synchronized: bool = True  # False if it only accumulates
+    keeps_own: bool = False  # buckets keep this rank's gradients, because shards are to be reduced from them
 
 
 @dataclass(slots=True)

@@ -185,6 +185,11 @@ class DenseBinding(Binding):
             return bool(self.storage.gradients.any())
         return any(grad is not None and bool(grad.any()) for grad in grads)
 
+    def is_unchanged(self, position: int) -> bool:
+        """Returns True if that `.grad` is as the last `bind` has left it."""
+        view = self.storage.views[position]
+        return self.params[position].grad is view and self._versions[position : position + 1] == [view._version]
+
     def look(self) -> None:
         grads = list(map(_grad_of, self.params))
         if all(map(is_, grads, repeat(None))):  # the usual case

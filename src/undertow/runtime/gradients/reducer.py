@@ -14,7 +14,7 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.errors import require
 from undertow.plan import Bucket
-from undertow.runtime.comm.collectives import Collectives, cast_for_wire, exchanges_over, travels_narrower
+from undertow.runtime.comm.collectives import Collectives, accumulation_dtype, cast_for_wire, exchanges_over, travels_narrower
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle
@@ -66,6 +66,10 @@ class Reducer:
         is_mean = self.divisor == self.group.num_ranks
         fits = dtype is not torch.float16 or not self.group.is_over_gloo  # NCCL divides each rank's input first
         return is_mean and fits and self.average_in_collective and self.group.user.can_average and self.wire is None
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Returns True if sums of `dtype` come back narrower than they are added up in shards."""
+        return accumulation_dtype(dtype) != dtype or travels_narrower(dtype, self.wire)
 
     def trailer_divisor(self, dtype: torch.dtype) -> float:
         """Returns the divisor that trailers of buckets of `dtype` come back with; shards' trailers are summed."""

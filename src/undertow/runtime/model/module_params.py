@@ -190,11 +190,12 @@ class ModuleParams:
 
     def close(self) -> None:
         """Gives gradients the dtype of their parameters again."""
-        for _, param in self.named_params() if self.gives_back else ():
-            if private.gradient_dtype(param) != param.dtype:
-                grad, param.grad = param.grad, None
-                private.set_gradient_dtype(param, param.dtype)
-                param.grad = None if grad is None else grad.to(param.dtype)
+        with private.as_plain_tensors():  # parameters in flight may never arrive
+            for _, param in self.named_params() if self.gives_back else ():
+                if private.gradient_dtype(param) != param.dtype:
+                    grad, param.grad = param.grad, None
+                    private.set_gradient_dtype(param, param.dtype)
+                    param.grad = None if grad is None else grad.to(param.dtype)
 
     def has_changed(self) -> bool:
         """Returns True if a parameter was added, removed, replaced, frozen or unfrozen, or changed dtype, size or device."""

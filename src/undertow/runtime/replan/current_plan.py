@@ -252,6 +252,7 @@ class CurrentPlan:
             error=PhaseError,
         )
         plan = sharded_plan(compiled.plan, hooks, now.groups, self._config)
+        own = compiled.executor.own_gradients() if self.is_active else {}
         if hooks.order is not None:
             hooks.order.close()
             hooks.order = None
@@ -267,6 +268,8 @@ class CurrentPlan:
         if self.is_active:
             _ = sharded.executor
         sharding.take_over(() if compiled.sharding is None else compiled.sharding.held())
+        sharding.adopt_gradients()
+        sharding.reduce_again(own)
         hooks.regroup(plan)
         return sharding
 

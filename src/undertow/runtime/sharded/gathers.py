@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from undertow.errors import PhaseError, require
+from undertow.errors import PhaseError, UndertowError, require
 from undertow.runtime.comm.collectives import Collectives
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
@@ -39,7 +39,10 @@ _T: Any = Tensor  # its attributes are descriptors on the class
 # here, because torch.vmap calls nothing else before it takes a tensor from C++.
 _READ_NO_VALUES = frozenset(
     {
-        *(descriptor.__get__ for descriptor in (_T.grad, _T.requires_grad, _T.is_leaf, _T.shape, _T.dtype, _T.device)),
+        *(
+            descriptor.__get__
+            for descriptor in (_T.grad, _T.requires_grad, _T.is_leaf, _T.shape, _T.dtype, _T.device, _T.is_meta)
+        ),
         *(_T.grad.__set__, _T.grad.__delete__, _T.requires_grad.__set__, _T.requires_grad_),
         *(_T.numel, _T.size, _T.is_floating_point, torch.is_floating_point, _T.is_complex, torch.is_complex),
     }
@@ -96,14 +99,18 @@ def _is_parameter_made() -> bool:
 
 
 class Gathers:
-    """The gathers of a plan's buckets; a read of a parameter first waits for its bucket."""
+    """The gathers of a plan's buckets; a read of a parameter first waits for its bucket.
+
+    `unsent` are buckets whose gathers could not be started: every read of their parameters raises.
+    """
 
     def __init__(self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder) -> None:
         self.in_flight: dict[int, Handle] = {}
+        self.unsent: set[int] = set()
         self.flats, self._exchanges, self._recorder = flats, exchanges, recorder
         self.ids = frozenset(id(param) for flat in flats for param in flat.params)
         self._process = os.getpid()
-        self._classes: dict[type, type] = {}  # of parameters in flight, by their own class
+        self._classes: dict[type, Any] = {}  # of parameters in flight, by their own class
         self._watched: set[int] = set()  # buckets whose parameters wait when they are read
         self._is_compiled_in = False  # code of torch.compile reads the parameters
         # `in_flight` and `_watched` must change together: other threads read them, and so do signal handlers in this one.
@@ -125,6 +132,13 @@ class Gathers:
             self.in_flight[bucket] = handle
             self._watch(bucket)
 
+    def are_cut_off(self) -> None:
+        """Called if gathers could not be started after a step: every read of their parameters raises."""
+        with self._lock:
+            self.unsent.update(set(range(len(self.flats))) - self.in_flight.keys())
+            for bucket in self.unsent:
+                self._watch(bucket)
+
     def round_begins(self) -> None:
         """Waits if no forward has; autograd then detects most parameters that were read too early."""
         if self.in_flight:
@@ -135,10 +149,17 @@ class Gathers:
         for bucket in buckets:
             handle = self.in_flight.get(bucket)
             if handle is None:
+                if bucket in self.unsent:
+                    raise self._torn(bucket)
                 continue
             self._recorder.mark_gather(bucket, "wait_start")
-            with self._exchanges.group.waiting(f"the parameters of bucket {bucket}"):
-                handle.wait()
+            try:
+                with self._exchanges.group.waiting(f"the parameters of bucket {bucket}"):
+                    handle.wait()
+            except RuntimeError as error:
+                if isinstance(error, UndertowError) and self._exchanges.group.existing():  # it tells why the step has failed
+                    raise
+                raise self._torn(bucket) from error
             self._recorder.mark_gather(bucket, "wait_stop")
             # Only now, so that a wait that failed fails again. Another thread may have waited too, and launched the next gather.
             with self._lock:
@@ -150,21 +171,33 @@ class Gathers:
 
     def wait_for_all(self) -> None:
         if self.in_flight or self._watched:
-            self.wait(tuple(self.in_flight))
+            self.wait((*self.in_flight, *self.unsent))
             with self._lock:  # except buckets that another thread has launched again
                 for bucket in self._watched.difference(self.in_flight):
                     self._release(bucket)
 
     def let_go(self) -> None:
-        """Ends all waits for reads, because nothing will gather the parameters."""
-        for param in chain.from_iterable(flat.params for flat in self.flats):
-            param.__class__ = getattr(type(param), "arrived_class", type(param))
+        """Ends the waits for parameters that nothing will gather. Reads of parameters in flight wait or raise as before."""
+        for kind in self._classes.values() if self.in_flight or self.unsent else ():
+            kind.awaited_from = self  # holds these gathers until the last parameter arrives
+        with self._lock:
+            for bucket in self._watched.difference(self.in_flight, self.unsent):
+                self._release(bucket)
 
     def is_read_unseen(self) -> bool:
         """Returns True if other tensors share the memory of parameters in flight, or compiled code guards their class."""
         flats = list(map(self.flats.__getitem__, self.in_flight))
         may_be_shared = private.are_shared(list(chain.from_iterable(map(_addresses_of, flats))))
         return self._is_compiled_in or (may_be_shared and any(flat.is_referred_to for flat in flats))
+
+    def _torn(self, bucket: int) -> PhaseError:
+        return PhaseError(
+            "the parameters are torn: this rank's shards have the values of the last step, and the other shards still have the "
+            "values of the step before.",
+            where=f"bucket {bucket}, rank {self._exchanges.group.rank}",
+            remedy="Call model.wait() on every rank after the last step, before a rank ends or calls "
+            "torch.distributed.destroy_process_group(). Now, load other values: module.load_state_dict(state, assign=True).",
+        )
 
     def _watch(self, bucket: int) -> None:
         self._watched.add(bucket)
@@ -179,7 +212,7 @@ class Gathers:
         flat, coming = self.flats[bucket], set[int]()  # parameters with another bucket to come stay watched
         self._watched.discard(bucket)
         if flat.split_params:
-            coming.update(id(param) for other in self.in_flight for param in self.flats[other].split_params)
+            coming.update(id(param) for other in (*self.in_flight, *self.unsent) for param in self.flats[other].split_params)
         for param in flat.params:
             if id(param) not in coming:
                 param.__class__ = getattr(type(param), "arrived_class", type(param))

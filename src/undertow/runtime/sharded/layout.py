@@ -6,7 +6,7 @@ replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, then all
     v
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, pairwise, repeat
 from operator import attrgetter
 from types import NoneType
@@ -19,6 +19,7 @@ from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import Bucket, Plan, Slot
 from undertow.runtime.comm.collectives import accumulation_dtype, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
+from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding, SplitParam
@@ -149,6 +150,29 @@ class Sharding:
             mine, before = self._placeholders[index], self.params[index].grad
             mine.added, mine.is_cleared = getattr(before, "added", None), getattr(before, "is_cleared", False)
             self.params[index].grad = mine
+
+    @torch.no_grad()
+    def reduce_again(self, own: Mapping[int, tuple[Tensor, bool]]) -> None:
+        """Replaces gradients that were reduced whole, and rounded, by parts reduced like those of the following steps.
+
+        A collective call. `own` has this rank's gradients by parameter, each with False if something has changed `.grad` since.
+        """
+        for bucket in self.plan.buckets:
+            if own.keys().isdisjoint(bucket.params):  # of another dtype, or without parameters
+                continue
+            binding, trailer = self._bindings[bucket.index], range(bucket.trailer.start, bucket.storage_numel)
+            sent, shard = torch.zeros_like(binding.storage.flat), torch.zeros_like(binding.shard)
+            for slot in bucket.slots:
+                values = in_memory_order(own[slot.param][0], self.strides[slot.param])
+                sent[slot.start : slot.stop] = values[slot.first : slot.first + slot.numel]
+            handle: Handle = self.groups.shard.reduce_scatter(sent, shard, trailer=trailer, pack=int)
+            if self.groups.replicate is not None:
+                handle = self.groups.replicate.all_reduce_behind(handle, shard, trailer=sent[trailer.start :])
+            with self.group.waiting(f"the shards of bucket {bucket.index}"):
+                handle.wait()
+            for part in self.flats[bucket.index].parts:
+                if own[part.param][1]:
+                    self._placeholders[part.param].parts[part.bucket].copy_(part.of_shard(shard))
 
     def gradients(self, parts: Iterable[ShardPart]) -> list[Tensor | None]:
         """Returns the mean gradient of each part, or None if the parameter has none. [part.numel] of the wide dtype

@@ -64,6 +64,7 @@ class Progress:
         self.has_begun = False  # a training forward has run since the last synchronization
         self.has_accumulated = False  # since the last synchronization
         self.settings: Settings = ()  # with which optimizers have stepped since the last synchronization
+        self.steps_in_shards = False  # a sharded optimizer steps, or is going to
         self.unused: tuple[str, ...] = ()  # parameters without a gradient in the last step
         self.unused_so_far: tuple[str, ...] | None = None  # in the synchronizations of this one
         self._is_last_run = True  # of the step, which adds up no more gradients
@@ -256,6 +257,7 @@ class RoundRunner:
             op=op,
             weights=weights,
             is_synchronized=is_synchronized,
+            keeps_own=progress.steps_in_shards and weights is None and op is None,
         )
         holds_back = now.retiring is not None or is_overtaken
         result = RoundResult(this_round)

@@ -36,6 +36,7 @@ class ShardedSteps:
         self._engine, self._config, self._is_compiled = engine, config, is_compiled
         self._module = weakref.ref(module)  # which holds this object, by its hooks
         self._groups = ShardGroups(engine.current_plan.group, config, divisor=engine.current_plan.now.compiled.reducer.divisor)
+        engine.progress.steps_in_shards = True
         self._stepper: weakref.ref[Optimizer] | None = None
         self.sharding: Sharding | None = None
         self._waits: ForwardWaits | None = None
@@ -106,11 +107,16 @@ class ShardedSteps:
         self._send()
 
     def _send(self) -> None:
-        if self._engine.current_plan.is_active:
-            self._engine.current_plan.now.compiled.gather()
-        else:  # a single rank gathers nothing
-            for flat in () if self.sharding is None else self.sharding.flats:
+        assert self.sharding is not None  # `begin` has made it
+        if not self._engine.current_plan.is_active:  # a single rank gathers nothing
+            for flat in self.sharding.flats:
                 flat.copy_out()
+            return
+        try:
+            self._engine.current_plan.now.compiled.gather()
+        except BaseException:
+            self.sharding.gathers.are_cut_off()
+            raise
 
     def step_ends(self) -> None:
         """Called after a step. Waits if a read could not be seen, or would cut a graph."""
