@@ -284,6 +284,9 @@ class ModelSync:
         follows = is_training and not self._engine.is_accumulating
         if follows and buffers_follow is not None and (self._members.common_buffers.buffers or not self._group.is_open):
             self._synchronize_buffers(source=buffers_follow)
+        if is_training:  # last: ranks that have not changed go on to their backward now
+            has_buffers = self._config.buffers != "off" and bool(self._members.common_buffers.buffers)
+            self._engine.meet_before_forward(has_buffers=has_buffers)
 
     @private.untraced
     def _forward_ends(self) -> None:

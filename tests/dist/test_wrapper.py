@@ -63,14 +63,10 @@ class Adapted(nn.Module):
         super().__init__()
         self.body, self.adapter = nn.Linear(4, 4), nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4)
-        self.lists = lists
+        setattr(self, lists, getattr(self.adapter, lists))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.adapter(self.norm(self.body(x)))
-
-    def __getattribute__(self, name: str) -> Any:
-        get = super().__getattribute__
-        return getattr(get("_modules")["adapter"], name) if "lists" in get("__dict__") and name == get("lists") else get(name)
 
 
 @in_ranks(2)

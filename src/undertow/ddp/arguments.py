@@ -191,7 +191,7 @@ def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str
     hooks = [
         part.register_forward_pre_hook(ModuleHook(part, partial(_require_first_forward, weakref.ref(part))))
         for _, part in tables.named_modules(module)
-        if tables.own_parameters(part) and dtype is not None
+        if part._parameters and dtype is not None
     ]
     return MixedPrecision(dtype, frozenset(ignored), tuple(hooks))
 
@@ -201,7 +201,7 @@ def _require_first_forward(called: weakref.ref[nn.Module]) -> None:
     if torch.compiler.is_compiling():  # checking would cut the graph; recomputation there is narrow as well
         return
     module = called()
-    is_narrow = module is None or any(type(param) is Tensor for param in tables.own_parameters(module).values())
+    is_narrow = module is None or any(type(param) is Tensor for param in module._parameters.values())
     if private.graph_task_id() != -1 and not is_narrow:
         raise PhaseError(
             f"{type(module).__name__} runs its forward again during backward, when its parameters have their own dtype again.",

@@ -157,9 +157,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         self.module = module
         self.dim, self.device_mesh = dim, device_mesh
         self.device_ids, self.output_device = device_indices
-        devices = list(dict.fromkeys(param.device for _, param in tables.named_parameters(module)))
-        self.device = devices[0] if devices else torch.device("cpu")
-        self.device_type, self.is_multi_device_module = self.device.type, len(devices) > 1
+        devices = list(dict.fromkeys(param.device for _, param in tables.named_parameters(module))) or [torch.device("cpu")]
+        self.device, self.device_type, self.is_multi_device_module = devices[0], devices[0].type, len(devices) > 1
         self.forward_sync_buffers = chosen.buffers != "off"
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy

@@ -42,28 +42,28 @@ class _Census:
 
     def __init__(self, module: nn.Module) -> None:
         modules = [part for _, part in tables.named_modules(module)]
-        self._parameters = [tables.own_parameters(part).values for part in modules]
+        self._parameters = [part._parameters.values for part in modules]
         # Weak, unlike the tables of parameters: a child may refer to its parent and keep it alive forever.
         self._modules = list(map(weakref.ref, modules))
-        self._params = self.present()  # held, so that no other tensor gets the same id
+        self.params = self.present()  # held, so that no other tensor gets the same id
         # Of ordinary modules, in C and without a search for the method.
         is_usual = all(isinstance(part._modules, dict) for part in modules)
         self._values = dict.values if is_usual else methodcaller("values")
         self._child_ids = self._ids_of_children()
         self._param_ids = _ids(map(call, self._parameters))
-        self._are_trained = list(map(_is_trained, self._params))
+        self._are_trained = list(map(_is_trained, self.params))
         # Without sparse and uninitialized ones, which only ignored parameters may be.
-        self._dense = [param for param in self._params if param.layout is torch.strided and not is_lazy(param)]
+        self._dense = [param for param in self.params if param.layout is torch.strided and not is_lazy(param)]
         self._pointers = list(map(Tensor.data_ptr, self._dense))
         self._layouts = _layouts(self._dense)
-        self._kind = [(param.device, param.dtype) for param in self._params[:1]]
+        self._kind = [(param.device, param.dtype) for param in self.params[:1]]
 
     def present(self) -> list[Tensor]:
         return [param for param in chain.from_iterable(map(call, self._parameters)) if param is not None]
 
     def added(self) -> list[Tensor]:
         """Returns the parameters that these modules have got since."""
-        known = set(map(id, self._params))
+        known = set(map(id, self.params))
         return [param for param in self.present() if id(param) not in known]
 
     def has_other_modules(self) -> bool:
@@ -79,7 +79,7 @@ class _Census:
         # This runs at every forward, for thousands of parameters, so every line is a loop in C, without Python frames.
         if _ids(map(call, self._parameters)) != self._param_ids or self.has_other_modules():
             return True
-        if list(map(_is_trained, self._params)) != self._are_trained:
+        if list(map(_is_trained, self.params)) != self._are_trained:
             return True
         pointers = list(map(Tensor.data_ptr, self._dense))
         if pointers != self._pointers:  # no new data means no new dtype or layout; reading them takes longer
@@ -87,7 +87,7 @@ class _Census:
                 return True
             self._pointers = pointers
         # A cast and another one may end at the same place.
-        return [(param.device, param.dtype) for param in self._params[:1]] != self._kind
+        return [(param.device, param.dtype) for param in self.params[:1]] != self._kind
 
 
 class Replaced:
@@ -220,6 +220,13 @@ class ModuleParams:
             # module of TorchScript has tensors too, from the first look on.
             return all(isinstance(it, nn.Parameter) for it in self._seen.added()) and not self._is_elsewhere()
 
+    def has_more(self) -> bool:
+        """Returns True if modules are others, or parameters more, than at the last look.
+
+        A call of torch.func.functional_call only exchanges parameters, so that the change is meant to last.
+        """
+        return self._seen.has_other_modules() or len(self._seen.present()) != len(self._seen.params)
+
     def _is_elsewhere(self) -> bool:
         """Returns True if only ignored parameters have changed.
 
@@ -250,6 +257,8 @@ class ModuleParams:
         specs: Sequence[ParamSpec] = (),
         params: Sequence[Tensor] = (),
         settings: dict[str, Any] | None = None,
+        *,
+        new: Sequence[str] = (),
     ) -> Agreement:
         """Starts to compare on all ranks these parameters and settings, and always frozen parameters and buffers."""
         buffers = tables.named_buffers(self._present_module)
@@ -259,6 +268,7 @@ class ModuleParams:
             settings=settings or {},
             params=[_description(spec, param) for spec, param in zip(specs, params, strict=True)],
             others=[_description(spec_of(name, tensor), tensor) for name, tensor in others],
+            new=new,
         )
 
     def ranks_agree(self) -> None:

@@ -249,7 +249,7 @@ class _Reads(TorchFunctionMode):
         """Returns modules with the parameters of other modules that they have read."""
         found: dict[nn.Module, list[Tensor]] = {}
         for param, part in self._places:
-            if param not in map(id, tables.own_parameters(part).values()):
+            if param not in map(id, part._parameters.values()):
                 found.setdefault(part, []).append(self.order[param])
         return list(found.items())
 
@@ -261,7 +261,7 @@ class _Reads(TorchFunctionMode):
 
     def _begins(self, part: nn.Module) -> None:
         self._running.append(part)
-        for param in tables.own_parameters(part).values():
+        for param in part._parameters.values():
             if self.is_on and id(param) in self._params:  # an evaluation may run other modules
                 self.order.setdefault(id(param), param)  # type: ignore[arg-type]  # None is none of them
 
@@ -312,7 +312,7 @@ class ForwardWaits:
         if not only_root and not any(map(private.is_compiled, parts)) and not any(map(private.is_script, parts)):
             self._reads = _Reads(module, self._buckets_of)
             for part in parts:
-                self._wait_in(part, tables.own_parameters(part).values())
+                self._wait_in(part, part._parameters.values())
 
     def root_begins(self, *, is_training: bool) -> None:
         if not is_training:

@@ -8,43 +8,22 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.jit._script import OrderedDictWrapper
 
 
-class _ScriptTable(MutableMapping[str, Any]):
-    """The table of a TorchScript module, which lacks some methods of a dict."""
-
-    def __init__(self, table: Any) -> None:
-        self._table = table
-
-    def __getitem__(self, name: str) -> Any:
-        return self._table[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._table[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._table[name]
+class _ScriptTable(OrderedDictWrapper):
+    """The table of a TorchScript module, with the methods of a dict that it lacks."""
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._table.keys())
+        return iter(self.keys())  # type: ignore[no-untyped-call]
 
-    def __len__(self) -> int:
-        return len(self._table)
-
-
-def own_modules(module: nn.Module) -> MutableMapping[str, nn.Module | None]:
-    """Returns the table of the module's children."""
-    return _table(module._modules)
-
-
-def own_parameters(module: nn.Module) -> MutableMapping[str, nn.Parameter | None]:
-    """Returns the table of the parameters that the module itself has."""
-    return _table(module._parameters)
+    def get(self, name: str) -> Any:
+        return self[name] if name in self else None  # noqa: SIM401  it is the method
 
 
 def own_buffers(module: nn.Module) -> MutableMapping[str, Tensor | None]:
     """Returns the table of the buffers that the module itself has."""
-    return _table(module._buffers)
+    return module._buffers if isinstance(module._buffers, dict) else _ScriptTable(module._buffers._c)
 
 
 def named_modules(module: nn.Module, *, is_unique: bool = True) -> Iterator[tuple[str, nn.Module]]:
@@ -54,21 +33,17 @@ def named_modules(module: nn.Module, *, is_unique: bool = True) -> Iterator[tupl
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields all parameters by name; a shared one once."""
-    return _once((prefix, own_parameters(part)) for prefix, part in named_modules(module))
+    return _once(module, "_parameters")
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields all buffers by name; a shared one once."""
-    return _once((prefix, own_buffers(part)) for prefix, part in named_modules(module))
+    return _once(module, "_buffers")
 
 
 def joined(prefix: str, name: str) -> str:
     """Returns the full name of what the module `prefix` calls `name`."""
     return f"{prefix}.{name}" if prefix else name
-
-
-def _table(table: Any) -> Any:
-    return table if isinstance(table, dict) else _ScriptTable(table)
 
 
 def _inside(module: nn.Module, name: str, seen: set[nn.Module] | None) -> Iterator[tuple[str, nn.Module]]:
@@ -77,15 +52,15 @@ def _inside(module: nn.Module, name: str, seen: set[nn.Module] | None) -> Iterat
             return
         seen.add(module)
     yield name, module
-    for inner, child in own_modules(module).items():
+    for inner, child in module._modules.items():
         if child is not None:
             yield from _inside(child, joined(name, inner), seen)
 
 
-def _once(tables: Iterator[tuple[str, MutableMapping[str, Any]]]) -> Iterator[tuple[str, Any]]:
+def _once(module: nn.Module, table: str) -> Iterator[tuple[str, Any]]:
     seen = set[int]()
-    for prefix, table in tables:
-        for name, tensor in table.items():
+    for prefix, part in named_modules(module):
+        for name, tensor in getattr(part, table).items():
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield joined(prefix, name), tensor
