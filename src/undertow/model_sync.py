@@ -288,6 +288,9 @@ class ModelSync:
         follows = is_training and not self._engine.is_accumulating
         if follows and buffers_follow is not None and (self._members.common_buffers.buffers or not self._group.is_open):
             self._synchronize_buffers(source=buffers_follow)
+        if is_training:  # last: ranks that have not changed go on to their backward now
+            has_buffers = self._config.buffers != "off" and bool(self._members.common_buffers.buffers)
+            self._engine.meet_before_forward(has_buffers=has_buffers)
 
     @private.untraced
     def _forward_ends(self) -> None:
@@ -422,6 +425,8 @@ def _before_step(
     # An optimizer over shards has other tensors: if it were asked about those, every model would search its parameters.
     stepped = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
     params = set(compress(map(id, stepped), map(isinstance, stepped, repeat(nn.Parameter))))
+    if len(params) < len(stepped):  # TorchScript may have parameters that are plain tensors
+        params |= sync._members.ids & set(map(id, stepped))
     if steps and sync._members.replaced.former:  # hence never in a run without such changes
         is_sharded = sync._steps is not None and sync._steps.is_stepper(optimizer)
         sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)

@@ -120,6 +120,226 @@ def test_a_parameter_that_is_added_takes_rank_0s_value() -> None:
         assert torch.equal(ddp.module.shift, torch.ones(4))
 
 
+class Squares(nn.Module):
+    """The sum of the squares of its parameters: a gradient is twice the value that the forward has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Parameter(torch.ones(1)), nn.ModuleList()
+        self.late: Callable[[], nn.Module] | None = None  # made within the forward
+
+    def forward(self) -> Tensor:
+        if self.late is not None:
+            self.layers.append(self.late())
+            self.late = None
+        return torch.stack([param.square().sum() for param in self.parameters() if param.requires_grad]).sum()
+
+
+def apart(*shape: int, requires_grad: bool = True) -> nn.Parameter:
+    """With 1.0 on rank 0, 2.0 on rank 1 and so on."""
+    return nn.Parameter(torch.full(shape, 1.0 + dist.get_rank()), requires_grad=requires_grad)
+
+
+def layer_apart() -> nn.Module:
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight = apart(1, 1)
+    return layer
+
+
+def step_on(ddp: nn.Module) -> None:
+    ddp.zero_grad()
+    ddp().backward()
+
+
+def require_doubled(ddp: nn.Module) -> None:
+    for name, param in ddp.named_parameters():
+        assert torch.equal(param, torch.ones_like(param)), name
+        assert torch.equal(param.grad, torch.full_like(param, 2.0)), name
+
+
+ADDED: dict[str, Callable[[Any], object]] = {
+    "a parameter": lambda module: setattr(module, "second", apart(3)),
+    "a layer": lambda module: module.layers.append(layer_apart()),
+    "a layer put first": lambda module: module.layers.insert(0, layer_apart()),
+    "a replaced layer": lambda module: module.layers.__setitem__(0, layer_apart()),
+}
+
+
+@in_ranks(2, 3, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("what", ADDED)
+@pytest.mark.parametrize("num_steps_before", [0, 2])
+def test_the_first_gradient_of_a_parameter_is_that_of_rank_0s_value(what: str, num_steps_before: int) -> None:
+    model = Squares()
+    model.layers.append(nn.Linear(1, 1, bias=False))
+    nn.init.ones_(model.layers[0].weight)
+    with wrapped(model) as ddp:
+        for _ in range(num_steps_before):
+            step_on(ddp)
+        ADDED[what](model)
+        for _ in range(2):
+            step_on(ddp)
+            require_doubled(ddp)
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("how", ["eval first", "no_sync", "two models", "attached", "buffers"])
+def test_it_is_so_in_every_setting(how: str) -> None:
+    models = [Squares(), Squares()] if how == "two models" else [Squares()]
+    if how == "buffers":
+        models[0].register_buffer("count", torch.zeros(1))
+    syncs = [(attach if how == "attached" else DistributedDataParallel)(model) for model in models]
+    called = models if how == "attached" else syncs
+    for num_added in (0, 0, 1, 2):
+        for model in models[:num_added]:
+            model.layers.append(layer_apart())
+        if how == "eval first":
+            called[0].eval()()
+            called[0].train()
+        for each in called:
+            each.zero_grad()
+        with syncs[0].no_sync() if how == "no_sync" else contextlib.nullcontext():
+            torch.stack([each() for each in called]).sum().backward()
+        if how == "no_sync":
+            called[0]().backward()
+        for model in models:
+            for param in model.parameters():
+                assert torch.equal(param, torch.ones_like(param))
+                assert torch.equal(param.grad, torch.full_like(param, 4.0 if how == "no_sync" else 2.0))
+    for sync in syncs:
+        sync.close()
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("without_data", [0, 1])
+def test_a_rank_without_data_takes_part_when_a_parameter_is_added(without_data: int) -> None:
+    with wrapped(Squares()) as ddp:
+        step_on(ddp)
+        ddp.zero_grad()
+        ddp.module.layers.append(layer_apart())
+        if dist.get_rank() == without_data:
+            ddp.finish()
+        else:
+            ddp().backward()
+        assert torch.equal(ddp.module.layers[0].weight, torch.ones(1, 1))
+        assert torch.equal(ddp.module.layers[0].weight.grad, torch.ones(1, 1))  # the mean of 2 and nothing
+        step_on(ddp)
+        require_doubled(ddp)
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize("clears_late", [False, True])
+def test_a_sharded_optimizer_gets_a_parameter_with_rank_0s_value(strategy: str, clears_late: bool) -> None:
+    with wrapped(Squares(), strategy=strategy) as ddp:
+        optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.25)
+        for step in range(5):
+            if not clears_late:
+                optimizer.zero_grad()
+            if step == 2:
+                ddp.module.second = nn.Parameter(torch.ones(3)) if clears_late else apart(3)
+                optimizer.add_param_group({"params": [ddp.module.second]})
+            loss = ddp()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        ddp.wait()
+        assert torch.equal(ddp.module.first, torch.full((1,), 0.5**5))  # w - 0.25 * 2 w
+        assert torch.equal(ddp.module.second, torch.full((3,), 0.5**3))
+
+
+def frozen_layer(model: Squares) -> None:
+    """Comes along with a layer that is trained."""
+    model.layers.append(layer_apart().requires_grad_(False))
+    model.layers.append(layer_apart())
+
+
+@in_ranks(2)
+def test_a_frozen_parameter_that_is_added_with_others_has_rank_0s_value_too() -> None:
+    with wrapped(Squares()) as ddp:
+        step_on(ddp)
+        frozen_layer(ddp.module)
+        step_on(ddp)
+        assert torch.equal(ddp.module.layers[0].weight, torch.ones(1, 1))
+
+
+def drifts(model: Squares) -> None:
+    model.layers[0].weight.data = torch.full((1, 1), 1.0 + dist.get_rank())
+    model.layers[0].weight.requires_grad_(True)
+
+
+# Changes for which ranks cannot meet before the forward, or the forward is past, and the parameter that has other values.
+TOO_LATE: dict[str, tuple[Callable[[Squares], object], str]] = {
+    "made within the forward": (lambda model: setattr(model, "late", layer_apart), "layers.1.weight"),
+    "unfrozen": (drifts, "layers.0.weight"),
+    "replaced": (lambda model: setattr(model, "first", apart(1)), "first"),
+}
+
+
+@in_ranks(2, 3, is_fresh=True, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("change", TOO_LATE)
+def test_gradients_that_were_computed_with_other_values_are_an_error_on_all_ranks(change: str) -> None:
+    make_change, name = TOO_LATE[change]
+    model = Squares()
+    model.layers.append(nn.Linear(1, 1, bias=False).requires_grad_(False))
+    with wrapped(model) as ddp:
+        step_on(ddp)
+        step_on(ddp)
+        make_change(model)
+        others = "1" if dist.get_world_size() == 2 else "1, 2"
+        for number in (2, 3):
+            assert text_of(PlanMismatch, lambda: step_on(ddp)) == (
+                f"a parameter that was added or unfrozen had other values on rank {others} than on rank 0, and gradients were "
+                "computed with them.\n"
+                f"  parameter {name!r}, synchronization {number}, rank {dist.get_rank()}\n"
+                "  Initialize it alike on every rank, as by the same seed; or call broadcast_parameters() after adding it and "
+                "before the forward. Drop the gradients of this step by zero_grad()."
+            )
+        ddp.broadcast_parameters()
+        step_on(ddp)
+        assert all(torch.equal(param.grad, 2 * param) for param in model.parameters() if param.requires_grad)
+
+
+@in_ranks(2)
+def test_parameters_that_are_broadcast_before_the_forward_are_no_error() -> None:
+    with wrapped(Squares(), op="weighted") as ddp:
+        for change in (None, "a layer", "a parameter"):
+            if change is not None:
+                ADDED[change](ddp.module)
+                ddp.broadcast_parameters()
+            ddp.loss_weight(1)
+            step_on(ddp)
+            require_doubled(ddp)
+
+
+@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("num_forwards", [1, 2])
+def test_a_layer_that_one_rank_adds_to_a_model_with_buffers_is_an_error_on_both(num_forwards: int) -> None:
+    with wrapped(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))) as ddp:
+
+        def train() -> None:
+            torch.stack([ddp(noise(3, 4)).square().sum() for _ in range(num_forwards)]).sum().backward()
+
+        train()
+        train()
+        if dist.get_rank() == 1:
+            ddp.module.append(nn.Linear(4, 4))
+        text = text_of(PlanMismatch, train)
+    assert of_all_ranks(text) == [text] * 2
+
+
+@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
+def test_layers_that_ranks_replace_at_different_places_are_an_error() -> None:
+    with wrapped(Branches()) as ddp:
+        ddp(noise(3, 4)).sum().backward()
+        ddp.module.layers[dist.get_rank()] = nn.Linear(4, 4)
+        text = text_of(PlanMismatch, lambda: ddp(noise(3, 4)).sum().backward())
+    what, _, difference, _ = text.splitlines()
+    assert (what, difference) == (
+        "ranks disagree on the new parameters.",
+        "  first difference: new parameter 0 is 'layers.0.weight' on rank 0 and 'layers.1.weight' on rank 1",
+    )
+
+
 @in_ranks(2)
 def test_data_of_another_shape_with_as_many_elements_is_followed() -> None:
     with wrapped(nn.Linear(4, 6, bias=False)) as ddp:

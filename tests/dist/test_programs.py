@@ -287,13 +287,14 @@ SITUATIONS = {
 }
 
 
-def changed(situation: str, change: str, **how: Any) -> Program:
+def changed(situation: str, change: str, *, words: str = "", **how: Any) -> Program:
     before, after = SITUATIONS[situation].split("*")
+    changes = ", ".join(each + words for each in CHANGES[change].split(", "))
     order = {"appended": "0123", "removed": "01"}.get(change, "012")
     return Program(
         units="channels channels channels" if change == "channels last" else "linear linear shift",
         before="freeze 0",
-        events=before + CHANGES[change] + after.replace("012", order),
+        events=before + changes + after.replace("012", order),
         times=1,
         **how,
     )
@@ -306,6 +307,14 @@ CHANGED = {
         for change in CHANGES
         if situation != "between forward and backward" or change in IN_A_GRAPH
     },
+    **{
+        f"{change} with other values on every rank, {situation}": changed(situation, change, words=" apart", plan=plan)
+        for situation, plan in zip(list(SITUATIONS)[:4], PLANS, strict=False)
+        for change in ("extended", "appended", "a unit replaced", "a larger unit", "all replaced")
+    },
+    "a unit appended with other values on every rank, under sums": changed(
+        "while accumulating", "appended", words=" apart", settings={"op": "sum"}
+    ),
     "the last unit thawed, of which no forward tells": Program(
         before="freeze 0, freeze 2",
         events="zero, forward 012 inside, backward, thaw 2, zero, forward 012 inside, backward, step",

@@ -11,18 +11,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from support.alike import backward_alike, of_all_ranks
+from support.alike import backward_alike, of_all_ranks, require_equal_gradients
 from support.errors import text_of
 from support.inside import of_version, on_device
-from support.models import CASES, Branches, mlp
-from support.naive import wrapped, wrapped_and_bare
+from support.models import CASES, Branches, mlp, noise
+from support.naive import naive_mean, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from support.sharded import destroy
 from undertow import (
@@ -54,6 +54,91 @@ def test_parameters_and_buffers_of_rank_0_arrive_everywhere(way: str) -> None:
         model.state_dict().keys(),
         [name for name, value in model.state_dict().items() if not torch.equal(value, wanted[name])],
     ) == (wanted.keys(), [])
+
+
+class Adapted(nn.Module):
+    """Lists its adapter only, as models do for optimizers, by the method that `lists` names."""
+
+    def __init__(self, lists: str) -> None:
+        super().__init__()
+        self.body, self.adapter = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        setattr(self, lists, getattr(self.adapter, lists))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapter(self.norm(self.body(x)))
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("lists", ["named_parameters", "parameters", "named_modules", "modules", "named_buffers", "children"])
+@pytest.mark.parametrize("way", WRAP)
+def test_all_that_is_registered_is_averaged_whatever_the_model_lists(way: str, lists: str) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = Adapted(lists)
+    handle = WRAP[way](model, config=SyncConfig(bucket_cap_mb=1e-6))
+    called = model if way == "attach" else handle
+    for step in range(2):
+        called(noise(3, 4, step=step)).square().sum().backward()
+        grads = [model.body.weight.grad, model.body.bias.grad, model.adapter.weight.grad, model.norm.weight.grad]
+        assert torch.equal(*of_all_ranks(torch.cat([grad.flatten() for grad in grads])))
+    assert torch.equal(*of_all_ranks(torch.cat([model.body.weight, model.adapter.weight]).detach()))
+    called(noise(3, 4))
+    assert torch.allclose(*of_all_ranks(model.norm.num_batches_tracked.float()))
+    handle.close()
+
+
+UNAVERAGED = (
+    "{} was registered on the wrapper, and not on its module: nobody synchronizes it.\n"
+    "  DistributedDataParallel, rank {}\n"
+    "  Register it on model.module, or on the module before it is wrapped."
+)
+OTHER = (
+    "model.module was Sequential when it was wrapped, and now is {}: nobody averages the gradients of the new one.\n"
+    "  DistributedDataParallel, rank {}\n"
+    "  Wrap the new module, after close() of this wrapper; or change parts inside of model.module."
+)
+ON_THE_WRAPPER: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "a head": (lambda ddp: setattr(ddp, "head", nn.Linear(3, 3)), UNAVERAGED.format("'head.weight'", "{}")),
+    "a module": (lambda ddp: ddp.add_module("head", nn.Linear(3, 3)), UNAVERAGED.format("'head.weight'", "{}")),
+    "a parameter": (lambda ddp: setattr(ddp, "scale", nn.Parameter(torch.ones(3))), UNAVERAGED.format("'scale'", "{}")),
+    "a buffer": (lambda ddp: ddp.register_buffer("mean", torch.ones(3)), UNAVERAGED.format("'mean'", "{}")),
+    "a larger module": (lambda ddp: setattr(ddp, "module", nn.ModuleList([ddp.module])), OTHER.format("ModuleList", "{}")),
+    "another module": (lambda ddp: setattr(ddp, "module", nn.Flatten()), OTHER.format("Flatten", "{}")),
+    "no module": (lambda ddp: delattr(ddp, "module"), OTHER.format("NoneType", "{}")),
+}
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("what", ON_THE_WRAPPER)
+def test_what_is_put_on_the_wrapper_itself_is_an_error_in_the_next_forward(what: str) -> None:
+    change, text = ON_THE_WRAPPER[what]
+    with wrapped(mlp()) as ddp:
+        MLP.loss(ddp, 0).backward()
+        change(ddp)
+        assert text_of(ConfigError, lambda: MLP.loss(ddp, 1)) == text.format(dist.get_rank())
+
+
+HARMLESS: dict[str, Callable[[nn.Module], object]] = {
+    "a loss": lambda ddp: setattr(ddp, "loss", nn.CrossEntropyLoss(weight=torch.ones(3))),
+    "a frozen teacher": lambda ddp: setattr(ddp, "teacher", mlp().requires_grad_(False)),
+    "a part of the module": lambda ddp: setattr(ddp, "head", ddp.module[2]),
+    "a parameter of the module": lambda ddp: setattr(ddp, "weight", ddp.module[2].weight),
+    "the same module": lambda ddp: setattr(ddp, "module", ddp.module),
+    "the compiled module": lambda ddp: setattr(ddp, "module", torch.compile(ddp.module, backend="eager")),
+}
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("what", HARMLESS)
+def test_what_has_no_gradient_of_its_own_may_be_put_on_the_wrapper(what: str) -> None:
+    with wrapped_and_bare(mlp()) as (ddp, bare):
+        HARMLESS[what](ddp)
+        for step in range(3):
+            for model in (ddp, bare):
+                model.zero_grad()
+                MLP.loss(model, step).backward()
+            naive_mean(bare)
+            require_equal_gradients(ddp.module, bare)
 
 
 # Arguments, the warning that they cause, whose parameters and buffers are there afterwards (-1: each rank's own), and
@@ -605,6 +690,15 @@ ARGUMENTS = {
     "  Run a dummy forward pass to correctly initialize the modules.",
     "sharded": SHARDED.format("DistributedDataParallel"),
     "sharded, attached": SHARDED.format("attach"),
+    "no values": "parameter '0.weight' is on the meta device, and has no values.\n"
+    "  attach(...)\n"
+    "  Give the module memory by module.to_empty(device=...), and initialize it, before.",
+    "sparse": "parameter '2.weight' has the layout torch.sparse_coo, and only dense parameters are synchronized.\n"
+    "  DistributedDataParallel(...)\n"
+    "  Make it dense by to_dense(); or name it in `ignore`, and every rank has its own gradient.",
+    "no leaf": "parameter '2.weight' is the result of an operation, and no optimizer can update it.\n"
+    "  DistributedDataParallel(...)\n"
+    "  Make it a leaf by detach().requires_grad_(). A module of TorchScript is copied by saving and loading it.",
     "no settings": "config must be a SyncConfig, got dict.\n"
     "  the settings of a wrapper or of attach\n"
     "  Write config=SyncConfig(**settings) for a dict of settings.",
@@ -670,6 +764,11 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         ),
         "sharded": lambda: DistributedDataParallel(sharded),
         "sharded, attached": lambda: attach(sharded),
+        "no values": lambda: attach(mlp().to("meta")),
+        "sparse": lambda: DistributedDataParallel(
+            with_last(lambda layer: setattr(layer, "weight", nn.Parameter(torch.eye(3).to_sparse())))
+        ),
+        "no leaf": lambda: DistributedDataParallel(with_last(lambda layer: layer._parameters.update(weight=2 * layer.weight))),
         "no settings": lambda: DistributedDataParallel(mlp(), config={"strategy": "zero1"}),
         "no settings, attached": lambda: attach(mlp(), config="zero1"),
         "devices": lambda: DistributedDataParallel(mlp(), [0, 1]),

@@ -17,6 +17,13 @@ def noise(*shape: int, step: int = 0, rank: int | None = None) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
+def scripted(module: nn.Module) -> Any:
+    """`module` in TorchScript, of which newer versions of torch warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(module)
+
+
 class TiedTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

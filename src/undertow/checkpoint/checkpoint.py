@@ -28,7 +28,7 @@ from undertow.runtime.execute.agreed_errors import require_same_settings, text_o
 from undertow.runtime.execute.hooks import earlier_watchers
 from undertow.runtime.peers.waiting import over_users
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
-from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private import private, tables
 
 _Result = TypeVar("_Result")
 _MODEL, _OPTIMIZER, _STATE, _GROUPS = "model", "optimizer", "state", "param_groups"
@@ -144,12 +144,12 @@ class _Ranks:
         _require_no_experts(model, optimizer)
         if not dist.is_available() or not dist.is_initialized():
             return cls()
-        engines = earlier_watchers(model.named_parameters()).values()
+        engines = earlier_watchers(tables.named_parameters(model)).values()
         for engine in engines:
             engine.siblings.wait_for_parameters()
         group = _group_of(model, optimizer, engines) or dist.group.WORLD
         assert group is not None  # torch.distributed is initialized
-        device = next((param.device for param in model.parameters()), _HOST)
+        device = next((param.device for _, param in tables.named_parameters(model)), _HOST)
         ranks = cls(group, device if GroupRef.of(group).backend_for(device) == "nccl" else _HOST)
         ranks._from_all("", waits_for=f"all ranks, to {to}")
         return ranks
@@ -223,7 +223,7 @@ class _Names:
         state = self.module.state_dict()
         self.keys = tuple(state)
         self.values = {_plain(key): value for key, value in state.items()}
-        self.of_param = {id(param): _plain(name) for name, param in self.module.named_parameters()}
+        self.of_param = {id(param): _plain(name) for name, param in tables.named_parameters(self.module)}
 
     def of_group(self, params: Sequence[Tensor]) -> list[str]:
         for index, param in enumerate(params):

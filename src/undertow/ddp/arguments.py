@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError, require
 from undertow.runtime.model.module_params import sparse_params
-from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private import private, tables
 from undertow.runtime.torch_private.module_hook import ModuleHook
 
 _WHERE = "DistributedDataParallel(...)"
@@ -41,7 +41,7 @@ def check_devices(
         where=_WHERE,
         remedy="Start one process per device, and move the module to its device before wrapping it.",
     )
-    devices = {param.device for param in module.parameters()}
+    devices = {param.device for _, param in tables.named_parameters(module)}
     is_on_one_gpu = len(devices) == 1 and all(device.type != "cpu" for device in devices)
     require(
         is_on_one_gpu if device_ids else not output_device,  # torch accepts output_device=0 here
@@ -72,7 +72,7 @@ def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] 
         where=_WHERE,
         remedy="Leave both out: Undertow sends every bucket as soon as it can.",
     )
-    known = set(map(id, module.parameters()))
+    known = {id(param) for _, param in tables.named_parameters(module)}
     for name, param in named_params or ():
         require(
             id(param) in known,
@@ -152,7 +152,7 @@ class MixedPrecision:
             return module(*inputs, **kwargs)
         narrow = {
             name: param.to(self.dtype)
-            for name, param in module.named_parameters()
+            for name, param in tables.named_parameters(module)
             if param.is_floating_point() and name not in self.ignored
         }
         return functional_call(module, narrow, *private.cast_floating(inputs, kwargs, self.dtype))
@@ -178,19 +178,19 @@ def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str
     )
     dtype, _, buffer_dtype = dtypes
     sparse = set() if dtype is None else sparse_params(module)
-    for name, param in module.named_parameters():
+    for name, param in tables.named_parameters(module):
         require(
             id(param) not in sparse or param.dtype == dtype or name in ignored,
             f"mixed_precision casts parameter {name!r}, whose gradient is sparse, and autograd cannot cast that back.",
             where="DistributedDataParallel(mixed_precision=...)",
             remedy="Make the embedding with sparse=False, or use torch.autocast around the forward.",
         )
-    for name, buffer in module.named_buffers():
+    for name, buffer in tables.named_buffers(module):
         if buffer_dtype is not None and buffer.is_floating_point() and name not in ignored:
             buffer.data = buffer.to(buffer_dtype)
     hooks = [
         part.register_forward_pre_hook(ModuleHook(part, partial(_require_first_forward, weakref.ref(part))))
-        for part in module.modules()
+        for _, part in tables.named_modules(module)
         if part._parameters and dtype is not None
     ]
     return MixedPrecision(dtype, frozenset(ignored), tuple(hooks))

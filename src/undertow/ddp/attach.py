@@ -28,7 +28,7 @@ from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, warn_o
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf
 from undertow.runtime.peers.faults import Fault
-from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private import private, tables
 from undertow.sync import GradientSync
 
 
@@ -112,8 +112,8 @@ def checked(
     ignored = [*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore)]
     marked = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # by _set_params_and_buffers_to_ignore_for_model
     if marked and caller == "DistributedDataParallel":
-        ignored += {name for name, _ in (*module.named_parameters(), *module.named_buffers())}.intersection(marked)
-    params = {name: param for name, param in module.named_parameters() if name not in ignored}
+        ignored += {name for name, _ in (*tables.named_parameters(module), *tables.named_buffers(module))}.intersection(marked)
+    params = {name: param for name, param in tables.named_parameters(module) if name not in ignored}
     _check_parameters(module, params, caller)
     if not any(param.requires_grad for param in params.values()):
         warnings.warn(
@@ -147,12 +147,35 @@ def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller
         where=f"{caller}(...)",
         remedy="Move the whole module with module.to(device) before.",
     )
+    _require_trainable(params, caller)
     require(
-        types != ["cpu"] or not any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()),
+        types != ["cpu"] or not any(isinstance(layer, nn.SyncBatchNorm) for _, layer in tables.named_modules(module)),
         "SyncBatchNorm layers only work with GPU modules.",
         where=f"{caller}(...)",
         remedy="Keep the BatchNorm layers on CPU: their running statistics follow rank 0.",
     )
+
+
+def _require_trainable(params: dict[str, nn.Parameter], caller: str) -> None:
+    for name, param in params.items():
+        require(
+            not param.is_meta,
+            f"parameter {name!r} is on the meta device, and has no values.",
+            where=f"{caller}(...)",
+            remedy="Give the module memory by module.to_empty(device=...), and initialize it, before.",
+        )
+        require(
+            param.layout is torch.strided,
+            f"parameter {name!r} has the layout {param.layout}, and only dense parameters are synchronized.",
+            where=f"{caller}(...)",
+            remedy="Make it dense by to_dense(); or name it in `ignore`, and every rank has its own gradient.",
+        )
+        require(
+            param.is_leaf,
+            f"parameter {name!r} is the result of an operation, and no optimizer can update it.",
+            where=f"{caller}(...)",
+            remedy="Make it a leaf by detach().requires_grad_(). A module of TorchScript is copied by saving and loading it.",
+        )
 
 
 def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequence[str] = (), **how: Any) -> GradientSync:
@@ -259,7 +282,7 @@ def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup
 
 
 def _require_one_group_each(module: nn.Module, groups: Sequence[ExpertGroup], ignored: Collection[str]) -> None:
-    names = [name for name, _ in module.named_parameters() if name not in ignored]
+    names = [name for name, _ in tables.named_parameters(module) if name not in ignored]
     for group in groups:
         require(
             any(name in _Names(group.match) for name in names),

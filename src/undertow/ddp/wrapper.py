@@ -20,7 +20,7 @@ from undertow.ddp.join import ShadowHook, UnevenInputs
 from undertow.errors import PhaseError, WrongType, require
 from undertow.plan import Plan
 from undertow.runtime.model.ignore import still_there
-from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private import private, tables
 from undertow.sync import GradientSync, ZeroesWithoutReading
 
 _Arguments = ParamSpec("_Arguments")
@@ -157,8 +157,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         self.module = module
         self.dim, self.device_mesh = dim, device_mesh
         self.device_ids, self.output_device = device_indices
-        self.device = next((param.device for param in module.parameters()), torch.device("cpu"))
-        self.device_type, self.is_multi_device_module = self.device.type, len({it.device for it in module.parameters()}) > 1
+        devices = list(dict.fromkeys(param.device for _, param in tables.named_parameters(module))) or [torch.device("cpu")]
+        self.device, self.device_type, self.is_multi_device_module = devices[0], devices[0].type, len(devices) > 1
         self.forward_sync_buffers = chosen.buffers != "off"
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
@@ -198,7 +198,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     def named_module_buffers(self) -> dict[str, Tensor]:  # type: ignore[override]
         """The synchronized buffers, by name."""
         ignored = self.parameters_to_ignore
-        return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
+        return {name: buffer for name, buffer in tables.named_buffers(self.module) if name not in ignored}
 
     @property
     def bucket_bytes_cap(self) -> int:  # type: ignore[override]
@@ -407,6 +407,9 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     def _forward_begins(self, *, is_compiled: bool) -> bool:
         """Called before each forward; returns True if torch.compile is to cut graphs."""
         sync = self.sync
+        is_as_made = self._modules.get("module") is sync._module and len(self._modules) == 1
+        if not is_as_made or self._parameters or self._buffers:
+            self._require_averaged()
         follows = self._buffers_follow_a_rank and not sync._engine.is_accumulating
         source = 0 if follows else None
         if self._shadow is not None and self._join_config.enable and sync._is_training_forward:
@@ -415,6 +418,28 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         if self._buffer_hook is not None:
             self._run_buffer_hook("PRE_FORWARD")
         return sync._engine.current_plan.now.compiled.cut_bytes > 0
+
+    def _require_averaged(self) -> None:
+        """Raises ConfigError if a backward may reach something that was registered on the wrapper itself, not on its module."""
+        if not torch.is_grad_enabled():
+            return
+        module, wrapped = self._modules.get("module"), self.sync._module
+        require(
+            module is not None and private.unwrapped(module) is private.unwrapped(wrapped),
+            f"model.module was {type(wrapped).__name__} when it was wrapped, and now is {type(module).__name__}: nobody averages "
+            "the gradients of the new one.",
+            where=f"DistributedDataParallel, rank {self.sync.rank}",
+            remedy="Wrap the new module, after close() of this wrapper; or change parts inside of model.module.",
+        )
+        known = {id(param) for _, param in tables.named_parameters(wrapped)}
+        trained = (name for name, param in tables.named_parameters(self) if param.requires_grad and id(param) not in known)
+        name = next(trained, next(iter(self._buffers), None))
+        require(
+            name is None,
+            f"{name!r} was registered on the wrapper, and not on its module: nobody synchronizes it.",
+            where=f"DistributedDataParallel, rank {self.sync.rank}",
+            remedy="Register it on model.module, or on the module before it is wrapped.",
+        )
 
     def _run_buffer_hook(self, location: str) -> None:
         sync, hook = self.sync, self._buffer_hook

@@ -15,7 +15,11 @@ from undertow.runtime.comm.group import OwnGroup
 from undertow.version import __version__
 
 # Tensors that are compared: their key, the word for one of them, and the words for all.
-_TENSORS = (("params", "parameter", "the parameters"), ("others", "tensor", "the frozen parameters or the buffers"))
+_TENSORS = (
+    ("params", "parameter", "the parameters"),
+    ("others", "tensor", "the frozen parameters or the buffers"),
+    ("new", "new parameter", "the new parameters"),
+)
 _SETTINGS = "the settings"
 _COMPARISON = "the comparison of all ranks' parameters"
 
@@ -53,7 +57,7 @@ def surroundings(group: OwnGroup, hook: CommHook | None) -> dict[str, Any]:
 
 
 class Agreement:
-    """A running comparison of all ranks' settings, parameters and other tensors; a collective call."""
+    """A running comparison of all ranks' settings, parameters and other tensors, and names of new ones; a collective call."""
 
     def __init__(
         self,
@@ -62,8 +66,10 @@ class Agreement:
         settings: dict[str, Any],
         params: Sequence[dict[str, Any]],
         others: Sequence[dict[str, Any]],
+        new: Sequence[str] = (),
     ) -> None:
-        self._text = json.dumps({"settings": settings, "params": list(params), "others": list(others)}, sort_keys=True).encode()
+        tensors = {"params": list(params), "others": list(others), "new": [{"name": name} for name in new]}
+        self._text = json.dumps({"settings": settings, **tensors}, sort_keys=True).encode()
         self._group = group
         mine = torch.frombuffer(bytearray(hashlib.sha256(self._text).digest()), dtype=torch.uint8)
         self._digests = group.all_gather(mine.to(group.device), _COMPARISON)

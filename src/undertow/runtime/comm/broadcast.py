@@ -1,7 +1,7 @@
 """Copies buffers from one rank or averages them over ranks; copies parameters from one rank."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -16,7 +16,7 @@ _MOST_ON_THEIR_WAY = 3  # each is a copy
 
 
 # A place where a buffer is registered: the table of a module, and the name in it. A shared buffer has several.
-Place = tuple[dict[str, Tensor | None], str]
+Place = tuple[MutableMapping[str, Tensor | None], str]
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class CommonBuffers:
     sent, until all ranks have new buffers and compare them.
     """
 
-    def __init__(self, places: Sequence[Place] = (), tables: Sequence[dict[str, Tensor | None]] = ()) -> None:
+    def __init__(self, places: Sequence[Place] = (), tables: Sequence[MutableMapping[str, Tensor | None]] = ()) -> None:
         """`places` are of all buffers to synchronize; `tables` are the buffer tables of all modules, which may grow."""
         found: dict[Tensor, list[Place]] = defaultdict(list)  # tensors are keys by identity
         for table, name in places:

@@ -157,6 +157,16 @@ def changed_unlike(result: RoundResult, *, rank: int, num_ranks: int, change: st
     )
 
 
+def started_unlike(name: str, number: int, *, others: Iterable[int], rank: int) -> PlanMismatch:
+    return PlanMismatch(
+        f"a parameter that was added or unfrozen had other values on rank {', '.join(map(str, others))} than on rank 0, and "
+        "gradients were computed with them.",
+        where=f"parameter {name!r}, synchronization {number}, rank {rank}",
+        remedy="Initialize it alike on every rank, as by the same seed; or call broadcast_parameters() after adding it and "
+        "before the forward. Drop the gradients of this step by zero_grad().",
+    )
+
+
 def step_within_backward(where: str) -> PhaseError:
     return PhaseError(
         "an optimizer steps within a backward, on gradients that are not averaged yet.",

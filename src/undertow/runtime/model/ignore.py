@@ -7,6 +7,7 @@ from typing import NoReturn
 from torch import Tensor, nn
 
 from undertow.errors import ConfigError, WrongType, require
+from undertow.runtime.torch_private import tables
 
 
 def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor]) -> tuple[str, ...]:
@@ -26,7 +27,7 @@ def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor
     entries = tuple(ignore)  # empty in the usual case, which then looks at nothing
     places = dict(_named_places(module) if entries else ())  # including places that hold None so far
     # Without the module itself: ignoring all of it is never intended.
-    parts = {name: part for name, part in (module.named_modules(remove_duplicate=False) if entries else ()) if name}
+    parts = {name: part for name, part in (tables.named_modules(module, is_unique=False) if entries else ()) if name}
     chosen = {name for entry in entries for name in _names_of(entry, places, parts, where)}
     tensors = {id(places[name]) for name in chosen if places[name] is not None}
     return tuple(sorted(chosen | {name for name, tensor in places.items() if id(tensor) in tensors}))
@@ -73,9 +74,9 @@ def _refuse(what: str, where: str) -> NoReturn:
 
 def _named_places(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     """Yields every place where a parameter or buffer is registered, under every name, also if it holds None so far."""
-    for prefix, part in module.named_modules(remove_duplicate=False):
+    for prefix, part in tables.named_modules(module, is_unique=False):
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            yield (f"{prefix}.{name}" if prefix else name), tensor
+            yield tables.joined(prefix, name), tensor
 
 
 def _brief(value: object) -> str:

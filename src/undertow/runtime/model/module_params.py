@@ -4,11 +4,12 @@ import warnings
 import weakref
 from collections.abc import Collection, Container, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter, call
+from operator import attrgetter, call, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
 from undertow.errors import ConfigError, PhaseError, require
@@ -17,7 +18,7 @@ from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.comm.broadcast import CommonBuffers
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.gradients.storage import spec_of
-from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private import private, tables
 
 _children_of = attrgetter("_modules")
 _is_trained = attrgetter("requires_grad")
@@ -40,40 +41,53 @@ class _Census:
     """A snapshot of a module's parameters that is fast to compare with a later state."""
 
     def __init__(self, module: nn.Module) -> None:
-        modules = list(module.modules())
-        self._parameters = [module._parameters for module in modules]
+        modules = [part for _, part in tables.named_modules(module)]
+        self._parameters = [part._parameters.values for part in modules]
         # Weak, unlike the tables of parameters: a child may refer to its parent and keep it alive forever.
         self._modules = list(map(weakref.ref, modules))
-        self._params = self.present()  # held, so that no other tensor gets the same id
-        self._child_ids = _ids(map(_children_of, modules))
-        self._param_ids = _ids(self._parameters)
-        self._are_trained = list(map(_is_trained, self._params))
-        self._pointers = list(map(Tensor.data_ptr, self._params))
-        self._layouts = _layouts(self._params)
-        self._kind = [(param.device, param.dtype) for param in self._params[:1]]
+        self.params = self.present()  # held, so that no other tensor gets the same id
+        # Of ordinary modules, in C and without a search for the method.
+        is_usual = all(isinstance(part._modules, dict) for part in modules)
+        self._values = dict.values if is_usual else methodcaller("values")
+        self._child_ids = self._ids_of_children()
+        self._param_ids = _ids(map(call, self._parameters))
+        self._are_trained = list(map(_is_trained, self.params))
+        # Without sparse and uninitialized ones, which only ignored parameters may be.
+        self._dense = [param for param in self.params if param.layout is torch.strided and not is_lazy(param)]
+        self._pointers = list(map(Tensor.data_ptr, self._dense))
+        self._layouts = _layouts(self._dense)
+        self._kind = [(param.device, param.dtype) for param in self.params[:1]]
 
     def present(self) -> list[Tensor]:
-        return [param for param in chain.from_iterable(map(dict.values, self._parameters)) if param is not None]
+        return [param for param in chain.from_iterable(map(call, self._parameters)) if param is not None]
+
+    def added(self) -> list[Tensor]:
+        """Returns the parameters that these modules have got since."""
+        known = set(map(id, self.params))
+        return [param for param in self.present() if id(param) not in known]
 
     def has_other_modules(self) -> bool:
         try:
-            children = map(_children_of, map(call, self._modules))
-            return list(map(id, chain.from_iterable(map(dict.values, children)))) != self._child_ids
+            return self._ids_of_children() != self._child_ids
         except AttributeError:  # a module is gone
             return True
 
+    def _ids_of_children(self) -> list[int]:
+        return _ids(map(self._values, map(_children_of, map(call, self._modules))))
+
     def has_changed(self) -> bool:
         # This runs at every forward, for thousands of parameters, so every line is a loop in C, without Python frames.
-        ids = list(map(id, chain.from_iterable(map(dict.values, self._parameters))))
-        if ids != self._param_ids or self.has_other_modules() or list(map(_is_trained, self._params)) != self._are_trained:
+        if _ids(map(call, self._parameters)) != self._param_ids or self.has_other_modules():
             return True
-        pointers = list(map(Tensor.data_ptr, self._params))
+        if list(map(_is_trained, self.params)) != self._are_trained:
+            return True
+        pointers = list(map(Tensor.data_ptr, self._dense))
         if pointers != self._pointers:  # no new data means no new dtype or layout; reading them takes longer
-            if _layouts(self._params) != self._layouts:
+            if _layouts(self._dense) != self._layouts:
                 return True
             self._pointers = pointers
         # A cast and another one may end at the same place.
-        return [(param.device, param.dtype) for param in self._params[:1]] != self._kind
+        return [(param.device, param.dtype) for param in self.params[:1]] != self._kind
 
 
 class Replaced:
@@ -178,12 +192,13 @@ class ModuleParams:
     def named_params(self) -> list[tuple[str, Tensor]]:
         """Returns all current parameters, frozen ones included; empty if the module is gone."""
         module = self._module()
-        return [] if module is None else [(name, it) for name, it in module.named_parameters() if name not in self._ignored]
+        return [] if module is None else [(name, it) for name, it in tables.named_parameters(module) if name not in self._ignored]
 
     @property
     def device(self) -> torch.device:
         """The device of the first trained parameter, or the CPU if no parameter is trained."""
-        named_params = self._present_module.named_parameters()  # not `trained_now()`: that makes a list of thousands for one
+        # Not `trained_now()`: that makes a list of thousands for one.
+        named_params = tables.named_parameters(self._present_module)
         return next(
             (it.device for name, it in named_params if it.requires_grad and name not in self._ignored), torch.device("cpu")
         )
@@ -202,8 +217,16 @@ class ModuleParams:
         with private.as_plain_tensors():  # this reads no values
             if not self.is_unseen and not self._seen.has_changed():
                 return False
-            # During a call of torch.func.functional_call, its replacements are tensors, not parameters.
-            return all(isinstance(it, nn.Parameter) for it in self._seen.present()) and not self._is_elsewhere()
+            # During a call of torch.func.functional_call, its replacements are tensors, not parameters. A copy or a loaded
+            # module of TorchScript has tensors too, from the first look on.
+            return all(isinstance(it, nn.Parameter) for it in self._seen.added()) and not self._is_elsewhere()
+
+    def has_more(self) -> bool:
+        """Returns True if modules are others, or parameters more, than at the last look.
+
+        A call of torch.func.functional_call only exchanges parameters, so that the change is meant to last.
+        """
+        return self._seen.has_other_modules() or len(self._seen.present()) != len(self._seen.params)
 
     def _is_elsewhere(self) -> bool:
         """Returns True if only ignored parameters have changed.
@@ -235,28 +258,28 @@ class ModuleParams:
         specs: Sequence[ParamSpec] = (),
         params: Sequence[Tensor] = (),
         settings: dict[str, Any] | None = None,
+        *,
+        new: Sequence[str] = (),
     ) -> Agreement:
         """Starts to compare on all ranks these parameters and settings, and always frozen parameters and buffers."""
-        buffers = self._present_module.named_buffers()
+        buffers = tables.named_buffers(self._present_module)
         others = [*self.frozen(), *((name, buffer) for name, buffer in buffers if name not in self._ignored)]
         return Agreement(
             group,
             settings=settings or {},
             params=[_description(spec, param) for spec, param in zip(specs, params, strict=True)],
             others=[_description(spec_of(name, tensor), tensor) for name, tensor in others],
+            new=new,
         )
 
     def ranks_agree(self) -> None:
         """Records that all ranks have the same buffers and frozen parameters as this one now."""
         self.common_frozen = self.frozen()
-        parts = dict(self._present_module.named_modules())
+        owned = {prefix: tables.own_buffers(part) for prefix, part in tables.named_modules(self._present_module)}
         places = [
-            (part._buffers, name)
-            for prefix, part in parts.items()
-            for name in part._buffers
-            if f"{prefix}.{name}".removeprefix(".") not in self._ignored
+            (table, name) for prefix, table in owned.items() for name in table if tables.joined(prefix, name) not in self._ignored
         ]
-        self.common_buffers = CommonBuffers(places, [part._buffers for part in parts.values()])
+        self.common_buffers = CommonBuffers(places, list(owned.values()))
 
     @property
     def _present_module(self) -> nn.Module:
@@ -303,8 +326,8 @@ def _layouts(params: Sequence[Tensor]) -> list[tuple[object, ...]]:
     return [(param.dtype, param.shape, param.stride()) for param in params]
 
 
-def _ids(owned: Iterable[dict[str, Any]]) -> list[int]:
-    return list(map(id, chain.from_iterable(map(dict.values, owned))))
+def _ids(owned: Iterable[Iterable[object]]) -> list[int]:
+    return list(map(id, chain.from_iterable(owned)))
 
 
 def _accumulate_in(wide: torch.dtype, named_params: Sequence[tuple[str, Tensor]]) -> None:
@@ -323,7 +346,7 @@ def _accumulate_in(wide: torch.dtype, named_params: Sequence[tuple[str, Tensor]]
 
 def sparse_params(module: nn.Module) -> set[int]:
     """Returns the ids of parameters in layers that are declared to produce sparse gradients."""
-    embeddings = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
+    embeddings = (layer for _, layer in tables.named_modules(module) if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
     return {id(layer.weight) for layer in embeddings if layer.sparse}
 
 

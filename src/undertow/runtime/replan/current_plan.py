@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
@@ -21,12 +22,15 @@ from undertow.runtime.execute.agreed_errors import (
     frozen_again,
     left_by_newer,
     require_sound,
+    started_unlike,
 )
 from undertow.runtime.execute.compiled_plan import CompiledPlan
 from undertow.runtime.execute.hooks import call_at_registration, earlier_watchers, is_watched
 from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.gradients.reducer import Reducer
+from undertow.runtime.gradients.weights import RoundWeights
+from undertow.runtime.model.fingerprints import fingerprints
 from undertow.runtime.model.module_params import ModuleParams, first_change
 from undertow.runtime.replan.param_hooks import Listeners, ObservedOrder, ParamHooks
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
@@ -49,6 +53,7 @@ class InForce:
     retiring: CompiledPlan | None = None
     retiring_hooks: ParamHooks | None = None  # until a round has begun
     groups: Groups | None = None  # of the plan to which the next step of a sharded optimizer moves
+    has_more: bool = False  # parameters than the plan before, as a forward has found
 
 
 class CurrentPlan:
@@ -119,11 +124,32 @@ class CurrentPlan:
         """Makes the next `look` compare the module's parameters, if there are rounds."""
         self.is_stale |= self.is_active
 
+    def look_at_gradients(self) -> None:
+        """Called when a step begins: marks present tensors in `.grad` as known."""
+        self.now.compiled.executor.look()
+        if self._before is not None:
+            self._before.compiled.executor.look()
+
     def look(self) -> None:
         """Called by a forward: follows the parameters of the module if they have changed."""
         self.is_stale = self._before is not None
         if self.members.has_changed():
+            has_more = (self._before is not None and self.now.has_more) or self.members.has_more()
             self._follow(self.members.trained())
+            if self._before is not None:
+                self.now = dataclasses.replace(self.now, has_more=has_more)
+
+    @property
+    def meets_before_forward(self) -> bool:
+        """True if a training forward is the first to use new parameters, which are to have rank 0's values before.
+
+        Not under weights, which are sent when a backward begins, and not while a sharded optimizer's gradients are there, which
+        the user may clear until then: ranks meet after the backward, and compare the values.
+        """
+        if self._before is None or not self.now.has_more or self.group.num_ranks == 1 or self._config.op == "weighted":
+            return False
+        is_new = not self.now.hooks.ids <= self._before.hooks.ids
+        return is_new and not (self._before.compiled.sharding is not None and self.has_result)
 
     def apply_changes(self) -> None:
         """Called when a round begins: looks once more, and applies the changes found.
@@ -279,11 +305,14 @@ class CurrentPlan:
         retiring = self.now.retiring
         return retiring is not None and retiring.reducer.hook is self.now.compiled.reducer.hook
 
-    def retire(self, following: Round) -> Iterator[None]:
+    def retire(
+        self, number: int, *, mode: int | None, weights: RoundWeights | None = None, are_used: bool = False
+    ) -> Iterator[None]:
         """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
 
-        This is the round before the `following` one, with its weights. It has gradients only of parameters that leave with some.
-        Yields before each wait. Raises PlanMismatch, on all ranks, if changes differ. New parameters take over rank 0's values.
+        This is round `number`, with the mode and weights of the next one. It has gradients only of parameters that leave with
+        some. Yields before each wait. New parameters take over rank 0's values. Raises PlanMismatch, on all ranks, if changes
+        differ, or if these values differ and some rank has used its own already (`are_used`).
         """
         old, hooks = self.now.retiring, self.now.hooks
         assert old is not None  # else there is nothing to retire
@@ -297,10 +326,10 @@ class CurrentPlan:
 
         this_round = Round(
             kind=RoundKind.RETIRE,
-            number=following.number - self.is_counted_apart,
+            number=number,
             generation=old.generation,
-            mode=following.mode,
-            weights=following.weights,
+            mode=mode,
+            weights=weights,
             not_arrived=partial(places, without=accumulated),
             rebinds=partial(places, without=set(hooks.ids)),
         )
@@ -321,16 +350,33 @@ class CurrentPlan:
         self.require_changed_alike(result, change=change)
         if lost := [name for name, param in self.members.named_params() if id(param) in accumulated.difference(ids)]:
             raise frozen_again(lost[0], this_round.number, rank=self.group.rank)
-        agreement = self._compare()
+        known = {*ids, *(id(param) for _, param in self.members.common_frozen if not param.requires_grad)}
+        new = [(name, param) for name, param in self.members.named_params() if id(param) not in known]
+        agreement = self._compare(new=[name for name, _ in new])
         yield
         agreement.require()
-        self.members.ranks_agree()
-        known = set(ids)
         self.wait_for_parameters()  # before others are written
-        write = send_in_place([param for param in hooks.params if id(param) not in known], self.group)
+        if new:
+            yield from self._make_equal(new, this_round.number, are_used=are_used)
+        self.members.ranks_agree()
+        self.now = dataclasses.replace(self.now, retiring=None)
+
+    def _make_equal(self, named_params: Sequence[tuple[str, Tensor]], number: int, *, are_used: bool) -> Iterator[None]:
+        """Gives these parameters rank 0's values, or raises PlanMismatch if that is too late; yields before each wait."""
+        params = [param for _, param in named_params]
+        values = fingerprints(params, device=self.group.device)
+        mine = torch.cat((torch.full_like(values[:1], are_used), values))  # [1 + number of parameters] int64
+        received = self.group.all_gather(mine, "the comparison of new parameters")
+        yield
+        are_used_by, *of_ranks = torch.stack(received.take()).T.tolist()
+        differing = [index for index, values in enumerate(of_ranks) if len(set(values)) > 1]
+        if differing and any(are_used_by):
+            first = of_ranks[differing[0]]
+            others = [rank for rank, value in enumerate(first) if value != first[0]]
+            raise started_unlike(named_params[differing[0]][0], number, others=others, rank=self.group.rank)
+        write = send_in_place(params if differing else (), self.group)
         yield
         write()
-        self.now = dataclasses.replace(self.now, retiring=None)
 
     def wait_for_parameters(self) -> None:
         """Waits until all parameters that a sharded optimizer updates have arrived."""
@@ -409,11 +455,11 @@ class CurrentPlan:
         planned = zip(map(id, of.params), of.plan.params, of.strides, strict=True)
         return all(each in planned for each in wanted)  # each search continues after the one that was found
 
-    def _compare(self) -> Agreement:
-        """Compares the parameters and settings of all ranks; a collective call."""
+    def _compare(self, *, new: Sequence[str] = ()) -> Agreement:
+        """Compares the parameters and settings of all ranks, and the names of `new` parameters; a collective call."""
         compiled = self.now.compiled
         settings = {**surroundings(self.group, compiled.reducer.hook), **self._config.to_dict()}
-        return self.members.compare(self.group, compiled.plan.params, compiled.params, settings)
+        return self.members.compare(self.group, compiled.plan.params, compiled.params, settings, new=new)
 
     def _compile(
         self,

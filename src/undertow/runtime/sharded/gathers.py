@@ -29,7 +29,7 @@ from undertow.runtime.comm.collectives import Collectives
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.sharded.shards import FlatParams
-from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private import private, tables
 from undertow.runtime.torch_private.module_hook import ModuleHook
 
 _addresses_of = attrgetter("addresses")
@@ -247,7 +247,7 @@ class _Reads(TorchFunctionMode):
         self._params, self._running = params, list[nn.Module]()
         self._hooks = [
             hook
-            for part in module.modules()
+            for _, part in tables.named_modules(module)
             for hook in (
                 part.register_forward_pre_hook(ModuleHook(part, partial(self._begins, part)), prepend=True),
                 part.register_forward_hook(ModuleHook(part, self._ends), always_call=True),
@@ -273,7 +273,7 @@ class _Reads(TorchFunctionMode):
         """Returns modules with the parameters of other modules that they have read."""
         found: dict[nn.Module, list[Tensor]] = {}
         for param, part in self._places:
-            if param not in map(id, part.parameters(recurse=False)):
+            if param not in map(id, part._parameters.values()):
                 found.setdefault(part, []).append(self.order[param])
         return list(found.items())
 
@@ -285,9 +285,9 @@ class _Reads(TorchFunctionMode):
 
     def _begins(self, part: nn.Module) -> None:
         self._running.append(part)
-        for param in part.parameters(recurse=False):
+        for param in part._parameters.values():
             if self.is_on and id(param) in self._params:  # an evaluation may run other modules
-                self.order.setdefault(id(param), param)
+                self.order.setdefault(id(param), param)  # type: ignore[arg-type]  # None is none of them
 
     def _ends(self) -> None:
         del self._running[-1:]  # empty if an earlier hook has raised
@@ -312,8 +312,8 @@ class ForwardWaits:
     computes with another one's parameters). Until then, and for parameters that this forward did not read and whose module did
     not run, the forward of the whole model waits.
 
-    `on_order` is called with all buckets in the order of their use. If parts of the model are compiled (`only_root`), only the
-    whole model waits, because hooks would split compiled graphs.
+    `on_order` is called with all buckets in the order of their use. If parts of the model are compiled (`only_root`) or scripted,
+    only the whole model waits: hooks would split compiled graphs, and TorchScript calls none.
     """
 
     def __init__(
@@ -332,10 +332,11 @@ class ForwardWaits:
         self._at_root = _in_order(self._buckets_of.values())
         self._reads: _Reads | None = None
         self._hooks: list[RemovableHandle] = []
-        if not only_root and not any(map(private.is_compiled, module.modules())):
+        parts = [part for _, part in tables.named_modules(module)]
+        if not only_root and not any(map(private.is_compiled, parts)) and not any(map(private.is_script, parts)):
             self._reads = _Reads(module, self._buckets_of)
-            for part in module.modules():
-                self._wait_in(part, part.parameters(recurse=False))
+            for part in parts:
+                self._wait_in(part, part._parameters.values())
 
     def root_begins(self, *, is_training: bool) -> None:
         if not is_training:
@@ -369,7 +370,7 @@ class ForwardWaits:
         for hook in self._hooks:
             hook.remove()
 
-    def _wait_in(self, part: nn.Module, params: Iterable[Tensor]) -> None:
+    def _wait_in(self, part: nn.Module, params: Iterable[Tensor | None]) -> None:
         buckets = _in_order(self._buckets_of.get(id(param), ()) for param in params)
         if buckets:
             # First, because other hooks may read parameters, such as weight_norm's.

@@ -46,7 +46,7 @@ class Engine(RoundRunner):
             alone.accumulates(value)
 
     def forward_begins(self, *, is_training: bool) -> None:
-        """Called before every forward that a backward may follow."""
+        """Called before every forward that a backward may follow; `meet_before_forward` comes after the buffers."""
         current_plan, progress = self.current_plan, self.progress
         require_no_fault(current_plan.group.member)
         if self._open is not None:
@@ -72,6 +72,27 @@ class Engine(RoundRunner):
             progress.has_accumulated &= not now.hooks.alone.is_complete
             now.hooks.alone.forward_begins()
         progress.forward_begins(is_accumulating=self.is_accumulating and not self.synchronizes)
+
+    def meet_before_forward(self, *, has_buffers: bool) -> None:
+        """Meets the other ranks in the first training forward after parameters were added; a collective call there.
+
+        Otherwise the first gradients would be means over models that differ. A rank that has not changed must come to this
+        engine's round next, and not to its siblings', nor, if forwards synchronize buffers (`has_buffers`), to another forward.
+        """
+        current_plan, progress = self.current_plan, self.progress
+        if not current_plan.meets_before_forward or self.siblings.are_several:
+            return
+        if has_buffers and (self.is_accumulating or progress.num_forwards_before > 1):
+            return
+        if progress.num_rounds == 0:
+            current_plan.open()
+        current_plan.wait_for_parameters()
+        current_plan.apply_changes()
+        current_plan.adopt_plan()
+        number = progress.num_rounds
+        progress.num_rounds += current_plan.is_counted_apart
+        for _ in current_plan.retire(number, mode=progress.mode):
+            pass
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on; PhaseError in a round, or if there is a hook already."""
@@ -187,7 +208,7 @@ class Engine(RoundRunner):
         if hooks.distributed is not None:
             hooks.distributed.forward_begins()
         if begins_step:
-            self.current_plan.now.compiled.executor.look()
+            self.current_plan.look_at_gradients()
             if self.earlier is not None:
                 self.earlier.forward_begins()
 

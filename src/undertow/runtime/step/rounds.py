@@ -61,7 +61,8 @@ class Progress:
         self.num_rounds = 0  # synchronized ones
         self.rescale = 1.0  # factor for the mean over all ranks, if some of them have run out of data
         self.is_owed = False
-        self.has_begun = False  # a training forward has run since the last synchronization
+        self.num_forwards = 0  # training forwards since the last synchronization
+        self.num_forwards_before = 1  # training forwards between the last one and the one before
         self.has_accumulated = False  # since the last synchronization
         self.settings: Settings = ()  # with which optimizers have stepped since the last synchronization
         self.steps_in_shards = False  # a sharded optimizer steps, or is going to
@@ -71,6 +72,11 @@ class Progress:
         self._stepped: set[int] = set()  # parameters, by id, that an optimizer has updated since the last round
         self._has_ever_stepped = False
         self._is_after_round = False
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a training forward has run since the last synchronization."""
+        return self.num_forwards > 0
 
     @property
     def is_step_due(self) -> bool:
@@ -100,7 +106,7 @@ class Progress:
         if self._is_last_run:
             self.unused_so_far = None
         self.is_owed = not is_accumulating
-        self.has_begun = True
+        self.num_forwards += 1
         self.has_accumulated |= is_accumulating
 
     def round_ends(
@@ -111,7 +117,8 @@ class Progress:
         Gradients stay accumulated if it was not the last one of the step: they are reduced already.
         """
         self.num_rounds += 1
-        self.is_owed = self.has_begun = False
+        self.is_owed = False
+        self.num_forwards_before, self.num_forwards = self.num_forwards, 0
         self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
         self._is_after_round = True
         self._stepped.clear()
@@ -385,9 +392,15 @@ class RoundRunner:
         """Runs the rest of a round after backward, in parts: yields before each wait for other ranks."""
         current_plan, result = self.current_plan, this.result
         if current_plan.now.retiring is not None and this.round.is_synchronized:
+            arrived = current_plan.now.hooks.arrivals.arrived | current_plan.now.hooks.arrived_before
             # Also if the ranks do not agree: all of them have run it.
             self.progress.num_rounds += current_plan.is_counted_apart
-            yield from current_plan.retire(this.round)
+            yield from current_plan.retire(
+                this.round.number - current_plan.is_counted_apart,
+                mode=this.round.mode,
+                weights=this.round.weights,
+                are_used=self.progress.has_begun or bool(arrived),
+            )
         executor, hooks = current_plan.now.compiled.executor, current_plan.now.hooks
         if ops := this.releases.happen(this.releases.end):
             executor.run(ops)

@@ -449,6 +449,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
+def is_script(module: torch.nn.Module) -> bool:
+    """Returns True for a module of TorchScript, which calls its parts without their hooks."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 def step_unwatched(optimizer: torch.optim.Optimizer) -> None:
     """Steps without the user's global optimizer hooks; hooks of this optimizer still run.
 

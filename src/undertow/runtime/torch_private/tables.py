@@ -1,0 +1,66 @@
+"""The modules, parameters and buffers that are registered in a module, whatever its class lists as such.
+
+A class may override `named_parameters` and the like: models with adapters list only the adapters, for the optimizer. Every rank
+averages all that autograd reaches, so the library reads the tables themselves. Names and order are torch's.
+"""
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.jit._script import OrderedDictWrapper
+
+
+class _ScriptTable(OrderedDictWrapper):
+    """The table of a TorchScript module, with the methods of a dict that it lacks."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())  # type: ignore[no-untyped-call]
+
+    def get(self, name: str) -> Any:
+        return self[name] if name in self else None  # noqa: SIM401  it is the method
+
+
+def own_buffers(module: nn.Module) -> MutableMapping[str, Tensor | None]:
+    """Returns the table of the buffers that the module itself has."""
+    return module._buffers if isinstance(module._buffers, dict) else _ScriptTable(module._buffers._c)
+
+
+def named_modules(module: nn.Module, *, is_unique: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the module and all modules inside of it by name; under each of its names unless `is_unique`."""
+    return _inside(module, "", set() if is_unique else None)
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields all parameters by name; a shared one once."""
+    return _once(module, "_parameters")
+
+
+def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields all buffers by name; a shared one once."""
+    return _once(module, "_buffers")
+
+
+def joined(prefix: str, name: str) -> str:
+    """Returns the full name of what the module `prefix` calls `name`."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _inside(module: nn.Module, name: str, seen: set[nn.Module] | None) -> Iterator[tuple[str, nn.Module]]:
+    if seen is not None:
+        if module in seen:
+            return
+        seen.add(module)
+    yield name, module
+    for inner, child in module._modules.items():
+        if child is not None:
+            yield from _inside(child, joined(name, inner), seen)
+
+
+def _once(module: nn.Module, table: str) -> Iterator[tuple[str, Any]]:
+    seen = set[int]()
+    for prefix, part in named_modules(module):
+        for name, tensor in getattr(part, table).items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield joined(prefix, name), tensor
