@@ -25,6 +25,7 @@ from undertow.runtime.model.fingerprints import fingerprints
 from undertow.runtime.peers import faults
 from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private.tables import named_modules, named_parameters
 
 _NUM_NAMES = 3
 _NOT_TAKEN = 'No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
@@ -191,8 +192,8 @@ class Loads:
     def begins(self, module: nn.Module) -> None:
         """Called before a load into this module, and into each of its parts."""
         if module not in self._seen:
-            self._seen.update(module.modules())
-            own = set(map(id, module.parameters()))
+            self._seen.update(part for _, part in named_modules(module))
+            own = {id(param) for _, param in named_parameters(module)}
             self.before = self._fingerprints(lambda _, param: id(param) in own) | self.before
 
     def digest(self) -> int:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private.tables import named_modules
 
 
 class ModuleHook:
@@ -46,7 +47,7 @@ class LoadHook(ModuleHook):
 
 def before_loads(module: nn.Module, then: Callable[[nn.Module], object]) -> Callable[[], None]:
     """Calls `then` before a load into the module or a part of it, scripts excepted; returns a function that ends this."""
-    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    parts = [part for _, part in named_modules(module) if not isinstance(part, torch.jit.ScriptModule)]
     hooks = contextlib.ExitStack()
     for part in parts:
         handle = part.register_load_state_dict_pre_hook(LoadHook(part, then))  # type: ignore[no-untyped-call]
