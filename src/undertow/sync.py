@@ -105,8 +105,8 @@ class GradientSync(ModelSync):
                 ranks' forwards copied them; None copies none.
         """
         self._require_open("finish()")
-        is_empty = self._engine.is_step_empty and not self._engine.is_accumulating
-        if is_empty and buffers_follow is not None and self._config.buffers != "off" and self._module.training:
+        is_due = self._engine.is_step_empty and self._engine.progress.are_buffers_due
+        if is_due and buffers_follow is not None and self._config.buffers != "off" and self._module.training:
             self._synchronize_buffers(source=buffers_follow)
         all_of(self._engine.finish, *(partial(expert.finish, buffers_follow=buffers_follow) for expert in self.experts))
 

@@ -71,7 +71,7 @@ class Engine(RoundRunner):
         if now.hooks.alone is not None:
             progress.has_accumulated &= not now.hooks.alone.is_complete
             now.hooks.alone.forward_begins()
-        progress.forward_begins(is_accumulating=self.is_accumulating and not self.synchronizes)
+        progress.forward_begins(synchronizes=self.synchronizes, is_last=not self.is_accumulating)
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on; PhaseError in a round, or if there is a hook already."""
