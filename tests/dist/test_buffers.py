@@ -1,6 +1,7 @@
 """Buffers follow rank 0 or become the mean over ranks before a training forward."""
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,14 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nested import nested_tensor as nested
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 import undertow
 from support.alike import backwards, of_all_ranks
+from support.errors import text_of
 from support.inside import share_parameters
 from support.models import CASES, noise
 from support.naive import collectives, require_same_gradients, wrapped
 from support.ranks import in_ranks
+from undertow import ConfigError, DistributedDataParallel, PlanMismatch
 
 CASE = CASES["convolutions"]
 BEFORE = _BufferCommHookLocation.PRE_FORWARD
@@ -404,6 +408,116 @@ def test_buffers_that_change_on_all_ranks_follow_rank_0_from_the_next_step_on(na
     assert name.split(",")[0] in model.seen[1]
     assert not left_alone or seen[1] == of_first[1]
     assert (seen[2:], [*map(sorted, seen)]) == (of_first[2:], [*map(sorted, of_first)])
+
+
+# Buffers that torch's class cannot broadcast either.
+NOT_SENT: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "expanded": (lambda: torch.zeros(3).expand(2, 3), "an expanded tensor: several of its elements share memory"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "a tensor whose layout is not torch.strided, such as a sparse one"),
+    "jagged": (lambda: nested([torch.ones(2), torch.ones(3)], layout=torch.jagged), "a nested tensor"),
+}
+REFUSED = (
+    "buffer 'linear.odd' is {}.\n  buffers follow rank 0, and only dense tensors can be sent\n"
+    "  Register a dense tensor, such as a clone() of it, or leave it out: ignore=('linear.odd',)."
+)
+
+
+def with_odd_buffer(buffer: Tensor) -> Buffered:
+    model = Buffered(table=torch.zeros(1))
+    model.linear.register_buffer("odd", buffer)
+    return model
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("kind", NOT_SENT)
+def test_a_buffer_that_cannot_be_sent_is_refused_by_its_name_on_every_rank(kind: str) -> None:
+    make, words = NOT_SENT[kind]
+    for wrap in (DistributedDataParallel, undertow.attach):
+        assert text_of(ConfigError, lambda wrap=wrap: wrap(with_odd_buffer(make()))) == REFUSED.format(words)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("kind", NOT_SENT)
+def test_a_buffer_that_cannot_be_sent_may_be_ignored_or_not_be_shared(kind: str) -> None:
+    for how in ({"ignore": ("linear.odd",)}, {"broadcast_buffers": False}):
+        model = with_odd_buffer(NOT_SENT[kind][0]())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # broadcast_buffers is deprecated
+            ddp = DistributedDataParallel(model, **how)
+        with contextlib.closing(ddp):
+            for _ in range(2):
+                ddp(torch.ones(1, 2)).sum().backward()
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("kind", NOT_SENT)
+def test_a_buffer_that_becomes_one_that_cannot_be_sent_is_refused_in_a_forward(kind: str) -> None:
+    make, words = NOT_SENT[kind]
+    model = with_odd_buffer(torch.zeros(make().shape if kind in ("expanded", "sparse") else 3))
+    with wrapped(model) as ddp:
+        ddp(torch.ones(1, 2)).sum().backward()
+        model.linear.odd = make()
+        if kind == "jagged":  # it has another shape, so all ranks compare it first
+            ddp(torch.ones(1, 2)).sum().backward()
+        assert text_of(ConfigError, lambda: ddp(torch.ones(1, 2))) == REFUSED.format(words)
+
+
+@in_ranks(2)
+def test_a_buffer_that_only_one_rank_cannot_send_is_named_on_every_rank() -> None:
+    buffer = torch.zeros(3).expand(2, 3) if dist.get_rank() else torch.zeros(2, 3)
+    difference = (
+        "shape of tensor 1 ('linear.odd') is [2, 3] on rank 0 and an expanded tensor: several of its elements share memory"
+    )
+    assert difference in text_of(PlanMismatch, lambda: DistributedDataParallel(with_odd_buffer(buffer)))
+
+
+@in_ranks(2)
+def test_buffers_of_every_sendable_kind_follow_rank_0() -> None:
+    rank = float(dist.get_rank())
+    complex_numbers = torch.full((2,), 1.0 + rank, dtype=torch.complex64)
+    model = Buffered(
+        scalar=torch.tensor(rank),
+        small=torch.full((3,), rank).to(torch.float8_e4m3fn),
+        conjugate=complex_numbers.conj(),
+        negative=complex_numbers.clone().conj().imag,
+        every_other=torch.full((6,), rank)[::2],
+        last=torch.full((1, 4, 2, 2), rank).contiguous(memory_format=torch.channels_last),
+        nowhere=torch.empty(3, device="meta"),
+    )
+    with torch.inference_mode():
+        model.register_buffer("inferred", torch.full((2,), rank))
+    with wrapped(model) as ddp:
+        model.scalar += rank
+        model.every_other += rank
+        ddp(torch.ones(1, 2)).sum().backward()
+    wrong = [
+        name
+        for name, buffer in model.named_buffers()
+        if not buffer.is_meta and bool((buffer.to(torch.complex64) != (name == "conjugate")).any())
+    ]
+    assert (wrong, model.nowhere.is_meta, model.last.stride()) == ([], True, (16, 1, 8, 4))
+
+
+@in_ranks(2)
+def test_buffers_that_share_memory_still_share_it_after_they_have_followed_rank_0() -> None:
+    table = torch.zeros(6)
+    model = Buffered(first=table[:4], last=table[2:])
+    with wrapped(model) as ddp:
+        table += 1 + dist.get_rank()
+        ddp(torch.ones(1, 2))
+    assert table.tolist() == [1.0] * 6
+    model.first.fill_(5.0)
+    assert model.last.tolist() == [5.0, 5.0, 1.0, 1.0]
+
+
+@in_ranks(2)
+def test_a_buffer_that_requires_gradients_stays_the_same_tensor() -> None:
+    model = Buffered(scale=torch.zeros(2, requires_grad=True))
+    scale = model.scale
+    with wrapped(model) as ddp:
+        scale.data += 1 + dist.get_rank()
+        (ddp(torch.ones(1, 2)) * model.scale).sum().backward()
+    assert (model.scale is scale, scale.tolist(), scale.grad is None) == (True, [1.0, 1.0], False)
 
 
 @in_ranks(2, 3)

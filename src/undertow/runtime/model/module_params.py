@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import ParamSpec
 from undertow.runtime.comm.agreement import Agreement
-from undertow.runtime.comm.broadcast import CommonBuffers
+from undertow.runtime.comm.broadcast import CommonBuffers, why_not_sent
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.gradients.storage import spec_of
 from undertow.runtime.torch_private import private
@@ -236,13 +236,15 @@ class ModuleParams:
         settings: dict[str, Any] | None = None,
     ) -> Agreement:
         """Starts to compare on all ranks these parameters and settings, and always frozen parameters and buffers."""
-        buffers = self._present_module.named_buffers()
-        others = [*self.frozen(), *((name, buffer) for name, buffer in buffers if name not in self._ignored)]
+        buffers = [(name, it) for name, it in self._present_module.named_buffers() if name not in self._ignored]
         return Agreement(
             group,
             settings=settings or {},
             params=[_description(spec, param) for spec, param in zip(specs, params, strict=True)],
-            others=[_description(spec_of(name, tensor), tensor) for name, tensor in others],
+            others=[
+                *(_description(spec_of(name, param), param) for name, param in self.frozen()),
+                *(_description_of_buffer(name, buffer) for name, buffer in buffers),
+            ],
         )
 
     def ranks_agree(self) -> None:
@@ -250,12 +252,11 @@ class ModuleParams:
         self.common_frozen = self.frozen()
         parts = dict(self._present_module.named_modules())
         places = [
-            (part._buffers, name)
-            for prefix, part in parts.items()
-            for name in part._buffers
-            if f"{prefix}.{name}".removeprefix(".") not in self._ignored
+            (part._buffers, key, f"{prefix}.{key}".removeprefix(".")) for prefix, part in parts.items() for key in part._buffers
         ]
-        self.common_buffers = CommonBuffers(places, [part._buffers for part in parts.values()])
+        self.common_buffers = CommonBuffers(
+            [place for place in places if place[2] not in self._ignored], [part._buffers for part in parts.values()]
+        )
 
     @property
     def _present_module(self) -> nn.Module:
@@ -324,6 +325,11 @@ def sparse_params(module: nn.Module) -> set[int]:
     """Returns the ids of parameters in layers that are declared to produce sparse gradients."""
     embeddings = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
     return {id(layer.weight) for layer in embeddings if layer.sparse}
+
+
+def _description_of_buffer(name: str, buffer: Tensor) -> dict[str, Any]:
+    kind = why_not_sent(buffer)
+    return {"name": name, "shape": kind} if kind else _description(spec_of(name, buffer), buffer)
 
 
 def _description(spec: ParamSpec, tensor: Tensor) -> dict[str, Any]:
