@@ -80,7 +80,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         bucket_cap_mb: Largest bucket in MiB; None lets the library choose.
         find_unused_parameters: Accepted: buckets carry flags of used parameters in any case.
         check_reduction: Deprecated in torch.
-        gradient_as_bucket_view: Accepted: gradients are views of buckets in any case.
+        gradient_as_bucket_view: Accepted: gradients are views of buckets in any case; clone those you keep.
         static_graph: Accepted: nothing depends on it.
         delay_all_reduce_named_params: Accepted: these parameters are sent in turn like all others.
         param_to_hook_all_reduce: Belongs to `delay_all_reduce_named_params`.

@@ -29,6 +29,11 @@ class Engine(RoundRunner):
         return self._open is not None
 
     @property
+    def has_arrived(self) -> bool:
+        """True if every bucket that has left in the round under way is reduced."""
+        return self._open is None or self.current_plan.now.compiled.executor.is_completed()
+
+    @property
     def unused_parameters(self) -> tuple[str, ...]:
         """Names of the parameters without a gradient on this rank in the last synchronized step."""
         hooks = self.current_plan.now.hooks

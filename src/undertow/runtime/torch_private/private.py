@@ -240,6 +240,11 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return unwrapped(cast(torch.nn.Module, model._orig_mod)) if type(model).__name__ == "OptimizedModule" else model
 
 
+def is_held_by_torch(tensor: torch.Tensor) -> bool:
+    """Returns True if something outside of Python refers to the tensor, as a parameter to its `.grad`."""
+    return int(tensor._use_count()) > 1  # type: ignore[attr-defined]
+
+
 def storage_use_count(tensor: torch.Tensor) -> int:
     """Returns the number of tensors that share `tensor`'s storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
