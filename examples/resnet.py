@@ -1,7 +1,7 @@
 """A residual network with batch norm, evaluated on one rank. Run with: torchrun --nproc-per-node=2 examples/resnet.py
 
-Each rank moves the running statistics of its batch norms with its own images; before every training forward they become
-those of rank 0 again. In evaluation and under `no_grad` nothing is sent, so that one rank may evaluate alone.
+Each rank moves the running statistics of its batch norms with its own images; before the first forward of every step they
+become those of rank 0 again. In evaluation and under `no_grad` nothing is sent, so that one rank may evaluate alone.
 """
 
 import os

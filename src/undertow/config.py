@@ -110,9 +110,9 @@ class SyncConfig:
             backward; it does not work with experts.
         average_in_collective: False divides whole gradients before the collective, which then sums.
             It has no effect with shards or "ordered", which divide the sum.
-        buffers: Before a training forward module buffers follow rank 0 ("rank0"), become the mean
-            over ranks ("mean"; buffers that are neither real nor complex follow rank 0), or are
-            left alone ("off").
+        buffers: Before the first training forward of a step, as in torch, module buffers follow rank
+            0 ("rank0"), become the mean over ranks ("mean"; buffers that are neither real nor
+            complex follow rank 0), or are left alone ("off").
         reduce_dtype: "float32", "fp32" or torch.float32 accumulates and reduces gradients of 16-bit
             parameters in fp32, and `.grad` is fp32. The optimizer must accept such gradients, as a
             ShardedOptimizer and torch's SGD do. None: in the gradients' own dtype.

@@ -260,8 +260,8 @@ class ModelSync:
         return self._engine.current_plan.now.compiled.cut_bytes
 
     def _attached_forward_begins(self) -> None:
-        follows = None if self._config.buffers == "off" else 0
-        self._forward_begins(buffers_follow=follows, is_compiled=torch.compiler.is_compiling())
+        follows = self._config.buffers != "off" and self._engine.progress.are_buffers_due
+        self._forward_begins(buffers_follow=0 if follows else None, is_compiled=torch.compiler.is_compiling())
 
     @private.untraced
     def _forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
@@ -285,8 +285,9 @@ class ModelSync:
             self._engine.forward_begins(is_training=is_training)
         if self._steps is not None:  # after the mark of the forward, which this wait belongs to
             self._steps.forward_begins(is_training=is_training, is_compiled=is_compiled)
-        follows = is_training and not self._engine.is_accumulating
-        if follows and buffers_follow is not None and (self._members.common_buffers.buffers or not self._group.is_open):
+        if not is_training or buffers_follow is None:
+            return
+        if self._members.common_buffers.buffers or not self._group.is_open:
             self._synchronize_buffers(source=buffers_follow)
         if is_training:  # last: ranks that have not changed go on to their backward now
             has_buffers = self._config.buffers != "off" and bool(self._members.common_buffers.buffers)

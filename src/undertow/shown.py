@@ -5,6 +5,7 @@ Rich is imported when something is shown: training does not need it.
 
 import io
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -26,16 +27,24 @@ class Shown:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n".join(line.rstrip() for line in self._printed().export_text().splitlines())
+        # It is usually printed, and must not end a training by its characters: rich draws tables in ASCII for such an encoding.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        text = self._printed(encoding).export_text()
+        try:
+            text.encode(encoding)
+        except UnicodeEncodeError:
+            text = text.replace("\u2026", "~").encode(encoding, "backslashreplace").decode(encoding)
+        return "\n".join(line.rstrip() for line in text.splitlines())
 
     def _repr_html_(self) -> str:
         return self._printed().export_html(code_format=_HTML, inline_styles=True)
 
-    def _printed(self) -> "Console":
+    def _printed(self, encoding: str = "utf-8") -> "Console":
         from rich.console import Console
 
         width = max(shutil.get_terminal_size().columns, 80)  # a narrower table would cut names
-        console = Console(file=io.StringIO(), width=width, record=True, force_jupyter=False)
+        file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
+        console = Console(file=file, width=width, record=True, force_jupyter=False)
         console.print(self, soft_wrap=True)  # lines stay whole, however wide the terminal is
         return console
 

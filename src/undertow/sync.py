@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import require
@@ -16,7 +17,7 @@ from undertow.profile import Profile
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.gradients.weights import require_weighted
 from undertow.runtime.replan.planning import explanation_of, measured_profile, why_fixed
-from undertow.runtime.step.reduction import Reduction, start_reduction, sweep
+from undertow.runtime.step.reduction import Reduction, name_of_op, start_reduction, sweep
 from undertow.runtime.step.sharded_steps import (
     full_gradient,
     no_hooks_with_shards,
@@ -105,22 +106,23 @@ class GradientSync(ModelSync):
                 ranks' forwards copied them; None copies none.
         """
         self._require_open("finish()")
-        is_empty = self._engine.is_step_empty and not self._engine.is_accumulating
-        if is_empty and buffers_follow is not None and self._config.buffers != "off" and self._module.training:
+        is_due = self._engine.is_step_empty and self._engine.progress.are_buffers_due
+        if is_due and buffers_follow is not None and self._config.buffers != "off" and self._module.training:
             self._synchronize_buffers(source=buffers_follow)
         all_of(self._engine.finish, *(partial(expert.finish, buffers_follow=buffers_follow) for expert in self.experts))
 
     @private.untraced
-    def reduce_gradients_async(self, op: Literal["mean", "sum"] | None = None) -> Reduction:
+    def reduce_gradients_async(self, op: Literal["mean", "sum"] | dist.ReduceOp.RedOpType | None = None) -> Reduction:
         """Sends the accumulated gradients; call `wait` on the result before the optimizer steps.
 
         Args:
-            op: "mean" or "sum" of the ranks' `.grad`; None takes the `op` of the settings. A different
-                `op` multiplies or divides the result by the number of ranks (for experts, by their
-                divisor), and excludes weights and a communication hook.
+            op: "mean" or "sum" of the ranks' `.grad`, or torch's ReduceOp AVG or SUM; None takes
+                the `op` of the settings. A different `op` multiplies or divides the result by the
+                number of ranks (for experts, by their divisor), and excludes weights and a
+                communication hook.
 
         Returns:
-            A handle with `wait`.
+            A handle that can be waited for, asked by `is_completed()`, and awaited.
 
         Raises:
             PhaseError: Inside a backward. Also on every rank, if some rank has accumulated nothing since
@@ -130,9 +132,10 @@ class GradientSync(ModelSync):
         """
         self._require_open("reduce_gradients_async()")
         has_hook, usual = self._has_comm_hook, self._config.op
+        name = name_of_op(op)
         return start_reduction(
             [part._engine for part in self._parts],
-            op=None if op == usual and not has_hook else op,
+            op=None if name == usual and not has_hook else name,
             has_hook=has_hook,
             is_weighted=usual == "weighted",
         )

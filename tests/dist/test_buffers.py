@@ -1,5 +1,7 @@
 """Buffers follow rank 0 or become the mean over ranks before a training forward."""
 
+import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -7,13 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nested import nested_tensor as nested
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+import undertow
 from support.alike import backwards, of_all_ranks
+from support.errors import text_of
 from support.inside import share_parameters
 from support.models import CASES, noise
-from support.naive import collectives, wrapped
+from support.naive import collectives, require_same_gradients, wrapped
 from support.ranks import in_ranks
+from undertow import ConfigError, DistributedDataParallel, PlanMismatch
 
 CASE = CASES["convolutions"]
 BEFORE = _BufferCommHookLocation.PRE_FORWARD
@@ -211,15 +217,134 @@ def test_large_buffers_travel_in_chunks() -> None:
     assert [bool((buffer == mean + index).all()) for index, buffer in enumerate(model.buffers())] == [True] * 5
 
 
+class Codebook(nn.Module):
+    """Reads and changes a buffer in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("code", torch.zeros(2))
+        self.seen: list[float] = []
+
+    def forward(self, x: float) -> Tensor:
+        self.seen.append(float(self.code[0]))
+        loss = (self.weight * (x - self.code)).sum()
+        self.code = self.code + x + dist.get_rank()
+        return loss
+
+
+Train = Callable[[float], Tensor]
+Accumulate = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def micro_batches(forward: Train, accumulate: Accumulate) -> None:
+    with accumulate():
+        forward(1.0).backward()
+        forward(2.0).backward()
+    forward(3.0).backward()
+
+
+def forwards_without_backward(forward: Train, accumulate: Accumulate) -> None:
+    forward(1.0)
+    with accumulate():
+        forward(2.0)
+        forward(3.0)
+    forward(4.0)
+    forward(5.0).backward()
+
+
+def accumulating_from_backward_on(forward: Train, accumulate: Accumulate) -> None:
+    loss = forward(1.0)
+    with accumulate():
+        loss.backward()
+        forward(2.0).backward()
+    forward(3.0).backward()
+
+
+Program = Callable[[Train, Accumulate], None]
+
+
 @in_ranks(2, 3)
-def test_buffers_do_not_travel_while_accumulating() -> None:
-    model = CASE.model()
+@pytest.mark.parametrize("step", [micro_batches, forwards_without_backward, accumulating_from_backward_on])
+@pytest.mark.parametrize("is_attached", [False, True], ids=["wrapper", "attach"])
+def test_forwards_find_the_buffers_that_they_find_under_torchs_class(is_attached: bool, step: Program) -> None:
+    """Rank 0's before the first forward of a step, and then each rank's own."""
+    ours, theirs = Codebook(), Codebook()
+    torchs = nn.parallel.DistributedDataParallel(theirs)
+    with contextlib.closing(undertow.attach(ours)) if is_attached else wrapped(ours) as sync:
+        for _ in range(3):
+            step(ours if is_attached else sync, sync.accumulate)
+            step(torchs, torchs.no_sync)
+    assert ours.seen == theirs.seen
+    require_same_gradients(ours, theirs)
+
+
+@in_ranks(2, 3)
+def test_buffers_are_averaged_before_the_first_micro_batch_of_a_step() -> None:
+    model, rank, mean = Codebook(), dist.get_rank(), (dist.get_world_size() - 1) / 2
+    with wrapped(model, buffers="mean") as ddp:
+        for _ in range(2):
+            micro_batches(ddp, ddp.no_sync)
+    step = [0.0, 1.0 + rank, 3.0 + 2 * rank]
+    assert model.seen == [*step, *(6.0 + 3 * mean + it for it in step)]
+
+
+@in_ranks(2, 3, timeout_s=20.0)
+@pytest.mark.parametrize("num_forwards", [0, 1])
+def test_a_rank_that_runs_out_of_micro_batches_follows_rank_0_in_the_same_step(num_forwards: int) -> None:
+    """The last rank has none, or one of three, in the first step; in the second step all find the same buffers."""
+    model, is_last = Codebook(), dist.get_rank() == dist.get_world_size() - 1
     with wrapped(model) as ddp:
-        CASE.loss(ddp, 0).backward()
-        before = model[0][1].running_mean
-        with ddp.no_sync():
-            CASE.loss(ddp, 1).backward()
-        assert model[0][1].running_mean is before
+        if is_last:
+            for _ in range(num_forwards):
+                with ddp.no_sync():
+                    ddp(1.0).backward()
+            ddp.finish()
+        else:
+            micro_batches(ddp, ddp.no_sync)
+        assert ddp.will_sync_module_buffers()
+        micro_batches(ddp, ddp.no_sync)
+    assert model.seen[0 if is_last and num_forwards == 0 else -3] == 6.0
+
+
+@in_ranks(2, timeout_s=20.0)
+def test_ranks_find_equal_buffers_after_one_has_run_out_of_data_within_a_step() -> None:
+    """The last forward of each rank accumulates. While both have data, buffers follow rank 1."""
+    model = Codebook()
+    with wrapped(model) as ddp:
+        with ddp.join():
+            for _ in range(2 - dist.get_rank()):
+                micro_batches(ddp, ddp.no_sync)
+                with ddp.no_sync():
+                    ddp(1.0).backward()
+                    ddp(1.0).backward()
+        micro_batches(ddp, ddp.no_sync)
+    assert model.seen[-3] == 19.0
+
+
+@in_ranks(2)
+def test_buffers_follow_rank_0_after_a_reduction_by_hand() -> None:
+    model = Codebook()
+    with wrapped(model) as ddp:
+        for _ in range(2):
+            with ddp.accumulate():
+                ddp(1.0).backward()
+                ddp(2.0).backward()
+            ddp.reduce_gradients_async().wait()
+    assert model.seen == [0.0, 1.0 + dist.get_rank(), 3.0, 4.0 + dist.get_rank()]
+
+
+@in_ranks(2)
+def test_micro_batches_that_are_reduced_at_once_continue_a_step() -> None:
+    model = Codebook()
+    with wrapped(model, strategy="zero2") as ddp:
+        optimizer = undertow.ShardedOptimizer(torch.optim.SGD, ddp, lr=0.0)
+        for _ in range(3):
+            micro_batches(ddp, ddp.no_sync)
+            optimizer.step()
+            optimizer.zero_grad()
+    rank = dist.get_rank()
+    assert model.seen == [start + it for start in (0.0, 6.0, 12.0) for it in (0.0, 1.0 + rank, 3.0 + 2 * rank)]
 
 
 def cached() -> Buffered:
@@ -285,6 +410,116 @@ def test_buffers_that_change_on_all_ranks_follow_rank_0_from_the_next_step_on(na
     assert (seen[2:], [*map(sorted, seen)]) == (of_first[2:], [*map(sorted, of_first)])
 
 
+# Buffers that torch's class cannot broadcast either.
+NOT_SENT: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "expanded": (lambda: torch.zeros(3).expand(2, 3), "an expanded tensor: several of its elements share memory"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "a tensor whose layout is not torch.strided, such as a sparse one"),
+    "jagged": (lambda: nested([torch.ones(2), torch.ones(3)], layout=torch.jagged), "a nested tensor"),
+}
+REFUSED = (
+    "buffer 'linear.odd' is {}.\n  buffers follow rank 0, and only dense tensors can be sent\n"
+    "  Register a dense tensor, such as a clone() of it, or leave it out: ignore=('linear.odd',)."
+)
+
+
+def with_odd_buffer(buffer: Tensor) -> Buffered:
+    model = Buffered(table=torch.zeros(1))
+    model.linear.register_buffer("odd", buffer)
+    return model
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("kind", NOT_SENT)
+def test_a_buffer_that_cannot_be_sent_is_refused_by_its_name_on_every_rank(kind: str) -> None:
+    make, words = NOT_SENT[kind]
+    for wrap in (DistributedDataParallel, undertow.attach):
+        assert text_of(ConfigError, lambda wrap=wrap: wrap(with_odd_buffer(make()))) == REFUSED.format(words)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("kind", NOT_SENT)
+def test_a_buffer_that_cannot_be_sent_may_be_ignored_or_not_be_shared(kind: str) -> None:
+    for how in ({"ignore": ("linear.odd",)}, {"broadcast_buffers": False}):
+        model = with_odd_buffer(NOT_SENT[kind][0]())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # broadcast_buffers is deprecated
+            ddp = DistributedDataParallel(model, **how)
+        with contextlib.closing(ddp):
+            for _ in range(2):
+                ddp(torch.ones(1, 2)).sum().backward()
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("kind", NOT_SENT)
+def test_a_buffer_that_becomes_one_that_cannot_be_sent_is_refused_in_a_forward(kind: str) -> None:
+    make, words = NOT_SENT[kind]
+    model = with_odd_buffer(torch.zeros(make().shape if kind in ("expanded", "sparse") else 3))
+    with wrapped(model) as ddp:
+        ddp(torch.ones(1, 2)).sum().backward()
+        model.linear.odd = make()
+        if kind == "jagged":  # it has another shape, so all ranks compare it first
+            ddp(torch.ones(1, 2)).sum().backward()
+        assert text_of(ConfigError, lambda: ddp(torch.ones(1, 2))) == REFUSED.format(words)
+
+
+@in_ranks(2)
+def test_a_buffer_that_only_one_rank_cannot_send_is_named_on_every_rank() -> None:
+    buffer = torch.zeros(3).expand(2, 3) if dist.get_rank() else torch.zeros(2, 3)
+    difference = (
+        "shape of tensor 1 ('linear.odd') is [2, 3] on rank 0 and an expanded tensor: several of its elements share memory"
+    )
+    assert difference in text_of(PlanMismatch, lambda: DistributedDataParallel(with_odd_buffer(buffer)))
+
+
+@in_ranks(2)
+def test_buffers_of_every_sendable_kind_follow_rank_0() -> None:
+    rank = float(dist.get_rank())
+    complex_numbers = torch.full((2,), 1.0 + rank, dtype=torch.complex64)
+    model = Buffered(
+        scalar=torch.tensor(rank),
+        small=torch.full((3,), rank).to(torch.float8_e4m3fn),
+        conjugate=complex_numbers.conj(),
+        negative=complex_numbers.clone().conj().imag,
+        every_other=torch.full((6,), rank)[::2],
+        last=torch.full((1, 4, 2, 2), rank).contiguous(memory_format=torch.channels_last),
+        nowhere=torch.empty(3, device="meta"),
+    )
+    with torch.inference_mode():
+        model.register_buffer("inferred", torch.full((2,), rank))
+    with wrapped(model) as ddp:
+        model.scalar += rank
+        model.every_other += rank
+        ddp(torch.ones(1, 2)).sum().backward()
+    wrong = [
+        name
+        for name, buffer in model.named_buffers()
+        if not buffer.is_meta and bool((buffer.to(torch.complex64) != (name == "conjugate")).any())
+    ]
+    assert (wrong, model.nowhere.is_meta, model.last.stride()) == ([], True, (16, 1, 8, 4))
+
+
+@in_ranks(2)
+def test_buffers_that_share_memory_still_share_it_after_they_have_followed_rank_0() -> None:
+    table = torch.zeros(6)
+    model = Buffered(first=table[:4], last=table[2:])
+    with wrapped(model) as ddp:
+        table += 1 + dist.get_rank()
+        ddp(torch.ones(1, 2))
+    assert table.tolist() == [1.0] * 6
+    model.first.fill_(5.0)
+    assert model.last.tolist() == [5.0, 5.0, 1.0, 1.0]
+
+
+@in_ranks(2)
+def test_a_buffer_that_requires_gradients_stays_the_same_tensor() -> None:
+    model = Buffered(scale=torch.zeros(2, requires_grad=True))
+    scale = model.scale
+    with wrapped(model) as ddp:
+        scale.data += 1 + dist.get_rank()
+        (ddp(torch.ones(1, 2)) * model.scale).sum().backward()
+    assert (model.scale is scale, scale.tolist(), scale.grad is None) == (True, [1.0, 1.0], False)
+
+
 @in_ranks(2, 3)
 @pytest.mark.parametrize("location", [None, *_BufferCommHookLocation], ids=str)
 def test_a_hook_of_the_users_may_synchronize_buffers(location: _BufferCommHookLocation | None) -> None:
@@ -306,7 +541,8 @@ def test_a_hook_of_the_users_may_synchronize_buffers(location: _BufferCommHookLo
             ddp(noise(1, 2)).sum().backward()
             after.append(model.table.item())
         with ddp.no_sync():
-            ddp(noise(1, 2)).sum().backward()
+            for _ in range(2):
+                ddp(noise(1, 2)).sum().backward()
         ddp.eval()
         ddp(noise(1, 2)).sum().backward()
         with torch.no_grad():
@@ -320,5 +556,5 @@ def test_a_hook_of_the_users_may_synchronize_buffers(location: _BufferCommHookLo
         [0.0, total],
         [mine, total + mine] if location is BEFORE else [total, total * num_ranks + total],
     )
-    assert found[3:] == [found[2] + step * mine for step in (1, 2, 3)]  # in none of these is the hook called
-    assert seen == [("state", ["table"], False)] * 2
+    assert found[4:] == [found[3] + step * mine for step in (1, 2, 3)]  # none of the forwards before these calls the hook
+    assert seen == [("state", ["table"], False)] * 3

@@ -1,6 +1,7 @@
 """Where gradients lie, what happens in a step, in which order, and what reports, traces and saved plans say of it."""
 
 import copy
+import io
 import json
 import re
 import time
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from support.alike import backwards, train
 from support.errors import text_of
@@ -347,3 +349,17 @@ def test_what_the_wrapper_does_not_have_the_module_may() -> None:
             ddp.eval().module.training,
             ddp.train().module.training,
         ) == ("hello you", "hello", 2, True, False, ["module.weight", "module.bias"], False, True)
+
+
+@in_ranks(2)
+def test_a_clone_of_a_small_gradient_is_saved_without_its_bucket() -> None:
+    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 100_000))
+    with wrapped(model, bucket_cap_mb=25.0) as ddp:
+        ddp(torch.ones(1, 3)).sum().backward()
+        sizes = []
+        for gradient in (model[0].weight.grad, model[0].weight.grad.clone()):
+            file = io.BytesIO()
+            torch.save(gradient, file)
+            sizes.append(file.tell())
+    whole, small = sizes
+    assert (whole > 800_000, small < 4_000) == (True, True)

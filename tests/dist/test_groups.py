@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import importlib
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from support.alike import backward_alike, backwards, heard, require_equal_values, require_same_by_position
+from support.errors import text_of
 from support.inside import engine_of, own_group_of, storage_of, timeout_of, without_a_ring
 from support.models import CASES, Branches, mlp, noise
 from support.naive import (
@@ -36,7 +38,7 @@ from support.naive import (
 )
 from support.ranks import in_ranks
 from support.sharded import destroy, training
-from undertow import DistributedDataParallel, ExpertGroup, ShardedOptimizer, SyncConfig, attach, average_gradients
+from undertow import ConfigError, DistributedDataParallel, ExpertGroup, ShardedOptimizer, SyncConfig, attach, average_gradients
 
 MLP, CONVOLUTIONS = CASES["mlp"], CASES["convolutions"]
 WRAP: dict[str, Callable[..., Any]] = {"DistributedDataParallel": DistributedDataParallel, "attach": attach}
@@ -349,3 +351,20 @@ def test_a_group_of_one_rank_in_a_job_of_several_is_warned_of() -> None:
         ).close()
     destroy(mesh)
     dist.destroy_process_group(mine)
+
+
+FAKE = (
+    'the backend of the process group is "fake": 1 of its ranks do not exist.\n'
+    "  the group over which gradients are averaged\n"
+    '  For a dry run, call init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1); '
+    "`undertow simulate` predicts the steps of more ranks."
+)
+
+
+@in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("call", [DistributedDataParallel, attach])
+def test_a_group_without_peers_is_refused(call: Callable[..., object]) -> None:
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    group = dist.new_group(backend="fake")
+    assert text_of(ConfigError, lambda: call(mlp(), process_group=group)) == FAKE
+    dist.destroy_process_group(group)

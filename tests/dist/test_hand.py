@@ -21,6 +21,7 @@ from support.units import Units
 from undertow import (
     BucketedDDPHooks,
     ConfigError,
+    DistributedDataParallel,
     GradientBucket,
     GradientBucketManager,
     PhaseError,
@@ -315,6 +316,73 @@ def test_hooks_reduce_a_bare_models_gradients_until_they_are_closed() -> None:
         require_same_gradients(model, bare)
         if step > 0:  # the second time it does nothing
             hooks.close()
+
+
+@in_ranks(2)
+def test_gradients_wider_than_their_parameters_keep_their_dtype() -> None:
+    parameter = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    parameter.grad_dtype = torch.float32
+    parameter.grad = torch.full((2,), 1.0 + 2.0**-20)
+    with GradientBucketManager(None, [parameter]) as manager:
+        manager.reduce_all_async(dist.ReduceOp.AVG)
+        manager.copy_back_all()
+    assert torch.equal(parameter.grad, torch.full((2,), 1.0 + 2.0**-20))
+
+
+@in_ranks(2)
+def test_a_gradient_that_was_replaced_since_the_manager_was_made_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    with GradientBucketManager(None, [it.grad for it in model.parameters()]) as manager:
+        manager.reduce_all_async()
+        manager.copy_back_all()
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        assert text_of(PhaseError, manager.reduce_all_async) == (
+            "gradient 0 of bucket 0 is out of date: it was the .grad of a parameter, and is not now.\n"
+            "  a tensor of shape (1, 2)\n"
+            "  Give the parameters instead of their gradients, or call zero_grad(set_to_none=False)."
+        )
+
+
+@in_ranks(2)
+def test_gradients_that_no_bucket_can_hold_are_refused_by_their_place() -> None:
+    layer = nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([1])).sum().backward()
+    with GradientBucketManager(None, layer.parameters()) as manager:
+        assert text_of(ConfigError, manager.reduce_all_async) == (
+            "gradient 0 of bucket 0 must be dense and of torch.float32, got torch.float32 of layout torch.sparse_coo.\n"
+            "  a tensor of shape (4, 2)\n"
+            "  Make the bucket after dtypes are set. For a sparse gradient use average_gradients, or DistributedDataParallel."
+        )
+
+
+@in_ranks(2)
+def test_a_rank_outside_of_the_group_is_told_so() -> None:
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with GradientBucketManager(group, [torch.zeros(2)]) as manager:
+            text = text_of(WrongType, manager.reduce_all_async)
+        assert text.startswith("process_group must be a torch.distributed.ProcessGroup, got ")
+    else:
+        dist.destroy_process_group(group)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize(("op", "factor"), [(dist.ReduceOp.SUM, 2), (dist.ReduceOp.AVG, 1), ("sum", 2)], ids=str)
+def test_a_reduction_can_be_polled_and_awaited_and_takes_torchs_operations(op: Any, factor: int) -> None:
+    async def step(reduction: Any) -> None:
+        await reduction
+
+    model = nn.Linear(2, 1, bias=False)
+    with contextlib.closing(DistributedDataParallel(model)) as ddp:
+        for _ in range(2):
+            model.zero_grad()
+            with ddp.no_sync():
+                ddp(torch.ones(1, 2)).sum().backward()
+            reduction = ddp.reduce_gradients_async(op)
+            asyncio.run(step(reduction))
+            assert (reduction.is_completed(), model.weight.grad.tolist()) == (True, [[factor, factor]])
 
 
 WHERE = "average_gradients(gradients, parameters)"

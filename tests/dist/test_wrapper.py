@@ -663,6 +663,40 @@ SHARDED = (
     "  {}(...)\n"
     "  Leave fully_shard out, or use it alone; with tensor parallelism, apply it to the data-parallel dimension."
 )
+EXPANDED = (
+    "parameter 'weight' is an expanded tensor: several of its elements share memory.\n"
+    "  {}(...)\n"
+    "  Make the parameter of a clone() of it, or expand it in forward."
+)
+INFERRED = (
+    "parameter 'weight' was made under torch.inference_mode(): it never gets a gradient.\n"
+    "  {}(...)\n"
+    "  Make the model outside of inference mode, or freeze the parameter: requires_grad_(False)."
+)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize(("call", "caller"), [(DistributedDataParallel, "DistributedDataParallel"), (attach, "attach")])
+def test_parameters_that_cannot_be_written_are_refused_by_their_names(call: Callable[..., object], caller: str) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    model.weight = nn.Parameter(torch.zeros(3).expand(2, 3), requires_grad=False)
+    assert text_of(ConfigError, lambda: call(model)) == EXPANDED.format(caller)
+    with torch.inference_mode():
+        inferred = nn.Linear(3, 2, bias=False)
+    assert text_of(ConfigError, lambda: call(inferred)) == INFERRED.format(caller)
+
+
+@in_ranks(2)
+def test_a_frozen_parameter_made_in_inference_mode_takes_over_rank_0s_values() -> None:
+    with torch.inference_mode():
+        frozen = nn.Linear(2, 2, bias=False)
+        frozen.weight.fill_(dist.get_rank() + 1)
+    model = nn.Sequential(frozen.requires_grad_(False), nn.Linear(2, 1))
+    with wrapped(model) as ddp:
+        ddp(torch.ones(1, 2)).sum().backward()
+    assert frozen.weight.unique().tolist() == [1.0]
+
+
 ARGUMENTS = {
     "no group": "process_group must be a torch.distributed.ProcessGroup, got str.\n"
     "  the group over which gradients are averaged\n"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from undertow.errors import PhaseError, require
 from undertow.plan import SizeCaps, group_by_size, largest_first
+from undertow.runtime.comm.group import user_group
 from undertow.runtime.comm.handles import WorkHandle, all_reduce_async
 from undertow.runtime.gradients.storage import spec_of
 from undertow.runtime.torch_private import private
@@ -44,7 +45,8 @@ class GradientBucket:
         require(
             self.gradients, f"bucket {bucket_index} is empty.", where="GradientBucket", remedy="Give it at least one gradient."
         )
-        kinds = {(gradient.dtype, gradient.device) for gradient in self.gradients}
+        self._held = {id(gradient) for gradient in self.gradients if private.is_held_by_torch(gradient)}
+        kinds = {(private.gradient_dtype(gradient), gradient.device) for gradient in self.gradients}
         require(
             len(kinds) == 1,
             f"bucket {bucket_index} mixes gradients of {' and '.join(sorted(map(str, kinds)))}.",
@@ -53,7 +55,8 @@ class GradientBucket:
         )
         starts = [0, *accumulate(gradient.numel() for gradient in self.gradients)]
         self.offsets = starts[:-1]  # start of each gradient in `bucket_tensor`, in elements
-        num_bytes = starts[-1] * self.gradients[0].element_size()
+        dtype = private.gradient_dtype(self.gradients[0])
+        num_bytes = starts[-1] * dtype.itemsize
         require(
             size_in_bytes >= num_bytes and size_in_bytes > 0,  # also rejects NaN
             f"bucket {bucket_index} of {size_in_bytes} bytes cannot hold {num_bytes} bytes of gradients.",
@@ -61,7 +64,7 @@ class GradientBucket:
             remedy="Give a positive size that is large enough.",
         )
         # The gradients one after another, [numel].
-        self.bucket_tensor = torch.zeros(starts[-1], dtype=self.gradients[0].dtype, device=self.gradients[0].device)
+        self.bucket_tensor = torch.zeros(starts[-1], dtype=dtype, device=self.gradients[0].device)
         pairs = zip(self.gradients, pairwise(starts), strict=True)
         self._views = [self.bucket_tensor[start:stop].view(gradient.shape) for gradient, (start, stop) in pairs]
 
@@ -117,8 +120,9 @@ class GradientBucket:
             remedy="Call prepare() after every backward, and reduce once.",
             error=PhaseError,
         )
+        group = user_group(process_group)
         self._is_prepared = False
-        self.reduction_handle = all_reduce_async(self.bucket_tensor, process_group, op)
+        self.reduction_handle = all_reduce_async(self.bucket_tensor, group, op)
         return self.reduction_handle
 
     @torch.no_grad()
@@ -158,6 +162,23 @@ class GradientBucket:
                 f"gradient {position} of bucket {self.bucket_index} is missing: its .grad is None.",
                 where=f"a tensor of shape {tuple(gradient.shape)}",
                 remedy="Run backward first, and leave out tensors that get no gradient.",
+            )
+            require(
+                id(gradient) not in self._held or private.is_held_by_torch(gradient),
+                f"gradient {position} of bucket {self.bucket_index} is out of date: it was the .grad of a parameter, "
+                "and is not now.",
+                where=f"a tensor of shape {tuple(gradient.shape)}",
+                remedy="Give the parameters instead of their gradients, or call zero_grad(set_to_none=False).",
+                error=PhaseError,
+            )
+            assert source is not None
+            require(
+                source.layout is torch.strided and source.dtype == self.bucket_tensor.dtype,
+                f"gradient {position} of bucket {self.bucket_index} must be dense and of {self.bucket_tensor.dtype}, "
+                f"got {source.dtype} of layout {source.layout}.",
+                where=f"a tensor of shape {tuple(gradient.shape)}",
+                remedy="Make the bucket after dtypes are set. For a sparse gradient use average_gradients, or "
+                "DistributedDataParallel.",
             )
         return found  # type: ignore[return-value]  # none is missing
 

@@ -1,6 +1,7 @@
 """The command `undertow`."""
 
 import importlib.util
+import io
 import sys
 
 from undertow.errors import UndertowError
@@ -11,6 +12,8 @@ __all__ = ["main"]
 
 def main() -> None:
     """Runs the command; an UndertowError prints its text and exits with code 2, without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: no character ends a command, whatever the locale is
     if sys.argv[1:2] == ["run"]:  # without typer and rich, which take time to load
         run(sys.argv[2:])
     if importlib.util.find_spec("typer") is None:

@@ -133,6 +133,20 @@ def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller
         where=f"parameter {shapeless!r} has no shape yet",
         remedy="Run a dummy forward pass to correctly initialize the modules.",
     )
+    expanded = next((name for name, param in params.items() if private.has_shared_elements(param)), None)
+    require(
+        expanded is None,
+        f"parameter {expanded!r} is an expanded tensor: several of its elements share memory.",
+        where=f"{caller}(...)",
+        remedy="Make the parameter of a clone() of it, or expand it in forward.",
+    )
+    unwatched = next((name for name, it in params.items() if it.requires_grad and it.is_inference()), None)
+    require(
+        unwatched is None,
+        f"parameter {unwatched!r} was made under torch.inference_mode(): it never gets a gradient.",
+        where=f"{caller}(...)",
+        remedy="Make the model outside of inference mode, or freeze the parameter: requires_grad_(False).",
+    )
     sharded = next((name for name, param in params.items() if type(param.data).__name__ == "DTensor"), None)
     require(
         sharded is None,

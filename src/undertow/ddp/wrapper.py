@@ -80,7 +80,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         bucket_cap_mb: Largest bucket in MiB; None lets the library choose.
         find_unused_parameters: Accepted: buckets carry flags of used parameters in any case.
         check_reduction: Deprecated in torch.
-        gradient_as_bucket_view: Accepted: gradients are views of buckets in any case.
+        gradient_as_bucket_view: Accepted: gradients are views of buckets in any case; clone those you keep.
         static_graph: Accepted: nothing depends on it.
         delay_all_reduce_named_params: Accepted: these parameters are sent in turn like all others.
         param_to_hook_all_reduce: Belongs to `delay_all_reduce_named_params`.
@@ -112,6 +112,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     _precision: arguments.MixedPrecision | None = None
     _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None
     _buffer_hook_location = "POST_FORWARD"
+    _is_buffer_hook_due = False
     _shadow: ShadowHook | None = None
 
     def __init__(  # noqa: PLR0913  torch's signature
@@ -238,7 +239,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     @private.untraced
     def finish(self) -> None:
         """Joins the other ranks if this rank's backward reached no parameter, or if it has no data at all."""
-        self.sync.finish(buffers_follow=0 if self._buffers_follow_a_rank else None)
+        self.sync.finish(buffers_follow=0 if self._are_buffers_due and self._buffer_hook is None else None)
 
     accumulate = _of_sync(GradientSync.accumulate)  # returns a context: backwards inside only accumulate
     no_sync = accumulate  # torch's name; the mode at the time of the backward counts
@@ -282,7 +283,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     def will_sync_module_buffers(self) -> bool:
         """Returns True if the next training forward synchronizes buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
+        return self._are_buffers_due and bool(self.modules_buffers)
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
@@ -329,7 +330,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     def _register_buffer_comm_hook(self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
         """Makes `hook(state, buffers by name)` synchronize buffers, instead of copying rank 0's values.
 
-        It runs after every training forward, or before it; futures that it returns are waited for at the end of backward.
+        It runs after the first training forward of a step, or before it; the end of backward waits for futures that it returns.
         """
         require(
             callable(hook),
@@ -400,8 +401,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         }
 
     @property
-    def _buffers_follow_a_rank(self) -> bool:
-        return self.require_forward_param_sync and self.forward_sync_buffers and self._buffer_hook is None
+    def _are_buffers_due(self) -> bool:
+        return self.require_forward_param_sync and self.forward_sync_buffers and self.sync._engine.progress.are_buffers_due
 
     @private.untraced
     def _forward_begins(self, *, is_compiled: bool) -> bool:
@@ -410,10 +411,12 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         is_as_made = self._modules.get("module") is sync._module and len(self._modules) == 1
         if not is_as_made or self._parameters or self._buffers:
             self._require_averaged()
-        follows = self._buffers_follow_a_rank and not sync._engine.is_accumulating
+        follows = self._are_buffers_due and self._buffer_hook is None
         source = 0 if follows else None
         if self._shadow is not None and self._join_config.enable and sync._is_training_forward:
             source = self._shadow.announce_forward(self, with_buffers=follows)
+        if self._buffer_hook is not None:
+            self._is_buffer_hook_due = sync._is_training_forward and self.will_sync_module_buffers()
         sync._forward_begins(buffers_follow=source, is_compiled=is_compiled)
         if self._buffer_hook is not None:
             self._run_buffer_hook("PRE_FORWARD")
@@ -442,11 +445,10 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         )
 
     def _run_buffer_hook(self, location: str) -> None:
-        sync, hook = self.sync, self._buffer_hook
-        is_due = location == self._buffer_hook_location and sync._is_training_forward and not sync.is_accumulating
-        if hook is not None and is_due and self.will_sync_module_buffers():
+        hook = self._buffer_hook
+        if hook is not None and self._is_buffer_hook_due and location == self._buffer_hook_location:
             with torch.no_grad():
-                sync._wait_after_backward(hook(self.named_module_buffers) or ())
+                self.sync._wait_after_backward(hook(self.named_module_buffers) or ())
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns everything except this process's state: a copy makes new buckets and groups when it first trains."""

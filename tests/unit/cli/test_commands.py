@@ -1,6 +1,7 @@
 """The commands: their help and exit codes, what they show, what they refuse, and the questions that they ask the simulator."""
 
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -604,3 +605,11 @@ def test_the_planned_row_is_not_slower_than_a_message_per_parameter() -> None:
     ).outcomes()
     steps = {it.method: it.step_us for it in found}
     assert steps[PLANNED] <= steps[PER_PARAMETER] * SLACK
+
+
+def test_no_character_ends_a_command_whatever_the_encoding_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["undertow", "--version"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    with pytest.raises(SystemExit):
+        main()
+    print("слой…", flush=True)

@@ -1,6 +1,8 @@
 """Reports of steps as a terminal shows them, and as pictures."""
 
 import importlib.util
+import io
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,3 +199,15 @@ def test_a_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
         "  undertow.report.timeline\n"
         '  Install it with: pip install "undertow[cli]"'
     )
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_a_report_can_be_printed_in_every_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines become ASCII, the ends of cut names a tilde, and other characters escapes."""
+    long = replace(report(record()).buckets[0], largest="слой." * 3 + "transformer.h.11.mlp.c_proj.weight")
+    made = replace(report(record()), buckets=(long, replace(long, largest="слой")))
+    printed_bytes = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed_bytes, encoding=encoding))
+    print(made, flush=True)
+    text = printed_bytes.getvalue().decode(encoding)
+    assert (text.isascii(), "---" in text, "~" in text, r"\u0441\u043b\u043e\u0439" in text) == (True, True, True, True)

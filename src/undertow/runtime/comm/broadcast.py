@@ -1,5 +1,6 @@
 """Copies buffers from one rank or averages them over ranks; copies parameters from one rank."""
 
+import contextlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
+from undertow.errors import require
 from undertow.runtime.comm.group import OwnGroup, Pending
 from undertow.runtime.torch_private import private
 
@@ -15,8 +17,17 @@ _CHUNK_BYTES = 25 * 1024 * 1024
 _MOST_ON_THEIR_WAY = 3  # each is a copy
 
 
-# A place where a buffer is registered: the table of a module, and the name in it. A shared buffer has several.
-Place = tuple[MutableMapping[str, Tensor | None], str]
+# A place where a buffer is registered: the table of a module, the name in it, and the name in the model. A shared buffer has
+# several.
+Place = tuple[MutableMapping[str, Tensor | None], str, str]
+
+_NOT_SENT: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
+    (lambda buffer: buffer.is_nested, "a nested tensor"),
+    (lambda buffer: buffer.layout is not torch.strided, "a tensor whose layout is not torch.strided, such as a sparse one"),
+    (lambda buffer: buffer.is_quantized, "a quantized tensor"),
+    (lambda buffer: type(buffer).__name__ == "DTensor", "a DTensor"),
+    (private.has_shared_elements, "an expanded tensor: several of its elements share memory"),
+)
 
 
 @dataclass(slots=True)
@@ -25,6 +36,13 @@ class _Item:
 
     tensor: Tensor
     places: Sequence[Place] = ()
+    is_checked: bool = False  # its tensor can be sent
+    overlaps: bool = False  # another buffer shares its memory
+
+    @property
+    def is_written(self) -> bool:
+        """True if new values are written into the tensor, as torch's class does: it must stay the same one."""
+        return self.overlaps or self.tensor.requires_grad
 
 
 _Values = list[tuple[_Item, Tensor]]  # items with their new values
@@ -41,10 +59,18 @@ class CommonBuffers:
     def __init__(self, places: Sequence[Place] = (), tables: Sequence[MutableMapping[str, Tensor | None]] = ()) -> None:
         """`places` are of all buffers to synchronize; `tables` are the buffer tables of all modules, which may grow."""
         found: dict[Tensor, list[Place]] = defaultdict(list)  # tensors are keys by identity
-        for table, name in places:
-            if (tensor := table.get(name)) is not None:
-                found[tensor].append((table, name))
+        for place in places:
+            tensor = place[0].get(place[1])
+            if tensor is not None and not tensor.is_meta:  # which has no values
+                found[tensor].append(place)
         self.buffers = list(map(_Item, found, found.values()))
+        sharing: dict[int, list[_Item]] = defaultdict(list)
+        for item in self.buffers:
+            if not why_not_sent(item.tensor):
+                sharing[item.tensor.untyped_storage().data_ptr()].append(item)
+        for items in sharing.values():
+            for item in items:
+                item.overlaps = len(items) > 1
         self.tables = tables
         self._places = places
         self.accept()
@@ -58,25 +84,47 @@ class CommonBuffers:
         self._known, self.is_empty = self._kinds(), not any(self.tables)
 
     def _kinds(self) -> list[object]:
-        present = (table.get(name) for table, name in self._places)
-        return [*map(len, self.tables), *(buffer if buffer is None else (buffer.shape, buffer.dtype) for buffer in present)]
+        present = (table.get(key) for table, key, _ in self._places)
+        return [*map(len, self.tables), *(buffer if buffer is None else _kind(buffer) for buffer in present)]
 
     def now(self) -> list[_Item]:
-        """Returns the current buffers, or an earlier one if the current one has another shape or dtype, or is gone."""
+        """Returns the current buffers, or an earlier one if the current one has another shape or dtype, or is gone.
+
+        Raises ConfigError for a buffer of a kind that cannot be sent.
+        """
         for buffer in self.buffers:
-            (table, name), earlier = buffer.places[0], buffer.tensor
-            tensor = table.get(name)
+            (table, key, name), earlier = buffer.places[0], buffer.tensor
+            tensor = table.get(key)
             # The usual case comes first: this is checked for every buffer in every forward.
-            if tensor is not earlier and tensor is not None and (tensor.shape, tensor.dtype) == (earlier.shape, earlier.dtype):
+            if tensor is not earlier and tensor is not None and _kind(tensor) == _kind(earlier):
                 buffer.tensor = tensor
+                buffer.is_checked = False
+            if not buffer.is_checked:
+                kind = why_not_sent(buffer.tensor)
+                require(
+                    not kind,
+                    f"buffer {name!r} is {kind}.",
+                    where="buffers follow rank 0, and only dense tensors can be sent",
+                    remedy=f"Register a dense tensor, such as a clone() of it, or leave it out: ignore=({name!r},).",
+                )
+                buffer.is_checked = True
         return self.buffers
+
+
+def why_not_sent(buffer: Tensor) -> str:
+    """Returns the kind of a buffer that cannot be sent, in words, or nothing."""
+    return next((words for is_of_kind, words in _NOT_SENT if is_of_kind(buffer)), "")
+
+
+def _kind(buffer: Tensor) -> tuple[object, ...]:
+    return buffer.dtype, buffer.is_meta, buffer.is_nested or buffer.shape  # a nested tensor may not have a shape
 
 
 def synchronize_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0, averages: bool = False) -> None:
     """Gives every buffer the value that rank `source` of the group has, or `averages` floating-point and complex ones over ranks.
 
     A buffer that changes becomes a new tensor: autograd may have saved the old one for a pending backward, which would use
-    whatever was written into it.
+    whatever was written into it. Buffers that share memory with others, or require gradients, are written in place.
     """
     of_source, averaged = list[_Item](), list[_Item]()
     for buffer in common.now():
@@ -99,8 +147,10 @@ def send_in_place(tensors: Iterable[Tensor], group: OwnGroup) -> Callable[[], No
 
 @torch.no_grad()
 def _write(arriving: Iterable[_Values]) -> None:
-    for values in filter(None, arriving):
-        private.copy_each([item.tensor for item, _ in values], [value for _, value in values])
+    for item, value in chain.from_iterable(arriving):
+        # One by one: a fused copy refuses conjugate views. A tensor that was made in inference mode is only written there.
+        with torch.inference_mode() if item.tensor.is_inference() else contextlib.nullcontext():
+            item.tensor.copy_(value)
 
 
 def _of_source(items: Sequence[_Item], group: OwnGroup, source: int) -> Iterator[_Values]:
@@ -125,15 +175,18 @@ def _replace(values: _Values) -> None:
     # On the host, an unchanged buffer stays the same tensor, for code that holds a reference. On a device, the comparison would
     # block the host for every buffer of every forward, so all buffers are replaced.
     changed = [(item, value) for item, value in values if value.device.type != "cpu" or not torch.equal(item.tensor, value)]
+    _write([[(item, value) for item, value in changed if item.is_written]])
+    changed = [(item, value) for item, value in changed if not item.is_written]
     if not changed:
         return
     # Separate tensors, not views of the chunk: a small buffer must not keep the whole chunk alive.
     new = [torch.empty_like(item.tensor) for item, _ in changed]
     private.copy_each(new, [value for _, value in changed])
     for (item, _), own in zip(changed, new, strict=True):
-        for table, name in item.places:
-            if table.get(name) is item.tensor:
-                table[name] = own
+        for table, key, _ in item.places:
+            if table.get(key) is item.tensor:
+                table[key] = own
+        item.tensor = own
 
 
 def _means(chunk: Sequence[_Item], group: OwnGroup) -> _Values:

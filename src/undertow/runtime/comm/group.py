@@ -58,6 +58,13 @@ class GroupRef:
         backend: str = dist.get_backend(group)
         if backend == dist.Backend.UNDEFINED:  # init_process_group() chose the backend
             backend = dist.get_backend_config(group)
+        require(
+            backend != "fake",
+            f'the backend of the process group is "fake": {group.size() - 1} of its ranks do not exist.',
+            where="the group over which gradients are averaged",
+            remedy='For a dry run, call init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1); '
+            "`undertow simulate` predicts the steps of more ranks.",
+        )
         return cls(tuple(dist.get_process_group_ranks(group)), backend, private.timeout_of(group), weakref.ref(group))
 
     @property

@@ -114,6 +114,9 @@ class ThreadHandle:
         """Calls `callback` when it is complete: from another thread, or now if it already is."""
         self._done.add_done_callback(callback)
 
+    def is_completed(self) -> bool:
+        return self._done.done()
+
     def begin(self, post: Callable[[], Posted], thread: Worker) -> None:
         """Posts, and lets `thread` complete the handle; an error is passed to its waiters."""
         try:

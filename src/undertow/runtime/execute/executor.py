@@ -68,6 +68,10 @@ class Executor:
         self._num_rounds, self._is_profiling = 0, False
         self._result: Any = None  # the RoundResult of `begin`, which comes first
 
+    def is_completed(self) -> bool:
+        """Returns True if the collectives of all buckets are complete."""
+        return all(handle.is_completed() for bucket in self.buckets for handle in bucket.handles)
+
     def begin(self, result: RoundResult) -> None:
         """Begins the round of `result`, into which the ops write from now on."""
         self._result, self._is_profiling = result, private.is_profiling()

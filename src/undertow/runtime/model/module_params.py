@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import ParamSpec
 from undertow.runtime.comm.agreement import Agreement
-from undertow.runtime.comm.broadcast import CommonBuffers
+from undertow.runtime.comm.broadcast import CommonBuffers, why_not_sent
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.gradients.storage import spec_of
 from undertow.runtime.torch_private import private, tables
@@ -262,13 +262,15 @@ class ModuleParams:
         new: Sequence[str] = (),
     ) -> Agreement:
         """Starts to compare on all ranks these parameters and settings, and always frozen parameters and buffers."""
-        buffers = tables.named_buffers(self._present_module)
-        others = [*self.frozen(), *((name, buffer) for name, buffer in buffers if name not in self._ignored)]
+        buffers = [(name, it) for name, it in tables.named_buffers(self._present_module) if name not in self._ignored]
         return Agreement(
             group,
             settings=settings or {},
             params=[_description(spec, param) for spec, param in zip(specs, params, strict=True)],
-            others=[_description(spec_of(name, tensor), tensor) for name, tensor in others],
+            others=[
+                *(_description(spec_of(name, param), param) for name, param in self.frozen()),
+                *(_description_of_buffer(name, buffer) for name, buffer in buffers),
+            ],
             new=new,
         )
 
@@ -276,10 +278,8 @@ class ModuleParams:
         """Records that all ranks have the same buffers and frozen parameters as this one now."""
         self.common_frozen = self.frozen()
         owned = {prefix: tables.own_buffers(part) for prefix, part in tables.named_modules(self._present_module)}
-        places = [
-            (table, name) for prefix, table in owned.items() for name in table if tables.joined(prefix, name) not in self._ignored
-        ]
-        self.common_buffers = CommonBuffers(places, list(owned.values()))
+        places = [(table, key, tables.joined(prefix, key)) for prefix, table in owned.items() for key in table]
+        self.common_buffers = CommonBuffers([place for place in places if place[2] not in self._ignored], list(owned.values()))
 
     @property
     def _present_module(self) -> nn.Module:
@@ -348,6 +348,11 @@ def sparse_params(module: nn.Module) -> set[int]:
     """Returns the ids of parameters in layers that are declared to produce sparse gradients."""
     embeddings = (layer for _, layer in tables.named_modules(module) if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
     return {id(layer.weight) for layer in embeddings if layer.sparse}
+
+
+def _description_of_buffer(name: str, buffer: Tensor) -> dict[str, Any]:
+    kind = why_not_sent(buffer)
+    return {"name": name, "shape": kind} if kind else _description(spec_of(name, buffer), buffer)
 
 
 def _description(spec: ParamSpec, tensor: Tensor) -> dict[str, Any]:

@@ -29,6 +29,11 @@ class Engine(RoundRunner):
         return self._open is not None
 
     @property
+    def has_arrived(self) -> bool:
+        """True if every bucket that has left in the round under way is reduced."""
+        return self._open is None or self.current_plan.now.compiled.executor.is_completed()
+
+    @property
     def unused_parameters(self) -> tuple[str, ...]:
         """Names of the parameters without a gradient on this rank in the last synchronized step."""
         hooks = self.current_plan.now.hooks
@@ -71,7 +76,7 @@ class Engine(RoundRunner):
         if now.hooks.alone is not None:
             progress.has_accumulated &= not now.hooks.alone.is_complete
             now.hooks.alone.forward_begins()
-        progress.forward_begins(is_accumulating=self.is_accumulating and not self.synchronizes)
+        progress.forward_begins(synchronizes=self.synchronizes, is_last=not self.is_accumulating)
 
     def meet_before_forward(self, *, has_buffers: bool) -> None:
         """Meets the other ranks in the first training forward after parameters were added; a collective call there.

@@ -1,10 +1,12 @@
 """Reductions that user code asks for: of accumulated gradients, and of messages of many sizes to measure their cost."""
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,13 @@ from undertow.runtime.torch_private import private
 
 _SIZES = tuple(4096 * 4**power for power in range(8))  # bytes: 4 KiB to 64 MiB
 _NUM_TIMES = 5
+_POLL_S = 0.001
+_NAMES = ((dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "mean"))
+
+
+def name_of_op(op: Any) -> Any:
+    """Returns the name of one of torch's operations, and every other value as it is."""
+    return next((name for each, name in _NAMES if op == each), op)
 
 
 class Reduction:
@@ -31,6 +40,17 @@ class Reduction:
     def wait(self) -> None:
         """Waits until every `.grad` is the mean over ranks, or the result of another `op`."""
         all_of(*(engine.complete for engine in self._engines))
+
+    def is_completed(self) -> bool:
+        """Returns True if `wait` would not wait for other ranks."""
+        # Under a new plan buckets leave in `wait`, after the ranks have met under the old one.
+        are_launched = all(engine.current_plan.now.retiring is None for engine in self._engines if engine.is_busy)
+        return are_launched and all(engine.has_arrived for engine in self._engines)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        while not all(engine.has_arrived for engine in self._engines):
+            yield from asyncio.sleep(_POLL_S).__await__()
+        self.wait()
 
 
 def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool, is_weighted: bool) -> Reduction:

@@ -66,6 +66,7 @@ class Progress:
         self.has_accumulated = False  # since the last synchronization
         self.settings: Settings = ()  # with which optimizers have stepped since the last synchronization
         self.steps_in_shards = False  # a sharded optimizer steps, or is going to
+        self.are_buffers_due = True  # before the next training forward, unless it continues a step
         self.unused: tuple[str, ...] = ()  # parameters without a gradient in the last step
         self.unused_so_far: tuple[str, ...] | None = None  # in the synchronizations of this one
         self._is_last_run = True  # of the step, which adds up no more gradients
@@ -100,14 +101,15 @@ class Progress:
         """Returns True if these parameters, by id, have not stepped on the last round's result yet."""
         return self._is_after_round and self._stepped.isdisjoint(params)
 
-    def forward_begins(self, *, is_accumulating: bool) -> None:
+    def forward_begins(self, *, synchronizes: bool, is_last: bool) -> None:
         """Called before a training forward."""
         self.unused = ()
         if self._is_last_run:
             self.unused_so_far = None
-        self.is_owed = not is_accumulating
+        self.is_owed = synchronizes
         self.num_forwards += 1
-        self.has_accumulated |= is_accumulating
+        self.has_accumulated |= not synchronizes
+        self.are_buffers_due = is_last
 
     def round_ends(
         self, unused: tuple[str, ...], *, has_failed: bool, is_last: bool, params: Sequence[tuple[str, Tensor]]
@@ -119,6 +121,7 @@ class Progress:
         self.num_rounds += 1
         self.is_owed = False
         self.num_forwards_before, self.num_forwards = self.num_forwards, 0
+        self.are_buffers_due = is_last
         self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
         self._is_after_round = True
         self._stepped.clear()
@@ -142,6 +145,7 @@ class Progress:
     def join_ends(self) -> None:
         """Called when all ranks contribute again, and are at the same place as before the first round."""
         self.rescale = 1.0
+        self.are_buffers_due = True
         self._is_after_round = False
         self._stepped.clear()
         self.settings = ()

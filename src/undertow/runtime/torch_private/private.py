@@ -44,6 +44,9 @@ zero_each: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
 # The largest absolute value of each tensor (NaN if it has one), in few launches; no tensor may be empty.
 largest_of_each: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = partial(torch._foreach_norm, ord=float("inf"))
 
+# True if several elements of a tensor are known to share memory, as in an expanded one; torch writes into no such tensor.
+has_shared_elements: Callable[[torch.Tensor], bool] = lambda tensor: torch._debug_has_internal_overlap(tensor) == 1  # noqa: E731
+
 # The backend's own collectives on one tensor; torch < 2.13 has the second names.
 reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -235,6 +238,11 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         return unwrapped(model.module)
     return unwrapped(cast(torch.nn.Module, model._orig_mod)) if type(model).__name__ == "OptimizedModule" else model
+
+
+def is_held_by_torch(tensor: torch.Tensor) -> bool:
+    """Returns True if something outside of Python refers to the tensor, as a parameter to its `.grad`."""
+    return int(tensor._use_count()) > 1  # type: ignore[attr-defined]
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:

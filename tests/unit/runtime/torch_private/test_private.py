@@ -70,6 +70,11 @@ def test_the_largest_of_each_keeps_what_is_not_finite() -> None:
     )
 
 
+def test_elements_share_memory_in_an_expanded_tensor_only() -> None:
+    tensors = [torch.zeros(3).expand(2, 3), torch.zeros(3).expand(1, -1), torch.zeros(2, 3).t(), torch.zeros(0)]
+    assert list(map(private.has_shared_elements, tensors)) == [True, False, False, False]
+
+
 def test_an_untraced_function_is_called_as_it_is() -> None:
     seen: list[bool] = []
 
