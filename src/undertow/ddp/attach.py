@@ -10,7 +10,7 @@ Each has a separate process group, buckets, plan and lane, and all of them take 
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -133,20 +133,6 @@ def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller
         where=f"parameter {shapeless!r} has no shape yet",
         remedy="Run a dummy forward pass to correctly initialize the modules.",
     )
-    expanded = next((name for name, param in params.items() if private.has_shared_elements(param)), None)
-    require(
-        expanded is None,
-        f"parameter {expanded!r} is an expanded tensor: several of its elements share memory.",
-        where=f"{caller}(...)",
-        remedy="Make the parameter of a clone() of it, or expand it in forward.",
-    )
-    unwatched = next((name for name, it in params.items() if it.requires_grad and it.is_inference()), None)
-    require(
-        unwatched is None,
-        f"parameter {unwatched!r} was made under torch.inference_mode(): it never gets a gradient.",
-        where=f"{caller}(...)",
-        remedy="Make the model outside of inference mode, or freeze the parameter: requires_grad_(False).",
-    )
     sharded = next((name for name, param in params.items() if type(param.data).__name__ == "DTensor"), None)
     require(
         sharded is None,
@@ -172,24 +158,37 @@ def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller
 
 def _require_trainable(params: dict[str, nn.Parameter], caller: str) -> None:
     for name, param in params.items():
-        require(
-            not param.is_meta,
-            f"parameter {name!r} is on the meta device, and has no values.",
-            where=f"{caller}(...)",
-            remedy="Give the module memory by module.to_empty(device=...), and initialize it, before.",
-        )
-        require(
-            param.layout is torch.strided,
-            f"parameter {name!r} has the layout {param.layout}, and only dense parameters are synchronized.",
-            where=f"{caller}(...)",
-            remedy="Make it dense by to_dense(); or name it in `ignore`, and every rank has its own gradient.",
-        )
-        require(
-            param.is_leaf,
-            f"parameter {name!r} is the result of an operation, and no optimizer can update it.",
-            where=f"{caller}(...)",
-            remedy="Make it a leaf by detach().requires_grad_(). A module of TorchScript is copied by saving and loading it.",
-        )
+        for is_refused, what, remedy in _reasons_against(param):
+            require(not is_refused, f"parameter {name!r} {what}.", where=f"{caller}(...)", remedy=remedy)
+
+
+def _reasons_against(param: nn.Parameter) -> Iterator[tuple[bool, str, str]]:
+    """Yields the reasons why a parameter cannot be synchronized, each with True if it applies. The order counts."""
+    yield (
+        param.is_meta,
+        "is on the meta device, and has no values",
+        "Give the module memory by module.to_empty(device=...), and initialize it, before.",
+    )
+    yield (
+        param.layout is not torch.strided,
+        f"has the layout {param.layout}, and only dense parameters are synchronized",
+        "Make it dense by to_dense(); or name it in `ignore`, and every rank has its own gradient.",
+    )
+    yield (
+        not param.is_leaf,
+        "is the result of an operation, and no optimizer can update it",
+        "Make it a leaf by detach().requires_grad_(). A module of TorchScript is copied by saving and loading it.",
+    )
+    yield (
+        private.has_shared_elements(param),
+        "is an expanded tensor: several of its elements share memory",
+        "Make the parameter of a clone() of it, or expand it in forward.",
+    )
+    yield (
+        param.requires_grad and param.is_inference(),
+        "was made under torch.inference_mode(): it never gets a gradient",
+        "Make the model outside of inference mode, or freeze the parameter: requires_grad_(False).",
+    )
 
 
 def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequence[str] = (), **how: Any) -> GradientSync:
