@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import os
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Set
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Set
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import itemgetter
@@ -24,13 +25,13 @@ from undertow.plan import Plan
 from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buffers
 from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, other_group, warn_of_lone_rank
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.execute.hooks import is_outermost_forward, is_watched, warn_of_late_backward
+from undertow.runtime.execute.hooks import earlier_watchers, is_outermost_forward, is_watched, warn_of_late_backward
 from undertow.runtime.execute.round import Settings
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf, ModuleParams
 from undertow.runtime.step.checks import Arguments, NonFinite
 from undertow.runtime.step.engine import Engine
-from undertow.runtime.step.rounds import Phase
+from undertow.runtime.step.rounds import Forward, Phase
 from undertow.runtime.step.sharded_steps import ShardedSteps
 from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.step.tracing import trace_at_end
@@ -89,6 +90,8 @@ class ModelSync:
         own.here.module = weakref.ref(self._module)
         members, attached = self._members, contextlib.ExitStack()
         engine = self._engine = Engine(members, own, self._config, Recorder(own, level=self._config.record))
+        if getattr(self._module.forward, "__func__", None) is nn.Module.forward:
+            engine.progress.forward = Forward.RUNNING  # a container: there is no forward to wait for
         attached.callback(own.close)
         attached.callback(
             lambda: None if engine.phase is Phase.HANDED_OVER else members.close()
@@ -100,7 +103,7 @@ class ModelSync:
         attached.callback(trace_at_end(engine, self._config))
         self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this, a dropped model is never freed.
-        self._let_go = weakref.finalize(self, _let_go, engine, attached.close, os.getpid())
+        self._let_go = weakref.finalize(self, _let_go, engine, attached.close, os.getpid(), weakref.ref(self._module))
         self._let_go.atexit = False
 
     @property
@@ -280,9 +283,11 @@ class ModelSync:
                 self._require_open("a training forward")
                 if self._engine.phase is Phase.HANDED_OVER:
                     self._engine.current_plan.require_watched()
+            for engine in earlier_watchers(self._members.trained_now()).values() if is_outermost else ():
+                engine.progress.forward = max(engine.progress.forward, Forward.ENDED)  # it has taken these parameters over
             return
         if is_outermost:
-            self._engine.forward_begins(is_training=is_training)
+            self._engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
         if self._steps is not None:  # after the mark of the forward, which this wait belongs to
             self._steps.forward_begins(is_training=is_training, is_compiled=is_compiled)
         if not is_training or buffers_follow is None:
@@ -298,7 +303,7 @@ class ModelSync:
         if self._steps is not None:
             self._steps.forward_ends()
         if self._engine.phase < Phase.CLOSED and is_outermost_forward():
-            self._engine.recorder.forward_ends()
+            self._engine.forward_ends()
         for expert in self.experts:
             expert._forward_ends()
 
@@ -347,8 +352,8 @@ class ModelSync:
             warn_of_late_backward(self._module, [param for _, param in self._members.trained_now()])
 
 
-def _let_go(engine: Engine, close: Callable[[], object], process: int) -> None:
-    """Calls `close` for a model that user code has dropped.
+def _let_go(engine: Engine, close: Callable[[], object], process: int, module: weakref.ref[nn.Module]) -> None:
+    """Calls `close` for a model that user code has dropped, and warns if its `module` is trained without averaging from then on.
 
     It waits for the parameters of the engine's last step, and of its siblings' last steps, because other ranks wait for this
     rank's shards. Errors are dropped. It does not wait if the garbage collector runs in one of Undertow's threads, which may
@@ -357,8 +362,38 @@ def _let_go(engine: Engine, close: Callable[[], object], process: int) -> None:
     try:
         if os.getpid() == process and not threading.current_thread().name.startswith(_NOT_THE_USERS):
             engine.siblings.wait_for_parameters()
+        there = module()
+        if os.getpid() == process and there is not None and engine.phase < Phase.CLOSED and engine.current_plan.trains:
+            _warn_of_dropped(there, set(engine.current_plan.now.hooks.ids))
     finally:
         close()
+
+
+def _warn_of_dropped(module: nn.Module, ids: set[int]) -> None:
+    """Warns once, when an optimizer steps on one of these parameters, by id, unless `module` is gone or wrapped anew."""
+    weak_module = weakref.ref(module)
+
+    @private.untraced
+    def before_step(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        module = weak_module()
+        if module is None or not ids or ids.isdisjoint(map(id, _params_of(optimizer))):
+            return
+        is_left = any(id(param) in ids and not is_watched(param) for param in module.parameters())
+        ids.clear()  # torch's loop over hooks forbids to remove one
+        if is_left:
+            warnings.warn(
+                f"{type(optimizer).__name__} steps on gradients that are not averaged any more: nothing refers to the wrapper "
+                f"of their module, so it is gone.\n  {type(module).__name__}\n"
+                "  Keep the wrapper, and call it: model = DistributedDataParallel(model). To train without it, close() it first.",
+                stacklevel=2,
+            )
+
+    ends = weakref.finalize(module, register_optimizer_step_pre_hook(before_step).remove)
+    ends.atexit = False
+
+
+def _params_of(optimizer: Optimizer) -> Iterator[Any]:
+    return chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
 
 
 def _watch_steps(sync: ModelSync, engine: Engine) -> Callable[[], None]:
@@ -424,7 +459,7 @@ def _before_step(
     if sync is None or engine is None:
         return None
     # An optimizer over shards has other tensors: if it were asked about those, every model would search its parameters.
-    stepped = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
+    stepped = list(_params_of(optimizer))
     params = set(compress(map(id, stepped), map(isinstance, stepped, repeat(nn.Parameter))))
     if len(params) < len(stepped):  # TorchScript may have parameters that are plain tensors
         params |= sync._members.ids & set(map(id, stepped))
@@ -445,8 +480,9 @@ def _before_step(
     engine.finish_before_step(params, steps=steps, settings=settings)
     if sync._steps is not None and not steps:
         sync._steps.begin()  # a scaler is to unscale shards in every step, with the same bits
-    if engine.earlier is not None and steps and not any(map(callable, (*args[1:], *kwargs.values()))):
-        # Not before a closure, whose backward is still to come.
-        engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")
+    if not any(map(callable, (*args[1:], *kwargs.values()))):  # the backward of a closure is still to come
+        engine.require_sound_gradients(params, reader=type(optimizer).__name__)
+        if engine.earlier is not None and steps:
+            engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")
     numbers: NonFinite = engine.checks.numbers
     return numbers.before_step(optimizer, args, kwargs) if steps and numbers.is_on and sync._steps is None else None

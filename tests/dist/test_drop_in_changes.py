@@ -489,6 +489,7 @@ def test_what_another_wrapper_trains_is_its_own() -> None:
 
         def loss(each: nn.Module, step: int) -> Tensor:
             parts = (model.generator, inner) if each is ddp else (bare.generator, bare.discriminator)
+            each(noise(3, 4), "", naive_mean)  # no turns
             parts[1].requires_grad_(False)
             parts[0](noise(3, 4, step=step)).square().sum().backward()
             return parts[1].requires_grad_(True)(noise(3, 4, step=step)).square().sum()

@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -74,6 +75,76 @@ def test_it_is_none_where_a_newer_wrapper_averages(wrap: Callable[[nn.Module], A
     assert torch.equal(earlier.module.weight.grad, torch.full((3, 4), 3.0))
     newer.close()
     require_closed("a training forward", lambda: earlier(batch()))
+
+
+DROPPED = (
+    "SGD steps on gradients that are not averaged any more: nothing refers to the wrapper of their module, so it is gone.\n"
+    "  Linear\n"
+    "  Keep the wrapper, and call it: model = DistributedDataParallel(model). To train without it, close() it first."
+)
+
+
+def steps_after(drop: Callable[[nn.Linear], object], *, num_steps: int = 2) -> list[str]:
+    """The warnings of steps of a module that `drop` gets, and whose results it returns the caller keeps."""
+    module = linear()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.125)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        kept = drop(module) or module
+        gc.collect()
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            kept(batch()).sum().backward()
+            optimizer.step()
+    if isinstance(kept, DistributedDataParallel):
+        kept.close()
+    return [str(warning.message) for warning in seen]
+
+
+@in_ranks(2)
+def test_steps_after_a_wrapper_that_nobody_keeps_say_so_once() -> None:
+    def trained_and_dropped(module: nn.Linear) -> None:
+        DistributedDataParallel(module)(batch()).sum().backward()
+
+    def wrapped_twice(module: nn.Linear) -> DistributedDataParallel:
+        first = DistributedDataParallel(module)
+        second = DistributedDataParallel(module)
+        del first
+        return second
+
+    def dropped_then_wrapped(module: nn.Linear) -> DistributedDataParallel:
+        DistributedDataParallel(module)
+        return DistributedDataParallel(module)
+
+    def dropped_at_once(module: nn.Linear) -> None:
+        DistributedDataParallel(module)
+
+    assert steps_after(dropped_at_once) == [DROPPED]
+    assert steps_after(trained_and_dropped) == [DROPPED]
+    assert steps_after(lambda module: DistributedDataParallel(module).close()) == []
+    assert steps_after(wrapped_twice) == []
+    assert steps_after(dropped_then_wrapped) == []
+
+
+@in_ranks(2)
+def test_no_step_says_so_when_the_module_is_gone_too() -> None:
+    ddp = DistributedDataParallel(linear())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
+    ddp(batch()).sum().backward()
+    del ddp
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+@in_ranks(2)
+def test_attach_averages_whether_its_result_is_kept_or_not() -> None:
+    module = linear()
+    attach(module)
+    gc.collect()
+    module(batch()).sum().backward()
+    assert torch.equal(module.weight.grad, torch.full((3, 4), 3.0))
 
 
 @in_ranks(2)

@@ -150,6 +150,7 @@ def test_a_backward_that_reaches_one_part_only_is_a_synchronization_of_all() -> 
     with wrapped_mixture(mixture()) as (ddp, bare, group):
         rank, rows = dist.get_rank(), torch.ones(2, WIDTH)
         for model in (ddp, bare):
+            model(rows)
             parts = getattr(model, "module", model)
             reached = [parts.experts["0"], parts.after, None, model][rank]
             if reached is not None:

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from support.alike import backward_alike
+from support.alike import backward_alike, of_all_ranks
 from support.errors import text_of
 from support.inside import cloned_group, interrupt, is_gone, member_of, own_group_of, skip_a_round
 from support.models import Branches, noise
 from support.naive import naive_mean, require_same_gradients, wrapped_and_bare
 from support.programs import Program, run
 from support.ranks import in_ranks
-from undertow import Desync, DistributedDataParallel, PeerFailed, PhaseError, attach, save_checkpoint
+from undertow import Desync, DistributedDataParallel, PeerFailed, PhaseError, PlanMismatch, attach, save_checkpoint
 
 
 class Stop(Exception):
@@ -111,6 +111,119 @@ def test_a_failure_on_one_rank_is_told_to_the_others_and_the_next_step_is_right(
                 else:
                     assert text_of(PeerFailed, result.backward) == THEIRS.format(ranks=failing_rank, step=failing_step, rank=rank)
             step_is_right(ddp, bare, step)
+
+
+STEPS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "of all": lambda _, optimizer: optimizer.step(),
+    "of some parameters": lambda ddp, _: torch.optim.SGD(ddp.module.layers[2].parameters(), lr=0.1).step(),
+    "of others too": lambda ddp, _: torch.optim.SGD([*ddp.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1).step(),
+    "after a norm": lambda ddp, optimizer: (nn.utils.clip_grad_norm_(ddp.parameters(), 1.0), optimizer.step()),
+    "by a scaler": lambda _, optimizer: scaler().step(optimizer),
+    "after zero_grad": lambda _, optimizer: (optimizer.zero_grad(), optimizer.step()),
+}
+UNSOUND = (
+    "the last backward or synchronization failed: these gradients are not the mean over ranks.\n"
+    "  SGD, rank {rank}\n"
+    "  Call zero_grad(), and run a backward that succeeds on every rank, before the next step."
+)
+
+
+def scaler() -> torch.amp.GradScaler:
+    made = torch.amp.GradScaler("cpu", init_scale=1.0)
+    made.scale(torch.zeros(()))
+    return made
+
+
+def equal_on_all_ranks(model: nn.Module) -> None:
+    values = [param.tolist() for param in model.parameters()]
+    assert of_all_ranks(values) == [values] * dist.get_world_size()
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("how", STEPS)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 25.0])
+@pytest.mark.parametrize("failing_ranks", [(1,), (0, 1)])
+@pytest.mark.parametrize("failing_step", [0, 2])
+def test_a_step_after_a_failed_backward_is_an_error_on_every_rank(
+    failing_step: int, failing_ranks: tuple[int, ...], bucket_cap_mb: float, how: str
+) -> None:
+    rank = dist.get_rank()
+    with wrapped_and_bare(Branches(), bucket_cap_mb=bucket_cap_mb) as (ddp, _):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(4):
+            if step == failing_step:
+                result = loss(ddp, step)
+                with failing_backward(ddp) if rank in failing_ranks else pytest.raises(PeerFailed):
+                    result.backward()
+                assert text_of(PhaseError, lambda: STEPS[how](ddp, optimizer)) == UNSOUND.format(rank=rank)
+                equal_on_all_ranks(ddp)
+                if how == "of all":
+                    loss(ddp, step).backward()  # once more, with what there is
+                    optimizer.step()
+            optimizer.zero_grad()
+            loss(ddp, step).backward()
+            optimizer.step()
+            equal_on_all_ranks(ddp)
+
+
+@in_ranks(2)
+def test_a_step_with_a_closure_begins_anew_after_a_failure() -> None:
+    with wrapped_and_bare(Branches(), **SMALL) as (ddp, _):
+        optimizer = torch.optim.LBFGS(ddp.parameters(), max_iter=2)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            result = loss(ddp)
+            result.backward()
+            return result
+
+        with failing_backward(ddp) if dist.get_rank() == 1 else pytest.raises(PeerFailed):
+            optimizer.step(closure)
+        optimizer.step(closure)
+        equal_on_all_ranks(ddp)
+
+
+@in_ranks(2)
+def test_a_step_after_a_micro_batch_that_failed_is_an_error() -> None:
+    with wrapped_and_bare(Branches(), **SMALL) as (ddp, bare):
+        with ddp.no_sync(), failing_backward(ddp):
+            loss(ddp).backward()
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        assert text_of(PhaseError, optimizer.step) == UNSOUND.format(rank=dist.get_rank())
+        ddp.zero_grad()
+        with ddp.no_sync():
+            loss(ddp).backward()
+        optimizer.step()  # each rank by itself, on purpose
+        ddp.broadcast_parameters()
+        bare.load_state_dict(ddp.module.state_dict())
+        step_is_right(ddp, bare, 1)
+
+
+@in_ranks(2)
+def test_a_step_after_a_failed_forward_is_the_others() -> None:
+    """A rank without gradients joins the others when its optimizer steps, whatever has kept it from a backward."""
+    with wrapped_and_bare(Branches(), **SMALL) as (ddp, _):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        if dist.get_rank() == 1:
+            with failing(ddp.module.layers[1].register_forward_hook(raise_stop)):
+                loss(ddp)
+        else:
+            loss(ddp).backward()
+        optimizer.step()
+        equal_on_all_ranks(ddp)
+
+
+@in_ranks(2)
+def test_a_step_after_an_error_of_all_ranks_is_an_error_too() -> None:
+    """Here they disagree about parameters."""
+    with wrapped_and_bare(Branches(), **SMALL) as (ddp, bare):
+        step_is_right(ddp, bare, 0)
+        ddp.module.layers[1].requires_grad_(dist.get_rank() == 0)
+        result = loss(ddp, 1)
+        with pytest.raises(PlanMismatch):
+            result.backward()
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        assert text_of(PhaseError, optimizer.step) == UNSOUND.format(rank=dist.get_rank())
 
 
 @in_ranks(3)

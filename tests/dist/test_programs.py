@@ -172,7 +172,7 @@ WINDOWS = {
     "gradients thrown away": "forward 1, accumulate, zero, forward 0, backward",
     "a loss that reaches nothing": "zero, forward -, backward by-own-step",
     "one more forward": "zero, forward 0, backward, look now, step",
-    "no forward of the whole": "zero, forward 0 inside, backward, step, zero, forward 1 inside, backward, step",
+    "a method of the module": "look now, zero, forward 0 inside, backward, step, look now, zero, forward 1 inside, backward, step",
     "a frozen unit": "zero, freeze 1, forward 01, backward, thaw 1, zero, forward 0, backward",
 }
 WINDOWS_OF_ALL = {
@@ -221,7 +221,7 @@ ACCUMULATED = {
     "a static graph may begin with no_sync": Program(events=ACCUMULATES),
     "an attached model accumulates": Program(is_attached=True, events=ACCUMULATES),
     "a loss from a method of the module": Program(
-        events="zero, forward 012 inside, accumulate, forward 012 inside, backward, step"
+        events="look now, zero, forward 012 inside, accumulate, forward 012 inside, backward, step"
     ),
     "a hook reduces what was accumulated": Program(has_hook=True, events=ACCUMULATES),
     "a hook adds to gradients that were kept": Program(has_hook=True, events="forward 012, backward"),
@@ -282,7 +282,7 @@ SITUATIONS = {
     "with gradients kept": "forward 012, backward, step, forward 012, backward, step, *, forward 012, backward, step, forward 012, backward",
     "while accumulating": "zero, forward 012, backward, step, zero, forward 012, accumulate, *, forward 012, accumulate, forward 012, backward, step",
     "between forward and backward": "zero, forward 012, backward, step, zero, forward 012, *, backward, step, zero, forward 012, backward",
-    "of which no forward tells": "zero, forward 012 inside, backward, step, *, zero, forward 012 inside, backward by-step, step",
+    "of which no forward tells": "zero, forward 012, backward, step, look now, *, zero, forward 012 inside, backward by-step, step",
     "after a forward that told of another one": "zero, forward 012, backward, step, thaw 0, look now, *, zero, forward 012 inside, backward by-step, step",
 }
 
@@ -317,7 +317,7 @@ CHANGED = {
     ),
     "the last unit thawed, of which no forward tells": Program(
         before="freeze 0, freeze 2",
-        events="zero, forward 012 inside, backward, thaw 2, zero, forward 012 inside, backward, step",
+        events="look now, zero, forward 012 inside, backward, thaw 2, zero, forward 012 inside, backward, step",
         times=2,
     ),
     "the last unit thawed, after a forward that told of another one": Program(
@@ -347,7 +347,7 @@ CHANGED = {
     **{
         f"a unit thawed between two backwards, {strategy}, {first}": Program(
             before="freeze 2",
-            events=f"thaw 0, thaw 1, freeze 2, zero, forward 01 inside, {first}, freeze 0, freeze 1, thaw 2, forward 12 inside, backward, "
+            events=f"look now, thaw 0, thaw 1, freeze 2, zero, forward 01 inside, {first}, freeze 0, freeze 1, thaw 2, forward 12 inside, backward, "
             "thaw 0, thaw 1, step",
             strategy=strategy,
         )
@@ -508,6 +508,21 @@ WRITTEN_OR_DISTURBED = {
         for rank in (0, 1)
         for what, before in (("nothing", ""), ("what is frozen", "freeze 0"))
     },
+    **{
+        f"{who} looks through the bare module between two steps, {cleared or 'kept'}, {strategy}": Program(
+            events=f"zero, forward 012, backward, step, saliency {now}, {cleared}, forward 02|012, backward, step",
+            strategy=strategy,
+        )
+        for who, now in (("rank 0", "now|"), ("every rank", "now"))
+        for cleared in ("zero", "zero in-place", "")
+        for strategy in ("ddp", "zero1", "zero2")
+    },
+    "rank 0 looks through the bare module before the first step": Program(
+        events="saliency now|, zero, forward 012, backward, step", times=1
+    ),
+    "rank 0 looks through the bare module with weights": Program(
+        events="zero, forward 012, weight 2|3, backward, step, saliency now|, zero, forward 012, weight 1|4, backward, step"
+    ),
     "a rank evaluates alone": Program(events="zero, forward 012, backward, step, evaluate now|"),
     **{
         f"a state is cleared, {strategy}": Program(

@@ -308,7 +308,7 @@ def test_a_module_may_be_wrapped_anew(earlier: str, later: str, close: str) -> N
     bare = copy.deepcopy(model)
     first = attach(model[0]) if earlier == "attach to a part" else WRAP[earlier](model)
     if earlier in WRAP:
-        backward_alike(model, bare, MLP.loss, steps=[0])
+        backward_alike(model if earlier == "attach" else first, bare, MLP.loss, steps=[0])
     second = WRAP[later](model)
     called = model if later == "attach" else second
     backward_alike(called, bare, MLP.loss, steps=[1])
@@ -352,7 +352,7 @@ def test_a_part_of_what_is_wrapped_is_not_wrapped_again_nor_over_other_ranks() -
 def test_sharded_parameters_may_be_ignored_and_a_mesh_of_one_dimension_names_the_ranks(way: str, by_settings: bool) -> None:
     """Tensor parallelism's, for example, whose gradients are no affair of ours."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, bias=False)])
     model[1].weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Shard(0)]))
     how = {"config": SyncConfig(ignore=("1.weight",))} if by_settings else {"ignore": (it for it in [model[1]])}
     with contextlib.closing(WRAP[way](model, **how, device_mesh=mesh)):

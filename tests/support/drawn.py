@@ -38,6 +38,7 @@ class Drawing:
         self.units = ["linear", *chance.choices([kind for kind in UNITS if kind not in barred], k=chance.randint(1, 4))]
         self.units += ["linear"]
         self.num_units = len(self.units)
+        self.has_stepped = False  # with nothing after it
         self.has_hook = self.is_plain and self.divides == "by ranks" and self.likely(0.15)
 
     def likely(self, probability: float) -> bool:
@@ -66,6 +67,10 @@ class Drawing:
 
     def step(self) -> Iterator[str]:
         change = self.change() if self.likely(0.3) else ""
+        # What a backward of the bare module leaves must not be there if units change, nor statistics if it moves them.
+        is_bare = self.has_stepped and not change and "norm" not in self.units and self.likely(0.3)
+        self.has_stepped = False
+        yield f"saliency {self.of_ranks(['now', ''])}" if is_bare else ""
         yield change
         yield f"late {self.chance.randrange(self.num_ranks)} {self.chance.choice(LATE)}" if self.likely(0.15) else ""
         yield "zero" if change else self.chance.choice(self.clearings())
@@ -92,6 +97,7 @@ class Drawing:
         if self.likely(0.1):
             return  # without a step
         yield "step"
+        self.has_stepped = True
         yield f"evaluate {self.of_ranks(['now', ''])}" if self.likely(0.1) else ""
         yield "reload" if self.likely(0.1) else ""
         yield "forget" if self.likely(0.1) else ""

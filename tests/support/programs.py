@@ -24,7 +24,7 @@ from support.models import noise
 from support.naive import alone
 from support.sharded import chain, mesh_of
 from support.units import IN_PARTS, WIDTH, Units, made
-from undertow import DistributedDataParallel, PeerFailed, ShardedOptimizer, SyncConfig, attach, clip_grad_norm_
+from undertow import DistributedDataParallel, PeerFailed, PhaseError, ShardedOptimizer, SyncConfig, attach, clip_grad_norm_
 from undertow.schedule import OpKind
 
 ROWS, LEARNING_RATE = 3, 0.125
@@ -471,6 +471,16 @@ class Run:
             self.model(noise(ROWS, WIDTH), "0")
             self.unused = set()
 
+    def saliency(self, now: str = "") -> None:
+        """A backward of the bare module on some ranks, after a step and before the next forward."""
+        if now:
+            order, x = "".join(map(str, range(len(self.module.units)))), noise(ROWS, WIDTH, step=100 + self.num_forwards)
+            self.module.forward(x, order).square().sum().backward()
+            self.reference.backward(self.bare(x, order).square().sum())
+            self.reference.accumulated()
+            if not self.reference.has_shards:
+                self.compare_gradients()
+
     def evaluate(self, now: str = "") -> None:
         if now:
             with torch.no_grad():
@@ -506,7 +516,7 @@ class Run:
     def fail(self, where: str = "") -> None:
         """A forward or a backward, also one that would "accumulate", fails on the ranks that say where, others' therefore.
 
-        All drop gradients; the one that had failed is as it was before.
+        Nobody steps on what it has left, and all drop it; a gradient that the failed one has not reached is as it was before.
         """
         unit = self.module.units[0]
         param = next(param for param in unit.parameters() if param.requires_grad)
@@ -520,7 +530,8 @@ class Run:
         if hook is not None:
             hook.remove()
         if where in ("", "backward"):
-            self.handle.finish()
+            with pytest.raises(PhaseError, match="the last backward or synchronization failed"):
+                self.optimizers[0].step()
         assert before is None or not where or torch.equal(param.grad, before)
         self.unused = None
         self.zero()

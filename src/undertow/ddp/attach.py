@@ -42,8 +42,9 @@ def attach(
 ) -> GradientSync:
     """Synchronizes `module`'s gradients from now on: after a backward every `.grad` is the mean.
 
-    The module keeps its class and its `state_dict` keys. All ranks copy rank 0's parameters and
-    buffers; a collective call.
+    Call the module itself: a backward of a part or a method of it is this rank's own, unless a forward
+    of the module has run since the last optimizer step. The module keeps its class and its `state_dict`
+    keys. All ranks copy rank 0's parameters and buffers; a collective call.
 
     Args:
         module: The model.

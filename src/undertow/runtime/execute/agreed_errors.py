@@ -1,5 +1,6 @@
 """The errors of a round: the same on every rank if its trailers report them."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
@@ -11,11 +12,12 @@ LOADS = "Load the same values on every rank, or call broadcast_parameters() on e
 
 
 class Misuse(IntEnum):
-    """The reason why a rank cannot reduce by hand; not 0 or 1, which in a trailer say if its backward failed."""
+    """The reason why a rank's gradients must not be reduced; not 0 or 1, which in a trailer say if its backward failed."""
 
     NOTHING = 2
     TWICE = 3
     SHARDS = 4
+    TAKEN = 5  # in a backward; the others are of reductions by hand
 
 
 _MISUSES = {
@@ -31,17 +33,17 @@ _MISUSES = {
         "rank {} holds shards of what an earlier synchronization has brought, which another op would count again.",
         "Call zero_grad() before the accumulation, or set op in SyncConfig.",
     ),
+    Misuse.TAKEN: (
+        "`.grad` was cleared during backward on rank {}: a gradient arrived, and was gone before it could be averaged.",
+        "Leave `.grad` alone until backward ends. Then it is the mean: copy it to another place, or step, after backward.",
+    ),
 }
 
 
-def misused(misuse: int, ranks: Iterable[int], *, number: int) -> PhaseError:
-    """Returns the error, the same on every rank, of a reduction by hand that is wrong on these ranks."""
+def misused(misuse: int, ranks: Iterable[int], *, number: int, place: str = "reduce_gradients_async()") -> PhaseError:
+    """Returns the error, the same on every rank except for the `place`, of gradients that are wrong on these ranks."""
     what, remedy = _MISUSES[Misuse(misuse)]
-    return PhaseError(
-        what.format(", ".join(map(str, sorted(ranks)))),
-        where=f"reduce_gradients_async(), synchronization {number}",
-        remedy=remedy,
-    )
+    return PhaseError(what.format(", ".join(map(str, sorted(ranks)))), where=f"{place}, synchronization {number}", remedy=remedy)
 
 
 def _place(this_round: Round) -> str:
@@ -50,17 +52,24 @@ def _place(this_round: Round) -> str:
     return f"synchronization {this_round.number}{stepped[this_round.mode]}{op}"
 
 
-def require_sound(result: RoundResult, *, rank: int, places: Callable[[str], Mapping[int, str]] = lambda _: {}) -> None:
+def require_sound(
+    result: RoundResult, *, rank: int, places: Callable[[str], Mapping[int, str]] = lambda _: {}, taken: str = ""
+) -> None:
     """Raises, on every rank, the error that some rank has reported.
 
-    `places` asks all ranks for their positions, given this rank's.
+    `places` asks all ranks for their positions, given this rank's. `taken` describes a gradient that is gone on this rank.
     """
     number = result.round.number
     where = f"synchronization {number}, rank {rank}"
     wrong = {of_rank: misuse for reading in result.readings for of_rank, misuse in reading.misuses}
+    if result.taken:
+        wrong[rank] = Misuse.TAKEN  # on a device the ranks read it later
     if wrong:
         first = min(wrong.values())
-        raise misused(first, [of_rank for of_rank, misuse in wrong.items() if misuse == first], number=number)
+        ranks = [of_rank for of_rank, misuse in wrong.items() if misuse == first]
+        if first == Misuse.TAKEN:
+            raise misused(first, ranks, number=number, place=taken or f"rank {rank}")
+        raise misused(first, ranks, number=number)
     failed = result.reported("failed_ranks")
     if any(reading.ranks_differ for reading in result.readings):
         listed = sorted(places(_place(result.round)).items())
@@ -172,6 +181,24 @@ def step_within_backward(where: str) -> PhaseError:
         "an optimizer steps within a backward, on gradients that are not averaged yet.",
         where=where,
         remedy="Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward.",
+    )
+
+
+def step_after_failure(where: str) -> PhaseError:
+    return PhaseError(
+        "the last backward or synchronization failed: these gradients are not the mean over ranks.",
+        where=where,
+        remedy="Call zero_grad(), and run a backward that succeeds on every rank, before the next step.",
+    )
+
+
+def warn_of_local_gradients(name: str, where: str) -> None:
+    warnings.warn(
+        "an optimizer uses gradients that are not averaged: no training forward of the wrapper preceded their backward.\n"
+        f"  parameter {name!r}, {where}\n"
+        "  Call the wrapper, not model.module or a method of it; after attach(), call the module itself. To average gradients "
+        "of other forwards, call reduce_gradients_async().wait() before the step.",
+        stacklevel=2,
     )
 
 

@@ -53,7 +53,8 @@ class CompiledPlan:
         self.reducer, self.sharding = reducer, sharding
         self.present = Present(plan=plan, generation=generation, has_shards=sharding is not None)
         self._recorder = recorder
-        self.accumulating = self._verified(lower_accumulation(len(plan.buckets), self.strategy))
+        # The same under every strategy: it sends nothing.
+        self.accumulating = Releases(verify(lower_accumulation(len(plan.buckets)), num_buckets=len(plan.buckets)))
         self.gather_in()
 
     @cached_property
@@ -65,6 +66,11 @@ class CompiledPlan:
     @cached_property
     def strategy(self) -> Strategy:
         return DDP if self.sharding is None else self.sharding.strategy
+
+    @cached_property
+    def adding_up_shards(self) -> Releases:
+        """The ops of a backward that accumulates, if the strategy reduces micro-batches."""
+        return self._verified(lower_accumulation(len(self.plan.buckets), self.strategy))
 
     @cached_property
     def executor(self) -> Executor:

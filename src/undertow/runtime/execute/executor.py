@@ -17,6 +17,8 @@ from undertow.runtime.comm.collectives import P2PCollectives
 from undertow.runtime.comm.comm_hook import HookedBucket
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
+from undertow.runtime.execute.agreed_errors import Misuse
+from undertow.runtime.execute.hooks import users_hooks
 from undertow.runtime.execute.round import RoundKind, RoundResult
 from undertow.runtime.gradients.binding import DenseBinding, SparseBinding
 from undertow.runtime.gradients.finite import FiniteCheck
@@ -209,7 +211,12 @@ class Executor:
         this_round = result.round
         arrivals = this_round.arrivals
         has_all = arrivals is not None and arrivals.buckets[index].is_full
-        unused = result.unused[index] = binding.pack(() if has_all else this_round.not_arrived(index))
+        not_arrived = () if has_all else this_round.not_arrived(index)
+        unused = result.unused[index] = binding.pack(not_arrived)
+        if arrivals is not None and len(unused) > len(not_arrived) and not result.has_failed:
+            # Without a hook of the user's, the gradient that arrived was undefined, as of a function that returns None for it.
+            gone = set(map(bucket.layout.params.__getitem__, unused)) - arrivals.missing(index)
+            result.taken.update(param for param in gone if users_hooks(self._params[param]))
         result.keeps_earlier |= bool(binding.live)
         bucket.trailer.write(
             unused=unused,
@@ -314,7 +321,7 @@ class Executor:
         return Verdict(
             rank=self._reducer.group.rank,
             has_failed=result.has_failed,
-            misuse=result.misuse,
+            misuse=Misuse.TAKEN if result.taken else result.misuse,
             has_changed=result.round.kind is RoundKind.RETIRE,
             has_other_buffers=result.round.has_other_buffers,
             late_buckets=[bucket.layout.index for bucket in self.buckets if bucket.binding.catch_late()] if has_late else (),

@@ -72,6 +72,12 @@ def is_watched(param: Tensor, *, but: object = None) -> bool:
     return any(engine is not but for engine in _watchers_of(param))
 
 
+def users_hooks(param: Tensor) -> list[str]:
+    """Returns the names of the functions that user code has put on the parameter as post-accumulate hooks."""
+    hooks = [hook for hook in private.post_accumulate_hooks(param) if not hasattr(getattr(hook, "__self__", None), "arrivals")]
+    return [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks]
+
+
 def watch_frozen(params: Iterable[Tensor], then: Callable[[Tensor], object]) -> list[RemovableHandle]:
     """Registers hooks that call `then(param)` when a gradient arrives after all, because the parameter was unfrozen."""
     hooks = []

@@ -7,12 +7,19 @@ from torch import Tensor
 from undertow.errors import PhaseError, require
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import GroupRef
-from undertow.runtime.execute.agreed_errors import Misuse, misused, step_within_backward, synchronized_already
+from undertow.runtime.execute.agreed_errors import (
+    Misuse,
+    misused,
+    step_after_failure,
+    step_within_backward,
+    synchronized_already,
+    warn_of_local_gradients,
+)
 from undertow.runtime.execute.round import RoundKind, Settings
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.peers.waiting import require_no_fault
 from undertow.runtime.replan.param_hooks import ParamHooks
-from undertow.runtime.step.rounds import Phase, RoundRunner
+from undertow.runtime.step.rounds import Forward, Gradients, Phase, RoundRunner
 from undertow.runtime.step.siblings import all_of
 from undertow.runtime.torch_private import private
 
@@ -50,7 +57,7 @@ class Engine(RoundRunner):
         if alone is not None:
             alone.accumulates(value)
 
-    def forward_begins(self, *, is_training: bool) -> None:
+    def forward_begins(self, *, is_training: bool, is_compiled: bool = False) -> None:
         """Called before every forward that a backward may follow; `meet_before_forward` comes after the buffers."""
         current_plan, progress = self.current_plan, self.progress
         require_no_fault(current_plan.group.member)
@@ -64,6 +71,9 @@ class Engine(RoundRunner):
         now, is_active = current_plan.now, current_plan.is_active
         if is_active:
             self._prepare(now.hooks, begins_step=is_training and not progress.has_begun)
+        progress.forward = Forward.ENDED if is_compiled else Forward.RUNNING  # nothing tells the end of a compiled one
+        if progress.gradients is not Gradients.SOUND and not current_plan.has_result:
+            progress.gradients = Gradients.SOUND  # they are cleared
         if not is_training:
             return
         # Other ranks are told of an exception that ends this thread, and shown its stack if it is late.
@@ -98,6 +108,11 @@ class Engine(RoundRunner):
         progress.num_rounds += current_plan.is_counted_apart
         for _ in current_plan.retire(number, mode=progress.mode):
             pass
+
+    def forward_ends(self) -> None:
+        """Called after such a forward."""
+        self.recorder.forward_ends()
+        self.progress.forward = min(self.progress.forward, Forward.ENDED)
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on; PhaseError in a round, or if there is a hook already."""
@@ -140,8 +155,8 @@ class Engine(RoundRunner):
         Raises PhaseError inside a backward.
         """
         current_plan, progress = self.current_plan, self.progress
-        if self._open is not None and private.graph_task_id() != -1:
-            raise step_within_backward(f"synchronization {self._open.round.number}, rank {current_plan.group.rank}")
+        if (self._open is not None or progress.is_owed) and private.graph_task_id() != -1:
+            raise step_within_backward(f"synchronization {progress.num_rounds}, rank {current_plan.group.rank}")
         if self._open is not None:
             self._abandon()
         is_up_to_date = progress.has_result_for(params) and not current_plan.members.has_new_of(params)
@@ -154,9 +169,27 @@ class Engine(RoundRunner):
         if self.checks.sent:
             self.checks.require_alike()
         if steps:
-            progress.steps(params, settings)
+            progress.steps(params, settings, of=current_plan.now.hooks.ids)
             if current_plan.now.hooks.alone is not None:
                 current_plan.now.hooks.alone.steps()
+
+    def require_sound_gradients(self, params: set[int], *, reader: str) -> None:
+        """Called when `reader` is about to use the gradients of these parameters, by id.
+
+        Raises PhaseError if they are incomplete, and warns if they are this rank's own because no forward preceded the backward.
+        """
+        progress, hooks = self.progress, self.current_plan.now.hooks
+        if progress.gradients is Gradients.SOUND:
+            return
+        where = f"{reader}, rank {self.current_plan.group.rank}"
+        if progress.gradients is Gradients.INCOMPLETE:
+            # Whatever `.grad` holds: on the rank whose backward failed it is None, cleared or not, if its bucket had left.
+            raise step_after_failure(where)
+        if progress.gradients is Gradients.LOCAL and self.current_plan.has_result:
+            local = hooks.arrived_before & hooks.indices(params)
+            if local:
+                progress.gradients = Gradients.REPORTED
+                warn_of_local_gradients(hooks.named_params[min(local)][0], where)
 
     @property
     def is_step_empty(self) -> bool:

@@ -18,7 +18,7 @@ from undertow.config import SyncConfig
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute import agreed_errors
-from undertow.runtime.execute.hooks import OutermostEnd, is_watched
+from undertow.runtime.execute.hooks import OutermostEnd, is_watched, users_hooks
 from undertow.runtime.execute.round import OpenRound, Round, RoundKind, RoundResult, Settings
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.model.module_params import ModuleParams
@@ -40,6 +40,23 @@ class Phase(IntEnum):
     HANDED_OVER = auto()  # another engine has its parameters
 
 
+class Forward(IntEnum):
+    """The last forward that a backward may follow, if it ran since all parameters were stepped."""
+
+    NONE = auto()
+    ENDED = auto()
+    RUNNING = auto()  # a training loop inside of it may step
+
+
+class Gradients(IntEnum):
+    """The state of the gradients since the last synchronization that succeeded; a worse one replaces a better one."""
+
+    SOUND = auto()
+    LOCAL = auto()  # a backward that followed no forward has added to this rank's
+    REPORTED = auto()  # the same, and a warning says so
+    INCOMPLETE = auto()  # a backward or a synchronization has failed, or is under way
+
+
 _NEXT: dict[Phase, set[Phase]] = {
     Phase.IDLE: {Phase.BACKWARD, Phase.CLOSED},
     Phase.BACKWARD: {Phase.LAUNCHED, Phase.CLOSED},
@@ -54,7 +71,7 @@ class Progress:
 
     A rank owes a round when a training forward ran and no round has followed: the other ranks may be waiting in theirs.
     An optimizer whose parameters have not stepped since the last round steps on what that round has brought; a forward in
-    between was for something else.
+    between was for something else. A backward that follows no forward since all parameters were stepped is this rank's own.
     """
 
     def __init__(self) -> None:
@@ -63,6 +80,8 @@ class Progress:
         self.is_owed = False
         self.num_forwards = 0  # training forwards since the last synchronization
         self.num_forwards_before = 1  # training forwards between the last one and the one before
+        self.forward = Forward.NONE
+        self.gradients = Gradients.SOUND
         self.has_accumulated = False  # since the last synchronization
         self.settings: Settings = ()  # with which optimizers have stepped since the last synchronization
         self.steps_in_shards = False  # a sharded optimizer steps, or is going to
@@ -70,9 +89,9 @@ class Progress:
         self.unused: tuple[str, ...] = ()  # parameters without a gradient in the last step
         self.unused_so_far: tuple[str, ...] | None = None  # in the synchronizations of this one
         self._is_last_run = True  # of the step, which adds up no more gradients
-        self._stepped: set[int] = set()  # parameters, by id, that an optimizer has updated since the last round
+        # Parameters, by id, that an optimizer has updated since the last round; None before the first round.
+        self._stepped: set[int] | None = None
         self._has_ever_stepped = False
-        self._is_after_round = False
 
     @property
     def has_begun(self) -> bool:
@@ -82,7 +101,7 @@ class Progress:
     @property
     def is_step_due(self) -> bool:
         """True if no optimizer has stepped since the last round."""
-        return self._is_after_round and not self._stepped
+        return self._stepped is not None and not self._stepped
 
     @property
     def mode(self) -> int | None:
@@ -90,7 +109,7 @@ class Progress:
 
         None, which accepts the others' mode, on a rank that leaves steps to another one, or steps without torch's optimizers.
         """
-        return int(self._is_after_round and not self._stepped) if self._has_ever_stepped else None
+        return int(self.is_step_due) if self._has_ever_stepped else None
 
     @property
     def settings_digest(self) -> int | None:
@@ -99,7 +118,7 @@ class Progress:
 
     def has_result_for(self, params: Collection[int]) -> bool:
         """Returns True if these parameters, by id, have not stepped on the last round's result yet."""
-        return self._is_after_round and self._stepped.isdisjoint(params)
+        return self._stepped is not None and self._stepped.isdisjoint(params)
 
     def forward_begins(self, *, synchronizes: bool, is_last: bool) -> None:
         """Called before a training forward."""
@@ -123,8 +142,7 @@ class Progress:
         self.num_forwards_before, self.num_forwards = self.num_forwards, 0
         self.are_buffers_due = is_last
         self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
-        self._is_after_round = True
-        self._stepped.clear()
+        self._stepped = set()
         self.settings = ()
         before = self.unused_so_far
         if before is not None and unused:
@@ -134,11 +152,15 @@ class Progress:
         if is_last:
             self.unused = unused
 
-    def steps(self, params: Collection[int], settings: Settings) -> None:
-        """Called before an optimizer updates these parameters, by id, with these settings."""
-        if self._stepped.isdisjoint(params):  # else an optimizer within one that has told its own, or another step
+    def steps(self, params: set[int], settings: Settings, *, of: frozenset[int]) -> None:
+        """Called before an optimizer updates these parameters, by id, with these settings; `of` are all that are trained."""
+        if not self._stepped or self._stepped.isdisjoint(params):  # else an optimizer within one that has told, or another step
             self.settings += settings
-        self._stepped.update(params)
+        stepped = self._stepped | params if self._stepped else params
+        if self._stepped is not None:
+            self._stepped = stepped
+        if self.forward is Forward.ENDED and stepped >= of:
+            self.forward = Forward.NONE
         self.unused_so_far = None
         self._has_ever_stepped = True
 
@@ -146,8 +168,7 @@ class Progress:
         """Called when all ranks contribute again, and are at the same place as before the first round."""
         self.rescale = 1.0
         self.are_buffers_due = True
-        self._is_after_round = False
-        self._stepped.clear()
+        self._stepped = None
         self.settings = ()
 
 
@@ -274,7 +295,10 @@ class RoundRunner:
         result = RoundResult(this_round)
         # Under some strategies a micro-batch is reduced to shards, and nothing more.
         adds_up_shards = not is_last and compiled.strategy.reduces_micro_batches
-        releases = compiled.synchronizing if is_synchronized and not adds_up_shards else compiled.accumulating
+        releases = compiled.accumulating
+        if is_synchronized:
+            releases = compiled.adding_up_shards if adds_up_shards else compiled.synchronizing
+            progress.gradients = Gradients.INCOMPLETE
         releases.reset()
         self._open = OpenRound(this_round, result, releases, holds_back=holds_back)
         if self.phase is Phase.IDLE:
@@ -303,7 +327,7 @@ class RoundRunner:
         before = current_plan.now.hooks
         if self._open is None or self._is_between_rounds():
             if before.frozen and before.has_thawed():
-                current_plan.mark_stale()
+                self._follow_thawed()
             if current_plan.is_stale:
                 current_plan.apply_changes()
             if gradient_of not in current_plan.now.hooks.ids:
@@ -329,13 +353,18 @@ class RoundRunner:
             return  # counted elsewhere, or frozen again
         if self._is_between_rounds():
             task = private.graph_task_id()
-            current_plan.mark_stale()
+            self._follow_thawed()
             current_plan.apply_changes()
             if id(param) in current_plan.now.hooks.ids:
                 self._take_part_all(task)
                 return
         if (name := current_plan.members.names.get(id(param))) is not None:  # in no plan, and still one of the module's
             raise agreed_errors.unfrozen_in_backward(name, rank=current_plan.group.rank)
+
+    def _follow_thawed(self) -> None:
+        """Called when parts of a module take turns: the backward of a part that is unfrozen needs no forward of the whole."""
+        self.current_plan.mark_stale()
+        self.progress.forward = max(self.progress.forward, Forward.ENDED)
 
     def _take_part_all(self, task: int) -> None:
         (self.siblings if self.siblings.are_several else self).take_part(task)
@@ -350,7 +379,25 @@ class RoundRunner:
         if is_open and (self._open is None or self._is_between_rounds()):
             private.require_eager_backward()
             self._end.watch(task)  # first: a round that is open without an end to come counts as a failed backward
-            self._begin(RoundKind.ACCUMULATE if self.is_accumulating and not self.synchronizes else RoundKind.REDUCE)
+            kind = RoundKind.REDUCE
+            if not self.synchronizes:
+                kind = RoundKind.ACCUMULATE
+            elif not (self.follows_forward or self.siblings.follow_forward or self._steps_in_backward()):
+                # As in torch's class, a backward of the bare module does not concern the other ranks.
+                kind = RoundKind.ACCUMULATE
+                self.progress.gradients = max(self.progress.gradients, Gradients.LOCAL)
+            self._begin(kind)
+
+    @property
+    def follows_forward(self) -> bool:
+        """True if a forward that a backward may follow has run since all parameters were stepped."""
+        return self.progress.forward is not Forward.NONE and bool(self.current_plan.now.hooks.ids)
+
+    def _steps_in_backward(self) -> bool:
+        """Returns True if optimizers wait for every backward, whose gradients nobody else would use or clear."""
+        if self.current_plan.now.hooks is not self._optimizers.seen:
+            self._optimizers.take_over(self.current_plan.now.hooks)
+        return bool(self._optimizers.rearm)
 
     @private.untraced
     def _fill(self, bucket: int) -> None:
@@ -461,6 +508,7 @@ class RoundRunner:
         Afterwards every `.grad` is as it is now: the user may have cleared it, or another backward may have begun.
         """
         this.result.has_failed = this.round.is_synchronized
+        self.progress.gradients = Gradients.INCOMPLETE
         try:
             with gradients_aside(self.current_plan.now.hooks.params) if this.result.has_failed else contextlib.nullcontext():
                 self.recorder.backward_ends()
@@ -492,14 +540,17 @@ class RoundRunner:
             self.earlier.weights.ends(this_round.weights)
         if self.checks.numbers.is_on:
             self.checks.numbers.round_ends(result, plan)
-        if result.readings:
-            agreed_errors.require_sound(result, rank=current_plan.group.rank, places=current_plan.group.places)
+        if result.readings or result.taken:
+            named = hooks.named_params[min(result.taken)] if result.taken else None
+            taken = "" if named is None else f"parameter {named[0]!r} with the hook {', '.join(users_hooks(named[1]))}"
+            agreed_errors.require_sound(result, rank=current_plan.group.rank, places=current_plan.group.places, taken=taken)
         if this_round.weights is not None and not result.has_failed:  # a backward that has failed has another error to raise
             this_round.weights.require_sound(f"synchronization {this_round.number}, rank {current_plan.group.rank}")
         if result.readings:
             current_plan.require_changed_alike(result)
         if result.has_failed:
             return  # it has left the other ranks already
+        self.progress.gradients = Gradients.SOUND
         current_plan.round_ended(result)
         if self.checks.every is not None or self.checks.loads.before:
             self.checks.round_was_sound(result)

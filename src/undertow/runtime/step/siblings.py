@@ -24,6 +24,11 @@ class SiblingEngines:
         for engine in self._present():
             engine.take_part(task)
 
+    @property
+    def follow_forward(self) -> bool:
+        """True if a forward has run since all parameters of every engine were stepped."""
+        return any(engine.follows_forward for engine in self._present())
+
     def finish_owed(self) -> None:
         """Called after one engine has run a round outside of backward: the others run theirs, for which other ranks wait too."""
         all_of(*(engine.finish_owed for engine in self._present()))

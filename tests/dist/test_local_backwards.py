@@ -1,0 +1,202 @@
+"""Backwards of the bare module, which are this rank's own, and gradients that a hook of the user's takes away."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from support.alike import of_all_ranks
+from support.errors import text_of
+from support.ranks import in_ranks
+from undertow import DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig, attach
+
+MEAN = [[1.5] * 4] * 3  # of rows of ones and of twos
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def rows() -> Tensor:
+    return torch.full((1, 4), dist.get_rank() + 1.0)
+
+
+@contextlib.contextmanager
+def wrapped(module: nn.Module) -> Iterator[DistributedDataParallel]:
+    with contextlib.closing(DistributedDataParallel(module, config=SyncConfig(bucket_cap_mb=1e-6))) as ddp:
+        yield ddp
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(rows()).sum().backward()
+    optimizer.step()
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_backward_of_the_bare_module_between_two_steps_is_this_ranks_own(is_sharded: bool) -> None:
+    with wrapped(linear()) as ddp:
+        sgd = torch.optim.SGD
+        optimizer = ShardedOptimizer(sgd, ddp, lr=0.1) if is_sharded else sgd(ddp.parameters(), lr=0.1)
+        for number in range(4):
+            step(ddp, optimizer)
+            optimizer.zero_grad()
+            if number % 2 == dist.get_rank():  # the other one has not even heard of it
+                ddp.module(rows()).sum().backward()
+                assert torch.equal(ddp.module.weight.grad, rows().expand(3, 4))
+                optimizer.zero_grad()
+        ddp.wait()
+        values = ddp.module.weight.tolist()
+        assert of_all_ranks(values) == [values] * 2
+
+
+FOLLOWED: dict[str, Callable[[DistributedDataParallel], Tensor]] = {
+    "in eval mode": lambda ddp: ddp.eval()(rows()),
+    "and a method": lambda ddp: ddp(rows()) * 0.0 + ddp.module.forward(rows()),
+    "and another forward without gradients": lambda ddp: (ddp(rows()), torch.no_grad()(ddp)(rows()))[0],
+    "functional": lambda ddp: torch.func.functional_call(ddp, dict(ddp.named_parameters()), (rows(),)),
+    "before a step of other parameters": lambda ddp: (ddp(rows()), torch.optim.SGD([torch.zeros(1)], lr=1.0).step())[0],
+    "before a step of some parameters": lambda ddp: (ddp(rows()), torch.optim.SGD([ddp.module.bias], lr=0.0).step())[0],
+}
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("how", FOLLOWED)
+def test_a_backward_after_a_forward_of_the_wrapper_is_averaged(how: str) -> None:
+    with wrapped(linear()) as ddp:
+        step(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+        ddp.zero_grad()
+        FOLLOWED[how](ddp).sum().backward()
+        assert ddp.module.weight.grad.tolist() == MEAN
+
+
+@in_ranks(2)
+def test_a_backward_of_the_bare_module_before_the_step_is_averaged() -> None:
+    with wrapped(linear()) as ddp:
+        ddp(rows()).sum().backward()
+        ddp.zero_grad()
+        ddp.module(rows()).sum().backward()
+        assert ddp.module.weight.grad.tolist() == MEAN
+
+
+@in_ranks(2)
+def test_a_container_has_no_forward_to_wait_for() -> None:
+    layers = nn.ModuleDict({"layer": linear()})
+    with contextlib.closing(attach(layers)):
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+        for _ in range(2):
+            step(layers["layer"], optimizer)
+            assert layers["layer"].weight.grad.tolist() == MEAN
+
+
+@in_ranks(2)
+def test_an_optimizer_that_steps_on_this_ranks_own_gradients_says_so_once() -> None:
+    with wrapped(linear()) as ddp, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for _ in range(3):
+            step(ddp.module, optimizer)
+    assert [str(warning.message) for warning in seen] == [
+        "an optimizer uses gradients that are not averaged: no training forward of the wrapper preceded their backward.\n"
+        f"  parameter 'weight', SGD, rank {dist.get_rank()}\n"
+        "  Call the wrapper, not model.module or a method of it; after attach(), call the module itself. To average gradients "
+        "of other forwards, call reduce_gradients_async().wait() before the step."
+    ]
+
+
+@in_ranks(2)
+def test_gradients_of_the_bare_module_can_be_reduced_by_hand() -> None:
+    with wrapped(linear()) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            ddp.module(rows()).sum().backward()
+            ddp.reduce_gradients_async().wait()
+            assert ddp.module.weight.grad.tolist() == MEAN
+            optimizer.step()
+
+
+# Gradients that are taken away
+
+
+def take(param: Tensor) -> None:
+    param.main_grad = param.grad.float()  # type: ignore[attr-defined, union-attr]
+    param.grad = None
+
+
+def taken_on(ranks: str, where: str) -> str:
+    return (
+        f"`.grad` was cleared during backward on rank {ranks}: a gradient arrived, and was gone before it could be averaged.\n"
+        f"  {where}, synchronization {{}}\n"
+        "  Leave `.grad` alone until backward ends. Then it is the mean: copy it to another place, or step, after backward."
+    )
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("is_hooked_first", [True, False])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_a_gradient_that_a_hook_takes_away_is_an_error_on_every_rank(strategy: str, is_hooked_first: bool) -> None:
+    module = linear()
+    if is_hooked_first:
+        hook = module.bias.register_post_accumulate_grad_hook(take)
+    kind = None if strategy == "ddp" else strategy
+    with contextlib.closing(DistributedDataParallel(module, config=SyncConfig(strategy=kind, bucket_cap_mb=1e-6))) as ddp:
+        if not is_hooked_first:
+            hook = module.bias.register_post_accumulate_grad_hook(take)
+        error = taken_on("0, 1", "parameter 'bias' with the hook take")
+        sgd = torch.optim.SGD
+        optimizer = sgd(ddp.parameters(), lr=0.1) if strategy == "ddp" else ShardedOptimizer(sgd, ddp, lr=0.1)
+        for number in range(2):
+            assert text_of(PhaseError, ddp(rows()).sum().backward) == error.format(2 * number)
+            hook.remove()
+            step(ddp, optimizer)  # which forgets the failure
+            hook = module.bias.register_post_accumulate_grad_hook(take)
+
+
+@in_ranks(2)
+def test_a_gradient_that_one_rank_takes_away_is_an_error_on_both() -> None:
+    rank = dist.get_rank()
+    with wrapped(linear()) as ddp:
+        if rank == 1:
+            ddp.module.weight.register_post_accumulate_grad_hook(take)
+        where = "parameter 'weight' with the hook take" if rank == 1 else "rank 0"
+        assert text_of(PhaseError, ddp(rows()).sum().backward) == taken_on("1", where).format(0)
+
+
+@in_ranks(2)
+def test_a_gradient_that_a_hook_replaces_is_averaged() -> None:
+    with wrapped(linear()) as ddp:
+        ddp.module.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", param.grad * 2.0))
+        ddp(rows()).sum().backward()
+        assert ddp.module.weight.grad.tolist() == [[3.0] * 4] * 3
+
+
+@in_ranks(2)
+def test_a_gradient_that_is_taken_away_in_a_micro_batch_is_the_users() -> None:
+    """Nothing is averaged there, in torch's class either; the rest is averaged afterwards."""
+    with wrapped(linear()) as ddp:
+        hook = ddp.module.weight.register_post_accumulate_grad_hook(take)
+        with ddp.no_sync():
+            ddp(rows()).sum().backward()
+        hook.remove()
+        assert torch.equal(ddp.module.weight.main_grad, rows().expand(3, 4))
+        ddp(rows()).sum().backward()
+        assert ddp.module.weight.grad.tolist() == MEAN
+
+
+@in_ranks(2)
+def test_an_optimizer_that_steps_in_a_hook_is_an_error() -> None:
+    """Of the first gradient of a backward already."""
+    with wrapped(linear()) as ddp:
+        for param in ddp.parameters():
+            optimizer = torch.optim.SGD([param], lr=0.1)
+            param.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        before = ddp.module.weight.tolist()
+        assert text_of(PhaseError, ddp(rows()).sum().backward).startswith("an optimizer steps within a backward, on gradients")
+        assert ddp.module.weight.tolist() == before
