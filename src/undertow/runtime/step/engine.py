@@ -45,7 +45,7 @@ class Engine(RoundRunner):
         """Names of the parameters without a gradient on this rank in the last synchronized step."""
         hooks = self.current_plan.now.hooks
         if hooks.alone is None:
-            return self.progress.unused
+            return self.progress.unused.last
         unused = set(hooks.alone.unused)
         order = [param for bucket in self.current_plan.now.compiled.plan.buckets for param in bucket.params]
         return tuple(hooks.named_params[param][0] for param in dict.fromkeys(order) if param in unused)
@@ -106,7 +106,7 @@ class Engine(RoundRunner):
         current_plan.adopt_plan()
         number = progress.num_rounds
         progress.num_rounds += current_plan.is_counted_apart
-        for _ in current_plan.retire(number, mode=progress.mode):
+        for _ in current_plan.retire(number, mode=progress.steps.mode):
             pass
 
     def forward_ends(self) -> None:
@@ -159,7 +159,7 @@ class Engine(RoundRunner):
             raise step_within_backward(f"synchronization {progress.num_rounds}, rank {current_plan.group.rank}")
         if self._open is not None:
             self._abandon()
-        is_up_to_date = progress.has_result_for(params) and not current_plan.members.has_new_of(params)
+        is_up_to_date = progress.steps.are_due_for(params) and not current_plan.members.has_new_of(params)
         if not is_up_to_date:
             current_plan.apply_changes()
             current_plan.mark_stale()  # the next backward may run without a forward that finds a change
@@ -169,7 +169,7 @@ class Engine(RoundRunner):
         if self.checks.sent:
             self.checks.require_alike()
         if steps:
-            progress.steps(params, settings, of=current_plan.now.hooks.ids)
+            progress.optimizer_steps(params, settings, of=current_plan.now.hooks.ids)
             if current_plan.now.hooks.alone is not None:
                 current_plan.now.hooks.alone.steps()
 
@@ -194,7 +194,7 @@ class Engine(RoundRunner):
     @property
     def is_step_empty(self) -> bool:
         """True if neither a training forward nor a synchronization has begun the step."""
-        return not self.progress.is_owed and not (self.progress.is_step_due and self.current_plan.has_result)
+        return not self.progress.is_owed and not (self.progress.steps.are_due and self.current_plan.has_result)
 
     def finish(self) -> None:
         """Runs a round, unless one has run since the last training forward or step; for a rank without gradients."""
@@ -203,7 +203,7 @@ class Engine(RoundRunner):
         was_abandoned = self.progress.num_rounds > num_rounds  # and its gradients may be gone
         begins = self.is_step_empty and not was_abandoned
         if begins:
-            self.progress.unused_so_far = None
+            self.progress.unused.so_far = None
         if self.progress.is_owed or begins:
             self._run_outside_of_backward()
 

@@ -66,6 +66,78 @@ _NEXT: dict[Phase, set[Phase]] = {
 }
 
 
+class Unused:
+    """Names of the parameters without a gradient on this rank, over the synchronizations of a step."""
+
+    def __init__(self) -> None:
+        self.last: tuple[str, ...] = ()  # in the last step
+        self.so_far: tuple[str, ...] | None = None  # in the synchronizations of this one
+        self._is_last_run = True  # of the step, which adds up no more gradients
+
+    def forward_begins(self) -> None:
+        """Called before a training forward."""
+        self.last = ()
+        if self._is_last_run:
+            self.so_far = None
+
+    def round_ends(self, unused: tuple[str, ...], params: Sequence[tuple[str, Tensor]], *, is_last: bool) -> None:
+        """Called after a round that found parameters with these names, of `params`, unused."""
+        before = self.so_far
+        if before is not None and unused:
+            cleared = {name for name, param in params if param.grad is None}  # so an earlier gradient counts no more
+            unused = tuple(name for name in unused if name in before or name in cleared)
+        self.so_far, self._is_last_run = unused, is_last
+        if is_last:
+            self.last = unused
+
+
+class Steps:
+    """The steps of optimizers since the last round."""
+
+    def __init__(self) -> None:
+        self.settings: Settings = ()
+        self._params: set[int] | None = None  # by id, those that were updated; None before the first round
+        self._have_ever_been = False
+
+    @property
+    def are_due(self) -> bool:
+        """True if no optimizer has stepped since the last round."""
+        return self._params is not None and not self._params
+
+    @property
+    def mode(self) -> int | None:
+        """Part of the signature: ranks differ if one has stepped since the last round and another has not.
+
+        None, which accepts the others' mode, on a rank that leaves steps to another one, or steps without torch's optimizers.
+        """
+        return int(self.are_due) if self._have_ever_been else None
+
+    @property
+    def digest(self) -> int | None:
+        """The same on ranks that have stepped with the same settings. None, which accepts the others', on a rank that has not."""
+        return digest_of(self.settings) if self.settings else None
+
+    def are_due_for(self, params: Collection[int]) -> bool:
+        """Returns True if these parameters, by id, have not stepped on the last round's result yet."""
+        return self._params is not None and self._params.isdisjoint(params)
+
+    def add(self, params: set[int], settings: Settings) -> set[int]:
+        """Adds a step of these parameters, by id, with these settings; returns all that have stepped since the last round."""
+        if not self._params or self._params.isdisjoint(params):  # else an optimizer within one that has told, or another step
+            self.settings += settings
+        stepped = self._params | params if self._params else params
+        if self._params is not None:
+            self._params = stepped
+        self._have_ever_been = True
+        return stepped
+
+    def round_ends(self) -> None:
+        self._params, self.settings = set(), ()
+
+    def join_ends(self) -> None:
+        self._params, self.settings = None, ()
+
+
 class Progress:
     """The state of an engine that outlives a round.
 
@@ -83,93 +155,45 @@ class Progress:
         self.forward = Forward.NONE
         self.gradients = Gradients.SOUND
         self.has_accumulated = False  # since the last synchronization
-        self.settings: Settings = ()  # with which optimizers have stepped since the last synchronization
         self.steps_in_shards = False  # a sharded optimizer steps, or is going to
         self.are_buffers_due = True  # before the next training forward, unless it continues a step
-        self.unused: tuple[str, ...] = ()  # parameters without a gradient in the last step
-        self.unused_so_far: tuple[str, ...] | None = None  # in the synchronizations of this one
-        self._is_last_run = True  # of the step, which adds up no more gradients
-        # Parameters, by id, that an optimizer has updated since the last round; None before the first round.
-        self._stepped: set[int] | None = None
-        self._has_ever_stepped = False
+        self.unused = Unused()
+        self.steps = Steps()
 
     @property
     def has_begun(self) -> bool:
         """True if a training forward has run since the last synchronization."""
         return self.num_forwards > 0
 
-    @property
-    def is_step_due(self) -> bool:
-        """True if no optimizer has stepped since the last round."""
-        return self._stepped is not None and not self._stepped
-
-    @property
-    def mode(self) -> int | None:
-        """Part of the signature: ranks differ if one has stepped since the last round and another has not.
-
-        None, which accepts the others' mode, on a rank that leaves steps to another one, or steps without torch's optimizers.
-        """
-        return int(self.is_step_due) if self._has_ever_stepped else None
-
-    @property
-    def settings_digest(self) -> int | None:
-        """The same on ranks that have stepped with the same settings. None, which accepts the others', on a rank that has not."""
-        return digest_of(self.settings) if self.settings else None
-
-    def has_result_for(self, params: Collection[int]) -> bool:
-        """Returns True if these parameters, by id, have not stepped on the last round's result yet."""
-        return self._stepped is not None and self._stepped.isdisjoint(params)
-
     def forward_begins(self, *, synchronizes: bool, is_last: bool) -> None:
         """Called before a training forward."""
-        self.unused = ()
-        if self._is_last_run:
-            self.unused_so_far = None
+        self.unused.forward_begins()
         self.is_owed = synchronizes
         self.num_forwards += 1
         self.has_accumulated |= not synchronizes
         self.are_buffers_due = is_last
 
-    def round_ends(
-        self, unused: tuple[str, ...], *, has_failed: bool, is_last: bool, params: Sequence[tuple[str, Tensor]]
-    ) -> None:
-        """Called after a round that found parameters with these names, of `params`, `unused`.
-
-        Gradients stay accumulated if it was not the last one of the step: they are reduced already.
-        """
+    def round_ends(self, *, has_failed: bool, is_last: bool) -> None:
+        """Called after a round; gradients stay accumulated if it was not the last one of the step: they are reduced already."""
         self.num_rounds += 1
         self.is_owed = False
         self.num_forwards_before, self.num_forwards = self.num_forwards, 0
         self.are_buffers_due = is_last
         self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
-        self._stepped = set()
-        self.settings = ()
-        before = self.unused_so_far
-        if before is not None and unused:
-            cleared = {name for name, param in params if param.grad is None}  # so an earlier gradient counts no more
-            unused = tuple(name for name in unused if name in before or name in cleared)
-        self.unused_so_far, self._is_last_run = unused, is_last
-        if is_last:
-            self.unused = unused
+        self.steps.round_ends()
 
-    def steps(self, params: set[int], settings: Settings, *, of: frozenset[int]) -> None:
+    def optimizer_steps(self, params: set[int], settings: Settings, *, of: frozenset[int]) -> None:
         """Called before an optimizer updates these parameters, by id, with these settings; `of` are all that are trained."""
-        if not self._stepped or self._stepped.isdisjoint(params):  # else an optimizer within one that has told, or another step
-            self.settings += settings
-        stepped = self._stepped | params if self._stepped else params
-        if self._stepped is not None:
-            self._stepped = stepped
+        stepped = self.steps.add(params, settings)
         if self.forward is Forward.ENDED and stepped >= of:
             self.forward = Forward.NONE
-        self.unused_so_far = None
-        self._has_ever_stepped = True
+        self.unused.so_far = None
 
     def join_ends(self) -> None:
         """Called when all ranks contribute again, and are at the same place as before the first round."""
         self.rescale = 1.0
         self.are_buffers_due = True
-        self._stepped = None
-        self.settings = ()
+        self.steps.join_ends()
 
 
 @lru_cache(maxsize=16)
@@ -274,10 +298,10 @@ class RoundRunner:
             kind=kind,
             number=progress.num_rounds + (is_synchronized and now.retiring is not None and current_plan.is_counted_apart),
             generation=compiled.generation,
-            mode=None if kind is RoundKind.SHADOW else progress.mode,
-            settings=progress.settings,
+            mode=None if kind is RoundKind.SHADOW else progress.steps.mode,
+            settings=progress.steps.settings,
             loaded=loaded,
-            alike=(progress.settings_digest, loaded) if is_telling else (None, None),
+            alike=(progress.steps.digest, loaded) if is_telling else (None, None),
             is_last=is_last,
             not_arrived=self._not_arrived,
             arrivals=arrivals,
@@ -532,7 +556,8 @@ class RoundRunner:
         self.recorder.round_ends(result.busy_ms)
         hooks, plan = current_plan.now.hooks, current_plan.now.compiled.plan
         unused = hooks.names_of(plan, result.unused) if any(result.unused.values()) else ()
-        self.progress.round_ends(unused, has_failed=result.has_failed, is_last=this_round.is_last, params=hooks.named_params)
+        self.progress.round_ends(has_failed=result.has_failed, is_last=this_round.is_last)
+        self.progress.unused.round_ends(unused, hooks.named_params, is_last=this_round.is_last)
         if not result.has_failed:
             hooks.arrived_before.clear()
             current_plan.is_stale |= current_plan.is_active
