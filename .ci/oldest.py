@@ -24,7 +24,7 @@ TESTS = [
     "tests/unit/runtime/torch_private/test_private.py",
     "tests/dist/test_gradients.py",
     "tests/dist/test_buffers.py",
-    "tests/dist/test_checkpoints.py",  # numpy
+    "tests/dist/test_checkpoints.py",  # numpy, safetensors
     "tests/dist/test_sharded_steps.py",
 ]
 

@@ -114,7 +114,7 @@ def checkpoints(folder: Path, num_cases: int) -> Fuzz:
         for path in (saved, other):
             save_checkpoint(path, model, optimizer, extra={"step": 1, "of": path.name})
             load_checkpoint(path, model, optimizer)  # which imports what there is to import
-        known = whole_state(model, optimizer)
+        known = states(model, optimizer)
         for number in range(num_cases):
             kind = ""
             if rank == 0:
@@ -124,12 +124,19 @@ def checkpoints(folder: Path, num_cases: int) -> Fuzz:
             kind = of_all_ranks(kind)[0]
             with watch().only_reading(case):
                 found = fuzz.ends(lambda: load_checkpoint(case, model, optimizer))
-            if found == "success" and kind != "bytes of the tensors":  # whatever describes them, they are the same
-                require_equal(whole_state(model, optimizer), known)
+            if found == "success":
+                load_checkpoint(saved, model, optimizer)
+            require_equal(states(model, optimizer), known)  # an error has changed nothing
             of_both = of_all_ranks(found)
             is_right = of_both[0] == of_both[1] and found.startswith(("success", "CheckpointError")) and " open" not in found
             fuzz.count(kind, found, is_right=is_right, case=(number, of_both))
     return fuzz
+
+
+def states(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Values of tensors: settings that a changed index added stay in the groups."""
+    whole = whole_state(model, optimizer)
+    return {"model": whole["model"], "state": whole["optimizer"]["state"]}
 
 
 SPECS = [
@@ -238,7 +245,7 @@ def share(request: pytest.FixtureRequest) -> float:
 
 @pytest.mark.slow
 @in_ranks(2, is_fresh=True, timeout_s=86_400.0)
-@pytest.mark.parametrize(("kind", "num_cases"), [(checkpoints, 60), (texts, 300), (messages, 300)])
+@pytest.mark.parametrize(("kind", "num_cases"), [(checkpoints, 125), (texts, 300), (messages, 300)])
 def test_whatever_is_changed_is_read_or_is_an_error_of_ours(
     tmp_path: Path, share: float, kind: Callable[[Path, int], Fuzz], num_cases: int
 ) -> None:

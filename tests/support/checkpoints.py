@@ -2,10 +2,8 @@
 
 import contextlib
 import io
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,12 +82,6 @@ def from_bytes(data: bytes, *, weights_only: bool = True) -> Any:
 
 def copied(state: Any, *, weights_only: bool = True) -> Any:
     return from_bytes(to_bytes(state), weights_only=weights_only)
-
-
-def rewrite(path: Path, change: Callable[[Any], object]) -> None:
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    change(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def require_equal(ours: Any, wanted: Any, where: str = "") -> None:

@@ -8,10 +8,10 @@ import contextlib
 import dataclasses
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +22,7 @@ from torch import nn
 import undertow.demo.run
 import undertow.model_sync
 from undertow import GradientSync, SyncConfig
-from undertow.checkpoint.metadata import Entry, stored_entries
+from undertow.checkpoint import files as checkpoint_files
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.plan import ParamSpec
 from undertow.runtime.comm import agreement
@@ -45,13 +45,40 @@ from undertow.runtime.sharded.binding import GradientPlaceholder
 from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.step.engine import Engine
-from undertow.runtime.torch_private import checkpoint as private_checkpoint
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.private import interrupt, is_gone, timeout_of  # noqa: F401  # for tests
 from undertow.schedule import Op, OpKind
 
 NUM_STEPS_UNTIL_A_MOVE = NUM_STEPS_BEFORE + NUM_STEPS_MEASURED + 2  # the next one takes the plan that was decided on
 Model, OpCall = nn.Module | GradientSync, Callable[[Op], object]
+
+
+class _CountedFile:
+    """A safetensors file that counts the elements of states that are read, by the states' keys."""
+
+    def __init__(self, file: Any, read: Counter[str]) -> None:
+        self._file, self._read = file, read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def get_slice(self, entry: str) -> Any:
+        values, key = self._file.get_slice(entry), entry.partition("/")[2].partition("[")[0]
+        counted = mock.MagicMock(wraps=values)
+        counted.__getitem__.side_effect = lambda part: self._counted(key, values[part])
+        return counted
+
+    def _counted(self, key: str, part: torch.Tensor) -> torch.Tensor:
+        self._read[key] += part.numel()
+        return part
+
+
+@contextlib.contextmanager
+def elements_read() -> Iterator[Counter[str]]:
+    """Counts the elements of an optimizer's state that this rank reads from a checkpoint."""
+    read, opened = Counter[str](), checkpoint_files.open_tensors
+    with mock.patch.object(checkpoint_files, "open_tensors", lambda path: _CountedFile(opened(path), read)):
+        yield read
 
 
 def processor_time(cpu_s: Callable[[], float]) -> AbstractContextManager[object]:
@@ -153,7 +180,7 @@ INNER_CALLS: dict[str, tuple[Any, str]] = {
     "buffers": (undertow.model_sync, "synchronize_buffers"),
     "weights": (RoundWeights, "send"),
     "reduce": (Reducer, "reduce"),
-    "checkpoint": (private_checkpoint, "save_checkpoint"),
+    "checkpoint": (checkpoint_files, "write_tensors"),
     "post": (ThreadHandle, "begin"),  # in threads, of exchanges that are made of sends and receives
     "complete": (ThreadHandle, "complete"),
 }
@@ -416,10 +443,6 @@ def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None
         )
     ) as sync:
         sync._engine.current_plan.open()
-
-
-def stored_entries_of(path: Path) -> dict[str, Entry]:
-    return stored_entries((path / ".metadata").read_bytes())
 
 
 def rows_of(model: Model) -> Any:

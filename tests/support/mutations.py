@@ -1,18 +1,14 @@
 """Changes at random to bytes, to JSON, and to checkpoints: the same ones for the same seed."""
 
-import contextlib
 import copy
 import json
 import os
-import pickle
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch.distributed.checkpoint import metadata as torchs
 
 VALUES = [
     *(0, 1, -1, 2, 7, 2**31, 2**63, -(2**63), 10**30, 10**400, 0.5, -0.0, 1e308, float("inf"), float("nan"), True, False, None),
@@ -93,22 +89,56 @@ def _places(part: Any) -> Iterator[tuple[Any, Any]]:
 
 def mutate_checkpoint(chance: random.Random, path: Path, *, other: Path) -> str:
     """Changes the checkpoint at `path` in one way, of which it returns the name; `other` is one of the same names."""
-    kind, weight = list(_CHECKPOINTS), [8, 8, 4, 4, 2]
-    (name,) = chance.choices(kind, weight)
+    (name,) = chance.choices(list(_CHECKPOINTS), [6, 12, 8, 4])
     _CHECKPOINTS[name](chance, path, other)
     return name
 
 
-def _change_metadata(chance: random.Random, path: Path, _other: Path) -> None:
-    _rewrite(path / ".metadata", lambda data: mutated_bytes(chance, data))
-
-
-def _change_tensors(chance: random.Random, path: Path, _other: Path) -> None:
-    data = chance.choice(sorted(path.glob("*.distcp")))
-    _rewrite(data, lambda data: mutated_bytes(chance, data))
+def _change_bytes(chance: random.Random, path: Path, _other: Path) -> None:
+    file = chance.choice(sorted(path.iterdir()))
+    file.write_bytes(mutated_bytes(chance, file.read_bytes()))
 
 
 def _change_header(chance: random.Random, path: Path, _other: Path) -> None:
+    """Of a safetensors file, as a writer of bad will would: its length fits."""
+    file = chance.choice(sorted(path.glob("*.safetensors")))
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = _with_other_entry(chance, data[8 : 8 + size].decode())
+    if chance.random() < 0.5:
+        header = mutated_json(chance, header)
+    changed = header.encode("utf-8", "surrogatepass" if "\udcff" not in header else "surrogateescape")
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + size :])
+
+
+def _with_other_entry(chance: random.Random, header: str) -> str:
+    """Gives a tensor another name, place, shape or dtype, or has it twice."""
+    entries = json.loads(header)
+    names = [name for name in entries if name != "__metadata__"]
+    name, another = (chance.choice(names) for _ in range(2))
+    entry = entries[name]
+    match chance.randrange(7):
+        case 0:
+            entries[chance.choice(ENTRIES) if chance.random() < 0.5 else f"{name}x"] = entries.pop(name)
+        case 1:
+            entries[re.sub(r"[0-9]+(?=[:\]])", lambda _: str(chance.choice(NUMBERS)), name)] = entries.pop(name)
+        case 2:
+            entries[name], entries[another] = entries[another], entry
+        case 3:
+            entry["data_offsets"] = chance.choice([entries[another]["data_offsets"], chance.choices(NUMBERS, k=2)])
+        case 4:
+            entry["shape"] = chance.choice(
+                [entries[another]["shape"], chance.choices(NUMBERS, k=chance.randrange(4)), [1, *entry["shape"]]]
+            )
+        case 5:
+            entry["dtype"] = chance.choice(["F64", "I32", "U8", "BF16", "BOOL", "F4", "C64", "F8_E8M0", "X"])
+        case _:
+            texts = entries.setdefault("__metadata__", {})
+            texts[chance.choice([*names, *ENTRIES])] = chance.choice([name, *TEXTS, "null", "5"])
+    return json.dumps(entries)
+
+
+def _change_index(chance: random.Random, path: Path, _other: Path) -> None:
     text = mutated_json(chance, (path / "undertow.json").read_text())
     (path / "undertow.json").write_bytes(text.encode("utf-8", "surrogatepass"))
 
@@ -116,7 +146,7 @@ def _change_header(chance: random.Random, path: Path, _other: Path) -> None:
 def _change_files(chance: random.Random, path: Path, other: Path) -> None:
     file, another = (chance.choice(sorted(path.iterdir())) for _ in range(2))
     there = other / file.name
-    match chance.randrange(7):
+    match chance.randrange(8):
         case 0:
             file.unlink()
         case 1:
@@ -132,69 +162,28 @@ def _change_files(chance: random.Random, path: Path, other: Path) -> None:
             shutil.copy(there, file)
         case 5 if file != another:
             shutil.copy(another, file)
+        case 6:
+            os.truncate(file, 1 << 40)  # which takes no space on the disk
         case _:
             os.truncate(file, chance.randrange(2 * file.stat().st_size + 2))
 
 
-def _change_fields(chance: random.Random, path: Path, other: Path) -> None:
-    """Of torch's objects, as a writer of bad will would: all else fits."""
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    for _ in range(chance.choice([1, 1, 2, 3])):
-        with contextlib.suppress(AttributeError, IndexError, TypeError):  # after an earlier change there may be nothing to change
-            chance.choice((_change_place, _change_tensor, _change_table))(chance, metadata, other)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def _change_place(chance: random.Random, metadata: Any, other: Path) -> None:
-    info = chance.choice(list(metadata.storage_data.values()))
-    name = chance.choice(["relative_path", "offset", "length", "transform_descriptors"])
-    paths = [f"../{other.name}/__0_0.distcp", str(other / "__0_0.distcp"), "__1_0.distcp", "__7_0.distcp", ".metadata", "."]
-    values = paths if name == "relative_path" else [*VALUES, info.offset + 1, info.length - 1, info.length + 1]
-    object.__setattr__(info, name, chance.choice([*values, chance.choice(VALUES)]))
-
-
-def _change_tensor(chance: random.Random, metadata: Any, _other: Path) -> None:
-    found = chance.choice([it for it in metadata.state_dict_metadata.values() if hasattr(it, "size")])
-    sizes = [torch.Size(()), torch.Size((1,)), torch.Size((2**40, 2**20)), torch.Size((0,)), torch.Size((-1, 3)), found.size]
-    sizes += [torch.Size([*found.size[:-1], (found.size or (1,))[-1] + 1]), torch.Size([1] * 70)]
-    match chance.randrange(5):
-        case 0:
-            found.size = chance.choice(sizes)
-        case 1:
-            found.properties.dtype = chance.choice([torch.float64, torch.complex64, torch.int8, torch.quint8, None])
-        case 2:
-            found.chunks = chance.choice([[], found.chunks * 2, found.chunks[:1], None, [1]])
-        case 3 if found.chunks:
-            chance.choice(found.chunks).sizes = chance.choice(sizes)
-        case _ if found.chunks:
-            chance.choice(found.chunks).offsets = chance.choice(sizes)
-
-
-def _change_table(chance: random.Random, metadata: Any, _other: Path) -> None:
-    table = chance.choice([metadata.state_dict_metadata, metadata.planner_data, metadata.storage_data])
-    keys = list(table)
-    key, another = (chance.choice(keys) for _ in range(2)) if keys else (None, None)
-    match chance.randrange(5):
-        case 0:
-            table.pop(key, None)
-        case 1:
-            table[key] = table.get(another)
-        case 2:
-            table[key] = chance.choice([None, (), ("model",), (1, 2), {}, [], 7, "a", torchs.BytesStorageMetadata()])
-        case 3:
-            table[chance.choice(["model.new", 7, None, torchs.MetadataIndex("model.new")])] = table.get(key)
-        case _:
-            setattr(metadata, chance.choice(["planner_data", "storage_data", "state_dict_metadata", "storage_meta"]), {})
-
-
-def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
-    path.write_bytes(change(path.read_bytes()))
-
-
+NUMBERS = [0, 1, 2, 6, 8, 24, 47, 48, 49, -1, 2**31, 2**40, 2**62, 2**64, 10**17, 10**30]
+ENTRIES = [
+    "",
+    "/",
+    "../x",
+    "0.weight",
+    "0.weight/",
+    "0.weight/master",
+    "0.weight/step",
+    "0.weight/exp_avg[0:0]",
+    "x/y[1:0]",
+    "0.bias/exp_avg",
+]
 _CHECKPOINTS: dict[str, Callable[[random.Random, Path, Path], None]] = {
-    "bytes of the metadata": _change_metadata,
-    "fields of the metadata": _change_fields,
-    "bytes of the tensors": _change_tensors,
-    "the header": _change_header,
+    "bytes": _change_bytes,
+    "headers": _change_header,
+    "the index": _change_index,
     "files": _change_files,
 }

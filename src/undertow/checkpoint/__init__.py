@@ -1,1 +1,1 @@
-"""Checkpoints of a model and its optimizer, in the format of torch.distributed.checkpoint."""
+"""Checkpoints of a model and its optimizer, as safetensors files and JSON."""

@@ -1,11 +1,9 @@
 """Private parts of torch.distributed.checkpoint, like `private` for the rest of torch."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from undertow.boxes import Box
 
@@ -30,12 +28,3 @@ def write_items(name: str, tensor: torch.Tensor, boxes: Sequence[Box]) -> list[A
         )
         for chunk in chunks(boxes)
     ]
-
-
-def save_checkpoint(state_dict: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Writes `state_dict` with torch.distributed.checkpoint into `folder`, which must be new; a collective call."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    # The writer returns only after files are on disk.
-    save(state_dict, storage_writer=FileSystemWriter(folder), process_group=group, no_dist=group is None)

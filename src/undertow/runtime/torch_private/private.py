@@ -75,7 +75,6 @@ _arounds: list[Around] = []  # of everything attached; if empty, torch has its o
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
-_Error = TypeVar("_Error", bound=BaseException)
 
 
 def untraced(function: _Function) -> _Function:
@@ -225,12 +224,6 @@ def wrapper_tensor(
     return torch.Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
     )
-
-
-def first_failure(error: BaseException, kind: type[_Error]) -> _Error | None:
-    """Returns the first error of this kind among those that torch.distributed.checkpoint has gathered from failed ranks."""
-    failures = getattr(error, "failures", None) or {}
-    return next((failed for _, (failed, _) in sorted(failures.items()) if isinstance(failed, kind)), None)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

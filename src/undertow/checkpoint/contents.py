@@ -1,0 +1,307 @@
+"""What a checkpoint holds of a model and of an optimizer.
+
+Files hold tensors, and texts in their metadata. A state of an optimizer is named  <parameter>/<key>
+or, if it has elements of the parameter,  <parameter>/<key>[start:stop].  These are positions in the
+parameter's memory: the index has the order of the axes there, unless it is row-major. States that
+are not tensors are texts, in JSON.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undertow.checkpoint import files
+from undertow.errors import CheckpointError, require
+from undertow.foreign import parsed_json
+from undertow.optim.sharded_optimizer import ShardedOptimizer
+from undertow.optim.state import MASTER, OF_THE_WHOLE, ShardedState, hyper_parameters, params_of
+from undertow.runtime.gradients.storage import strides_of_gradient
+from undertow.runtime.sharded.shards import ShardPart, in_memory_order
+from undertow.runtime.torch_private import private, tables
+
+_ENTRY = re.compile(r"(.*)/([^/\[]+)(?:\[([0-9]{1,18}):([0-9]{1,18})\])?", re.DOTALL)
+_EXTRA_STATE = "_extra_state"  # the end of torch's names for the results of get_extra_state()
+Contents = tuple[dict[str, Tensor], dict[str, str]]  # tensors and texts of one file
+
+
+class Names:
+    """The names of a model's tensors, without the prefixes that wrapping and compiling add."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = private.unwrapped(model)
+        self.state = {_plain(key): value for key, value in self.module.state_dict().items()}
+        values = self.state.items()
+        self.extra_states = {name: value for name, value in values if not isinstance(value, Tensor)}
+        self.of_param = {id(param): _plain(name) for name, param in tables.named_parameters(self.module)}
+
+    def params_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Returns the parameters of the optimizer by name, in the order of torch's numbers."""
+        found = {}
+        for number, param in enumerate(params_of(optimizer)):
+            require(
+                id(param) in self.of_param,
+                f"parameter {number} of the optimizer, of shape {tuple(param.shape)}, is not one of the model's.",
+                where="the optimizer",
+                remedy="Give the model and the optimizer that belong together.",
+                error=CheckpointError,
+            )
+            found[self.of_param[id(param)]] = param
+        return found
+
+
+def contents_of_model(names: Names) -> Contents:
+    """Returns each tensor once, and tied names as safetensors.torch.save_model writes them."""
+    tensors: dict[str, Tensor] = {}
+    ties: dict[str, str] = {}
+    first: dict[object, str] = {}
+    for name, value in names.state.items():
+        if isinstance(value, Tensor):
+            memory = (value.data_ptr() or name, value.dtype, value.shape, value.stride())
+            kept = first.setdefault(memory, name)
+            tensors[kept] = value
+            if kept != name:
+                ties[name] = kept
+    return tensors, ties
+
+
+def contents_of_optimizer(
+    names: Names,
+    optimizer: torch.optim.Optimizer,
+) -> tuple[Contents, dict[str, Any]]:
+    """Returns the state on this rank, and values for the index, the same on every rank."""
+    state_dict = optimizer.state_dict
+    if isinstance(optimizer, ShardedOptimizer):
+        state_dict = optimizer.sharded_state_dict
+    packed = state_dict()
+    params = list(names.params_of(optimizer).items())
+    tensors: dict[str, Tensor] = {}
+    texts: dict[str, str] = {}
+    for number, state in packed["state"].items():
+        name, param = params[number]
+        for key, value in state.items():
+            require(
+                isinstance(key, str) and not {*"/["} & {*key},
+                f"the state of {name!r} has the key {key!r}, which is not a name.",
+                where="save_checkpoint",
+                remedy="Save model.state_dict() and optimizer.state_dict() by torch.save().",
+                error=CheckpointError,
+            )
+            if isinstance(value, Tensor):
+                tensors.update(_stored(name, key, value, param))
+            else:
+                files.require_json(value, f"state[{name!r}][{key!r}]")
+                texts[f"{name}/{key}"] = json.dumps(value)
+    groups = [
+        {**hyper_parameters(group), "params": [params[number][0] for number in group["params"]]}
+        for group in packed["param_groups"]
+    ]
+    orders = {name: _axes(param) for name, param in params}
+    axes = {name: order for name, order in orders.items() if order != sorted(order)}
+    described = {"optimizer": _class_name(optimizer), "param_groups": groups, "axes": axes}
+    return (tensors, texts), described
+
+
+def state_for_model(folder: Path, index: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Returns the state dict to load; tensors are read from the file when they are copied."""
+    file = files.open_tensors(folder / files.MODEL)
+    tensors = {name: file.get_tensor(name) for name in [*file.keys()]}
+    texts = file.metadata() or {}
+    ties = {name: tensors[kept] for name, kept in texts.items() if kept in tensors}
+    stored = {**ties, **tensors, **index["extra_states"]}
+    for name in {**names.state, **stored}:
+        _require_same(name in stored, folder, f"has no {name!r}, which the model has")
+        _require_same(name in names.state, folder, f"has {name!r}, which the model does not have")
+    for name, value in names.state.items():
+        found = stored[name]
+        is_tensor = isinstance(found, Tensor)
+        if name.endswith(_EXTRA_STATE):
+            stored[name] = found.clone() if is_tensor else found
+            continue
+        is_same = is_tensor and found.shape == value.shape
+        text = f"has {name!r} {_described(found)}, and the model's is {_described(value)}"
+        _require_same(is_same and torch.can_cast(found.dtype, value.dtype), folder, text)
+    return {key: stored[_plain(key)] for key in names.module.state_dict()}
+
+
+def state_for_optimizer(
+    folder: Path,
+    index: Mapping[str, Any],
+    names: Names,
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """Returns the state dict to load, which has only this rank's parts of sharded state."""
+    saved = index.get("optimizer")
+    given = _class_name(optimizer)
+    has = "no optimizer" if saved is None else f"the state of {saved}"
+    require(
+        saved == given,
+        f"the checkpoint holds {has}, and the optimizer is {given}.",
+        where=str(folder),
+        remedy="Load it into the same kind of optimizer, or load the model alone: load_checkpoint(path, model).",
+        error=CheckpointError,
+    )
+    params = names.params_of(optimizer)
+    is_sharded = isinstance(optimizer, ShardedOptimizer)
+    parts = optimizer.owned_parts() if isinstance(optimizer, ShardedOptimizer) else {}
+    state: dict[str, dict[str, Any]] = {}
+    for (name, key), value in _read(folder, index["num_files"]).items():
+        text = f"has a state of {name!r}, which is not one of the optimizer's parameters"
+        _require_same(name in params, folder, text)
+        param = params[name]
+        axes = index["axes"].get(name, list(range(param.dim())))
+        if isinstance(value, _Elements) and param in parts:
+            value = value.parts(param, axes, parts[param])
+        elif isinstance(value, _Elements):
+            value = value.whole(param, axes)
+        elif is_sharded:
+            is_scalar = not isinstance(value, Tensor) or value.dim() == 0
+            text = f"has {key!r} of {name!r}, but not for each element"
+            _require_same(is_scalar and key != MASTER, folder, text)
+        if is_sharded or key != MASTER:  # a plain optimizer has no fp32 values
+            state.setdefault(name, {})[key] = value
+    return {"state": state, "param_groups": _groups(index["param_groups"], names, optimizer)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Elements:
+    """The elements of one state of a parameter, in pieces that ranks have written."""
+
+    folder: Path
+    what: str  # for errors
+    pieces: list[tuple[int, int, Any]]  # start, stop, and a slice of safetensors
+
+    def parts(self, param: Tensor, axes: Sequence[int], parts: Sequence[ShardPart]) -> ShardedState:
+        if axes == _axes(param):
+            found = [self._between(part.start, part.stop) for part in parts]
+        else:
+            flat = in_memory_order(self.whole(param, axes), strides_of_gradient(param))
+            found = [flat[part.start : part.stop] for part in parts]
+        on_device = [values.to(param.device) for values in found]
+        pieces = list(zip(parts, on_device, strict=True))
+        return ShardedState(param, self._between(0, 0).dtype, pieces)
+
+    def whole(self, param: Tensor, axes: Sequence[int]) -> Tensor:
+        """Reads all elements; `axes` is the order of the axes in the files, the outermost first."""
+        flat = self._between(0, param.numel())
+        outermost_first = flat.view([param.shape[axis] for axis in axes])
+        return outermost_first.permute([axes.index(axis) for axis in range(param.dim())])
+
+    def _between(self, start: int, stop: int) -> Tensor:
+        """Reads the elements from `start` to `stop` into new memory."""
+        found = [self.pieces[0][2][:0]]
+        at = start
+        for first, last, values in sorted(self.pieces, key=itemgetter(0, 1)):
+            if first <= at < min(last, stop):
+                found.append(values[at - first : min(last, stop) - first])
+                at = min(last, stop)
+        elements = torch.cat(found)
+        if elements.shape != (stop - start,):
+            path = self.folder / "optimizer-*.safetensors"
+            raise files.broken(path, f"do not hold every element of {self.what}")
+        return elements
+
+
+def _read(folder: Path, num_files: int) -> dict[tuple[str, str], Any]:
+    """Returns the state by parameter and key; `_Elements` are read when they are used."""
+    found: dict[tuple[str, str], Any] = {}
+    for number in range(num_files):
+        path = files.optimizer_file(folder, number)
+        file = files.open_tensors(path)
+        texts = file.metadata() or {}
+        texts.pop("format", None)
+        for entry in (*file.keys(), *texts):
+            match = _ENTRY.fullmatch(entry)
+            if match is None:
+                raise files.broken(path, f"has {entry!r}, which is not a state of a parameter")
+            name, key, start, stop = match.groups()
+            if entry in texts:
+                found[name, key] = parsed_json(texts[entry])
+            elif start is None:
+                found[name, key] = file.get_tensor(entry).clone()
+            else:
+                what = f"{key!r} of {name!r}"
+                elements = found.setdefault((name, key), _Elements(folder, what, []))
+                elements.pieces.append((int(start), int(stop), file.get_slice(entry)))
+    return found
+
+
+def _stored(name: str, key: str, value: Tensor, param: Tensor) -> dict[str, Tensor]:
+    """Returns the tensors that a file holds for one state of a parameter."""
+    entry = f"{name}/{key}"
+    if isinstance(value, ShardedState):
+        pieces = [(part.start, part.stop, values) for part, values in value.pieces]
+        if param.numel() == 0:  # no rank has a part, but the state exists
+            pieces = [(0, 0, torch.empty(0, dtype=value.dtype))]
+    elif value.shape == param.shape and key not in OF_THE_WHOLE:
+        pieces = [(0, param.numel(), in_memory_order(value, strides_of_gradient(param)))]
+    else:
+        return {entry: value}
+    return {f"{entry}[{start}:{stop}]": values for start, stop, values in pieces}
+
+
+def _groups(
+    saved: Sequence[Mapping[str, Any]],
+    names: Names,
+    optimizer: torch.optim.Optimizer,
+) -> list[dict[str, Any]]:
+    """Returns the groups of the optimizer with the saved settings."""
+    groups = []
+    present = optimizer.param_groups
+    members = [[names.of_param[id(param)] for param in group["params"]] for group in present]
+    require(
+        list(map(sorted, members)) == [sorted(group["params"]) for group in saved],
+        f"the checkpoint's {len(saved)} parameter groups differ from the optimizer's {len(members)}.",
+        where="their number, or the parameters of one of them",
+        remedy="Make the optimizer with the same parameter groups as the saved one.",
+        error=CheckpointError,
+    )
+    for group, params, settings in zip(present, members, saved, strict=True):
+        known = {key: _like(group.get(key), setting) for key, setting in settings.items()}
+        groups.append({**group, **known, "params": params})
+    return groups
+
+
+def _like(present: object, setting: Any) -> object:
+    """Returns a setting as a tensor or a tuple again, which the index has as a number or a list."""
+    if isinstance(present, Tensor):
+        return torch.full_like(present, setting)
+    return tuple(setting) if isinstance(present, tuple) else setting
+
+
+def _axes(param: Tensor) -> list[int]:
+    """Returns the axes of a parameter in the order of its memory, the outermost first."""
+    strides = strides_of_gradient(param)
+    return sorted(range(param.dim()), key=lambda axis: -strides[axis])
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"of {value.dtype} and shape {tuple(value.shape)}"
+    return "as a value"
+
+
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.optimizer_class.__name__
+    return type(optimizer).__name__
+
+
+def _plain(key: str) -> str:
+    return key.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _require_same(holds: bool, folder: Path, has: str) -> None:
+    require(
+        holds,
+        f"the checkpoint {has}.",
+        where=str(folder),
+        remedy="Build the model as it was when the checkpoint was saved.",
+        error=CheckpointError,
+    )
