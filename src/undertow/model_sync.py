@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import itemgetter
@@ -215,6 +215,7 @@ class ModelSync:
             self._engine.use_hook(hook)
         self._engine.accumulates(before.is_accumulating)
         self._engine.take_from(accumulated)
+        self._engine.progress.forward = before.progress.forward
 
     def _share(self, kinds: Collection[str], *, source: int = 0) -> None:
         """Copies the "parameters" or "buffers" of rank `source`, and of the first rank of experts' groups; a collective call."""
@@ -415,15 +416,19 @@ def _watch_steps(sync: ModelSync, engine: Engine) -> Callable[[], None]:
     return hooks.close
 
 
-def settings_of(optimizer: Optimizer, params: Set[int]) -> Settings:
-    """Returns the settings of each group that has one of these parameters, by id; ranks that step alike have the same.
+def settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> Settings:
+    """Returns the settings of each group that has one of these parameters, given by id; ranks that step alike have the same.
+
+    A group is named by its number and by the first of its parameters in alphabetical order: another optimizer may have a group of
+    the same number, and the ranks may step the two in another order.
 
     Left out are tensors on devices, for which the host would wait, and settings that only choose an implementation.
     """
     kind = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
     settings: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
     for group in optimizer.param_groups:
-        if params.isdisjoint(map(id, group["params"])):
+        first = min(filter(None, map(names.get, map(id, group["params"]))), default=None)
+        if first is None:
             continue
         of_group = []
         for name in getattr(optimizer, "defaults", ()):
@@ -432,7 +437,7 @@ def settings_of(optimizer: Optimizer, params: Set[int]) -> Settings:
                 value = _plain(value)
             if value is not None and name not in _IMPLEMENTATION:
                 of_group.append((name, value))
-        settings.append((f"group {len(settings)} of {kind}", tuple(of_group)))
+        settings.append((f"group {len(settings)} of {kind} with {first!r}", tuple(of_group)))
     return tuple(settings)
 
 
@@ -443,6 +448,18 @@ def _plain(value: object) -> object:
     if isinstance(value, tuple | list):
         return tuple(value) if _PLAIN.issuperset(map(type, value)) else None
     return float(value) if isinstance(value, float) else None
+
+
+def _require_stepper(sync: ModelSync, optimizer: Optimizer) -> None:
+    """Raises PhaseError if another optimizer is to step the model."""
+    if sync._steps is not None:
+        sync._steps.require_stepper(optimizer)
+    elif sync._config.strategy not in (None, DDP.name):
+        raise PhaseError(
+            f"strategy={sync.config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
+            where="the first step of the optimizer",
+            remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
+        )
 
 
 @private.untraced  # if the step is compiled, so would be everything before it
@@ -468,21 +485,17 @@ def _before_step(
         sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
     if engine.phase >= Phase.CLOSED or not engine.current_plan.owns_any(params):
         return None
-    if sync._steps is not None:
-        sync._steps.require_stepper(optimizer)
-    elif sync._config.strategy not in (None, DDP.name):
-        raise PhaseError(
-            f"strategy={sync.config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
-            where="the first step of the optimizer",
-            remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
-        )
-    settings = settings_of(optimizer, engine.current_plan.now.hooks.ids) if steps and engine.current_plan.is_active else ()
-    engine.finish_before_step(params, steps=steps, settings=settings)
+    _require_stepper(sync, optimizer)
+    engine.finish_before_step(params)
     if sync._steps is not None and not steps:
         sync._steps.begin()  # a scaler is to unscale shards in every step, with the same bits
     if not any(map(callable, (*args[1:], *kwargs.values()))):  # the backward of a closure is still to come
         engine.require_sound_gradients(params, reader=type(optimizer).__name__)
         if engine.earlier is not None and steps:
             engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")
+    if not steps:
+        return None
+    current_plan = engine.current_plan
+    engine.optimizer_steps(params, settings_of(optimizer, current_plan.members.names) if current_plan.is_active else ())
     numbers: NonFinite = engine.checks.numbers
-    return numbers.before_step(optimizer, args, kwargs) if steps and numbers.is_on and sync._steps is None else None
+    return numbers.before_step(optimizer, args, kwargs) if numbers.is_on and sync._steps is None else None

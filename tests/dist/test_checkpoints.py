@@ -444,9 +444,10 @@ def test_a_bare_model_is_saved_by_the_ranks_that_synchronize_it(path: Path, wrap
     mine = dist.get_rank() // 2
     model, half = nn.Linear(2, 2), path.with_name(f"half {mine}")
     nn.init.constant_(model.weight, 1.0 + mine)
-    with contextlib.closing(wrap(model, process_group=groups[mine])):
+    with contextlib.closing(wrap(model, process_group=groups[mine])) as sync:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-        model(torch.ones(1, 2)).sum().backward()
+        called = model if wrap is attach else sync
+        called(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         save_checkpoint(half, model, optimizer, extra=mine)
         dist.barrier()

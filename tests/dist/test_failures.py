@@ -335,6 +335,18 @@ def test_a_rank_that_closes_its_model_after_a_failure_is_not_waited_for(where: s
         assert str(caught.value).startswith(f"rank 1 has failed: {Stop.__module__}.Stop\n  synchronization 2, rank 0\n")
 
 
+@in_ranks(2, timeout_s=20.0)
+def test_ranks_go_on_within_join_after_a_backward_that_failed_on_one() -> None:
+    with wrapped_and_bare(Branches(), **SMALL) as (ddp, _), ddp.join():
+        for step in range(3):
+            hook = next(ddp.parameters()).register_hook(raise_stop) if dist.get_rank() == step == 1 else None
+            with pytest.raises((Stop, PeerFailed)) if step == 1 else contextlib.nullcontext():
+                ddp(noise(4, 4, step=step)).sum().backward()
+            if hook is not None:
+                hook.remove()
+            ddp.zero_grad()
+
+
 # What is relied on of gloo where a rank fails: torch's waits end, and a connection tells whether its peer is there.
 
 

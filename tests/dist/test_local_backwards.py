@@ -56,6 +56,15 @@ def test_a_backward_of_the_bare_module_between_two_steps_is_this_ranks_own(is_sh
         assert of_all_ranks(values) == [values] * 2
 
 
+@in_ranks(2)
+def test_a_backward_after_the_group_has_changed_since_its_forward_is_averaged() -> None:
+    with wrapped(linear()) as ddp:
+        result = ddp(rows())
+        ddp._update_process_group(dist.group.WORLD)
+        result.sum().backward()
+        assert ddp.module.weight.grad.tolist() == MEAN
+
+
 FOLLOWED: dict[str, Callable[[DistributedDataParallel], Tensor]] = {
     "in eval mode": lambda ddp: ddp.eval()(rows()),
     "and a method": lambda ddp: ddp(rows()) * 0.0 + ddp.module.forward(rows()),

@@ -91,6 +91,18 @@ def test_a_load_on_one_rank_is_an_error_in_the_next_step_on_all(strategy: str, s
 
 
 @in_ranks(2)
+def test_a_load_on_one_rank_into_a_part_that_was_added_later_is_found_too() -> None:
+    with in_training() as (ddp, optimizer):
+        part = nn.Linear(3, 3)
+        ddp.module.append(nn.Sequential(part))
+        optimizer.add_param_group({"params": list(part.parameters())})
+        one_step(ddp, optimizer)
+        load_on([0], part)
+        with pytest.raises(ReplicaMismatch, match=r"'3\.0\.weight' .*\n  synchronization 4, load_state_dict on rank 0"):
+            one_step(ddp, optimizer)
+
+
+@in_ranks(2)
 @STRATEGIES
 def test_different_values_loaded_on_all_ranks_are_an_error(strategy: str) -> None:
     with in_training(strategy) as (ddp, optimizer):
@@ -274,17 +286,19 @@ def test_a_rate_that_differs_is_an_error_in_the_step_after_it_was_used(strategy:
         one_step(ddp, optimizer)
         rates = ", ".join(f"{0.1 if rank < last else 0.05} on rank {rank}" for rank in range(last + 1))
         assert text_of(PlanMismatch, lambda: one_step(ddp, optimizer)) == SET.format(
-            place=f"synchronization 3, rank {dist.get_rank()}", difference=f"lr of group 0 of SGD is {rates}"
+            place=f"synchronization 3, rank {dist.get_rank()}", difference=f"lr of group 0 of SGD with '0.bias' is {rates}"
         )
 
 
 Change = Callable[[dict[str, Any], int], object]
 DIFFERENT: dict[str, Change] = {
-    r"betas of group 1 of AdamW is \(0\.9, 0\.999\) on rank 0, \(0\.9, 0\.99\) on rank 1": lambda group, rank: group.update(
-        betas=(0.9, 0.99 if rank else 0.999)
+    r"betas of group 1 of AdamW with '0\.bias' is \(0\.9, 0\.999\) on rank 0, \(0\.9, 0\.99\) on rank 1": lambda group, rank: (
+        group.update(betas=(0.9, 0.99 if rank else 0.999))
     ),
-    r"amsgrad of group 1 of AdamW is False on rank 0, True on rank 1": lambda group, rank: group.update(amsgrad=bool(rank)),
-    r"lr of group 1 of AdamW is 0\.5 on rank 0, 0\.25 on rank 1": lambda group, rank: group.update(
+    r"amsgrad of group 1 of AdamW with '0\.bias' is False on rank 0, True on rank 1": lambda group, rank: group.update(
+        amsgrad=bool(rank)
+    ),
+    r"lr of group 1 of AdamW with '0\.bias' is 0\.5 on rank 0, 0\.25 on rank 1": lambda group, rank: group.update(
         lr=torch.tensor(0.5 / (1 + rank))
     ),
 }
@@ -315,6 +329,34 @@ def test_the_setting_and_the_group_are_named(difference: str) -> None:
             one_step(ddp, optimizer)
 
 
+def of_each_layer(ddp: nn.Module, *rates: float) -> list[torch.optim.Optimizer]:
+    layers = [module for module in ddp.modules() if isinstance(module, nn.Linear)]
+    return [torch.optim.SGD(layer.parameters(), lr=rate) for layer, rate in zip(layers, rates, strict=True)]
+
+
+@in_ranks(2)
+def test_ranks_may_step_two_optimizers_in_another_order() -> None:
+    with wrapped(Net()) as ddp:
+        optimizers = of_each_layer(ddp, 0.1, 0.2)
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(noise(5, 6, step=step)).square().mean().backward()
+            for optimizer in optimizers[:: -1 if dist.get_rank() else 1]:
+                optimizer.step()
+        require_equal_on_all(ddp)
+
+
+@in_ranks(2)
+def test_of_two_optimizers_the_one_that_differs_is_named() -> None:
+    with wrapped(Net()) as ddp:
+        optimizers = of_each_layer(ddp, 0.1 + dist.get_rank(), 0.2)
+        ddp(noise(5, 6)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        with pytest.raises(PlanMismatch, match=r"lr of group 0 of SGD with '0\.bias' is 0\.1 on rank 0, 1\.1 on rank 1"):
+            ddp(noise(5, 6)).square().mean().backward()
+
+
 @in_ranks(2)
 @pytest.mark.parametrize("change", SAME)
 def test_settings_that_step_alike_are_the_same(change: str) -> None:
@@ -327,14 +369,14 @@ def test_settings_that_step_alike_are_the_same(change: str) -> None:
 
 @in_ranks(2)
 def test_a_group_of_parameters_that_are_not_synchronized_may_differ() -> None:
-    local = nn.Linear(2, 2)
+    local = nn.Linear(3, 2)
     with wrapped(nn.Sequential(Net(), local), ignore=("1.weight",)) as ddp:
         optimizer = torch.optim.SGD(
             [{"params": [local.weight], "lr": 0.1 * dist.get_rank()}, {"params": ddp.module[0].parameters()}], lr=0.1
         )
         for step in range(3):
             optimizer.zero_grad()
-            ddp.module[0](noise(5, 6, step=step)).square().mean().backward()
+            ddp(noise(5, 6, step=step)).square().mean().backward()
             optimizer.step()
 
 
@@ -369,7 +411,7 @@ def test_a_difference_in_the_last_step_of_a_run_is_found_when_it_is_saved(strate
     folder = of_all_ranks(tmp_path)[0] / "run"
     with in_training(strategy) as (ddp, optimizer):
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
-        difference = "lr of group 0 of SGD is 0.1 on rank 0, 0.2 on rank 1"
+        difference = "lr of group 0 of SGD with '0.bias' is 0.1 on rank 0, 0.2 on rank 1"
         assert text_of(PlanMismatch, lambda: save_checkpoint(folder, ddp, optimizer)) == SET.format(
             place="save_checkpoint", difference=difference
         )

@@ -94,11 +94,6 @@ def test_sixteen_bit_parameters_are_alike_under_every_plan(dtype: torch.dtype) -
         require_equal(reference(case, "ddp", "SGD", **settings), trained(case, "ddp", "SGD", **settings, **plan), what=str(plan))
 
 
-@in_ranks(4)
-def test_so_they_are_on_a_mesh_where_no_order_is_asked_for() -> None:
-    require_equal(*(trained(NARROW[torch.bfloat16], num_steps=8, **way, **SMALL) for way in ways()))
-
-
 ONES = Case(lambda: nn.Linear(4, 4, bias=False).bfloat16(), lambda model, step: model(torch.ones(1, 4).bfloat16()).float().sum())
 
 
@@ -148,7 +143,7 @@ def test_the_collectives_of_a_backend_do_the_same() -> None:
 def test_another_plan_on_the_way_changes_no_bit_on_a_mesh(move: Any) -> None:
     with scripted(move) as seen:
         require_bits(TIED, "Adam", num_steps=14, among=[{"strategy": "hybrid"}], plans=[{}])
-    assert (dist.get_rank() == 0) == bool(seen)
+    assert len(seen) == 1
 
 
 @in_ranks(2, 3)
@@ -209,7 +204,7 @@ STEPS = {
         events=", ".join(["late 0 all_gather surely", *(STEP.replace("012", order) for order in ("210", "1", "2012"))])
     ),
     "a method of the module": Program(
-        events=f"late 0 all_gather surely, zero, forward 012 inside, backward, step flying, {STEP}"
+        events=f"late 0 all_gather surely, look now, zero, forward 012 inside, backward, step flying, {STEP}"
     ),
     "ranks evaluate one by one": Program(
         events=f"{STEP}, evaluate now|, {STEP}, evaluate |now, {STEP}, evaluate |now|, {STEP}, evaluate now"

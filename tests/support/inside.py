@@ -297,15 +297,15 @@ def late_calls(owner: Any, name: str, *, seconds: float, rank: int | None = None
 
 def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
     """Has rank 0 send late, so that gathers take long. The list that it returns has the buckets that were waited for."""
-    gathers, waited = gathers_of(model), []
-    wait = gathers.wait
+    recorder, waited = gathers_of(model)._recorder, []
+    mark = recorder.mark_gather
 
-    def noted(buckets: Any) -> None:
-        chosen = [bucket for bucket in buckets if bucket in gathers.in_flight]
-        waited.extend(chosen)
-        wait(chosen)
+    def noted(bucket: int, moment: str) -> None:
+        if moment == "wait_start":
+            waited.append(bucket)
+        mark(bucket, moment)
 
-    gathers.wait = noted  # type: ignore[method-assign]
+    recorder.mark_gather = noted  # type: ignore[method-assign]
     late_calls(_sharding_after_a_step(model).groups.shard, "_send", seconds=seconds, rank=0)
     return waited
 

@@ -75,6 +75,7 @@ class Reference:
         self.has_shards = False  # shards come with the first step, and go with a change of parameters
         self.new: set[Tensor] = set()  # parameters with a gradient since the last synchronization
         self.used: set[Tensor] = set()  # in this step
+        self.is_use_open = False  # shards may count a gradient that was zeroed in place before its reduction, or may not
         self.results: set[Tensor] = set()  # parameters whose `.grad` is a result
         self.earlier: dict[Tensor, Tensor] = {}  # results that were taken out of `.grad`
         self.next: float | None = None  # the weight of the backward that comes
@@ -150,6 +151,7 @@ class Reference:
     def zero_grad(self, *, set_to_none: bool) -> None:
         self.model.zero_grad(set_to_none=set_to_none)
         self.weight, self.total = None, 0.0
+        self.is_use_open = not set_to_none and self.has_shards and bool(self.new)
         for noted in (self.earlier, self.results, *((self.new, self.used) if set_to_none else ())):
             noted.clear()
 
@@ -370,7 +372,7 @@ class Run:
         self.compare_gradients()
         if is_last:
             used = {name for name, param in self.bare.named_parameters() if param in reference.used}
-            self.unused = {spec.name for spec in self.sync.plan.params} - used
+            self.unused = None if reference.is_use_open else {spec.name for spec in self.sync.plan.params} - used
 
     def compare_gradients(self) -> None:
         for (name, param), wanted in zip(self.module.named_parameters(), self.bare.parameters(), strict=True):

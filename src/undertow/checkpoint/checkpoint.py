@@ -17,12 +17,11 @@ from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.errors import CheckpointError
 from undertow.model_sync import settings_of
 from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.optim.state import params_of
 from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.execute.agreed_errors import require_same_settings, text_of
 from undertow.runtime.execute.hooks import earlier_watchers
 from undertow.runtime.peers.waiting import over_users
-from undertow.runtime.torch_private import tables
+from undertow.runtime.torch_private import private, tables
 
 _Result = TypeVar("_Result")
 
@@ -57,7 +56,8 @@ def save_checkpoint(
     """
     target = Path(path)
     ranks = _Ranks.meet(target, model, optimizer, to="save a checkpoint")
-    settings = () if optimizer is None else settings_of(optimizer, set(map(id, params_of(optimizer))))
+    names_of = {id(param): name for name, param in tables.named_parameters(private.unwrapped(model))}
+    settings = () if optimizer is None else settings_of(optimizer, names_of)
     require_same_settings(ranks.from_all(text_of(settings)), where="save_checkpoint")
     is_sharded = isinstance(optimizer, ShardedOptimizer)
     num_files = ranks.size if is_sharded else int(optimizer is not None)

@@ -414,6 +414,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         follows = self._are_buffers_due and self._buffer_hook is None
         source = 0 if follows else None
         if self._shadow is not None and self._join_config.enable and sync._is_training_forward:
+            sync._engine.complete()  # others still wait in a round whose backward has failed here
             source = self._shadow.announce_forward(self, with_buffers=follows)
         if self._buffer_hook is not None:
             self._is_buffer_hook_due = sync._is_training_forward and self.will_sync_module_buffers()

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
+from operator import itemgetter
 
 from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch, ReplicaMismatch
 from undertow.runtime.execute.round import Round, RoundResult, Settings
@@ -97,8 +98,12 @@ def require_sound(
 
 
 def text_of(settings: Settings) -> str:
-    """Returns a line for each setting. Numbers that differ in their last digits are equal: libraries of two machines may."""
-    return "\n".join(f"{name} of {group}: {_shown(value)}" for group, values in settings for name, value in values)
+    """Returns a line for each setting, whatever the order of the optimizers' steps.
+
+    Numbers that differ in their last digits are equal: libraries of two machines may.
+    """
+    ordered = sorted(settings, key=itemgetter(0))
+    return "\n".join(f"{name} of {group}: {_shown(value)}" for group, values in ordered for name, value in values)
 
 
 def _shown(value: object) -> str:

@@ -149,8 +149,8 @@ class Engine(RoundRunner):
         hooks.arrived_before |= hooks.indices(accumulated)
         self.progress.has_accumulated |= bool(accumulated)
 
-    def finish_before_step(self, params: set[int], *, steps: bool, settings: Settings = ()) -> None:
-        """Runs a round if one is owed before an optimizer `steps` on these parameters, by id, or their gradients are read.
+    def finish_before_step(self, params: set[int]) -> None:
+        """Runs a round if one is owed before an optimizer steps on these parameters, by id, or their gradients are read.
 
         Raises PhaseError inside a backward.
         """
@@ -168,10 +168,13 @@ class Engine(RoundRunner):
             self._run_outside_of_backward(steps=True)
         if self.checks.sent:
             self.checks.require_alike()
-        if steps:
-            progress.optimizer_steps(params, settings, of=current_plan.now.hooks.ids)
-            if current_plan.now.hooks.alone is not None:
-                current_plan.now.hooks.alone.steps()
+
+    def optimizer_steps(self, params: set[int], settings: Settings) -> None:
+        """Called before an optimizer updates these parameters, by id, with these settings, once nothing speaks against it."""
+        hooks = self.current_plan.now.hooks
+        self.progress.optimizer_steps(params, settings, of=hooks.ids)
+        if hooks.alone is not None:
+            hooks.alone.steps()
 
     def require_sound_gradients(self, params: set[int], *, reader: str) -> None:
         """Called when `reader` is about to use the gradients of these parameters, by id.

@@ -225,7 +225,7 @@ def finish_before_look(sync: Any, params: Iterable[Tensor]) -> None:
     """Runs a synchronization if one is owed, before gradients of these parameters are read: other ranks may be in theirs."""
     ids, engine = set(map(id, params)), sync._engine
     if engine.phase < Phase.CLOSED and engine.current_plan.owns_any(ids):
-        engine.finish_before_step(ids, steps=False)
+        engine.finish_before_step(ids)
 
 
 def require_synchronized(sync: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -46,12 +47,25 @@ class LoadHook(ModuleHook):
 
 
 def before_loads(module: nn.Module, then: Callable[[nn.Module], object]) -> Callable[[], None]:
-    """Calls `then` before a load into the module or a part of it, scripts excepted; returns a function that ends this."""
-    parts = [part for _, part in named_modules(module) if not isinstance(part, torch.jit.ScriptModule)]
-    hooks = contextlib.ExitStack()
-    for part in parts:
-        handle = part.register_load_state_dict_pre_hook(LoadHook(part, then))  # type: ignore[no-untyped-call]
-        hooks.callback(handle.remove)
+    """Calls `then` before a load into the module or a part of it, scripts excepted; returns a function that ends this.
+
+    Parts that are added later count too.
+    """
+    hooks, watched = contextlib.ExitStack(), weakref.WeakSet[nn.Module]()
+
+    def watch(whole: nn.Module) -> None:
+        for _, part in named_modules(whole):
+            if part not in watched and not isinstance(part, torch.jit.ScriptModule):
+                watched.add(part)
+                handle = part.register_load_state_dict_pre_hook(LoadHook(part, then))  # type: ignore[no-untyped-call]
+                hooks.callback(handle.remove)
+
+    def is_added(parent: nn.Module, _name: str, part: nn.Module | None) -> None:
+        if part is not None and parent in watched:
+            watch(part)
+
+    watch(module)
+    hooks.callback(register_module_module_registration_hook(is_added).remove)
     return hooks.close
 
 

@@ -59,6 +59,10 @@ TOLD = faults.stall_text(
     {},
     ranks=range(2),
 )
+WRITTEN = {
+    "where": "synchronization 199; 1 of 6 parameters differ",
+    "remedy": "Look for what writes to parameters, or steps, on some ranks only; broadcast_parameters() makes them equal again.",
+}
 # What docs/reliability.md quotes.
 
 
@@ -69,7 +73,7 @@ TOLD = faults.stall_text(
         f"PeerFailed: {faults.failed(1, ValueError('row 7 has no label')).error('synchronization 118, rank 0')}",
         f"StallTimeout: {faults.timed_out(0, TOLD).error('synchronization 3, rank 0')}",
         f"NonFiniteGradient: {Finding(params=('last.bias',), ranks=(1,), where='synchronization 118, bucket 0').error()}",
-        f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, where='synchronization 199; 1 of 6 parameters differ')}",
+        f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, **WRITTEN)}",
     ],
     ids=lambda text: text.partition(":")[0],
 )
