@@ -125,13 +125,32 @@ SHOWN_BY = {
         "test_a_change_on_one_rank_is_an_error_on_all_while_ranks_compare_their_times",
         "test_experts_may_change_and_their_gradients_may_come_late",
     ],
+    "is a collective call": [
+        "test_a_parameter_that_is_added_takes_rank_0s_value",
+        "test_a_rank_without_data_takes_part_when_a_parameter_is_added",
+    ],
+    "the same first values": [
+        "test_gradients_that_were_computed_with_other_values_are_an_error_on_all_ranks",
+        "test_parameters_that_are_broadcast_before_the_forward_are_no_error",
+    ],
+    "registered on the wrapper itself": ["test_what_is_put_on_the_wrapper_itself_is_an_error_in_the_next_forward"],
     "Inside `join()` every forward": [
         "test_a_rank_without_data_does_not_wait_for_buffers_while_others_accumulate",
         "test_a_rank_that_has_run_out_of_data_makes_no_steps",
     ],
     "torch.func.functional_call": ["test_a_functional_call_trains_what_its_parameters_are_made_from"],
     "Buffers that change": ["test_buffers_that_change_on_all_ranks_follow_rank_0_from_the_next_step_on"],
+    "buffers cannot follow rank 0": [
+        "test_a_buffer_that_cannot_be_sent_is_refused_by_its_name_on_every_rank",
+        "test_parameters_that_cannot_be_written_are_refused_by_their_names",
+    ],
     "communication hook raises on one rank": ["test_a_hook_that_raises_on_one_rank_ends_the_others_by_the_timeout"],
+    "A backward of the bare module": [
+        "test_a_backward_of_the_bare_module_before_the_step_is_averaged",
+        "test_a_backward_after_a_forward_of_the_wrapper_is_averaged",
+    ],
+    "taken out of `.grad` in backward": ["test_a_gradient_that_a_hook_takes_away_is_an_error_on_every_rank"],
+    "inside the closure of a step": ["test_a_closure_that_catches_an_error_of_backward_steps_on_the_old_gradients"],
     "looks at its loss alone": ["test_a_look_after_gradients_were_zeroed_by_hand_is_a_step_of_its_own"],
     "With sums or weights `.grad`": ["test_with_weights_a_gradient_is_new_until_the_next_synchronization"],
     "`nonfinite` covers subclasses": ["test_steps_that_torch_does_not_know_are_not_skipped"],
@@ -139,7 +158,8 @@ SHOWN_BY = {
     "shares a parameter's memory": ["test_a_read_between_steps_sees_what_was_stepped"],
     "is not stepped, whatever its `.grad`": ["test_with_shards_what_is_frozen_is_not_stepped"],
     "`step()` is for all ranks or none": ["test_with_shards_a_step_of_one_rank_is_an_error"],
-    "A change of the plan brings": ["test_shards_move_up_to_so_many_bytes"],
+    "cannot check that the optimizer is elementwise": ["test_shards_of_an_optimizer_that_is_not_elementwise_train_differently"],
+    "A change of the plan brings": ["test_shards_that_would_be_whole_on_every_rank_for_a_moment_stay"],
     "On a mesh each row": ["test_rows_that_have_drifted_apart_stay_so_until_rank_0_is_followed"],
     "Profiles on GPUs": ["test_a_clock_of_the_device_sees_what_the_host_does_not_wait_for"],
     "Plans do not account": [
@@ -236,6 +256,24 @@ def test_a_hook_that_raises_on_one_rank_ends_the_others_by_the_timeout() -> None
     dist.destroy_process_group(group)
 
 
+@in_ranks(2)
+def test_a_closure_that_catches_an_error_of_backward_steps_on_the_old_gradients() -> None:
+    with contextlib.closing(DistributedDataParallel(nn.Linear(2, 1))) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+        ddp(ones(1, 2)).sum().backward()
+
+        def closure() -> Tensor:
+            loss = ddp(ones(1, 2)).sum()
+            loss.register_hook(lambda _: 1 / 0)
+            with contextlib.suppress(ZeroDivisionError):
+                loss.backward()
+            return loss
+
+        nn.init.zeros_(ddp.module.bias)
+        optimizer.step(closure)
+        assert ddp.module.bias.item() == -0.5
+
+
 @in_ranks(2, is_fresh=True)
 def test_a_look_after_gradients_were_zeroed_by_hand_is_a_step_of_its_own() -> None:
     with contextlib.closing(DistributedDataParallel(nn.Linear(2, 1))) as ddp:
@@ -308,6 +346,28 @@ def test_with_shards_what_is_frozen_is_not_stepped() -> None:
     optimizer.step()
     assert torch.equal(frozen, before)
     ddp.close()
+
+
+class Normalized(torch.optim.SGD):
+    """Steps by gradients of norm 1."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= group["lr"] * param.grad / param.grad.norm()
+
+
+@in_ranks(2)
+def test_shards_of_an_optimizer_that_is_not_elementwise_train_differently() -> None:
+    steps = []
+    for is_sharded in (False, True):
+        with contextlib.closing(DistributedDataParallel(nn.Linear(2, 2, bias=False))) as ddp:
+            nn.init.zeros_(ddp.module.weight)
+            optimizer = ShardedOptimizer(Normalized, ddp, elementwise=True) if is_sharded else Normalized(ddp.parameters())
+            train(ddp, optimizer, num_steps=1)
+            steps.append(ddp.module.weight.norm().item())
+    assert steps == pytest.approx([1e-3, 2**0.5 * 1e-3])  # two shards, each of norm 1
 
 
 @pytest.mark.waits
