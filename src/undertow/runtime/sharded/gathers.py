@@ -49,16 +49,19 @@ _READ_NO_VALUES = frozenset(
 def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
     """Returns a subclass whose tensors wait before they are read; the gathers may be freed before the parameters."""
 
-    def arrive(cls: type, values: Any) -> None:
+    def arrive(cls: type[Tensor], values: Any) -> None:
         gathers = weak()
         if gathers is not None:
             gathers.before_read()
-        # Nothing will gather these: torch.utils.swap_tensors gives the class to other tensors.
+        # Whatever left the class on them, so that the read does not come here again: for example,
+        # torch.utils.swap_tensors gives the class to tensors that nothing gathers.
         for leaf in tree_leaves(values):
-            if isinstance(leaf, cls) and (gathers is None or id(leaf) not in gathers.ids):
-                leaf.__class__ = kind
+            if isinstance(leaf, cls):
+                (_let_read if gathers is None else gathers.let_read)(leaf)
 
-    def read(cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def read(
+        cls: type[Tensor], function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if function in _READ_NO_VALUES:
             with private.as_plain_tensors():
                 return function(*args, **(kwargs or {}))
@@ -95,18 +98,25 @@ def _is_parameter_made() -> bool:
     return any(frame.f_code is nn.Parameter.__new__.__code__ for frame, _ in islice(walk_stack(sys._getframe(1)), 5))
 
 
+def _let_read(param: Tensor) -> None:
+    """Gives a parameter its own class back."""
+    param.__class__ = getattr(type(param), "arrived_class", type(param))
+
+
 class Gathers:
-    """The gathers of a plan's buckets; a read of a parameter first waits for its bucket."""
+    """The gathers of a plan's buckets; a read of a parameter first waits for its bucket.
+
+    A signal handler or `__del__` may run between any two lines. It may read parameters, which waits for
+    all that is in flight and gives all of them their class back. Ctrl-C may end any function here.
+    """
 
     def __init__(self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder) -> None:
         self.in_flight: dict[int, Handle] = {}
         self.flats, self._exchanges, self._recorder = flats, exchanges, recorder
-        self.ids = frozenset(id(param) for flat in flats for param in flat.params)
         self._process = os.getpid()
         self._classes: dict[type, type] = {}  # of parameters in flight, by their own class
-        self._watched: set[int] = set()  # buckets whose parameters wait when they are read
         self._is_compiled_in = False  # code of torch.compile reads the parameters
-        # `in_flight` and `_watched` must change together: other threads read them, and so do signal handlers in this one.
+        # `in_flight` and the classes change together, because other threads read them.
         self._lock = threading.RLock()
 
     def launch(self, bucket: int, *, is_read: bool = True) -> None:
@@ -124,6 +134,8 @@ class Gathers:
         with self._lock:
             self.in_flight[bucket] = handle
             self._watch(bucket)
+            if bucket not in self.in_flight:  # a signal handler has waited for it in between
+                self._release(bucket)
 
     def round_begins(self) -> None:
         """Waits if no forward has; autograd then detects most parameters that were read too early."""
@@ -143,22 +155,19 @@ class Gathers:
             # Only now, so that a wait that failed fails again. Another thread may have waited too, and launched the next gather.
             with self._lock:
                 if self.in_flight.get(bucket) is handle:
-                    del self.in_flight[bucket]
                     # Again, so that a forward that has read too early fails in its backward.
                     increment_version(self.flats[bucket].params)
                     self._release(bucket)
+                    # Last, so that after Ctrl-C the next wait does all of this again.
+                    self.in_flight.pop(bucket, None)
 
     def wait_for_all(self) -> None:
-        if self.in_flight or self._watched:
-            self.wait(tuple(self.in_flight))
-            with self._lock:  # except buckets that another thread has launched again
-                for bucket in self._watched.difference(self.in_flight):
-                    self._release(bucket)
+        self.wait(tuple(self.in_flight))
 
     def let_go(self) -> None:
         """Ends all waits for reads, because nothing will gather the parameters."""
         for param in chain.from_iterable(flat.params for flat in self.flats):
-            param.__class__ = getattr(type(param), "arrived_class", type(param))
+            _let_read(param)
 
     def is_read_unseen(self) -> bool:
         """Returns True if other tensors share the memory of parameters in flight, or compiled code guards their class."""
@@ -167,22 +176,27 @@ class Gathers:
         return self._is_compiled_in or (may_be_shared and any(flat.is_referred_to for flat in flats))
 
     def _watch(self, bucket: int) -> None:
-        self._watched.add(bucket)
         for param in self.flats[bucket].params:
-            kind = type(param)
-            if not hasattr(kind, "arrived_class"):
-                if kind not in self._classes:
-                    self._classes[kind] = _awaited_class(kind, weakref.ref(self))
-                param.__class__ = self._classes[kind]
+            kind = getattr(type(param), "arrived_class", type(param))
+            if kind not in self._classes:
+                self._classes[kind] = _awaited_class(kind, weakref.ref(self))
+            param.__class__ = self._classes[kind]
 
     def _release(self, bucket: int) -> None:
         flat, coming = self.flats[bucket], set[int]()  # parameters with another bucket to come stay watched
-        self._watched.discard(bucket)
         if flat.split_params:
-            coming.update(id(param) for other in self.in_flight for param in self.flats[other].split_params)
+            others = [self.flats[other] for other in tuple(self.in_flight) if other != bucket]
+            coming.update(id(param) for other in others for param in other.split_params)
         for param in flat.params:
             if id(param) not in coming:
                 param.__class__ = getattr(type(param), "arrived_class", type(param))
+
+    def let_read(self, param: Tensor) -> None:
+        """Gives a parameter its class back, unless another thread has launched a gather of it again."""
+        with self._lock:
+            flats = [self.flats[bucket] for bucket in tuple(self.in_flight)]
+            if not any(param is coming for flat in flats for coming in flat.params):
+                _let_read(param)
 
     def before_read(self) -> None:
         """Called before a parameter in flight is read; afterwards none of the model's is."""
