@@ -390,7 +390,8 @@ def _before_step(
     if engine.phase >= Phase.CLOSED or not engine.current_plan.owns_any(params):
         return None
     if sync._steps is not None:
-        sync._steps.require_stepper(optimizer)
+        if sync._steps.leaves_to_stepper(optimizer) and steps:
+            return None
     elif sync._config.strategy not in (None, DDP.name):
         raise PhaseError(
             f"strategy={sync.config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
