@@ -157,7 +157,9 @@ class ModelSync:
             part._engine.accumulates(value)
 
     def _wait(self) -> None:
-        self._engine.complete()
+        # In a backward, a hook or a signal handler calls this: its end waits for the gradients.
+        if private.graph_task_id() == -1:
+            self._engine.complete()
         if self._steps is not None:
             self._steps.wait()
 
