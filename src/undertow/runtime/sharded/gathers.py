@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.compiler import is_exporting
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -282,7 +283,7 @@ class _WaitHook(ModuleHook):
         self._buckets, self._are_there = buckets, gathers.in_flight.keys().isdisjoint
 
     def __call__(self, called: nn.Module, *_arguments: Any) -> None:
-        if not self._are_there(self._buckets) and called is self._module():
+        if not is_exporting() and not self._are_there(self._buckets) and called is self._module():
             self._then()
 
 
