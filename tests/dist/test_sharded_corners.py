@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -204,6 +205,18 @@ def test_a_thread_of_ours_that_drops_a_wrapper_waits_for_nothing() -> None:
     post(ddp, drop)
     del ddp, opt
     assert is_dropped.wait(10)
+
+
+# As a `__del__` does that the garbage collector runs there.
+@in_ranks(2)
+def test_a_read_in_a_thread_that_brings_parameters_is_an_error() -> None:
+    with stepped(2, **SMALL) as (ddp, opt):
+        weight, text, goes_on = ddp.module[0].weight, Future[str](), threading.Event()
+        call_before(ddp, "gathers", goes_on.wait)
+        one_step(ddp, opt, 2)
+        post(ddp, lambda: text.set_result(text_of(PhaseError, weight.sum)))
+        goes_on.set()
+        assert "it would wait for itself" in text.result(10)
 
 
 # Only rank 1 has a part of the gradient, and every rank says so of it.

@@ -22,6 +22,7 @@ from support.checkpoints import copied
 from support.errors import text_of
 from support.inside import (
     CODE_OF_GATHERS,
+    CODE_OF_SHARDS,
     before_lines,
     call_before,
     gathers_of,
@@ -410,6 +411,22 @@ def test_between_any_two_lines_parameters_can_be_read(part: str, ends: bool) -> 
                 step_of(ddp, opt, case, number)
         require_same_everywhere(parameters(ddp))
     assert ran >= ({"launch", "_watch"} if part == "step" else {"wait", "_release"})
+
+
+# Gathers that have arrived are copied to that memory by a thread, which must not wait for this one.
+@in_ranks(2)
+def test_a_signal_handler_may_read_parameters_whose_memory_others_share() -> None:
+    case, ran = Case(lambda: nn.Linear(6, 1, bias=False), MLP.loss), ["any line"]
+    with training(case.model(), optimizer="SGD") as (ddp, opt):
+        weight, number = ddp.module.weight, 0
+        kept = weight.data
+        while len(ran) > number:
+            opt.zero_grad()
+            case.loss(ddp, number).backward()
+            number += 1
+            with before_lines(CODE_OF_SHARDS, weight.sum, number=number) as ran:
+                opt.step()
+            require_read([kept], ddp, [weight])
 
 
 # Gathers under the next forward: every reader waits for what it reads, and for no more; delays change nothing.

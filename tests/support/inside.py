@@ -47,6 +47,7 @@ from undertow.runtime.replan.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.runtime.sharded.binding import GradientPlaceholder
 from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.layout import Sharding
+from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.rounds import RoundRunner
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
@@ -337,7 +338,7 @@ def shorten_patience(factor: float) -> None:
         setattr(patience, name, factor * getattr(patience, name))
 
 
-CODE_OF_GATHERS, CODE_OF_ROUNDS = Gathers, RoundRunner
+CODE_OF_GATHERS, CODE_OF_ROUNDS, CODE_OF_SHARDS = Gathers, RoundRunner, FlatParams
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
 _PLACES = {
     "sends": ("shard", "_send"),

@@ -29,11 +29,12 @@ from undertow.errors import PhaseError, require
 from undertow.runtime.comm.collectives import Collectives
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
+from undertow.runtime.peers.threads import WorkerThread
 from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook
 
-_addresses_of = attrgetter("addresses")
+_addresses_of, _is_shared_apart = attrgetter("addresses"), attrgetter("is_shared_apart")
 _T: Any = Tensor  # its attributes are descriptors on the class
 
 # These read no values of a parameter. Every `zero_grad()` uses the first two, and forwards use devices and dtypes. `dim()` is not
@@ -173,8 +174,11 @@ class Gathers:
     def is_read_unseen(self) -> bool:
         """Returns True if other tensors share the memory of parameters in flight, or compiled code guards their class."""
         flats = list(map(self.flats.__getitem__, self.in_flight))
-        may_be_shared = private.are_shared(list(chain.from_iterable(map(_addresses_of, flats))))
-        return self._is_compiled_in or (may_be_shared and any(flat.is_referred_to for flat in flats))
+        return (
+            self._is_compiled_in
+            or any(map(_is_shared_apart, flats))
+            or private.are_shared(list(chain.from_iterable(map(_addresses_of, flats))))
+        )
 
     def _watch(self, bucket: int) -> None:
         for param in self.flats[bucket].params:
@@ -206,6 +210,13 @@ class Gathers:
             "a child process reads a parameter that had not arrived when the process was started.",
             where=f"process {os.getpid()}, a child of rank {self._exchanges.group.rank}",
             remedy="Call model.wait() before you start processes that use the model.",
+            error=PhaseError,
+        )
+        require(
+            not isinstance(threading.current_thread(), WorkerThread),
+            "a thread that brings parameters reads one of them: it would wait for itself.",
+            where=f"rank {self._exchanges.group.rank}, perhaps in a `__del__` that runs there",
+            remedy="Read no parameters in `__del__`, or call model.wait() after each step.",
             error=PhaseError,
         )
         # Compiled code would be compiled again each time for the class of a parameter in flight.
