@@ -61,7 +61,7 @@ def test_the_loss_may_do_anything_with_a_forward(loss: Callable[[nn.Module, Tens
 def test_wait_may_be_called_anywhere_in_a_backward() -> None:
     with wrapped_and_bare(mlp(), bucket_cap_mb=1e-4) as (ddp, bare), before_lines(CODE_OF_ROUNDS, ddp.wait) as ran:
         backward_alike(ddp, bare, MLP.loss)
-    assert "_end_round" in ran
+    assert len(ran) > 100
 
 
 @in_ranks(2)
