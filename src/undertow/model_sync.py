@@ -165,7 +165,9 @@ class ModelSync:
             part._engine.accumulates(value)
 
     def _wait(self) -> None:
-        self._engine.complete()
+        # In a backward, a hook or a signal handler calls this: its end waits for the gradients.
+        if private.graph_task_id() == -1:
+            self._engine.complete()
         if self._steps is not None:
             self._steps.wait()
 
@@ -450,16 +452,17 @@ def _plain(value: object) -> object:
     return float(value) if isinstance(value, float) else None
 
 
-def _require_stepper(sync: ModelSync, optimizer: Optimizer) -> None:
-    """Raises PhaseError if another optimizer is to step the model."""
+def _leaves_to_stepper(sync: ModelSync, optimizer: Optimizer) -> bool:
+    """Returns True if the optimizer leaves the step to a sharded one within it; PhaseError if another one is to step."""
     if sync._steps is not None:
-        sync._steps.require_stepper(optimizer)
-    elif sync._config.strategy not in (None, DDP.name):
+        return sync._steps.leaves_to_stepper(optimizer)
+    if sync._config.strategy not in (None, DDP.name):
         raise PhaseError(
             f"strategy={sync.config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
             where="the first step of the optimizer",
             remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
         )
+    return False
 
 
 @private.untraced  # if the step is compiled, so would be everything before it
@@ -485,7 +488,8 @@ def _before_step(
         sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
     if engine.phase >= Phase.CLOSED or not engine.current_plan.owns_any(params):
         return None
-    _require_stepper(sync, optimizer)
+    if _leaves_to_stepper(sync, optimizer) and steps:
+        return None
     engine.finish_before_step(params)
     if sync._steps is not None and not steps:
         sync._steps.begin()  # a scaler is to unscale shards in every step, with the same bits

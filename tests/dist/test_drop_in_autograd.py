@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import undertow
 from support.alike import backward_alike, heard, of_all_ranks, require_equal_values, train
 from support.errors import text_of
+from support.inside import CODE_OF_ROUNDS, before_lines
 from support.models import CASES, mlp, noise
 from support.naive import TIMEOUT_S, naive_mean, require_same, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
@@ -52,6 +54,27 @@ def test_the_loss_may_do_anything_with_a_forward(loss: Callable[[nn.Module, Tens
     with wrapped_and_bare(smooth(), bucket_cap_mb=1e-6) as (ddp, bare):
         backward_alike(ddp, bare, lambda model, step: loss(model, noise(5, 6, step=step)))
         assert {param.grad.dtype for param in ddp.parameters()} == {torch.float32}
+
+
+# As a signal handler does before it saves: it may come between any two lines.
+@in_ranks(2)
+def test_wait_may_be_called_anywhere_in_a_backward() -> None:
+    with wrapped_and_bare(mlp(), bucket_cap_mb=1e-4) as (ddp, bare), before_lines(CODE_OF_ROUNDS, ddp.wait) as ran:
+        backward_alike(ddp, bare, MLP.loss)
+    assert len(ran) > 100
+
+
+@in_ranks(2)
+def test_wait_may_be_called_anywhere_while_a_reduction_by_hand_is_waited_for() -> None:
+    def reduced(_bare: nn.Module) -> None:
+        naive_mean(bare)
+        reduction = ddp.sync.reduce_gradients_async()
+        with before_lines(CODE_OF_ROUNDS, ddp.wait, number=next(numbers)):
+            reduction.wait()
+
+    numbers = count(1, 3)
+    with wrapped_and_bare(mlp(), bucket_cap_mb=1e-4) as (ddp, bare), ddp.no_sync():
+        backward_alike(ddp, bare, MLP.loss, steps=range(10), mean=reduced)
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)

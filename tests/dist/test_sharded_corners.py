@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, ClassVar
 
@@ -204,6 +205,18 @@ def test_a_thread_of_ours_that_drops_a_wrapper_waits_for_nothing() -> None:
     post(ddp, drop)
     del ddp, opt
     assert is_dropped.wait(10)
+
+
+# As a `__del__` does that the garbage collector runs there.
+@in_ranks(2)
+def test_a_read_in_a_thread_that_brings_parameters_is_an_error() -> None:
+    with stepped(2, **SMALL) as (ddp, opt):
+        weight, text, goes_on = ddp.module[0].weight, Future[str](), threading.Event()
+        call_before(ddp, "gathers", goes_on.wait)
+        one_step(ddp, opt, 2)
+        post(ddp, lambda: text.set_result(text_of(PhaseError, weight.sum)))
+        goes_on.set()
+        assert "it would wait for itself" in text.result(10)
 
 
 # Only rank 1 has a part of the gradient, and every rank says so of it.
@@ -431,6 +444,27 @@ def test_mistakes_are_told() -> None:
             with contextlib.nullcontext() if step == 2 else ddp.no_sync():
                 MLP.loss(ddp, step).backward()
         assert "accumulated and not synchronized" in text_of(PhaseError, newer.step)
+
+
+# Wraps an optimizer as its groups show, as Lookahead and optimizers of other libraries do.
+class Around(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+@in_ranks(2)
+def test_an_optimizer_around_a_sharded_one_steps_it() -> None:
+    def around(ddp: DistributedDataParallel, opt: Any, number: int) -> None:
+        one_step(ddp, Around(opt), number)
+
+    require_equal(trained(MLP, num_steps=4, each=around), trained(MLP, num_steps=4))
 
 
 @in_ranks(2)

@@ -1,5 +1,6 @@
 """Parameters read between a sharded step and the next forward are what the step has made of them, however they are reached."""
 
+import contextlib
 import copy
 import os
 import pickle
@@ -20,6 +21,9 @@ from torch.optim.swa_utils import AveragedModel
 from support.checkpoints import copied
 from support.errors import text_of
 from support.inside import (
+    CODE_OF_GATHERS,
+    CODE_OF_SHARDS,
+    before_lines,
     call_before,
     gathers_of,
     interrupted_steps,
@@ -43,6 +47,7 @@ from support.sharded import (
     require_bits,
     require_equal,
     require_moved,
+    require_same_everywhere,
     step_of,
     stepped,
     trained,
@@ -359,6 +364,69 @@ def test_a_thread_that_read_before_the_next_step_leaves_that_to_its_own_readers(
             reader.join()
         assert bucket in gathers.in_flight
         require_read(params, ddp, params)
+
+
+# Python runs signal handlers and `__del__` between any two lines. Here one runs in each step, before
+# another line of those that bring parameters, until there is no such line. Inside of `opt.step()`
+# parameters are half updated, as with any optimizer.
+@in_ranks(2)
+@pytest.mark.parametrize(
+    ("part", "ends"),
+    [("forward", False), ("forward", True), ("read", False), ("read", True), ("step", False)],
+    ids=str,
+)
+def test_between_any_two_lines_parameters_can_be_read(part: str, ends: bool) -> None:
+    case = Case(lambda: nn.Linear(6, 8), MLP.loss)
+    with stepped(3, case=case, **SMALL) as (ddp, opt):
+        weight, bias = ddp.module.parameters()
+        assert sum(0 in bucket.params for bucket in ddp.plan.buckets) > 1  # the weight is in pieces
+        parts = {"forward": lambda: case.loss(ddp, 0), "read": weight.sum, "step": opt.step}
+        found, ran = dict[str, Tensor](), set[str]()
+
+        def handler() -> None:
+            found.update(weight=weight.detach().clone(), bias=bias.detach().clone())
+            if ends:
+                raise KeyboardInterrupt
+
+        for number in count(1):
+            opt.zero_grad()
+            if part == "step":
+                case.loss(ddp, number).backward()
+            found.clear()
+            with (
+                before_lines(CODE_OF_GATHERS, handler, number=number) as lines,
+                contextlib.suppress(KeyboardInterrupt),
+            ):
+                parts[part]()
+            if not found:
+                break
+            what = f"line {number} is of {lines[number - 1]}"
+            ran.add(lines[number - 1])
+            if part == "step":
+                ddp.wait()
+            else:
+                require_read(found.values(), ddp, [weight, bias], what)
+            assert type(weight) is type(bias) is nn.Parameter, what
+            if part != "step":
+                step_of(ddp, opt, case, number)
+        require_same_everywhere(parameters(ddp))
+    assert ("launch" if part == "step" else "wait") in ran
+
+
+# Gathers that have arrived are copied to that memory by a thread, which must not wait for this one.
+@in_ranks(2)
+def test_a_signal_handler_may_read_parameters_whose_memory_others_share() -> None:
+    case, ran = Case(lambda: nn.Linear(6, 1, bias=False), MLP.loss), ["any line"]
+    with training(case.model(), optimizer="SGD") as (ddp, opt):
+        weight, number = ddp.module.weight, 0
+        kept = weight.data
+        while len(ran) > number:
+            opt.zero_grad()
+            case.loss(ddp, number).backward()
+            number += 1
+            with before_lines(CODE_OF_SHARDS, weight.sum, number=number) as ran:
+                opt.step()
+            require_read([kept], ddp, [weight])
 
 
 # Gathers under the next forward: every reader waits for what it reads, and for no more; delays change nothing.

@@ -339,11 +339,54 @@ def test_a_part_of_what_is_wrapped_is_not_wrapped_again_nor_over_other_ranks() -
         assert {text_of(ConfigError, call).replace("'weight'", "'0.weight'") for call in calls} == {
             "a part of this module is synchronized already.\n"
             "  parameter '0.weight' belongs to an earlier attach() or DistributedDataParallel\n"
-            "  Call close() on the earlier one first."
+            "  Call close() on the earlier one if it trains no more. If two models share a part, wrap "
+            "one module that holds both, or name the part in `ignore` of one of them."
         }
         backward_alike(ddp, bare, MLP.loss)  # the earlier one goes on
     if is_inside:
         dist.destroy_process_group(group)
+
+
+@in_ranks(2)
+def test_one_of_two_models_may_leave_the_part_that_they_share_to_the_other() -> None:
+    encoder, heads = nn.Linear(6, 4), [nn.Linear(4, 2), nn.Linear(4, 1)]
+    actor, critic = (nn.Sequential(encoder, head) for head in heads)
+    both = nn.ModuleList([actor, critic])
+    bare: Any = copy.deepcopy(both)
+    with contextlib.closing(attach(actor)), contextlib.closing(attach(critic, ignore=[encoder])):
+        backward_alike(both, bare, lambda models, step: sum(MLP.loss(each, step) for each in models))
+
+
+# As those of torchao: its values are in other tensors, and hardly any operation is defined.
+class Quantized(Tensor):
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Tensor:
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, _types: Any, args: Any = (), _kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].values)
+        raise NotImplementedError(function)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("wrap", WRAP)
+def test_a_parameter_without_memory_is_refused_by_name_and_may_be_ignored(wrap: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(Quantized(torch.ones(2, 2)), requires_grad=False)
+    assert text_of(ConfigError, lambda: WRAP[wrap](model)) == (
+        "parameter '0.weight' is a Quantized, which has no memory of its own: "
+        "it cannot be sent to other ranks.\n"
+        f"  {wrap}(...)\n"
+        "  Exclude it with ignore=['0.weight'], and give it the same values on every rank."
+    )
+    with contextlib.closing(attach(model, ignore=["0.weight"])):
+        model[1](torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+        assert model[1].weight.grad.unique().tolist() == [1.5]
 
 
 @in_ranks(2)

@@ -8,9 +8,11 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from support.pages import execute, snippets
 from support.project import ROOT
 from support.ranks import in_ranks
 from support.sharded import hybrid
-from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, StallTimeout, SyncConfig
+from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, StallTimeout, SyncConfig, attach
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = list(snippets(ROOT / "README.md"))
@@ -138,6 +140,7 @@ SHOWN_BY = {
         "test_a_rank_without_data_does_not_wait_for_buffers_while_others_accumulate",
         "test_a_rank_that_has_run_out_of_data_makes_no_steps",
     ],
+    "`torch.jit.script` compiles": ["test_a_module_is_exported_between_steps_and_scripted_after_close"],
     "torch.func.functional_call": ["test_a_functional_call_trains_what_its_parameters_are_made_from"],
     "Buffers that change": ["test_buffers_that_change_on_all_ranks_follow_rank_0_from_the_next_step_on"],
     "buffers cannot follow rank 0": [
@@ -156,6 +159,8 @@ SHOWN_BY = {
     "`nonfinite` covers subclasses": ["test_steps_that_torch_does_not_know_are_not_skipped"],
     "Call `wait()` before C++ code": ["test_after_wait_code_in_cpp_reads_what_was_stepped"],
     "shares a parameter's memory": ["test_a_read_between_steps_sees_what_was_stepped"],
+    "`type(param) is nn.Parameter`": ["test_the_exact_class_of_a_parameter_is_back_after_wait"],
+    "lie in one allocation": ["test_the_memory_of_sharded_parameters_has_a_fixed_size"],
     "is not stepped, whatever its `.grad`": ["test_with_shards_what_is_frozen_is_not_stepped"],
     "`step()` is for all ranks or none": ["test_with_shards_a_step_of_one_rank_is_an_error"],
     "cannot check that the optimizer is elementwise": ["test_shards_of_an_optimizer_that_is_not_elementwise_train_differently"],
@@ -333,6 +338,53 @@ def test_after_wait_code_in_cpp_reads_what_was_stepped() -> None:
             torch.func.grad(lambda value: (value * value).sum() / 2)(weight.detach()),
         ):
             assert torch.equal(found, weight.detach().clone())
+    ddp.close()
+
+
+@pytest.mark.slow
+@in_ranks(2)
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, attach])
+def test_a_module_is_exported_between_steps_and_scripted_after_close(wrap: Any, is_strict: bool) -> None:
+    net, inputs = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), (ones(1, 2),)
+    with warnings.catch_warnings(), contextlib.closing(wrap(net)) as wrapped:
+        warnings.simplefilter("ignore")  # torch announces the end of torch.jit
+        model = net if wrap is attach else wrapped
+        optimizer = ShardedOptimizer(torch.optim.SGD, wrapped, lr=0.5)
+        train(model, optimizer, num_steps=3)
+        exported = torch.export.export(net, inputs, strict=is_strict).module()
+        assert torch.equal(exported(*inputs), net(*inputs))
+        assert torch.equal(torch.jit.trace(net, inputs)(*inputs), net(*inputs))
+        train(model, optimizer, num_steps=2)
+        wrapped.close()
+        assert torch.equal(torch.jit.script(net)(*inputs), net(*inputs))
+
+
+@in_ranks(2)
+def test_the_exact_class_of_a_parameter_is_back_after_wait() -> None:
+    ddp, optimizer = sharded(nn.Linear(2, 2, bias=False))
+    weight = ddp.module.weight
+    train(ddp, optimizer, num_steps=2)
+    assert isinstance(weight, nn.Parameter)
+    assert type(weight) is not nn.Parameter
+    ddp.wait()
+    assert type(weight) is nn.Parameter
+    ddp.close()
+
+
+@in_ranks(2)
+def test_the_memory_of_sharded_parameters_has_a_fixed_size() -> None:
+    ddp, optimizer = sharded(nn.Linear(2, 2))
+    train(ddp, optimizer)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        ddp.module.weight.untyped_storage().resize_(0)
+    own = [param.detach().clone() for param in ddp.parameters()]
+    for param, values in zip(ddp.parameters(), own, strict=True):
+        param.data = torch.empty(0)
+        param.data = values.clone()
+    train(ddp, optimizer, num_steps=1)
+    for param, values in zip(ddp.parameters(), own, strict=True):
+        assert torch.equal(param, values - 0.5)
     ddp.close()
 
 

@@ -6,12 +6,15 @@ library changes this file and no test. Every function takes a wrapped model, or 
 
 import contextlib
 import dataclasses
+import inspect
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -44,7 +47,9 @@ from undertow.runtime.replan.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.runtime.sharded.binding import GradientPlaceholder
 from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.layout import Sharding
+from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.step.engine import Engine
+from undertow.runtime.step.rounds import RoundRunner
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.private import interrupt, is_gone, timeout_of  # noqa: F401  # for tests
 from undertow.schedule import Op, OpKind
@@ -360,6 +365,7 @@ def shorten_patience(factor: float) -> None:
         setattr(patience, name, factor * getattr(patience, name))
 
 
+CODE_OF_GATHERS, CODE_OF_ROUNDS, CODE_OF_SHARDS = Gathers, RoundRunner, FlatParams
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
 _PLACES = {
     "sends": ("shard", "_send"),
@@ -375,6 +381,30 @@ def call_before(model: Model, place: str, call: Callable[[], object]) -> None:
     axis, name = _PLACES[place]
     owner = getattr(sharding_of(model).groups, axis)
     setattr(owner, name, _after(call, getattr(owner, name)))
+
+
+@contextlib.contextmanager
+def before_lines(code: Any, call: Callable[[], object], *, number: int | None = None) -> Iterator[list[str]]:
+    """Has `call` made as a signal handler is: before each line of that file that runs, or before number `number`.
+
+    The list that it yields has the functions of the lines that have run.
+    """
+    path, ran, before = inspect.getfile(code), list[str](), sys.gettrace()
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        if frame.f_code.co_filename != path:
+            return None
+        if event == "line":
+            ran.append(frame.f_code.co_name)
+            if number in (None, len(ran)):
+                call()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield ran
+    finally:
+        sys.settrace(before)
 
 
 def post(model: Model, work: Callable[[], object]) -> None:

@@ -141,6 +141,13 @@ def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller
         where=f"{caller}(...)",
         remedy="Leave fully_shard out, or use it alone; with tensor parallelism, apply it to the data-parallel dimension.",
     )
+    for name, param in params.items():
+        require(
+            private.has_memory(param),
+            f"parameter {name!r} is a {type(param).__name__}, which has no memory of its own: it cannot be sent to other ranks.",
+            where=f"{caller}(...)",
+            remedy=f"Exclude it with ignore=[{name!r}], and give it the same values on every rank.",
+        )
     types = sorted({param.device.type for param in params.values()})
     require(
         len(types) <= 1,

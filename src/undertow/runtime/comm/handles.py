@@ -48,10 +48,11 @@ class WorkHandle:
                 self._complete(work)
             else:
                 work.wait(timedelta(seconds=timeout_s))
-        finish, self._finish = self._finish, None  # another thread may wait too
+        finish = self._finish
         if finish is not None:
             with torch.no_grad():
                 finish()
+        self._finish = None  # only now, because another thread or a signal handler may wait too
         self._is_waited = self.is_found_complete = True
 
     def block_stream(self) -> None:

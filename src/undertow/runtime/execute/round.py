@@ -1,6 +1,6 @@
 """One synchronization, or one backward that only accumulates: how it begins, and what its ranks report."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -89,6 +89,6 @@ class OpenRound:
     result: RoundResult
     releases: Releases
     holds_back: bool  # nothing is launched before the end of backward, as under a plan that not all ranks have agreed on
-    ending: Iterator[None] | None = (
+    ending: Generator[None, None, None] | None = (
         None  # the rest after backward, in parts: see RoundRunner._end_round; None while backward runs
     )

@@ -508,7 +508,8 @@ class CurrentPlan:
                 raise ConfigError(
                     "a part of this module is synchronized already.",
                     where=f"parameter {name!r} belongs to an earlier attach() or DistributedDataParallel",
-                    remedy="Call close() on the earlier one first.",
+                    remedy="Call close() on the earlier one if it trains no more. If two models share a "
+                    "part, wrap one module that holds both, or name the part in `ignore` of one of them.",
                 )
         for engine in earlier.values():
             hooks.arrived_before |= hooks.indices(engine.hand_over())

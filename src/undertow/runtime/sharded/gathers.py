@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.compiler import is_exporting
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -28,11 +29,12 @@ from undertow.errors import PhaseError, UndertowError, require
 from undertow.runtime.comm.collectives import Collectives
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
+from undertow.runtime.peers.threads import WorkerThread
 from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.torch_private import private, tables
 from undertow.runtime.torch_private.module_hook import ModuleHook
 
-_addresses_of = attrgetter("addresses")
+_addresses_of, _is_shared_apart = attrgetter("addresses"), attrgetter("is_shared_apart")
 _T: Any = Tensor  # its attributes are descriptors on the class
 
 # These read no values of a parameter. Every `zero_grad()` uses the first two, and forwards use devices and dtypes. `dim()` is not
@@ -52,16 +54,19 @@ _READ_NO_VALUES = frozenset(
 def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
     """Returns a subclass whose tensors wait before they are read; the gathers may be freed before the parameters."""
 
-    def arrive(cls: type, values: Any) -> None:
+    def arrive(cls: type[Tensor], values: Any) -> None:
         gathers = weak()
         if gathers is not None:
             gathers.before_read()
-        # Nothing will gather these: torch.utils.swap_tensors gives the class to other tensors.
+        # Whatever left the class on them, so that the read does not come here again: for example,
+        # torch.utils.swap_tensors gives the class to tensors that nothing gathers.
         for leaf in tree_leaves(values):
-            if isinstance(leaf, cls) and (gathers is None or id(leaf) not in gathers.ids):
-                leaf.__class__ = kind
+            if isinstance(leaf, cls):
+                (_let_read if gathers is None else gathers.let_read)(leaf)
 
-    def read(cls: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def read(
+        cls: type[Tensor], function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if function in _READ_NO_VALUES:
             with private.as_plain_tensors():
                 return function(*args, **(kwargs or {}))
@@ -98,22 +103,28 @@ def _is_parameter_made() -> bool:
     return any(frame.f_code is nn.Parameter.__new__.__code__ for frame, _ in islice(walk_stack(sys._getframe(1)), 5))
 
 
+def _let_read(param: Tensor) -> None:
+    """Gives a parameter its own class back."""
+    param.__class__ = getattr(type(param), "arrived_class", type(param))
+
+
 class Gathers:
     """The gathers of a plan's buckets; a read of a parameter first waits for its bucket.
 
     `unsent` are buckets whose gathers could not be started: every read of their parameters raises.
+
+    A signal handler or `__del__` may run between any two lines. It may read parameters, which waits for
+    all that is in flight and gives all of them their class back. Ctrl-C may end any function here.
     """
 
     def __init__(self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder) -> None:
         self.in_flight: dict[int, Handle] = {}
         self.unsent: set[int] = set()
         self.flats, self._exchanges, self._recorder = flats, exchanges, recorder
-        self.ids = frozenset(id(param) for flat in flats for param in flat.params)
         self._process = os.getpid()
         self._classes: dict[type, Any] = {}  # of parameters in flight, by their own class
-        self._watched: set[int] = set()  # buckets whose parameters wait when they are read
         self._is_compiled_in = False  # code of torch.compile reads the parameters
-        # `in_flight` and `_watched` must change together: other threads read them, and so do signal handlers in this one.
+        # `in_flight` and the classes change together, because other threads read them.
         self._lock = threading.RLock()
 
     def launch(self, bucket: int, *, is_read: bool = True) -> None:
@@ -131,6 +142,8 @@ class Gathers:
         with self._lock:
             self.in_flight[bucket] = handle
             self._watch(bucket)
+            if bucket not in self.in_flight:  # a signal handler has waited for it in between
+                self._release(bucket)
 
     def are_cut_off(self) -> None:
         """Called if gathers could not be started after a step: every read of their parameters raises."""
@@ -157,38 +170,44 @@ class Gathers:
                 with self._exchanges.group.waiting(f"the parameters of bucket {bucket}"):
                     handle.wait()
             except RuntimeError as error:
-                if isinstance(error, UndertowError) and self._exchanges.group.existing():  # it tells why the step has failed
+                group = self._exchanges.group
+                if group.is_alive or (isinstance(error, UndertowError) and group.existing()):  # it tells why the step has failed
                     raise
                 raise self._torn(bucket) from error
             self._recorder.mark_gather(bucket, "wait_stop")
             # Only now, so that a wait that failed fails again. Another thread may have waited too, and launched the next gather.
             with self._lock:
                 if self.in_flight.get(bucket) is handle:
-                    del self.in_flight[bucket]
                     # Again, so that a forward that has read too early fails in its backward.
                     increment_version(self.flats[bucket].params)
                     self._release(bucket)
+                    # Last, so that after Ctrl-C the next wait does all of this again.
+                    self.in_flight.pop(bucket, None)
 
     def wait_for_all(self) -> None:
-        if self.in_flight or self._watched:
-            self.wait((*self.in_flight, *self.unsent))
-            with self._lock:  # except buckets that another thread has launched again
-                for bucket in self._watched.difference(self.in_flight):
-                    self._release(bucket)
+        self.wait(self._awaited())
 
     def let_go(self) -> None:
         """Ends the waits for parameters that nothing will gather. Reads of parameters in flight wait or raise as before."""
         for kind in self._classes.values() if self.in_flight or self.unsent else ():
             kind.awaited_from = self  # holds these gathers until the last parameter arrives
         with self._lock:
-            for bucket in self._watched.difference(self.in_flight, self.unsent):
-                self._release(bucket)
+            coming = {id(param) for bucket in self._awaited() for param in self.flats[bucket].params}
+            for param in chain.from_iterable(flat.params for flat in self.flats):
+                if id(param) not in coming:
+                    _let_read(param)
 
     def is_read_unseen(self) -> bool:
         """Returns True if other tensors share the memory of parameters in flight, or compiled code guards their class."""
         flats = list(map(self.flats.__getitem__, self.in_flight))
-        may_be_shared = private.are_shared(list(chain.from_iterable(map(_addresses_of, flats))))
-        return self._is_compiled_in or (may_be_shared and any(flat.is_referred_to for flat in flats))
+        return (
+            self._is_compiled_in
+            or any(map(_is_shared_apart, flats))
+            or private.are_shared(list(chain.from_iterable(map(_addresses_of, flats))))
+        )
+
+    def _awaited(self) -> tuple[int, ...]:
+        return *tuple(self.in_flight), *self.unsent  # at once: a signal handler may change either
 
     def _torn(self, bucket: int) -> PhaseError:
         return PhaseError(
@@ -200,22 +219,27 @@ class Gathers:
         )
 
     def _watch(self, bucket: int) -> None:
-        self._watched.add(bucket)
         for param in self.flats[bucket].params:
-            kind = type(param)
-            if not hasattr(kind, "arrived_class"):
-                if kind not in self._classes:
-                    self._classes[kind] = _awaited_class(kind, weakref.ref(self))
-                param.__class__ = self._classes[kind]
+            kind = getattr(type(param), "arrived_class", type(param))
+            if kind not in self._classes:
+                self._classes[kind] = _awaited_class(kind, weakref.ref(self))
+            param.__class__ = self._classes[kind]
 
     def _release(self, bucket: int) -> None:
         flat, coming = self.flats[bucket], set[int]()  # parameters with another bucket to come stay watched
-        self._watched.discard(bucket)
         if flat.split_params:
-            coming.update(id(param) for other in (*self.in_flight, *self.unsent) for param in self.flats[other].split_params)
+            others = [self.flats[other] for other in self._awaited() if other != bucket]
+            coming.update(id(param) for other in others for param in other.split_params)
         for param in flat.params:
             if id(param) not in coming:
                 param.__class__ = getattr(type(param), "arrived_class", type(param))
+
+    def let_read(self, param: Tensor) -> None:
+        """Gives a parameter its class back, unless another thread has launched a gather of it again."""
+        with self._lock:
+            flats = [self.flats[bucket] for bucket in self._awaited()]
+            if not any(param is coming for flat in flats for coming in flat.params):
+                _let_read(param)
 
     def before_read(self) -> None:
         """Called before a parameter in flight is read; afterwards none of the model's is."""
@@ -224,6 +248,13 @@ class Gathers:
             "a child process reads a parameter that had not arrived when the process was started.",
             where=f"process {os.getpid()}, a child of rank {self._exchanges.group.rank}",
             remedy="Call model.wait() before you start processes that use the model.",
+            error=PhaseError,
+        )
+        require(
+            not isinstance(threading.current_thread(), WorkerThread),
+            "a thread that brings parameters reads one of them: it would wait for itself.",
+            where=f"rank {self._exchanges.group.rank}, perhaps in a `__del__` that runs there",
+            remedy="Read no parameters in `__del__`, or call model.wait() after each step.",
             error=PhaseError,
         )
         # Compiled code would be compiled again each time for the class of a parameter in flight.
@@ -301,7 +332,7 @@ class _WaitHook(ModuleHook):
         self._buckets, self._are_there = buckets, gathers.in_flight.keys().isdisjoint
 
     def __call__(self, called: nn.Module, *_arguments: Any) -> None:
-        if not self._are_there(self._buckets) and called is self._module():
+        if not is_exporting() and not self._are_there(self._buckets) and called is self._module():
             self._then()
 
 

@@ -5,7 +5,6 @@ own                     |   own shard   |                        a rank's equal 
 parts                   | part  | part  |                        the part of each parameter within it, 1-D; may be empty
 """
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -101,8 +100,9 @@ class FlatParams:
         self._apart: dict[int, _Slot] = {}  # by position, parameters with separate memory
         self._pointers = [-1] * len(params)  # data pointers at the last look
         self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay valid
-        self.addresses: list[int] = []  # of these, for `private.are_shared`
-        self._copying = threading.Lock()
+        # Of these, for `private.are_shared`; those of parameters with separate memory are apart.
+        self.addresses: list[int] = []
+        self._addresses_apart: list[int] = []
         self.follow()
 
     @torch.no_grad()
@@ -116,25 +116,24 @@ class FlatParams:
                     self._take_over(position, slot)
             self._pointers = list(map(Tensor.data_ptr, self.params))
             self._storages = [param.untyped_storage() for param in self.params]
-            self.addresses = private.addresses_of(self._storages)
+            addresses = private.addresses_of(self._storages)
+            self.addresses = [each for at, each in enumerate(addresses) if at not in self._apart]
+            self._addresses_apart = list(map(addresses.__getitem__, self._apart))
+        # True if other tensors share that memory. Later, a thread that copies out refers to it too.
+        apart = self._addresses_apart
+        self.is_shared_apart = bool(apart) and private.are_shared(apart)
         for slot in self._apart.values():  # the other ranks' parts of these come with the next gather
             values = in_memory_order(slot.param, slot.strides) if slot.is_whole else slot.in_memory()
             slot.part.of_bucket(self.flat).copy_(values[slot.part.start : slot.part.stop])
 
     def copy_out(self) -> None:
         """Copies gathered values to parameters with separate memory, maybe from another thread; all of `flat` must be there."""
-        with self._copying, private.as_plain_tensors():  # the parameters are in flight until this returns
+        with private.as_plain_tensors():  # the parameters are in flight until this returns
             for slot in self._apart.values():
                 if slot.is_whole:
                     slot.param.copy_(slot.place)
                 else:
                     slot.in_memory()[slot.piece.first : slot.piece.first + slot.piece.numel] = slot.memory
-
-    @property
-    def is_referred_to(self) -> bool:
-        """True if other tensors share a parameter's memory, so that reads of it cannot be detected."""
-        with self._copying:  # another thread that copies out refers to that memory too
-            return private.are_shared(self.addresses)
 
     def _take_over(self, position: int, slot: _Slot) -> None:
         param, storage = slot.param, slot.param.untyped_storage()

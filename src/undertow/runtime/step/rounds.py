@@ -6,9 +6,10 @@ IDLE ──first gradient──> BACKWARD ──end of the outermost backward─
 
 import contextlib
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from enum import IntEnum, auto
 from functools import lru_cache
+from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
 import torch
@@ -264,6 +265,8 @@ class RoundRunner:
         if this is None or this.ending is None:
             self._abandon()
             return
+        if getgeneratorstate(this.ending) == GEN_RUNNING:  # a signal handler calls this in the middle of it
+            return
         try:
             for _ in this.ending:
                 pass
@@ -463,7 +466,7 @@ class RoundRunner:
             raise
         private.call_after_backward(self._go_on)
 
-    def _end_round(self, this: OpenRound) -> Iterator[None]:
+    def _end_round(self, this: OpenRound) -> Generator[None, None, None]:
         """Runs the rest of a round after backward, in parts: yields before each wait for other ranks."""
         current_plan, result = self.current_plan, this.result
         if current_plan.now.retiring is not None and this.round.is_synchronized:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_exporting
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -18,14 +19,17 @@ from undertow.runtime.torch_private.tables import named_modules
 
 
 class ModuleHook:
-    """Calls `then` as a hook of `module`. A deep copy of the module has the hook too, but it does nothing there."""
+    """Calls `then` as a hook of `module`. An export of the module traces nothing of it.
+
+    A deep copy of the module has the hook too, but it does nothing there.
+    """
 
     def __init__(self, module: nn.Module, then: Callable[..., object]) -> None:
         self._module = weakref.ref(module)
         self._then = then
 
     def __call__(self, called: nn.Module, *_arguments: Any) -> None:
-        if called is self._module():
+        if not is_exporting() and called is self._module():
             self._then()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -243,6 +243,13 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Returns False for a wrapper subclass, which only refers to other tensors."""
+    with as_plain_tensors():
+        is_dense = tensor.layout is torch.strided and not tensor.is_meta
+        return not is_dense or tensor.numel() == 0 or tensor.data_ptr() != 0
+
+
 def addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
     """Returns addresses for `are_shared`, valid while the storages are alive."""
     return [storage._cdata for storage in storages]

@@ -2,14 +2,17 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
+from itertools import count, takewhile
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.inside import opened_group
+from support.inside import before_lines, opened_group
 from support.models import noise
 from support.ranks import in_ranks
 from support.sharded import chain
@@ -22,6 +25,25 @@ KINDS: dict[str, tuple[Any, bool]] = {  # and whether they add up in rank order
     "native in order": (BackendCollectives, True),  # what NCCL would be asked for, asked of gloo
     "native": (BackendCollectives, False),
 }
+
+
+def wait_with_a_handler(number: int) -> bool:
+    """Returns True if a signal handler has waited before line `number` of a wait: what follows the work was done then."""
+    done, found = list[str](), list[bool]()
+    handle = WorkHandle(mock.Mock(), finish=partial(done.append, "finished"))
+
+    def handler() -> None:
+        handle.wait()
+        found.append(bool(done))
+
+    with before_lines(WorkHandle, handler, number=number):
+        handle.wait()
+    assert False not in found
+    return bool(found)
+
+
+def test_what_follows_the_work_is_done_for_a_signal_handler_that_waits_too() -> None:
+    assert sum(takewhile(bool, map(wait_with_a_handler, count(1)))) > 5
 
 
 @contextlib.contextmanager

@@ -32,6 +32,10 @@ def in_pieces() -> FlatParams:
     return FlatParams(bucket, [nn.Parameter(torch.ones(8))], shard_parts(bucket, rank=0), num_ranks=2)
 
 
+def is_referred_to(flat: FlatParams) -> bool:
+    return flat.is_shared_apart or private.are_shared(flat.addresses)
+
+
 def test_copying_out_does_not_count_as_a_reference() -> None:
     flat, is_copying, is_asked = in_pieces(), threading.Event(), threading.Event()
     in_memory = shards._Slot.in_memory
@@ -39,18 +43,21 @@ def test_copying_out_does_not_count_as_a_reference() -> None:
     def slow(slot: shards._Slot) -> torch.Tensor:
         memory = in_memory(slot)
         is_copying.set()
-        is_asked.wait(0.2)
+        is_asked.wait()
         return memory
 
     with mock.patch.object(shards._Slot, "in_memory", slow), ThreadPoolExecutor(1) as threads:
         copies = threads.submit(flat.copy_out)
         is_copying.wait()
-        assert not flat.is_referred_to
+        assert not is_referred_to(flat)
+        is_asked.set()
         copies.result()
     kept = flat.params[0].data
-    assert flat.is_referred_to
+    flat.follow()
+    assert is_referred_to(flat)
     del kept
-    assert not flat.is_referred_to
+    flat.follow()
+    assert not is_referred_to(flat)
 
 
 def sixteen_bits() -> tuple[InnerOptimizer, Owned]:
