@@ -493,13 +493,15 @@ def _before_step(
     engine.finish_before_step(params)
     if sync._steps is not None and not steps:
         sync._steps.begin()  # a scaler is to unscale shards in every step, with the same bits
-    if not any(map(callable, (*args[1:], *kwargs.values()))):  # the backward of a closure is still to come
+    has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+    if not has_closure:  # whose backward is still to come
         engine.require_sound_gradients(params, reader=type(optimizer).__name__)
         if engine.earlier is not None and steps:
             engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")
     if not steps:
         return None
     current_plan = engine.current_plan
-    engine.optimizer_steps(params, settings_of(optimizer, current_plan.members.names) if current_plan.is_active else ())
+    settings = settings_of(optimizer, current_plan.members.names) if current_plan.is_active else ()
+    engine.optimizer_steps(params, settings, has_closure=has_closure)
     numbers: NonFinite = engine.checks.numbers
     return numbers.before_step(optimizer, args, kwargs) if numbers.is_on and sync._steps is None else None

@@ -65,6 +65,22 @@ def test_a_backward_after_the_group_has_changed_since_its_forward_is_averaged() 
         assert ddp.module.weight.grad.tolist() == MEAN
 
 
+@in_ranks(2)
+def test_a_closure_may_run_only_the_backward_of_an_earlier_forward() -> None:
+    with wrapped(linear()) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for _ in range(2):
+            result = ddp(rows()).sum()
+
+            def closure(result: Tensor = result) -> Tensor:
+                optimizer.zero_grad()
+                result.backward()
+                return result
+
+            optimizer.step(closure)
+            assert ddp.module.weight.grad.tolist() == MEAN
+
+
 FOLLOWED: dict[str, Callable[[DistributedDataParallel], Tensor]] = {
     "in eval mode": lambda ddp: ddp.eval()(rows()),
     "and a method": lambda ddp: ddp(rows()) * 0.0 + ddp.module.forward(rows()),

@@ -120,7 +120,8 @@ TORN = (
     "the step before.\n"
     "  bucket 0, rank 0\n"
     "  Call model.wait() on every rank after the last step, before a rank ends or calls "
-    "torch.distributed.destroy_process_group(). Now, load other values: module.load_state_dict(state, assign=True)."
+    "torch.distributed.destroy_process_group(). Now, call close(), then load other values: "
+    "module.load_state_dict(state, assign=True)."
 )
 
 

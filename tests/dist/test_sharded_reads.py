@@ -27,7 +27,6 @@ from support.inside import (
     call_before,
     gathers_of,
     interrupted_steps,
-    late_calls,
     observe,
     reads_that_wait,
     sharding_of,
@@ -541,21 +540,12 @@ class Elsewhere(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(nn.functional.linear(x, self.layer.weight, self.layer.bias).tanh()) * self.scale
 
-    # Of a method that the wrapper does not see, which reads parameters outside of every module.
-    @staticmethod
-    def loss_of(model: Any, step: int) -> Tensor:
-        inner = model.module
-        if step == 4:
-            model(noise(5, 6)).sum()  # a forward of the whole model changes nothing for the next call
-        gain = inner.scale.square()  # first, so that backward comes to it last
-        return (inner.forward(noise(5, 6, step=step)).square() * gain).sum()
-
 
 @pytest.mark.slow
 @in_ranks(2, 3)
 def test_what_was_not_seen_before_reads_parameters_that_have_come() -> None:
-    for case in (Case(lambda: nn.Sequential(Elsewhere()), MLP.loss), Case(Elsewhere, Elsewhere.loss_of)):
-        require_bits(case, num_steps=10, before=partial(slowly, first=3, seconds=0.005))
+    case = Case(lambda: nn.Sequential(Elsewhere()), MLP.loss)
+    require_bits(case, num_steps=10, before=partial(slowly, first=3, seconds=0.005))
 
 
 # What is read after a step that is interrupted on the first ranks, and trained from there, is as without.
@@ -592,13 +582,11 @@ def test_a_graph_from_before_a_step_does_not_go_through_backward() -> None:
 @in_ranks(2, 4)
 def test_a_delay_in_a_thread_changes_nothing() -> None:
     def before(ddp: Any, opt: Any, step: int, *, place: str) -> None:
-        if step == 1 and place == "updates":
-            late_calls(opt, "update", seconds=0.003, rank=0)
-        elif step == 1:
+        if step == 1:
             call_before(ddp, place, lambda: time.sleep(0.003 * (dist.get_rank() == 1)))
 
     across = ["sends across", "reductions across"] if dist.get_world_size() == 4 else []
-    for place in ["updates", "sends", "gathers", *across]:
+    for place in ["sends", "gathers", *across]:
         require_bits(TIED, num_steps=5, before=partial(before, place=place))
 
 

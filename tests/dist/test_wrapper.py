@@ -376,17 +376,17 @@ class Quantized(Tensor):
 @in_ranks(2)
 @pytest.mark.parametrize("wrap", WRAP)
 def test_a_parameter_without_memory_is_refused_by_name_and_may_be_ignored(wrap: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].weight = nn.Parameter(Quantized(torch.ones(2, 2)), requires_grad=False)
+    model = nn.Linear(2, 2)
+    model.table = nn.Parameter(Quantized(torch.ones(2, 2)), requires_grad=False)
     assert text_of(ConfigError, lambda: WRAP[wrap](model)) == (
-        "parameter '0.weight' is a Quantized, which has no memory of its own: "
+        "parameter 'table' is a Quantized, which has no memory of its own: "
         "it cannot be sent to other ranks.\n"
         f"  {wrap}(...)\n"
-        "  Exclude it with ignore=['0.weight'], and give it the same values on every rank."
+        "  Exclude it with ignore=['table'], and give it the same values on every rank."
     )
-    with contextlib.closing(attach(model, ignore=["0.weight"])):
-        model[1](torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
-        assert model[1].weight.grad.unique().tolist() == [1.5]
+    with contextlib.closing(attach(model, ignore=["table"])):
+        model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+        assert model.weight.grad.unique().tolist() == [1.5]
 
 
 @in_ranks(2)

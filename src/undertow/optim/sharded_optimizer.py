@@ -74,11 +74,11 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             torch.distributed.checkpoint can save.
         elementwise: True lets another class be sharded. You vouch that the update of an element depends
             on that element alone. Each rank steps flat pieces of parameters. So a norm, statistics of rows
-            or columns, quantization in blocks or a projection would be those of pieces, in silence.
+            or columns, quantization in blocks or a projection would use pieces, in silence.
         defaults: The settings of `cls`.
 
     Raises:
-        ConfigError: If the class is not known to be elementwise, if it has public methods of its own, or
+        ConfigError: If the class is not known to be elementwise, if it adds public methods, or
             if the model already has a ShardedOptimizer. Also in the first step, if that changes anything
             but the parameters and their states.
     """

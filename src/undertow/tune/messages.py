@@ -163,7 +163,7 @@ def _samples(
 
 
 _NUM_NUMBERS = 4  # outcome, two times, and the number of rows
-# Pieces of cut parameters in a plan of the family: one for each bucket, twice where a unit of shards is no smaller than a bucket.
+# Pieces of cut parameters in a plan of the family: one for each bucket, twice where a bucket is at most a unit of shards.
 _MOST_PIECES = 2 * max(NUMS_OF_BUCKETS)
 
 

@@ -1,8 +1,10 @@
 """The errors of a round: the same on every rank if its trailers report them."""
 
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
 
@@ -104,6 +106,12 @@ def text_of(settings: Settings) -> str:
     """
     ordered = sorted(settings, key=itemgetter(0))
     return "\n".join(f"{name} of {group}: {_shown(value)}" for group, values in ordered for name, value in values)
+
+
+@lru_cache(maxsize=16)
+def digest_of(settings: Settings) -> int:
+    """Returns a digest of their text, which is the same in all processes."""
+    return zlib.crc32(text_of(settings).encode())
 
 
 def _shown(value: object) -> str:

@@ -41,7 +41,7 @@ class Round:
     op: str | None = None  # of a reduction by hand, if it differs from the settings'
     has_other_buffers: bool = False  # buffers differ from the compared ones
     settings: Settings = ()  # with which optimizers have stepped since the last synchronization
-    loaded: int = 0  # digest of parameters that `load_state_dict` has changed here; 0 if there are none
+    loaded: int = 0  # digest of parameters that `load_state_dict` has changed here; 0 without any
     alike: Sequence[int | None] = (None,) * len(ALIKE)  # a digest for each; None accepts the others'
     is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
     is_synchronized: bool = True  # False if it only accumulates

@@ -36,7 +36,7 @@ class Reading:
 
     used: frozenset[int]  # positions of parameters that some rank used
     ranks_differ: bool
-    unlike: tuple[str, ...] = ()  # those of ALIKE in which ranks differ
+    unlike: tuple[str, ...] = ()  # entries of ALIKE in which ranks differ
     failed_ranks: tuple[int, ...] = ()
     misuses: tuple[tuple[int, int], ...] = ()  # among these, ranks with a wrong reduction by hand, and the reason
     changed_ranks: tuple[int, ...] = ()

@@ -89,7 +89,7 @@ class ParamHooks:
         self.order: ObservedOrder | None = None
         self.tuning: Tuning | None = None  # if there are rounds
         self.probe: SingleRankProbe | None = None  # on one rank
-        self.alone: SingleRank | None = None  # if there are no rounds
+        self.alone: SingleRank | None = None  # without rounds
         self.distributed: private.DistributedBackwards | None = None
         self.arrival_hooks = ArrivalHooks([], self.arrivals)
         self._other_hooks: list[tuple[object, RemovableHandle]] = []  # each with an object that must stay alive

@@ -215,7 +215,8 @@ class Gathers:
             "values of the step before.",
             where=f"bucket {bucket}, rank {self._exchanges.group.rank}",
             remedy="Call model.wait() on every rank after the last step, before a rank ends or calls "
-            "torch.distributed.destroy_process_group(). Now, load other values: module.load_state_dict(state, assign=True).",
+            "torch.distributed.destroy_process_group(). Now, call close(), then load other values: "
+            "module.load_state_dict(state, assign=True).",
         )
 
     def _watch(self, bucket: int) -> None:
@@ -318,7 +319,7 @@ class _Reads(TorchFunctionMode):
         self._running.append(part)
         for param in part._parameters.values():
             if self.is_on and id(param) in self._params:  # an evaluation may run other modules
-                self.order.setdefault(id(param), param)  # type: ignore[arg-type]  # None is none of them
+                self.order.setdefault(id(param), param)  # type: ignore[arg-type]  # None has no bucket
 
     def _ends(self) -> None:
         del self._running[-1:]  # empty if an earlier hook has raised

@@ -153,7 +153,7 @@ class Sharding:
 
     @torch.no_grad()
     def reduce_again(self, own: Mapping[int, tuple[Tensor, bool]]) -> None:
-        """Replaces gradients that were reduced whole, and rounded, by parts reduced like those of the following steps.
+        """Replaces gradients that were reduced whole, and rounded, by parts reduced as in the following steps.
 
         A collective call. `own` has this rank's gradients by parameter, each with False if something has changed `.grad` since.
         """

@@ -100,7 +100,7 @@ class FlatParams:
         self._apart: dict[int, _Slot] = {}  # by position, parameters with separate memory
         self._pointers = [-1] * len(params)  # data pointers at the last look
         self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay valid
-        # Of these, for `private.are_shared`; those of parameters with separate memory are apart.
+        # Of these, for `private.are_shared`; parameters with separate memory are apart.
         self.addresses: list[int] = []
         self._addresses_apart: list[int] = []
         self.follow()

@@ -169,10 +169,10 @@ class Engine(RoundRunner):
         if self.checks.sent:
             self.checks.require_alike()
 
-    def optimizer_steps(self, params: set[int], settings: Settings) -> None:
+    def optimizer_steps(self, params: set[int], settings: Settings, *, has_closure: bool) -> None:
         """Called before an optimizer updates these parameters, by id, with these settings, once nothing speaks against it."""
         hooks = self.current_plan.now.hooks
-        self.progress.optimizer_steps(params, settings, of=hooks.ids)
+        self.progress.optimizer_steps(params, settings, of=hooks.ids, has_closure=has_closure)
         if hooks.alone is not None:
             hooks.alone.steps()
 

@@ -5,10 +5,8 @@ IDLE ──first gradient──> BACKWARD ──end of the outermost backward─
 """
 
 import contextlib
-import zlib
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from enum import IntEnum, auto
-from functools import lru_cache
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
@@ -27,6 +25,7 @@ from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.replan.param_hooks import Listeners, ParamHooks
 from undertow.runtime.step.checks import Checks
 from undertow.runtime.step.earlier_gradients import EarlierGradients
+from undertow.runtime.step.optimizers_in_backward import OptimizersInBackward
 from undertow.runtime.step.siblings import SiblingEngines
 from undertow.runtime.torch_private import private
 
@@ -116,7 +115,7 @@ class Steps:
     @property
     def digest(self) -> int | None:
         """The same on ranks that have stepped with the same settings. None, which accepts the others', on a rank that has not."""
-        return digest_of(self.settings) if self.settings else None
+        return agreed_errors.digest_of(self.settings) if self.settings else None
 
     def are_due_for(self, params: Collection[int]) -> bool:
         """Returns True if these parameters, by id, have not stepped on the last round's result yet."""
@@ -183,10 +182,10 @@ class Progress:
         self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
         self.steps.round_ends()
 
-    def optimizer_steps(self, params: set[int], settings: Settings, *, of: frozenset[int]) -> None:
+    def optimizer_steps(self, params: set[int], settings: Settings, *, of: frozenset[int], has_closure: bool) -> None:
         """Called before an optimizer updates these parameters, by id, with these settings; `of` are all that are trained."""
         stepped = self.steps.add(params, settings)
-        if self.forward is Forward.ENDED and stepped >= of:
+        if self.forward is Forward.ENDED and stepped >= of and not has_closure:  # whose backward is still to come
             self.forward = Forward.NONE
         self.unused.so_far = None
 
@@ -195,45 +194,6 @@ class Progress:
         self.rescale = 1.0
         self.are_buffers_due = True
         self.steps.join_ends()
-
-
-@lru_cache(maxsize=16)
-def digest_of(settings: Settings) -> int:
-    """Returns a digest of their text, which is the same in all processes."""
-    return zlib.crc32(agreed_errors.text_of(settings).encode())
-
-
-class OptimizersInBackward:
-    """Steps the optimizers that torch.distributed.optim._apply_optimizer_in_backward has put on parameters.
-
-    Torch has them step as soon as a gradient is there; here they wait until it is the mean over ranks.
-    """
-
-    def __init__(self) -> None:
-        self.rearm: dict[Tensor, Callable[[], None]] = {}  # by parameter, identified by identity
-        self.seen: ParamHooks | None = None
-
-    def take_over(self, hooks: ParamHooks) -> None:
-        """Also takes over the optimizers of these parameters; once is enough."""
-        self.seen = hooks
-        for param in hooks.params:
-            if param not in self.rearm and private.optimizers_in_backward(param):
-                self.rearm[param] = private.disarm_optimizers_in_backward(param)
-
-    def step(self) -> None:
-        """Updates every parameter that has a gradient, and drops the gradient."""
-        for param in self.rearm:
-            if param.grad is not None:
-                for optimizer in private.optimizers_in_backward(param):
-                    optimizer.step()
-                param.grad = None
-
-    def close(self) -> None:
-        """Lets them step by themselves again."""
-        for rearm in self.rearm.values():
-            rearm()
-        self.rearm.clear()
-        self.seen = None
 
 
 class RoundRunner:
