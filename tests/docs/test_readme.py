@@ -24,7 +24,16 @@ from support.pages import execute, snippets
 from support.project import ROOT
 from support.ranks import in_ranks
 from support.sharded import hybrid
-from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer, StallTimeout, SyncConfig, attach
+from undertow import (
+    ConfigError,
+    DistributedDataParallel,
+    PhaseError,
+    ReplicaMismatch,
+    ShardedOptimizer,
+    StallTimeout,
+    SyncConfig,
+    attach,
+)
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = list(snippets(ROOT / "README.md"))
@@ -153,6 +162,8 @@ SHOWN_BY = {
         "test_a_backward_after_a_forward_of_the_wrapper_is_averaged",
     ],
     "taken out of `.grad` in backward": ["test_a_gradient_that_a_hook_takes_away_is_an_error_on_every_rank"],
+    "fails before the first gradient": ["test_a_loss_that_fails_before_the_first_gradient_counts_as_none"],
+    "steps twice on the gradients": ["test_a_rank_that_steps_twice_is_found_by_the_check_of_replicas"],
     "inside the closure of a step": ["test_a_closure_that_catches_an_error_of_backward_steps_on_the_old_gradients"],
     "looks at its loss alone": ["test_a_look_after_gradients_were_zeroed_by_hand_is_a_step_of_its_own"],
     "With sums or weights `.grad`": ["test_with_weights_a_gradient_is_new_until_the_next_synchronization"],
@@ -230,6 +241,35 @@ def test_a_rank_that_has_run_out_of_data_makes_no_steps() -> None:
                 ddp(ones(1, 2)).sum().backward()
                 optimizer.step()
         assert [state["step"].item() for state in optimizer.state.values()] == [2 + dist.get_rank()] * 2
+
+
+@in_ranks(2)
+def test_a_loss_that_fails_before_the_first_gradient_counts_as_none() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    with contextlib.closing(DistributedDataParallel(model)) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+        loss = ddp(ones(1, 2)).sum()
+        if dist.get_rank() == 0:
+            loss.register_hook(lambda _: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            loss.backward()
+        optimizer.step()
+        assert model.weight.grad.tolist() == [[0.5, 0.5]]
+
+
+@in_ranks(2)
+def test_a_rank_that_steps_twice_is_found_by_the_check_of_replicas() -> None:
+    config = SyncConfig(check_replicas_every=2)
+    with contextlib.closing(DistributedDataParallel(nn.Linear(2, 1), config=config)) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+        train(ddp, optimizer, num_steps=1)
+        ddp(ones(1, 2)).sum().backward()
+        optimizer.step()
+        if dist.get_rank() == 1:
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(ReplicaMismatch):
+            train(ddp, optimizer, num_steps=3)
 
 
 @in_ranks(2)
