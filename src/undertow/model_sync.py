@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Set
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import itemgetter
@@ -418,8 +418,8 @@ def _watch_steps(sync: ModelSync, engine: Engine) -> Callable[[], None]:
     return hooks.close
 
 
-def settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> Settings:
-    """Returns the settings of each group that has one of these parameters, given by id; ranks that step alike have the same.
+def settings_of(optimizer: Optimizer, names: Mapping[int, str], trained: Set[int]) -> Settings:
+    """Returns the settings of each group with `trained` parameters, by id; ranks that step alike have the same.
 
     A group is named by its number and by the first of its parameters in alphabetical order: another optimizer may have a group of
     the same number, and the ranks may step the two in another order.
@@ -429,9 +429,10 @@ def settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> Settings:
     kind = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
     settings: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
     for group in optimizer.param_groups:
-        first = min(filter(None, map(names.get, map(id, group["params"]))), default=None)
-        if first is None:
+        here = trained & set(map(id, group["params"]))
+        if not here:
             continue
+        first = min(map(names.__getitem__, here))
         of_group = []
         for name in getattr(optimizer, "defaults", ()):
             value = group.get(name)
@@ -452,17 +453,16 @@ def _plain(value: object) -> object:
     return float(value) if isinstance(value, float) else None
 
 
-def _leaves_to_stepper(sync: ModelSync, optimizer: Optimizer) -> bool:
-    """Returns True if the optimizer leaves the step to a sharded one within it; PhaseError if another one is to step."""
+def _require_stepper(sync: ModelSync, optimizer: Optimizer) -> None:
+    """Raises PhaseError if another optimizer is to step the model."""
     if sync._steps is not None:
-        return sync._steps.leaves_to_stepper(optimizer)
-    if sync._config.strategy not in (None, DDP.name):
+        sync._steps.require_stepper(optimizer)
+    elif sync._config.strategy not in (None, DDP.name):
         raise PhaseError(
             f"strategy={sync.config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
             where="the first step of the optimizer",
             remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
         )
-    return False
 
 
 @private.untraced  # if the step is compiled, so would be everything before it
@@ -488,8 +488,7 @@ def _before_step(
         sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
     if engine.phase >= Phase.CLOSED or not engine.current_plan.owns_any(params):
         return None
-    if _leaves_to_stepper(sync, optimizer) and steps:
-        return None
+    _require_stepper(sync, optimizer)
     engine.finish_before_step(params)
     if sync._steps is not None and not steps:
         sync._steps.begin()  # a scaler is to unscale shards in every step, with the same bits
@@ -501,7 +500,7 @@ def _before_step(
     if not steps:
         return None
     current_plan = engine.current_plan
-    settings = settings_of(optimizer, current_plan.members.names) if current_plan.is_active else ()
+    settings = settings_of(optimizer, current_plan.members.names, current_plan.now.hooks.ids) if current_plan.is_active else ()
     engine.optimizer_steps(params, settings, has_closure=has_closure)
     numbers: NonFinite = engine.checks.numbers
     return numbers.before_step(optimizer, args, kwargs) if numbers.is_on and sync._steps is None else None

@@ -37,7 +37,7 @@ def test_a_part_is_measured_judged_and_written(tmp_path: Path, capsys: pytest.Ca
     assert machine["is_quick"]
     assert ("data-parallel", 10_000) in {(it["form"], it["num_params"]) for it in lines if it["type"] == "measurement"}
     figures = {line["figure"]: line["target"] for line in lines if line["type"] == "figure"}
-    assert figures["planning, data-parallel, 10,000 parameters"] == "< 200 ms"
+    assert figures["planning, data-parallel, 300 parameters"] == "< 200 ms"
     for told in (capsys.readouterr().out, (tmp_path / "bench.md").read_text()):
         assert "planning, data-parallel, 10,000 parameters" in told
 

@@ -446,27 +446,6 @@ def test_mistakes_are_told() -> None:
         assert "accumulated and not synchronized" in text_of(PhaseError, newer.step)
 
 
-# Wraps an optimizer as its groups show, as Lookahead and optimizers of other libraries do.
-class Around(torch.optim.Optimizer):
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, inner.defaults)
-        self.inner = inner
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-
-@in_ranks(2)
-def test_an_optimizer_around_a_sharded_one_steps_it() -> None:
-    def around(ddp: DistributedDataParallel, opt: Any, number: int) -> None:
-        one_step(ddp, Around(opt), number)
-
-    require_equal(trained(MLP, num_steps=4, each=around), trained(MLP, num_steps=4))
-
-
 @in_ranks(2)
 def test_sparse_gradients_are_refused() -> None:
     with training(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)), "zero1", "SGD") as (ddp, opt):

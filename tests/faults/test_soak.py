@@ -20,7 +20,7 @@ def test_training_is_as_if_nothing_had_been_or_the_right_error_comes_on_every_ra
 # On a mesh one row is through while in the other a rank is stopped.
 @pytest.mark.slow
 def test_a_rank_that_left_is_not_taken_for_the_one_that_is_waited_for() -> None:
-    one = injection(21, 172)
+    one = injection(2, 140)
     assert (one.kind, one.way, one.step, inject(one).problems) == ("stopped", "hybrid", NUM_STEPS - 1, ())
 
 

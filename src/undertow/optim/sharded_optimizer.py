@@ -448,7 +448,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         waiting = {param: state for param, state in self._waiting.items() if state.keys() != {MASTER}}
         states = nobodys | self._full_states(keeps=keeps, device=device) | waiting
         if self._sharding is not None and self._sharding.group.num_ranks > 1:
-            mine = text_of(settings_of(self, self._sync._members.names))
+            mine = text_of(settings_of(self, self._sync._members.names, set(map(id, params_of(self)))))
             texts = gather_json(self._sync._group, json.dumps(mine).encode())
             require_same_settings(texts, where="ShardedOptimizer.state_dict")
         return states

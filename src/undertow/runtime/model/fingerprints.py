@@ -24,7 +24,7 @@ def fingerprints(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
 
 
 def _fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().reshape(-1).contiguous()
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     if flat.storage_offset() * flat.itemsize % _WORD:  # its bits cannot be viewed as whole words
         flat = flat.clone()

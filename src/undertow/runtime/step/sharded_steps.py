@@ -67,23 +67,13 @@ class ShardedSteps:
     def is_stepper(self, optimizer: Optimizer) -> bool:
         return self._stepper is not None and self._stepper() is optimizer
 
-    def leaves_to_stepper(self, optimizer: Optimizer) -> bool:
-        """Returns True for an optimizer that has the stepper's groups, because it steps that one.
-
-        Raises PhaseError for any other optimizer.
-        """
-        if self._stepper is None or self.is_stepper(optimizer):
-            return False
-        stepper = self._stepper()
-        groups = set() if stepper is None else set(map(id, stepper.param_groups))
-        require(
-            groups >= set(map(id, optimizer.param_groups)),
-            f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
-            where=f"rank {self._groups.rank}: each rank has its shards of the gradients only",
-            remedy="Give all parameters to the ShardedOptimizer, and step that one.",
-            error=PhaseError,
-        )
-        return True
+    def require_stepper(self, optimizer: Optimizer) -> None:
+        if self._stepper is not None and self._stepper() is not optimizer:
+            raise PhaseError(
+                f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
+                where=f"rank {self._groups.rank}: each rank has its shards of the gradients only",
+                remedy="Give all parameters to the ShardedOptimizer, and step that one.",
+            )
 
     def begin(self) -> Sharding:
         """Returns this rank's shards, with nothing in flight, to be stepped: the same object while the layout is the same."""
