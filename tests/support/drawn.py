@@ -15,14 +15,14 @@ LATE = ("pack", "all_reduce", "reduce_scatter", "step", "bind", "all_gather")
 
 
 def drawn(seed: int, num_ranks: int) -> Program:
-    return Drawing(random.Random(seed), num_ranks).program()
+    return Drawing(random.Random(seed), random.Random(f"between {seed}"), num_ranks).program()
 
 
 class Drawing:
     """One program on its way; what is drawn first bars some of what may follow."""
 
-    def __init__(self, chance: random.Random, num_ranks: int) -> None:
-        self.chance, self.num_ranks = chance, num_ranks
+    def __init__(self, chance: random.Random, between: random.Random, num_ranks: int) -> None:
+        self.chance, self.between, self.num_ranks = chance, between, num_ranks  # `between` decides on what comes between steps
         self.strategy = chance.choice(["ddp", "ddp", "ddp", "zero1", "zero2", *(["hybrid"] * (num_ranks == 4))])
         self.is_plain = self.strategy == "ddp"
         self.divides = chance.choice(["by ranks", "by ranks", "by weights", "by nothing"])
@@ -68,9 +68,9 @@ class Drawing:
     def step(self) -> Iterator[str]:
         change = self.change() if self.likely(0.3) else ""
         # What a backward of the bare module leaves must not be there if units change, nor statistics if it moves them.
-        is_bare = self.has_stepped and not change and "norm" not in self.units and self.likely(0.3)
+        is_bare = self.has_stepped and not change and "norm" not in self.units and self.between.random() < 0.3
         self.has_stepped = False
-        yield f"saliency {self.of_ranks(['now', ''])}" if is_bare else ""
+        yield f"saliency {'|'.join(self.between.choice(['now', '']) for _ in range(self.num_ranks))}" if is_bare else ""
         yield change
         yield f"late {self.chance.randrange(self.num_ranks)} {self.chance.choice(LATE)}" if self.likely(0.15) else ""
         yield "zero" if change else self.chance.choice(self.clearings())
@@ -92,15 +92,16 @@ class Drawing:
         yield from self.synchronization(is_plain=is_plain, reaches=looks)
         if self.likely(0.2):
             yield from self.synchronization(is_plain=False, reaches=looks)
-        yield "scale" if self.is_plain and self.likely(0.1) else ""
+        is_scaled = self.is_plain and self.likely(0.1)  # what a backward of the bare module then adds cannot be told apart
+        yield "scale" if is_scaled else ""
         yield f"look {self.of_ranks(['now', ''])}" if looks else ""
         if self.likely(0.1):
             return  # without a step
         yield "step"
-        self.has_stepped = True
+        self.has_stepped = not is_scaled
         yield f"evaluate {self.of_ranks(['now', ''])}" if self.likely(0.1) else ""
         yield "reload" if self.likely(0.1) else ""
-        yield "forget" if self.likely(0.1) else ""
+        yield "forget" if self.between.random() < 0.1 else ""
 
     def clearings(self) -> list[str]:
         return ["zero", "zero", "zero in-place", "", *(["hold"] if self.is_plain else [])]
@@ -158,7 +159,7 @@ class Drawing:
         self.num_units += change == "append"
         # Ranks meet before the forward, unless weights or buffers are sent there.
         may_differ = change in ("append", "replace") and self.divides != "by weights" and "norm" not in self.units
-        how = " apart" if may_differ and self.likely(0.5) else ""
+        how = " apart" if may_differ and self.between.random() < 0.5 else ""
         return change + how if change in ("append", "move") else f"{change} {self.unit()}{how}"
 
     def of_ranks(self, words: str | list[str]) -> str:
