@@ -293,13 +293,13 @@ class ModelSync:
             self._engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
         if self._steps is not None:  # after the mark of the forward, which this wait belongs to
             self._steps.forward_begins(is_training=is_training, is_compiled=is_compiled)
-        if not is_training or buffers_follow is None:
+        if not is_training:
             return
-        if self._members.common_buffers.buffers or not self._group.is_open:
+        if buffers_follow is not None and (self._members.common_buffers.buffers or not self._group.is_open):
             self._synchronize_buffers(source=buffers_follow)
-        if is_training:  # last: ranks that have not changed go on to their backward now
-            has_buffers = self._config.buffers != "off" and bool(self._members.common_buffers.buffers)
-            self._engine.meet_before_forward(has_buffers=has_buffers)
+        # Last: ranks that have not changed go on to their backward now.
+        has_buffers = self._config.buffers != "off" and bool(self._members.common_buffers.buffers)
+        self._engine.meet_before_forward(has_buffers=has_buffers)
 
     @private.untraced
     def _forward_ends(self) -> None:

@@ -182,12 +182,13 @@ def test_the_first_gradient_of_a_parameter_is_that_of_rank_0s_value(what: str, n
 
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("how", ["eval first", "no_sync", "two models", "attached", "buffers"])
+@pytest.mark.parametrize("how", ["eval first", "no_sync", "two models", "attached", "buffers", "buffers off"])
 def test_it_is_so_in_every_setting(how: str) -> None:
     models = [Squares(), Squares()] if how == "two models" else [Squares()]
     if how == "buffers":
         models[0].register_buffer("count", torch.zeros(1))
-    syncs = [(attach if how == "attached" else DistributedDataParallel)(model) for model in models]
+    config = SyncConfig(buffers="off") if how == "buffers off" else None
+    syncs = [(attach if how == "attached" else DistributedDataParallel)(model, config=config) for model in models]
     called = models if how == "attached" else syncs
     for num_added in (0, 0, 1, 2):
         for model in models[:num_added]:
