@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import itemgetter
@@ -35,7 +35,7 @@ from undertow.runtime.step.rounds import Forward, Phase
 from undertow.runtime.step.sharded_steps import ShardedSteps
 from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.step.tracing import trace_at_end
-from undertow.runtime.torch_private import private
+from undertow.runtime.torch_private import private, tables
 from undertow.runtime.torch_private.module_hook import ModuleHook, before_loads, cut_graphs
 from undertow.schedule import DDP
 
@@ -381,7 +381,7 @@ def _warn_of_dropped(module: nn.Module, ids: set[int]) -> None:
         module = weak_module()
         if module is None or not ids or ids.isdisjoint(map(id, _params_of(optimizer))):
             return
-        is_left = any(id(param) in ids and not is_watched(param) for param in module.parameters())
+        is_left = any(id(param) in ids and not is_watched(param) for _, param in tables.named_parameters(module))
         ids.clear()  # torch's loop over hooks forbids to remove one
         if is_left:
             warnings.warn(
@@ -418,7 +418,7 @@ def _watch_steps(sync: ModelSync, engine: Engine) -> Callable[[], None]:
     return hooks.close
 
 
-def settings_of(optimizer: Optimizer, names: Mapping[int, str], trained: Set[int]) -> Settings:
+def settings_of(optimizer: Optimizer, names: Mapping[int, str], trained: frozenset[int] | set[int]) -> Settings:
     """Returns the settings of each group with `trained` parameters, by id; ranks that step alike have the same.
 
     A group is named by its number and by the first of its parameters in alphabetical order: another optimizer may have a group of
@@ -429,7 +429,7 @@ def settings_of(optimizer: Optimizer, names: Mapping[int, str], trained: Set[int
     kind = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
     settings: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
     for group in optimizer.param_groups:
-        here = trained & set(map(id, group["params"]))
+        here = trained.intersection(map(id, group["params"]))
         if not here:
             continue
         first = min(map(names.__getitem__, here))

@@ -57,7 +57,7 @@ def save_checkpoint(
     target = Path(path)
     ranks = _Ranks.meet(target, model, optimizer, to="save a checkpoint")
     names_of = {id(param): name for name, param in tables.named_parameters(private.unwrapped(model))}
-    settings = () if optimizer is None else settings_of(optimizer, names_of, names_of.keys())
+    settings = () if optimizer is None else settings_of(optimizer, names_of, set(names_of))
     require_same_settings(ranks.from_all(text_of(settings)), where="save_checkpoint")
     is_sharded = isinstance(optimizer, ShardedOptimizer)
     num_files = ranks.size if is_sharded else int(optimizer is not None)

@@ -141,13 +141,6 @@ def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller
         where=f"{caller}(...)",
         remedy="Leave fully_shard out, or use it alone; with tensor parallelism, apply it to the data-parallel dimension.",
     )
-    for name, param in params.items():
-        require(
-            private.has_memory(param),
-            f"parameter {name!r} is a {type(param).__name__}, which has no memory of its own: it cannot be sent to other ranks.",
-            where=f"{caller}(...)",
-            remedy=f"Exclude it with ignore=[{name!r}], and give it the same values on every rank.",
-        )
     types = sorted({param.device.type for param in params.values()})
     require(
         len(types) <= 1,
@@ -166,12 +159,17 @@ def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller
 
 def _require_trainable(params: dict[str, nn.Parameter], caller: str) -> None:
     for name, param in params.items():
-        for is_refused, what, remedy in _reasons_against(param):
+        for is_refused, what, remedy in _reasons_against(name, param):
             require(not is_refused, f"parameter {name!r} {what}.", where=f"{caller}(...)", remedy=remedy)
 
 
-def _reasons_against(param: nn.Parameter) -> Iterator[tuple[bool, str, str]]:
+def _reasons_against(name: str, param: nn.Parameter) -> Iterator[tuple[bool, str, str]]:
     """Yields the reasons why a parameter cannot be synchronized, each with True if it applies. The order counts."""
+    yield (
+        not private.has_memory(param),
+        f"is a {type(param).__name__}, which has no memory of its own: it cannot be sent to other ranks",
+        f"Exclude it with ignore=[{name!r}], and give it the same values on every rank.",
+    )
     yield (
         param.is_meta,
         "is on the meta device, and has no values",

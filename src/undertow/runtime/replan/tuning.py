@@ -123,7 +123,9 @@ class Tuning:
             decision = Decision(outcome=Outcome.FROZEN)
         elif measurement is None:
             decision = Decision(outcome=Outcome.INCOMPLETE)
-        else:
+        elif self._group.rank == 0:
             decision = self.tuner.decide(measured.plan, has_shards=measured.has_shards)
+        else:
+            decision = Decision(outcome=Outcome.UNKNOWN)  # rank 0's takes its place
         numbers = torch.from_numpy(decision.to_array(measured.plan.params))
         self.sent = measured, self._group.broadcast(numbers.to(self._group.device), "rank 0's plan")

@@ -7,7 +7,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.compiler import is_exporting
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -59,7 +58,7 @@ def before_loads(module: nn.Module, then: Callable[[nn.Module], object]) -> Call
 
     def watch(whole: nn.Module) -> None:
         for _, part in named_modules(whole):
-            if part not in watched and not isinstance(part, torch.jit.ScriptModule):
+            if part not in watched and not private.is_script(part):
                 watched.add(part)
                 handle = part.register_load_state_dict_pre_hook(LoadHook(part, then))  # type: ignore[no-untyped-call]
                 hooks.callback(handle.remove)
