@@ -87,12 +87,15 @@ def explanation(plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, dec
     if found is None:
         return known
     choice, present_us = found
+    candidates = {candidate.groups: candidate for candidate in choice.candidates}
+    if decision is not None and decision.outcome is Outcome.MOVE:  # rank 0 may have chosen it by other times than this rank's
+        candidates.setdefault(plan.groups, Candidate(groups=plan.groups, last_share=1.0, finish_us=present_us))
     return replace(
         known,
         predicted_ms=present_us * _MS,
         limit_ms=min(choice.limit_us, present_us) * _MS,
         best_ms=min(present_us, choice.best.finish_us) * _MS,
-        plans=tuple(_row(candidate, plan) for candidate in choice.candidates),
+        plans=tuple(_row(candidates[groups], plan) for groups in sorted(candidates, key=len)),
     )
 
 

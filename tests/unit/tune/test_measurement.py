@@ -315,6 +315,14 @@ def test_the_table_has_the_fastest_plan_of_each_number_of_buckets() -> None:
     assert all("1 bucket" not in row for row in explained(plan_of((2,), (0,), (1,), params=KINDS), profile(KINDS)).plans)
 
 
+def test_a_plan_that_rank_0_chose_is_in_the_table_of_a_rank_with_other_times() -> None:
+    plan, others = plan_of((3,), (2, 1, 0)), [row.removesuffix(" (this plan)") for row in PLANS]
+    assert explained(plan, profile()).plans == tuple(others)
+    # Its second bucket leaves when backward is over at 6 ms, and takes 3.1 ms.
+    told = explained(plan, profile(), decision=MOVE).plans
+    assert sorted(told) == sorted([*others, "9.10 ms: 2 buckets (this plan)"])
+
+
 @pytest.mark.parametrize(
     ("processors_us", "bound_by"),
     [
