@@ -77,7 +77,7 @@ class Arrivals:
     threads, which wait for one another.
 
     `traversal` distinguishes one backward from another. If it has changed when the first gradient of a bucket arrives, after a
-    reset or `forget_traversal`, `on_traversal(traversal, index)` is called first. Only the runtime uses both; the defaults, any
+    reset or `forget_traversal`, `on_traversal(traversal)` is called first. Only the runtime uses both; the defaults, any
     functions that fit, do nothing.
     """
 
@@ -88,7 +88,7 @@ class Arrivals:
         *,
         on_full: Callable[[int], object],
         traversal: Callable[[], int] = int,
-        on_traversal: Callable[[int, int], object] = max,
+        on_traversal: Callable[[int], object] = int,
     ) -> None:
         self.on_full = on_full
         self.at_each: Callable[[int], object] | None = None  # called with each parameter, by index, that arrives
@@ -139,7 +139,7 @@ class Arrivals:
                 return  # a hook of the user's has returned it, which torch is about to refuse
             if traversal != self._seen_traversal:
                 self._seen_traversal = traversal
-                self._on_traversal(traversal, index)
+                self._on_traversal(traversal)
                 self._seen_traversal = traversal
                 if hooks is not self.hooks:  # now in other buckets
                     self.hooks[index](param)

@@ -283,8 +283,7 @@ class Executor:
         result.readings.append(reading)
         if reading.nonfinite:
             result.nonfinite[index] = reading.nonfinite
-        rebinds = result.round.rebinds
-        return reading.used if rebinds is None else reading.used.intersection(rebinds(index))
+        return () if result.round.kind is RoundKind.RETIRE else reading.used
 
     def _must_read_now(self, bucket: LiveBucket, result: RoundResult) -> bool:
         """On a device, reading makes the host wait: only if this rank needs to know, and while habits are learned."""
@@ -359,7 +358,7 @@ class ShardedExecutor(Executor):
 
     def _reduce_scatter(self, bucket: LiveBucket) -> None:
         binding, layout, result = bucket.binding, bucket.layout, self._result
-        is_apart = result.has_failed or result.round.rebinds is not None or binding.live
+        is_apart = result.has_failed or result.round.kind is RoundKind.RETIRE or binding.live
         binding.reduced = torch.empty_like(binding.shard) if is_apart else binding.shard
         bucket.marks.launched = self._recorder.mark()
         pack = binding.packing()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,15 +75,6 @@ def users_hooks(param: Tensor) -> list[str]:
     """Returns the names of the functions that user code has put on the parameter as post-accumulate hooks."""
     hooks = [hook for hook in private.post_accumulate_hooks(param) if not hasattr(getattr(hook, "__self__", None), "arrivals")]
     return [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks]
-
-
-def watch_frozen(params: Iterable[Tensor], then: Callable[[Tensor], object]) -> list[RemovableHandle]:
-    """Registers hooks that call `then(param)` when a gradient arrives after all, because the parameter was unfrozen."""
-    hooks = []
-    for param in params:
-        with contextlib.suppress(RuntimeError):  # it can never be trained
-            hooks.append(private.hook_gradients(param, then))
-    return hooks
 
 
 def call_at_registration(then: Callable[..., None]) -> Callable[[], None]:

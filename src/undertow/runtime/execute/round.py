@@ -1,6 +1,6 @@
 """One synchronization, or one backward that only accumulates: how it begins, and what its ranks report."""
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -9,7 +9,7 @@ from undertow.errors import ReplicaMismatch
 from undertow.plan.layout import ALIKE
 from undertow.runtime.gradients.trailer import Reading
 from undertow.runtime.gradients.weights import RoundWeights
-from undertow.schedule import Arrivals, Releases
+from undertow.schedule import Arrivals
 
 # For each group of an optimizer that has stepped: what it is called, and its settings by name.
 Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
@@ -33,7 +33,6 @@ class Round:
     generation: int  # of the plan
     not_arrived: Callable[[int], Sequence[int]]  # bucket -> positions without a new gradient on this rank
     arrivals: Arrivals | None = None  # of this rank's gradients
-    rebinds: Callable[[int], Collection[int]] | None = None  # bucket -> positions that take over others' values; None: all
     is_last: bool = True  # of the step, which adds up no more gradients
     mode: int | None = 0  # must be the same on every rank; None on a rank that accepts the mode of the others
     rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
@@ -79,16 +78,3 @@ class RoundResult:
             return []
         readings = (reading for reading in self.readings if overdue or not reading.is_overdue)
         return sorted({number for reading in readings for number in getattr(reading, field)})
-
-
-@dataclass(slots=True)
-class OpenRound:
-    """The round under way, and how far it is."""
-
-    round: Round
-    result: RoundResult
-    releases: Releases
-    holds_back: bool  # nothing is launched before the end of backward, as under a plan that not all ranks have agreed on
-    ending: Generator[None, None, None] | None = (
-        None  # the rest after backward, in parts: see RoundRunner._end_round; None while backward runs
-    )

@@ -2,66 +2,62 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import Groups, Plan, first_plan
 from undertow.runtime.comm.agreement import Agreement, surroundings
-from undertow.runtime.comm.broadcast import send_in_place
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.agreed_errors import (
     changed_unlike,
-    frozen_again,
     left_by_newer,
-    require_sound,
-    started_unlike,
 )
 from undertow.runtime.execute.compiled_plan import CompiledPlan
 from undertow.runtime.execute.hooks import call_at_registration, earlier_watchers, is_watched
-from undertow.runtime.execute.round import Round, RoundKind, RoundResult
-from undertow.runtime.gradients.binding import gradients_aside
+from undertow.runtime.execute.round import RoundKind, RoundResult
 from undertow.runtime.gradients.reducer import Reducer
-from undertow.runtime.gradients.weights import RoundWeights
-from undertow.runtime.model.fingerprints import fingerprints
 from undertow.runtime.model.module_params import ModuleParams, first_change
 from undertow.runtime.replan.param_hooks import Listeners, ObservedOrder, ParamHooks
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
 from undertow.runtime.replan.single_rank import SingleRank
-from undertow.runtime.sharded.binding import make_gradients_whole
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
 from undertow.schedule import Strategy, strategy_named
 
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """A plan, ready to run, and the hooks on its parameters.
-
-    `retiring` is the plan before it, if the parameters have changed or a communication hook is new: until all ranks have met
-    under it once more and agreed, nothing is sent under the new one.
-    """
+    """A plan, ready to run, and the hooks on its parameters."""
 
     compiled: CompiledPlan
     hooks: ParamHooks
-    retiring: CompiledPlan | None = None
-    retiring_hooks: ParamHooks | None = None  # until a round has begun
     groups: Groups | None = None  # of the plan to which the next step of a sharded optimizer moves
-    has_more: bool = False  # parameters than the plan before, as a forward has found
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The parameters, and the reducer, of the next plan. All ranks first meet under the plan in force, and agree on it."""
+
+    named_params: Sequence[tuple[str, Tensor]]
+    plan: Plan
+    reducer: Reducer
+
+    @property
+    def ids(self) -> set[int]:
+        return {id(param) for _, param in self.named_params}
 
 
 class CurrentPlan:
-    """Owns the plan in force, `now`; `is_active` if there are rounds.
+    """Owns the plan in force, `now`, and a `change` of it that all ranks have not agreed on yet; `is_active` if there are rounds.
 
-    A change that a forward finds counts when the next round begins: it may be gone by then, as when torch.func.functional_call
-    puts other parameters into the module for one call. Until then the hooks are on both sets of parameters. `listeners` are
-    called by the hooks.
+    A look at the module finds a change. It is a value: nothing follows it before the ranks have met (see `Meeting`), and the next
+    look may find another one or none, as when torch.func.functional_call puts other parameters into the module for one call.
+    Until then hooks tell which parameters outside of the plan get a gradient. `listeners` are called by the hooks.
     """
 
     def __init__(
@@ -74,17 +70,17 @@ class CurrentPlan:
     ) -> None:
         self.members, self.group = members, group
         self._config, self._recorder, self._listeners = config, recorder, listeners
-        self._before: InForce | None = None  # the plan before a change that does not count yet
-        self.is_stale = False  # the module is to be looked at, or a change that was found does not count yet
+        self.change: Change | None = None
+        self.is_stale = False  # the module is to be looked at when the next round begins
+        self._has_more = False  # the change adds parameters, as a forward has found
+        self._left: frozenset[int] = frozenset()  # parameters of the plan, by id, that the last forward has found frozen or gone
         self._call_before: Callable[[], object] | None = None  # see call_before
-        self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         named_params, reducer = members.trained(), Reducer.of(group, config)
         self.is_active = reducer.is_active  # a single rank has its mean already, unless losses are weighted
-        compiled = self._compile(named_params, reducer, generation=0)
-        self.now = InForce(compiled, self._hook(named_params, compiled))
+        self._set(self._planned(named_params, reducer), generation=0)
         # A layer may be made in the middle of a forward, and be trained in the backward that follows.
-        this = weakref.ref(self)  # torch keeps such hooks for the life of the process
-        self._end_registrations = call_at_registration(lambda *_: None if (it := this()) is None else it.mark_stale())
+        plans = weakref.ref(self)  # torch keeps such hooks for the life of the process
+        self._end_registrations = call_at_registration(lambda *_: _mark_stale(plans()))
         try:
             self._take_over()
         except ConfigError:
@@ -94,19 +90,20 @@ class CurrentPlan:
     @property
     def trains(self) -> bool:
         """True if a round has anything to do: all ranks may have agreed that nothing is trained, and nothing is weighted."""
-        is_settled = self.now.retiring is None and self.group.is_open and self._call_before is None
+        is_settled = self.change is None and self.group.is_open and self._call_before is None
         return self.is_active and not (is_settled and not self.now.hooks.named_params)
 
     @property
     def has_result(self) -> bool:
         """True if anything is left of the result of the last round; otherwise the user has cleared it, step or no step."""
-        return not self.is_active or (self._before or self.now).compiled.executor.has_result()
+        return not self.is_active or self.now.compiled.executor.has_result()
 
     def open(self) -> None:
         """Creates Undertow's process group and compares the ranks; a collective call the first time. Raises PlanMismatch."""
         if self.group.num_ranks > 1 and not self.group.is_open:
             self.group.open()
-            self._compare().require()
+            compiled = self.now.compiled
+            self.compare(compiled.plan, compiled.params, compiled.reducer).require()
             self.members.ranks_agree()
 
     def owns_any(self, params: set[int]) -> bool:
@@ -121,23 +118,45 @@ class CurrentPlan:
             raise left_by_newer(trained[0][0])
 
     def mark_stale(self) -> None:
-        """Makes the next `look` compare the module's parameters, if there are rounds."""
+        """Makes the next `look_again` compare the module's parameters, if there are rounds."""
         self.is_stale |= self.is_active
 
-    def look_at_gradients(self) -> None:
-        """Called when a step begins: marks present tensors in `.grad` as known."""
-        self.now.compiled.executor.look()
-        if self._before is not None:
-            self._before.compiled.executor.look()
+    def look_at_forward(self) -> None:
+        """Called by a forward: looks for a change of the module's parameters, also of those that are frozen now."""
+        self.is_stale = False
+        if not self.members.has_changed():
+            return
+        self._has_more = self.members.has_more() or (self.change is not None and self._has_more)
+        hooks = self.now.hooks
+        trained = {id(param) for _, param in self.members.trained_now()}
+        self._left = hooks.ids - trained - hooks.accumulated_ids()
+        self._find_change()
+        if not self.is_active and self.change is not None:  # a single rank agrees with nobody
+            self.follow()
 
-    def look(self) -> None:
-        """Called by a forward: follows the parameters of the module if they have changed."""
-        self.is_stale = self._before is not None
-        if self.members.has_changed():
-            has_more = (self._before is not None and self.now.has_more) or self.members.has_more()
-            self._follow(self.members.trained())
-            if self._before is not None:
-                self.now = dataclasses.replace(self.now, has_more=has_more)
+    def look_again(self) -> None:
+        """Called when a round begins, or a gradient arrives outside of the plan: the change may be another one.
+
+        A parameter that is only frozen stays in the plan: if parts of a module take turns between two forwards, the parameters
+        of the other parts are unused.
+        """
+        if self.is_stale or self.change is not None:
+            if self.members.has_changed() or self.change is not None:
+                self._find_change()
+            self.is_stale = False
+
+    def _find_change(self) -> None:
+        hooks, now = self.now.hooks, self.now.compiled
+        reducer = now.reducer if self.change is None else self.change.reducer
+        try:
+            named_params = self.members.trained(also=(hooks.ids - self._left).union(hooks.outside))
+            is_other = reducer.hook is not now.reducer.hook or not self._is_in_force(named_params, of=now)
+            self.change = self._planned(named_params, reducer) if is_other else None
+        except BaseException:  # a change that cannot be followed is refused again, and not forgotten
+            self.is_stale = self.is_active
+            self.members.is_unseen = True
+            raise
+        hooks.watch([param for _, param in self.members.named_params()])
 
     @property
     def meets_before_forward(self) -> bool:
@@ -146,79 +165,62 @@ class CurrentPlan:
         Not under weights, which are sent when a backward begins, and not while a sharded optimizer's gradients are there, which
         the user may clear until then: ranks meet after the backward, and compare the values.
         """
-        if self._before is None or not self.now.has_more or self.group.num_ranks == 1 or self._config.op == "weighted":
+        if self.change is None or not self._has_more or self.group.num_ranks == 1 or self._config.op == "weighted":
             return False
-        is_new = not self.now.hooks.ids <= self._before.hooks.ids
-        return is_new and not (self._before.compiled.sharding is not None and self.has_result)
+        is_new = not self.change.ids <= self.now.hooks.ids
+        return is_new and not (self.now.compiled.sharding is not None and self.has_result)
 
-    def apply_changes(self) -> None:
-        """Called when a round begins: looks once more, and applies the changes found.
-
-        A parameter that is only frozen stays in the plan: if parts of a module take turns between two forwards, the parameters
-        of the other parts are unused.
-        """
-        announced = self._before  # by a forward, since which gradients of new parameters are counted
-        if not self.is_stale:  # as it stays until this has run without an error
-            return
-        if self.members.has_changed():
-            self._follow_added(self.members.trained())
-        if self._before is None:
-            self.is_stale = False
-            return
-        try:
-            self._take_over()
-        except ConfigError:  # refused, and looked at again
-            self._go_back(self._before)
-            self.members.is_unseen = True
-            self.is_stale = True
-            raise
-        before, old, hooks = self._before.hooks, self._before.compiled, self.now.hooks
-        if self.is_active and self._before is not announced:
-            # Parameters that were not watched so far: their gradients arrived in this backward, before Undertow's hooks.
-            hooks.arrived_before |= {
-                index for index, param in enumerate(hooks.params) if id(param) not in before.ids and param.grad is not None
-            }
-        self._before, self.is_stale = None, False
-        before.close()
-        accumulated = before.accumulated_ids()
+    def follow(self) -> None:
+        """Puts the change in force."""
+        change, before = self.change, self.now
+        assert change is not None  # else nobody calls this
+        arrived = before.hooks.accumulated_ids() | before.hooks.arrived_ids() | set(before.hooks.outside)
         if self.is_active:
-            accumulated |= {id(old.params[index]) for index in old.executor.written(range(len(old.params)))}
-        hooks.arrived_before |= hooks.indices(accumulated)
-        self._accumulated |= accumulated.difference(hooks.ids)
+            arrived |= self.written_ids()
+        before.hooks.close()
+        self._set(change, generation=before.compiled.generation + 1, before=before)
+        hooks = self.now.hooks
+        # Gradients of new parameters that came before their hooks: of a layer that was made in the forward.
+        arrived |= {id(param) for param in hooks.params if before.hooks.is_new_gradient(param)}
+        hooks.arrived_before |= hooks.indices(arrived)
+        self.change, self._left, self._has_more = None, frozenset(), False
+
+    def forget_buckets(self) -> None:
+        """Discards what is recorded of buckets that were empty."""
+        self._recorder.forgets_buckets()
+
+    def written_ids(self) -> set[int]:
+        """Returns the parameters, by id, whose `.grad` was written without a gradient from autograd."""
+        compiled = self.now.compiled
+        return {id(compiled.params[index]) for index in compiled.executor.written(range(len(compiled.params)))}
 
     def close(self) -> None:
         """Removes all hooks."""
         self._end_registrations()
         self.now.compiled.reducer.close()
         self.now.hooks.close()
-        if self._before is not None:
-            self._before.hooks.close()
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on; before it the ranks meet without it and compare their hooks."""
-        self.apply_changes()
+        self.look_again()
         self.group.borrowers.add("hooks")
-        now = self.now
-        if self.group.is_open and self.group.num_ranks > 1 and now.retiring is None:
-            self.now = dataclasses.replace(now, retiring=now.compiled, retiring_hooks=now.hooks)
-        self._replace(dataclasses.replace(now.compiled.reducer, hook=hook))
+        before = self.now.compiled
+        reducer = dataclasses.replace(before.reducer, hook=hook)
+        named_params = self.now.hooks.named_params if self.change is None else self.change.named_params
+        self.is_active = reducer.is_active
+        self.change = self._planned(named_params, reducer)
+        if not self.group.is_open or self.group.num_ranks == 1:
+            self.follow()
 
     def call_before(self, call: Callable[[], object]) -> None:
         """Calls `call` before each gradient is added to `.grad`, also with one rank."""
-        self.apply_changes()
         self._call_before = call
         if self.group.num_ranks == 1:
-            self._replace(self.now.compiled.reducer)
+            self.is_active = True
+            self.change = self._planned(self.now.hooks.named_params, self.now.compiled.reducer)
+            self.follow()
         else:
             self.now.hooks.call_before(call)
-
-    def _replace(self, reducer: Reducer) -> None:
-        before, hooks = self.now.compiled, self.now.hooks
-        hooks.close()
-        compiled = self._compile(hooks.named_params, reducer, generation=before.generation, sharding=before.sharding)
-        self.is_active = reducer.is_active or self._call_before is not None
-        self.now = dataclasses.replace(self.now, compiled=compiled, hooks=self._hook(hooks.named_params, compiled))
-        self.now.hooks.arrived_before |= hooks.arrived_before
 
     def adopt_plan(self) -> None:
         """Called when a round begins: moves to the plan that rank 0 has sent, if it differs.
@@ -226,11 +228,6 @@ class CurrentPlan:
         With a sharded optimizer, parameters are laid out anew at its next step.
         """
         now = self.now
-        if now.retiring is not None:
-            if now.retiring_hooks is not None:  # the other ranks, if their parameters have not changed, move on now
-                retiring = self._moved(now.retiring, planned(now.retiring, now.retiring_hooks, self._config))
-                self.now = dataclasses.replace(now, retiring=retiring, retiring_hooks=None)
-            return
         compiled = now.compiled
         order, tuning = now.hooks.order, now.hooks.tuning
         is_sent = (order is not None and order.sent is not None) or (tuning is not None and tuning.sent is not None)
@@ -241,17 +238,12 @@ class CurrentPlan:
             self.now = dataclasses.replace(now, groups=plan.groups)
             return
         now.hooks.arrived_before |= compiled.executor.written(range(len(compiled.params)))  # which the new plan cannot tell
-        self.now = dataclasses.replace(now, compiled=self._moved(compiled, plan))
-        now.hooks.regroup(plan)
-
-    def _moved(self, compiled: CompiledPlan, plan: Plan | None) -> CompiledPlan:
-        if plan is None or compiled.sharding is not None:
-            return compiled
         moved = CompiledPlan(plan, compiled.params, compiled.reducer, self._recorder, generation=compiled.generation + 1)
         # A `.grad` that lies in an old bucket keeps its memory until it has moved into the new one.
         compiled.executor.let_go()
         moved.executor.take_over_readings(compiled.executor)
-        return moved
+        self.now = dataclasses.replace(now, compiled=moved)
+        now.hooks.regroup(plan)
 
     def round_ended(self, result: RoundResult) -> None:
         """Called after a round that all ranks have found sound: sends measurements."""
@@ -268,15 +260,15 @@ class CurrentPlan:
         the layout stays.
         """
         now, compiled, hooks = self.now, self.now.compiled, self.now.hooks
-        if compiled.sharding is not None and now.groups is None:
-            return compiled.sharding
         require(
-            now.retiring is None,
+            self.change is None,
             "an optimizer steps after its parameters have changed and before gradients of the new ones are averaged.",
             where=f"rank {self.group.rank}",
             remedy="Run a forward and a backward between the change and the step.",
             error=PhaseError,
         )
+        if compiled.sharding is not None and now.groups is None:
+            return compiled.sharding
         plan = sharded_plan(compiled.plan, hooks, now.groups, self._config)
         own = compiled.executor.own_gradients() if self.is_active else {}
         if hooks.order is not None:
@@ -299,90 +291,10 @@ class CurrentPlan:
         hooks.regroup(plan)
         return sharding
 
-    @property
-    def is_counted_apart(self) -> bool:
-        """True if the last round under the old plan has a separate number, as it has unless only a hook is new."""
-        retiring = self.now.retiring
-        return retiring is not None and retiring.reducer.hook is self.now.compiled.reducer.hook
-
-    def retire(
-        self, number: int, *, mode: int | None, weights: RoundWeights | None = None, are_used: bool = False
-    ) -> Iterator[None]:
-        """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
-
-        This is round `number`, with the mode and weights of the next one. It has gradients only of parameters that leave with
-        some. Yields before each wait. New parameters take over rank 0's values. Raises PlanMismatch, on all ranks, if changes
-        differ, or if these values differ and some rank has used its own already (`are_used`).
-        """
-        old, hooks = self.now.retiring, self.now.hooks
-        assert old is not None  # else there is nothing to retire
-        make_gradients_whole(hooks.named_params, rank=self.group.rank)
-        accumulated, self._accumulated = self._accumulated, set()
-        # Not `old` itself: its executor remembers the round, and they would keep each other alive.
-        buckets, ids = old.plan.buckets, [id(param) for param in old.params]
-
-        def places(bucket: int, *, without: set[int]) -> list[int]:
-            return [place for place, param in enumerate(buckets[bucket].params) if ids[param] not in without]
-
-        this_round = Round(
-            kind=RoundKind.RETIRE,
-            number=number,
-            generation=old.generation,
-            mode=mode,
-            weights=weights,
-            not_arrived=partial(places, without=accumulated),
-            rebinds=partial(places, without=set(hooks.ids)),
-        )
-        result, releases = RoundResult(this_round), old.synchronizing
-        with gradients_aside([param for param in old.params if id(param) in hooks.ids]):
-            releases.reset()
-            old.executor.begin(result)
-            old.executor.run(releases.happen(releases.end))
-            yield
-            old.executor.run(releases.happen(releases.join))
-        self._recorder.forgets_buckets()
-        require_sound(result, rank=self.group.rank, places=self.group.places)
-        change = (
-            first_change(old.plan.params, self.now.compiled.plan.params)
-            if self.is_counted_apart
-            else "a communication hook was registered"
-        )
-        self.require_changed_alike(result, change=change)
-        if lost := [name for name, param in self.members.named_params() if id(param) in accumulated.difference(ids)]:
-            raise frozen_again(lost[0], this_round.number, rank=self.group.rank)
-        known = {*ids, *(id(param) for _, param in self.members.common_frozen if not param.requires_grad)}
-        new = [(name, param) for name, param in self.members.named_params() if id(param) not in known]
-        agreement = self._compare(new=[name for name, _ in new])
-        yield
-        agreement.require()
-        self.wait_for_parameters()  # before others are written
-        if new:
-            yield from self._make_equal(new, this_round.number, are_used=are_used)
-        self.members.ranks_agree()
-        self.now = dataclasses.replace(self.now, retiring=None)
-
-    def _make_equal(self, named_params: Sequence[tuple[str, Tensor]], number: int, *, are_used: bool) -> Iterator[None]:
-        """Gives these parameters rank 0's values, or raises PlanMismatch if that is too late; yields before each wait."""
-        params = [param for _, param in named_params]
-        values = fingerprints(params, device=self.group.device)
-        mine = torch.cat((torch.full_like(values[:1], are_used), values))  # [1 + number of parameters] int64
-        received = self.group.all_gather(mine, "the comparison of new parameters")
-        yield
-        are_used_by, *of_ranks = torch.stack(received.take()).T.tolist()
-        differing = [index for index, values in enumerate(of_ranks) if len(set(values)) > 1]
-        if differing and any(are_used_by):
-            first = of_ranks[differing[0]]
-            others = [rank for rank, value in enumerate(first) if value != first[0]]
-            raise started_unlike(named_params[differing[0]][0], number, others=others, rank=self.group.rank)
-        write = send_in_place(params if differing else (), self.group)
-        yield
-        write()
-
     def wait_for_parameters(self) -> None:
         """Waits until all parameters that a sharded optimizer updates have arrived."""
-        for compiled in (self.now.compiled, self.now.retiring, None if self._before is None else self._before.compiled):
-            if compiled is not None and compiled.sharding is not None:
-                compiled.sharding.gathers.wait_for_all()
+        if self.now.compiled.sharding is not None:
+            self.now.compiled.sharding.gathers.wait_for_all()
 
     @property
     def has_other_buffers(self) -> bool:
@@ -391,107 +303,65 @@ class CurrentPlan:
         is_usual = common.is_empty and not any(common.tables)  # tested first, because this runs in every round
         return not is_usual and self._config.buffers != "off" and common.are_others()
 
-    def compare_buffers(self) -> Iterator[None]:
-        """Called if all ranks have other buffers: makes them the common ones if they are the same; yields before the wait."""
-        agreement = self.members.compare(self.group)
-        yield
-        if agreement.is_reached():
-            self.members.ranks_agree()
-        else:  # each rank continues with the buffers that they had in common
-            self.members.common_buffers.accept()
-
-    def require_changed_alike(self, result: RoundResult, *, change: str = "") -> None:
+    def require_changed_alike(self, result: RoundResult) -> None:
         """Raises PlanMismatch, on every rank, if the parameters have changed on some ranks only."""
-        error = changed_unlike(result, rank=self.group.rank, num_ranks=self.group.num_ranks, change=change)
+        now, change = self.now.compiled, self.change
+        is_meeting = result.round.kind is RoundKind.RETIRE and change is not None
+        plan, params, reducer, described = now.plan, now.params, now.reducer, ""
+        if is_meeting and change is not None:
+            plan, params, reducer = change.plan, [param for _, param in change.named_params], change.reducer
+            described = "a communication hook was registered"
+            if reducer.hook is now.reducer.hook:
+                described = first_change(now.plan.params, plan.params)
+        error = changed_unlike(result, rank=self.group.rank, num_ranks=self.group.num_ranks, change=described)
         if error is None:
             return
         # On the host every rank has read the same and is here now, and the comparison names a parameter. On a device the other
         # ranks read later, when this one is gone.
         if self.group.device.type == "cpu":
-            self._compare().require()
+            self.compare(plan, params, reducer).require()
         raise error
 
-    def _follow_added(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
-        """Follows new parameters; a parameter that is only frozen, maybe for its turn, stays until a forward finds it so."""
-        before, has_all = self._before, self._has_all(named_params, of=self.now.compiled)
-        if before is not None and (self._is_in_force(named_params, of=before.compiled) or not has_all):
-            self._go_back(before)
-        if not self._has_all(named_params, of=self.now.compiled):
-            self._follow(self.members.trained(also=self.now.hooks.ids))
-        if not self._is_in_force(named_params, of=self.now.compiled):
-            self.members.is_unseen = True  # that forward is to look
-
-    def _follow(self, named_params: Sequence[tuple[str, Tensor]]) -> None:
-        """Makes these the parameters. Every rank does so in the same step, or all raise PlanMismatch."""
-        if self._before is not None:
-            self._go_back(self._before)
-        before = self.now
-        if self._is_in_force(named_params, of=before.compiled):
-            return
-        retiring, retiring_hooks = before.retiring, before.retiring_hooks
-        if retiring is None and self.is_active:
-            retiring, retiring_hooks = before.compiled, before.hooks
-        try:
-            reducer = dataclasses.replace(before.compiled.reducer, shard_exchanges=None)  # until an optimizer steps again
-            compiled = self._compile(named_params, reducer, generation=(retiring or before.compiled).generation + 1)
-            hooks = self._hook(named_params, compiled, before=before.hooks)
-        except BaseException:  # a change that cannot be followed is refused again, and not forgotten
-            self.is_stale = True
-            self.members.is_unseen = True
-            raise
-        self.now, self._before, self.is_stale = InForce(compiled, hooks, retiring, retiring_hooks), before, True
-
-    def _go_back(self, before: InForce) -> None:
-        self.now.hooks.close()
-        self.now, self._before, self.is_stale = dataclasses.replace(before, retiring_hooks=None), None, False
-
     def _is_in_force(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
-        return len(named_params) == len(of.params) and self._has_all(named_params, of=of)
-
-    def _has_all(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
-        """Returns True if that plan has these parameters, in this order and unchanged, and perhaps others."""
+        """Returns True if that plan has these parameters, in this order and unchanged."""
         specs = self.members.specs(named_params)
         wanted = [(id(param), spec, param.stride()) for (_, param), spec in zip(named_params, specs, strict=True)]
-        planned = zip(map(id, of.params), of.plan.params, of.strides, strict=True)
-        return all(each in planned for each in wanted)  # each search continues after the one that was found
+        return wanted == list(zip(map(id, of.params), of.plan.params, of.strides, strict=True))
 
-    def _compare(self, *, new: Sequence[str] = ()) -> Agreement:
+    def compare(self, plan: Plan, params: Sequence[Tensor], reducer: Reducer, *, new: Sequence[str] = ()) -> Agreement:
         """Compares the parameters and settings of all ranks, and the names of `new` parameters; a collective call."""
-        compiled = self.now.compiled
-        settings = {**surroundings(self.group, compiled.reducer.hook), **self._config.to_dict()}
-        return self.members.compare(self.group, compiled.plan.params, compiled.params, settings, new=new)
+        settings = {**surroundings(self.group, reducer.hook), **self._config.to_dict()}
+        return self.members.compare(self.group, plan.params, params, settings, new=new)
 
-    def _compile(
-        self,
-        named_params: Sequence[tuple[str, Tensor]],
-        reducer: Reducer,
-        *,
-        generation: int,
-        sharding: Sharding | None = None,
-    ) -> CompiledPlan:
+    def _planned(self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer) -> Change:
         config = self._config
         # A plan pinned for shards may have parameters in pieces; it counts from the first step of the optimizer on.
         if strategy_named(config.strategy).gather is not None:
             config = dataclasses.replace(config, plan=None)
         plan = first_plan(self.members.specs(named_params), config, num_ranks=reducer.group.num_ranks)
-        params = [param for _, param in named_params]
-        return CompiledPlan(plan, params, reducer, self._recorder, generation=generation, sharding=sharding)
+        # No shards until an optimizer steps again.
+        return Change(tuple(named_params), plan, dataclasses.replace(reducer, shard_exchanges=None))
 
-    def _hook(
-        self, named_params: Sequence[tuple[str, Tensor]], compiled: CompiledPlan, *, before: ParamHooks | None = None
-    ) -> ParamHooks:
-        hooks = ParamHooks(named_params, compiled.plan, self._listeners, frozen=[param for _, param in self.members.frozen()])
+    def _set(self, change: Change, *, generation: int, before: InForce | None = None) -> None:
+        params = [param for _, param in change.named_params]
+        compiled = CompiledPlan(change.plan, params, change.reducer, self._recorder, generation=generation)
+        hooks = ParamHooks(
+            change.named_params, compiled.plan, self._listeners, outside=[param for _, param in self.members.frozen()]
+        )
         if self.is_active:
-            _ = compiled.executor  # what does not fit into memory fails here instead of in the first backward
-            hooks.start(self._listeners.on_thawed)
+            # What does not fit into memory fails here instead of in the first backward.
+            if before is not None:
+                compiled.executor.take_over_readings(before.compiled.executor)
+            _ = compiled.executor
+            hooks.start()
             if self._call_before is not None:
                 hooks.call_before(self._call_before)
             if follows_observed_order(compiled, self._config):
                 hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
         else:
-            hooks.alone = SingleRank(hooks.params, None if before is None else before.alone)
+            hooks.alone = SingleRank(hooks.params, None if before is None else before.hooks.alone)
         measure(hooks, compiled, self._config, self._recorder)
-        return hooks
+        self.now = InForce(compiled, hooks)
 
     def _take_over(self) -> None:
         """Takes over the parameters of engines whose module was wrapped again, alone or in a larger one.
@@ -514,3 +384,8 @@ class CurrentPlan:
         for engine in earlier.values():
             hooks.arrived_before |= hooks.indices(engine.hand_over())
             self.members.gives_back |= engine.current_plan.members.gives_back
+
+
+def _mark_stale(plans: CurrentPlan | None) -> None:
+    if plans is not None:
+        plans.mark_stale()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.plan import Plan, observed
 from undertow.runtime.comm.group import OwnGroup, Pending
-from undertow.runtime.execute.hooks import ArrivalHooks, is_watched, watch_frozen
+from undertow.runtime.execute.hooks import ArrivalHooks, is_watched
 from undertow.runtime.replan.single_rank import SingleRank, SingleRankProbe
 from undertow.runtime.replan.tuning import Tuning
 from undertow.runtime.torch_private import private
@@ -28,9 +28,8 @@ class Listeners:
     """The functions that hooks on parameters call."""
 
     on_full: Callable[[int], object]  # with a bucket whose last gradient has arrived
-    # With the hooks, a backward, and the parameter whose gradient is the first to arrive in it.
-    on_backward: Callable[[ParamHooks, int, int], object]
-    on_thawed: Callable[[Tensor], object]  # with a parameter that got a gradient although it was frozen at the last look
+    on_backward: Callable[[int], object]  # with a backward whose first gradient arrives
+    on_outside: Callable[[Tensor], object]  # with a parameter that got a gradient and is not in the plan
 
 
 class ObservedOrder:
@@ -64,8 +63,56 @@ class ObservedOrder:
             self._arrivals.at_each = None
 
 
+class WatchedOutside:
+    """Hooks on parameters of a module that are not in the plan, which call `then(param)` when a gradient arrives after all."""
+
+    def __init__(self, params: Sequence[Tensor], then: Callable[[Tensor], object]) -> None:
+        self._params = tuple(params)
+        self._then = then
+        self._hooks: dict[int, RemovableHandle] = {}  # by id
+        self._had_gradients: set[int] = set()  # by id, when their hooks were made
+
+    def start(self) -> None:
+        """Registers the hooks."""
+        params, self._params = self._params, ()
+        self.watch(params)
+
+    def watch(self, params: Sequence[Tensor], *, in_backward: bool = False) -> None:
+        """Makes these the watched parameters; in a backward the gradient of a new one may have come before."""
+        known = set(map(id, self._params))
+        wanted = set(map(id, params))
+        for gone in known - wanted:
+            self._had_gradients.discard(gone)
+            if gone in self._hooks:
+                self._hooks.pop(gone).remove()
+        for param in params:
+            if id(param) not in known:
+                if param.grad is not None and not in_backward:
+                    self._had_gradients.add(id(param))
+                with contextlib.suppress(RuntimeError):  # it can never be trained
+                    self._hooks[id(param)] = private.hook_gradients(param, self._then)
+        self._params = tuple(params)
+
+    def has_thawed(self) -> bool:
+        """Returns True if one of them is trained now, and no engine waits for its gradient."""
+        # Runs in every round, hence a loop in C; most models have no frozen parameters.
+        return any(map(_is_trained, self._params)) and any(
+            param.requires_grad and not is_watched(param) for param in self._params
+        )
+
+    def had_gradient(self, param: Tensor) -> bool:
+        """Returns True if the parameter had a gradient when it was found."""
+        return id(param) in self._had_gradients
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+
 class ParamHooks:
-    """Hooks on `named_params` until `close`, and on the module's `frozen` parameters."""
+    """Hooks on `named_params` until `close`, and on parameters `outside` of the plan: frozen ones, and ones that are new."""
 
     def __init__(
         self,
@@ -73,25 +120,26 @@ class ParamHooks:
         plan: Plan,
         listeners: Listeners,
         *,
-        frozen: Sequence[Tensor] = (),
+        outside: Sequence[Tensor] = (),
     ) -> None:
         self.named_params = tuple(named_params)
         self.ids = frozenset(id(param) for _, param in named_params)
-        self.frozen = tuple(frozen)
         self.arrivals = Arrivals(
             [bucket.params for bucket in plan.buckets],
             self.params,
             on_full=listeners.on_full,
             traversal=private.graph_task_id,
-            on_traversal=partial(listeners.on_backward, self),
+            on_traversal=listeners.on_backward,
         )
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
+        self.outside: dict[int, Tensor] = {}  # by id, parameters outside of the plan that have got a gradient
         self.order: ObservedOrder | None = None
         self.tuning: Tuning | None = None  # if there are rounds
         self.probe: SingleRankProbe | None = None  # on one rank
         self.alone: SingleRank | None = None  # without rounds
         self.distributed: private.DistributedBackwards | None = None
         self.arrival_hooks = ArrivalHooks([], self.arrivals)
+        self._watched = WatchedOutside(outside, listeners.on_outside)
         self._other_hooks: list[tuple[object, RemovableHandle]] = []  # each with an object that must stay alive
 
     @property
@@ -104,10 +152,15 @@ class ParamHooks:
         source = self.tuning or self.probe
         return None if source is None else source.tuner
 
-    def start(self, on_thawed: Callable[[Tensor], object]) -> None:
+    def start(self) -> None:
         """Registers the hooks."""
         self.arrival_hooks = ArrivalHooks(self.params, self.arrivals)
-        self._other_hooks += [(None, hook) for hook in watch_frozen(self.frozen, on_thawed)]
+        self._watched.start()
+
+    def watch(self, params: Sequence[Tensor]) -> None:
+        """Hooks those of a module's parameters that are outside of the plan."""
+        others = [param for param in params if id(param) not in self.ids]
+        self._watched.watch(others, in_backward=private.graph_task_id() != -1)
 
     def regroup(self, plan: Plan) -> None:
         """Switches to the buckets of another plan."""
@@ -116,8 +169,11 @@ class ParamHooks:
 
     def has_thawed(self) -> bool:
         """Returns True if a parameter that was frozen is trained now, and no engine waits for its gradient."""
-        # Runs in every round, hence a loop in C; most models have no frozen parameters.
-        return any(map(_is_trained, self.frozen)) and any(param.requires_grad and not is_watched(param) for param in self.frozen)
+        return self._watched.has_thawed()
+
+    def is_new_gradient(self, param: Tensor) -> bool:
+        """Returns True if a parameter that was outside of the plan has a gradient, and had none at the last look."""
+        return id(param) not in self.ids and param.grad is not None and not self._watched.had_gradient(param)
 
     def call_before(self, call: Callable[[], object]) -> None:
         """Calls `call` before each gradient is added to `.grad`."""
@@ -126,6 +182,7 @@ class ParamHooks:
     def close(self) -> None:
         """Removes the hooks; a second call does nothing."""
         self.arrival_hooks.remove()
+        self._watched.close()
         for _, hook in self._other_hooks:
             hook.remove()
         self._other_hooks = []
@@ -142,6 +199,10 @@ class ParamHooks:
     def accumulated_ids(self) -> set[int]:
         """Returns the parameters, by id, that have accumulated a gradient since the last synchronization."""
         return {id(self.named_params[index][1]) for index in self.arrived_before}
+
+    def arrived_ids(self) -> set[int]:
+        """Returns the parameters, by id, whose gradient has arrived in this round."""
+        return {id(self.named_params[index][1]) for index in self.arrivals.arrived}
 
     def indices(self, tensors: set[int]) -> set[int]:
         """Returns the indices of parameters given by id."""

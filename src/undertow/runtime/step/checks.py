@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -258,17 +258,16 @@ class Checks:
         if self.are_compared(result.round.number):
             self.sent.append(self._send(result))
 
-    def compare_loaded(self, result: RoundResult) -> Generator[None, None, ReplicaMismatch | None]:
-        """Called if `load_state_dict` has changed parameters on some ranks only, or to different values; returns the error.
+    def compare_loaded(self, result: RoundResult) -> Callable[[], ReplicaMismatch | None]:
+        """Called if `load_state_dict` has changed parameters on some ranks only, or to different values.
 
-        They may have become equal since, as by a broadcast of the user's. Yields before the wait for other ranks.
+        They may have become equal since, as by a broadcast of the user's. Returns a function that waits for the other ranks and
+        returns the error.
         """
         group = self._current_plan.group
         if group.device.type != "cpu":  # the other ranks read later
-            return loaded_apart(result, rank=group.rank, places=group.places)
-        sent = self._send(result)
-        yield
-        return self._difference(*sent)
+            return partial(loaded_apart, result, rank=group.rank, places=group.places)
+        return partial(self._difference, *self._send(result))
 
     @torch.no_grad()
     def _send(self, result: RoundResult) -> _Sent:

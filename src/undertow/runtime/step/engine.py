@@ -18,6 +18,7 @@ from undertow.runtime.execute.agreed_errors import (
 from undertow.runtime.execute.round import RoundKind, Settings
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.peers.waiting import require_no_fault
+from undertow.runtime.replan.meeting import Meeting, Stage
 from undertow.runtime.replan.param_hooks import ParamHooks
 from undertow.runtime.step.rounds import Forward, Gradients, Phase, RoundRunner
 from undertow.runtime.step.siblings import all_of
@@ -67,7 +68,7 @@ class Engine(RoundRunner):
             self.also_awaited.pop().wait()
         if self.checks.sent:
             self.checks.require_alike()
-        current_plan.look()
+        current_plan.look_at_forward()
         now, is_active = current_plan.now, current_plan.is_active
         if is_active:
             self._prepare(now.hooks, begins_step=is_training and not progress.has_begun)
@@ -102,12 +103,13 @@ class Engine(RoundRunner):
         if progress.num_rounds == 0:
             current_plan.open()
         current_plan.wait_for_parameters()
-        current_plan.apply_changes()
+        current_plan.look_again()
         current_plan.adopt_plan()
-        number = progress.num_rounds
-        progress.num_rounds += current_plan.is_counted_apart
-        for _ in current_plan.retire(number, mode=progress.steps.mode):
-            pass
+        progress.num_rounds += 1
+        meeting = Meeting(current_plan, progress.num_rounds - 1, mode=progress.steps.mode, weights=None, are_used=False)
+        stage: Stage | None = meeting.begin
+        while stage is not None:
+            stage = stage()
 
     def forward_ends(self) -> None:
         """Called after such a forward."""
@@ -130,7 +132,7 @@ class Engine(RoundRunner):
         """Returns True if another engine that has these parameters, by id, over `group` may take this one's over."""
         if self._open is not None and private.graph_task_id() != -1:
             return False
-        self.current_plan.apply_changes()
+        self.current_plan.look_again()
         return params >= self.current_plan.now.hooks.ids and group.ranks == self.current_plan.group.user.ranks
 
     def hand_over(self) -> set[int]:
@@ -161,9 +163,10 @@ class Engine(RoundRunner):
             self._abandon()
         is_up_to_date = progress.steps.are_due_for(params) and not current_plan.members.has_new_of(params)
         if not is_up_to_date:
-            current_plan.apply_changes()
             current_plan.mark_stale()  # the next backward may run without a forward that finds a change
-            progress.is_owed |= current_plan.now.retiring is not None  # parameters that no forward has found
+            current_plan.look_again()
+            current_plan.mark_stale()
+            progress.is_owed |= current_plan.change is not None  # parameters that no forward has found
         if progress.is_owed and not (is_up_to_date and current_plan.has_result):
             self._run_outside_of_backward(steps=True)
         if self.checks.sent:
@@ -216,7 +219,7 @@ class Engine(RoundRunner):
         self.current_plan.now.hooks.arrived_before.clear()
         if self.earlier is not None:
             self.earlier.weights.forget_accumulated()
-        self.current_plan.apply_changes()
+        self.current_plan.look_again()
         if self._meets:
             with gradients_aside(self.current_plan.now.hooks.params):
                 self._begin(RoundKind.SHADOW)
@@ -249,7 +252,7 @@ class Engine(RoundRunner):
         if hooks.distributed is not None:
             hooks.distributed.forward_begins()
         if begins_step:
-            self.current_plan.look_at_gradients()
+            self.current_plan.now.compiled.executor.look()
             if self.earlier is not None:
                 self.earlier.forward_begins()
 
@@ -303,7 +306,7 @@ class Engine(RoundRunner):
             alone.reduces()
             progress.has_accumulated = progress.is_owed = False
         elif current_plan.is_active:
-            was_launched = self._open is not None and self._open.ending is not None
+            was_launched = self._open is not None and self._open.has_ended
             self._abandon()
             if was_launched:
                 self._refuse(Misuse.TWICE)
@@ -319,7 +322,7 @@ class Engine(RoundRunner):
         number = self.progress.num_rounds
         self._begin(RoundKind.REDUCE)
         assert self._open is not None
-        self._open.result.misuse = misuse
+        self._open.misuse = misuse
         self._give_up(self._open)
         # On a device, where the others read it later.
         raise misused(misuse, [self.current_plan.group.rank], number=number)

@@ -44,7 +44,7 @@ class Reduction:
     def is_completed(self) -> bool:
         """Returns True if `wait` would not wait for other ranks."""
         # Under a new plan buckets leave in `wait`, after the ranks have met under the old one.
-        are_launched = all(engine.current_plan.now.retiring is None for engine in self._engines if engine.is_busy)
+        are_launched = all(engine.current_plan.change is None for engine in self._engines if engine.is_busy)
         return are_launched and all(engine.has_arrived for engine in self._engines)
 
     def __await__(self) -> Generator[Any, None, None]:

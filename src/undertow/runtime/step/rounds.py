@@ -5,9 +5,9 @@ IDLE ──first gradient──> BACKWARD ──end of the outermost backward─
 """
 
 import contextlib
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from enum import IntEnum, auto
-from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
 import torch
@@ -18,16 +18,19 @@ from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute import agreed_errors
 from undertow.runtime.execute.hooks import OutermostEnd, is_watched, users_hooks
-from undertow.runtime.execute.round import OpenRound, Round, RoundKind, RoundResult, Settings
+from undertow.runtime.execute.round import Round, RoundKind, RoundResult, Settings
 from undertow.runtime.gradients.binding import gradients_aside
+from undertow.runtime.gradients.weights import RoundWeights
 from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.replan.current_plan import CurrentPlan
-from undertow.runtime.replan.param_hooks import Listeners, ParamHooks
+from undertow.runtime.replan.meeting import Meeting, Stage
+from undertow.runtime.replan.param_hooks import Listeners
 from undertow.runtime.step.checks import Checks
 from undertow.runtime.step.earlier_gradients import EarlierGradients
 from undertow.runtime.step.optimizers_in_backward import OptimizersInBackward
 from undertow.runtime.step.siblings import SiblingEngines
 from undertow.runtime.torch_private import private
+from undertow.schedule import Releases
 
 
 class Phase(IntEnum):
@@ -196,8 +199,34 @@ class Progress:
         self.steps.join_ends()
 
 
+@dataclass(slots=True)
+class OpenRound:
+    """The round under way, and how far it is."""
+
+    kind: RoundKind
+    is_last: bool  # of the step, which adds up no more gradients
+    op: str | None  # of a reduction by hand, if it differs from the settings'
+    holds_back: bool = False  # nothing leaves before the end of backward, as before a meeting
+    weights: RoundWeights | None = None
+    has_failed: bool = False
+    misuse: int = 0  # the reason why a reduction by hand is wrong here, or 0
+    result: RoundResult | None = None  # of the plan in force; made after a meeting, if there is one
+    releases: Releases | None = None
+    has_ended: bool = False  # the backward has ended
+    stage: Stage | None = None  # the next one; None while backward runs, and while one runs
+
+    @property
+    def is_synchronized(self) -> bool:
+        return self.kind is not RoundKind.ACCUMULATE
+
+
 class RoundRunner:
-    """Runs the rounds of one engine, one at a time."""
+    """Runs the rounds of one engine, one at a time.
+
+    A round has stages: each ends before the next wait for other ranks, and returns the next one.
+
+    _launch_rest ──> [meeting ──>] _send ──> _bind ──> [_add_late_parts ──>] [_compare_loaded ──>] _conclude
+    """
 
     def __init__(self, members: ModuleParams, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
         self.is_accumulating = False  # a backward that runs now only accumulates
@@ -211,7 +240,9 @@ class RoundRunner:
         # After a backward that has failed, the next gradient looks whether there is a round.
         self._end = OutermostEnd(self._launch_rest, lambda: self.current_plan.now.hooks.arrivals.forget_traversal())
         self._optimizers = OptimizersInBackward()
-        self.current_plan = CurrentPlan(members, group, config, recorder, Listeners(self._fill, self._enter, self._thawed))
+        self.current_plan = CurrentPlan(
+            members, group, config, recorder, Listeners(self._fill, self._enter, self._arrives_outside)
+        )
         self.earlier: EarlierGradients | None = None  # for the mean, nothing is kept apart
         if config.op == "weighted" or self.current_plan.now.compiled.reducer.divisor != group.num_ranks:
             is_weighted = config.op == "weighted"
@@ -222,17 +253,22 @@ class RoundRunner:
     def complete(self) -> None:
         """Waits for launched buckets and binds the gradients; raises the error that the ranks have agreed on."""
         this = self._open
-        if this is None or this.ending is None:
+        if this is None or not this.has_ended:
             self._abandon()
             return
-        if getgeneratorstate(this.ending) == GEN_RUNNING:  # a signal handler calls this in the middle of it
-            return
+        while self._open is this and this.stage is not None:  # None if a signal handler calls this in the middle of one
+            self._advance(this)
+
+    def _advance(self, this: OpenRound) -> None:
+        """Runs the next stage; an error ends the round."""
+        stage, this.stage = this.stage, None
+        assert stage is not None
         try:
-            for _ in this.ending:
-                pass
-        finally:
-            if self._open is this:  # an error has ended it
+            this.stage = stage()
+        except BaseException:
+            if self._open is this:
                 self._close_round()
+            raise
 
     def _enter_phase(self, phase: Phase) -> None:
         assert phase in _NEXT[self.phase], f"{self.phase!r} -> {phase!r}"
@@ -240,64 +276,73 @@ class RoundRunner:
 
     def _begin(self, kind: RoundKind, *, op: str | None = None) -> None:
         current_plan, progress = self.current_plan, self.progress
-        if current_plan.is_stale:
-            current_plan.apply_changes()
+        current_plan.look_again()
         if current_plan.now.hooks is not self._optimizers.seen:
             self._optimizers.take_over(current_plan.now.hooks)
         # A hook that user code has registered since the forward may run after Undertow's, once, on the first gradient.
         is_overtaken = current_plan.now.hooks.arrival_hooks.run_last()
-        is_synchronized = kind is not RoundKind.ACCUMULATE
-        if is_synchronized:
+        this = OpenRound(kind, is_last=not self.is_accumulating, op=op)
+        if this.is_synchronized:
             if progress.num_rounds == 0:
                 current_plan.open()
             current_plan.adopt_plan()
-        now, is_last = current_plan.now, not self.is_accumulating
-        arrivals, tuning, compiled = now.hooks.arrivals, now.hooks.tuning, now.compiled
-        weights = None if self.earlier is None else self.earlier.round_begins(kind, is_last=is_last)
-        arrivals.reset()
-        is_telling = is_synchronized and kind is not RoundKind.SHADOW
+            progress.gradients = Gradients.INCOMPLETE
+        if self.earlier is not None:
+            this.weights = self.earlier.round_begins(kind, is_last=this.is_last)
+        hooks = current_plan.now.hooks
+        hooks.arrivals.reset()
+        self._open = this
+        if self.phase is Phase.IDLE:
+            self._enter_phase(Phase.BACKWARD)
+        self.recorder.backward_begins(generation=current_plan.now.compiled.generation)
+        this.holds_back = current_plan.change is not None or is_overtaken
+        if current_plan.change is None:
+            self._start(this)
+
+    def _start(self, this: OpenRound) -> None:
+        """Starts the round under the plan in force."""
+        current_plan, progress, kind = self.current_plan, self.progress, this.kind
+        compiled, hooks = current_plan.now.compiled, current_plan.now.hooks
+        is_telling = this.is_synchronized and kind is not RoundKind.SHADOW
         loaded = self.checks.loads.digest() if is_telling and self.checks.loads.before else 0
         this_round = Round(
             kind=kind,
-            number=progress.num_rounds + (is_synchronized and now.retiring is not None and current_plan.is_counted_apart),
+            number=progress.num_rounds,
             generation=compiled.generation,
-            mode=None if kind is RoundKind.SHADOW else progress.steps.mode,
+            mode=self._mode(kind),
             settings=progress.steps.settings,
             loaded=loaded,
             alike=(progress.steps.digest, loaded) if is_telling else (None, None),
-            is_last=is_last,
+            is_last=this.is_last,
             not_arrived=self._not_arrived,
-            arrivals=arrivals,
-            has_other_buffers=is_synchronized and current_plan.has_other_buffers,
-            is_read_at_once=(tuning is not None and tuning.is_about_to_communicate)
+            arrivals=hooks.arrivals,
+            has_other_buffers=this.is_synchronized and current_plan.has_other_buffers,
+            is_read_at_once=(hooks.tuning is not None and hooks.tuning.is_about_to_communicate)
             or bool(loaded)
             or (self.checks.are_on and self.checks.must_be_read(progress.num_rounds)),
-            rescale=progress.rescale * (1.0 if op is None else compiled.reducer.factor(op)),
-            op=op,
-            weights=weights,
-            is_synchronized=is_synchronized,
-            keeps_own=progress.steps_in_shards and weights is None and op is None,
+            rescale=progress.rescale * (1.0 if this.op is None else compiled.reducer.factor(this.op)),
+            op=this.op,
+            weights=this.weights,
+            is_synchronized=this.is_synchronized,
+            keeps_own=progress.steps_in_shards and this.weights is None and this.op is None,
         )
-        holds_back = now.retiring is not None or is_overtaken
-        result = RoundResult(this_round)
-        # Under some strategies a micro-batch is reduced to shards, and nothing more.
-        adds_up_shards = not is_last and compiled.strategy.reduces_micro_batches
-        releases = compiled.accumulating
-        if is_synchronized:
-            releases = compiled.adding_up_shards if adds_up_shards else compiled.synchronizing
-            progress.gradients = Gradients.INCOMPLETE
-        releases.reset()
-        self._open = OpenRound(this_round, result, releases, holds_back=holds_back)
-        if self.phase is Phase.IDLE:
-            self._enter_phase(Phase.BACKWARD)
-        self.recorder.backward_begins(generation=compiled.generation)
-        compiled.executor.begin(result)
+        this.result = RoundResult(this_round, has_failed=this.has_failed, misuse=this.misuse)
+        this.releases = compiled.accumulating
+        if this.is_synchronized:
+            # Under some strategies a micro-batch is reduced to shards, and nothing more.
+            adds_up_shards = not this.is_last and compiled.strategy.reduces_micro_batches
+            this.releases = compiled.adding_up_shards if adds_up_shards else compiled.synchronizing
+        this.releases.reset()
+        compiled.executor.begin(this.result)
+
+    def _mode(self, kind: RoundKind) -> int | None:
+        return None if kind is RoundKind.SHADOW else self.progress.steps.mode
 
     def _is_between_rounds(self) -> bool:
         this = self._open
         if this is not None and not self._end.is_coming:  # a new backward has begun, and this round is not its own
-            if this.ending is not None:
-                raise agreed_errors.not_waited_for(this.round.number)
+            if this.has_ended:
+                raise agreed_errors.not_waited_for(self.progress.num_rounds)
             self._give_up(this)
         return self._open is None
 
@@ -308,44 +353,31 @@ class RoundRunner:
         return not self.is_accumulating or (current_plan.is_active and current_plan.now.compiled.strategy.reduces_micro_batches)
 
     @private.untraced
-    def _enter(self, hooks: ParamHooks, task: int, param: int) -> None:
-        """Called with the first gradient in backward `task`, of `param` of `hooks`."""
-        current_plan, gradient_of = self.current_plan, id(hooks.named_params[param][1])
-        before = current_plan.now.hooks
+    def _enter(self, task: int) -> None:
+        """Called with the first gradient in backward `task`."""
         if self._open is None or self._is_between_rounds():
-            if before.frozen and before.has_thawed():
+            if self.current_plan.now.hooks.has_thawed():
                 self._follow_thawed()
-            if current_plan.is_stale:
-                current_plan.apply_changes()
-            if gradient_of not in current_plan.now.hooks.ids:
-                return  # it was in the module for one forward only, or no longer is
             self._take_part_all(task)
         else:
             self._end.watch(task)
-        now = current_plan.now.hooks
-        if now is not before and now is not hooks:  # since a moment ago, and this gradient counts there
-            for index in now.indices({gradient_of}):
-                now.arrivals.arrive(index)
 
     @private.untraced
-    def _thawed(self, param: Tensor) -> None:
-        """Called with a gradient of a parameter that was frozen when the plan was made; PhaseError if no plan will have it."""
+    def _arrives_outside(self, param: Tensor) -> None:
+        """Called with a gradient of a parameter that the plan does not have; PhaseError if the next one will not have it."""
         current_plan = self.current_plan
-        if (
-            self.phase >= Phase.CLOSED
-            or id(param) in current_plan.now.hooks.ids
-            or param.grad is None
-            or is_watched(param, but=self)
-        ):
-            return  # counted elsewhere, or frozen again
-        if self._is_between_rounds():
-            task = private.graph_task_id()
-            self._follow_thawed()
-            current_plan.apply_changes()
-            if id(param) in current_plan.now.hooks.ids:
-                self._take_part_all(task)
-                return
-        if (name := current_plan.members.names.get(id(param))) is not None:  # in no plan, and still one of the module's
+        if self.phase >= Phase.CLOSED or param.grad is None or is_watched(param, but=self):
+            return
+        is_between = self._is_between_rounds()
+        if is_between:
+            current_plan.mark_stale()
+            current_plan.look_again()
+        if current_plan.change is not None and id(param) in current_plan.change.ids:
+            current_plan.now.hooks.outside[id(param)] = param
+            if is_between:
+                self._follow_thawed()
+                self._take_part_all(private.graph_task_id())
+        elif not is_between and (name := current_plan.members.names.get(id(param))) is not None:
             raise agreed_errors.unfrozen_in_backward(name, rank=current_plan.group.rank)
 
     def _follow_thawed(self) -> None:
@@ -389,89 +421,137 @@ class RoundRunner:
     @private.untraced
     def _fill(self, bucket: int) -> None:
         this = self._open
-        if this is not None and not this.holds_back and (ops := this.releases.happen(this.releases.fills[bucket])):
+        if this is None or this.holds_back or this.releases is None:
+            return
+        ops = this.releases.happen(this.releases.fills[bucket])
+        if ops:
             self.current_plan.now.compiled.executor.run(ops)
 
     def _launch_rest(self) -> None:
         """Called at the end of backward: parameters without a gradient are unused here; launches the remaining buckets."""
         this = self._open
-        if this is None or this.ending is not None:
+        if this is None or this.has_ended:
             return  # a nested backward has reached the outermost end as well
-        self.recorder.backward_ends()
-        hooks = self.current_plan.now.hooks
-        # Gradients that something other than autograd has written into `.grad` count as well.
-        absent = hooks.arrivals.absent
-        if absent:
-            hooks.arrivals.note(self.current_plan.now.compiled.executor.written(absent - hooks.arrived_before))
-        this.ending = self._end_round(this)
-        if self.phase is Phase.BACKWARD:
-            self._enter_phase(Phase.LAUNCHED)
-        next(this.ending)
+        self._end_backward(this)
+        self._advance(this)
         if private.graph_task_id() != -1:
             private.call_after_backward(self._go_on)
+
+    def _end_backward(self, this: OpenRound) -> None:
+        current_plan = self.current_plan
+        self.recorder.backward_ends()
+        this.has_ended = True
+        if self.phase is Phase.BACKWARD:
+            self._enter_phase(Phase.LAUNCHED)
+        if this.result is not None:
+            this.stage = self._send
+        elif not this.is_synchronized:  # gradients stay where they are until the ranks have met
+            this.stage = self._conclude_accumulation
+        else:
+            current_plan.look_again()
+            this.stage = self._start_late if current_plan.change is None else self._meeting(this).begin
+
+    def _meeting(self, this: OpenRound) -> Meeting:
+        hooks = self.current_plan.now.hooks
+        number = self.progress.num_rounds
+        self.progress.num_rounds += 1  # also if the ranks do not agree: all of them have run it
+        return Meeting(
+            self.current_plan,
+            number,
+            mode=self._mode(this.kind),
+            weights=this.weights,
+            are_used=self.progress.has_begun or bool(hooks.arrivals.arrived or hooks.arrived_before or hooks.outside),
+            then=self._start_late,
+        )
+
+    def _start_late(self) -> Stage:
+        """Starts the round under the plan that the ranks have agreed on."""
+        assert self._open is not None
+        self._start(self._open)
+        return self._send()
 
     @private.left_alone
     def _go_on(self) -> None:
         """Called after the callbacks of all other engines: with several models in one backward all launch, then all wait."""
         this = self._open
-        if this is None or this.ending is None:
+        if this is None or this.stage is None:
             return
         try:
-            next(this.ending)
-        except StopIteration:
-            return
+            self._advance(this)
         except BaseException:
-            self._close_round()
             self.siblings.complete()
             raise
-        private.call_after_backward(self._go_on)
+        if this.stage is not None:
+            private.call_after_backward(self._go_on)
 
-    def _end_round(self, this: OpenRound) -> Generator[None, None, None]:
-        """Runs the rest of a round after backward, in parts: yields before each wait for other ranks."""
-        current_plan, result = self.current_plan, this.result
-        if current_plan.now.retiring is not None and this.round.is_synchronized:
-            arrived = current_plan.now.hooks.arrivals.arrived | current_plan.now.hooks.arrived_before
-            # Also if the ranks do not agree: all of them have run it.
-            self.progress.num_rounds += current_plan.is_counted_apart
-            yield from current_plan.retire(
-                this.round.number - current_plan.is_counted_apart,
-                mode=this.round.mode,
-                weights=this.round.weights,
-                are_used=self.progress.has_begun or bool(arrived),
-            )
-        executor, hooks = current_plan.now.compiled.executor, current_plan.now.hooks
-        if ops := this.releases.happen(this.releases.end):
+    def _under_way(self) -> tuple[RoundResult, Releases]:
+        this = self._open
+        assert this is not None
+        assert this.result is not None
+        assert this.releases is not None
+        return this.result, this.releases
+
+    def _send(self) -> Stage:
+        """Sends the remaining buckets."""
+        result, releases = self._under_way()
+        executor, hooks = self.current_plan.now.compiled.executor, self.current_plan.now.hooks
+        # Gradients that something other than autograd has written into `.grad` count as well.
+        absent = hooks.arrivals.absent
+        if absent and not result.has_failed:
+            hooks.arrivals.note(executor.written(absent - hooks.arrived_before))
+        ops = releases.happen(releases.end)
+        if ops:
             executor.run(ops)
-        yield
-        if ops := this.releases.happen(this.releases.join):
+        return self._bind
+
+    def _bind(self) -> Stage | None:
+        """Waits for the buckets, and binds `.grad` to them."""
+        result, releases = self._under_way()
+        executor = self.current_plan.now.compiled.executor
+        ops = releases.happen(releases.join)
+        if ops:
             executor.run(ops)
         while self.also_awaited:
             self.also_awaited.pop().wait()
         if result.readings and result.late_buckets:
             executor.launch_late_parts(result.late_buckets)
-            yield
-            executor.add_late_parts()
-            hooks.arrivals.learn_repeats()
-        if result.readings:
-            yield from self._compare(result)
+            return self._add_late_parts
+        return self._compare_loaded()
+
+    def _add_late_parts(self) -> Stage | None:
+        self.current_plan.now.compiled.executor.add_late_parts()
+        self.current_plan.now.hooks.arrivals.learn_repeats()
+        return self._compare_loaded()
+
+    def _compare_loaded(self) -> Stage | None:
+        """Compares parameters if `load_state_dict` has changed them on some ranks only, or to different values."""
+        result, _ = self._under_way()
+        if "loaded" not in result.unlike:
+            return self._conclude()
+        difference = self.checks.compare_loaded(result)
+
+        def conclude() -> None:
+            result.apart = difference()
+            self._conclude()
+
+        return conclude
+
+    def _conclude(self) -> None:
+        result, _ = self._under_way()
         if self.earlier is not None:
             self.earlier.round_is_bound(result)
-        self._close_round()
-        if this.round.is_synchronized:
+        if result.round.is_synchronized:
+            self._close_round()
             self._round_ends(result)
         else:
-            hooks.arrived_before |= hooks.arrivals.arrived
-            self.progress.has_accumulated = True
-            current_plan.mark_stale()
+            self._conclude_accumulation()
 
-    def _compare(self, result: RoundResult) -> Iterator[None]:
-        """Compares what the ranks have reported to be different, if all of them know; yields before each wait."""
-        if result.round.has_other_buffers:
-            others = result.reported("other_buffers_ranks", overdue=False)
-            if len(others) == self.current_plan.group.num_ranks:
-                yield from self.current_plan.compare_buffers()
-        if "loaded" in result.unlike:
-            result.apart = yield from self.checks.compare_loaded(result)
+    def _conclude_accumulation(self) -> None:
+        hooks = self.current_plan.now.hooks
+        self._close_round()
+        hooks.arrived_before |= hooks.arrivals.arrived
+        self.progress.has_accumulated = True
+        self.current_plan.mark_stale()
 
     def _close_round(self) -> None:
         self._open = None
@@ -484,7 +564,7 @@ class RoundRunner:
         """Ends a round that an exception in backward has left open, and waits for one that was launched by hand."""
         if self._open is None or private.graph_task_id() != -1:
             return
-        if self._open.ending is not None:
+        if self._open.has_ended:
             self.complete()
         else:
             self._give_up(self._open)
@@ -494,14 +574,16 @@ class RoundRunner:
 
         Afterwards every `.grad` is as it is now: the user may have cleared it, or another backward may have begun.
         """
-        this.result.has_failed = this.round.is_synchronized
+        this.has_failed = this.is_synchronized
+        if this.result is not None:
+            this.result.has_failed, this.result.misuse = this.has_failed, this.misuse
         self.progress.gradients = Gradients.INCOMPLETE
+        params = dict.fromkeys(self.current_plan.now.hooks.params)
+        if self.current_plan.change is not None:
+            params.update(dict.fromkeys(param for _, param in self.current_plan.change.named_params))
         try:
-            with gradients_aside(self.current_plan.now.hooks.params) if this.result.has_failed else contextlib.nullcontext():
-                self.recorder.backward_ends()
-                this.ending = self._end_round(this)
-                if self.phase is Phase.BACKWARD:
-                    self._enter_phase(Phase.LAUNCHED)
+            with gradients_aside(list(params)) if this.has_failed else contextlib.nullcontext():
+                self._end_backward(this)
                 self.complete()
         finally:
             if self.earlier is not None:
@@ -523,7 +605,7 @@ class RoundRunner:
         self.progress.unused.round_ends(unused, hooks.named_params, is_last=this_round.is_last)
         if not result.has_failed:
             hooks.arrived_before.clear()
-            current_plan.is_stale |= current_plan.is_active
+            current_plan.mark_stale()
         if self.earlier is not None and this_round.weights is not None:
             self.earlier.weights.ends(this_round.weights)
         if self.checks.numbers.is_on:
