@@ -231,14 +231,6 @@ def unfrozen_in_backward(name: str, *, rank: int) -> PhaseError:
     )
 
 
-def frozen_again(name: str, number: int, *, rank: int) -> PhaseError:
-    return PhaseError(
-        "a parameter was added and frozen again between two synchronizations: its gradient is not averaged.",
-        where=f"parameter {name!r}, synchronization {number}, rank {rank}",
-        remedy="Synchronize once before it is frozen, and drop its gradient now.",
-    )
-
-
 def left_by_newer(name: str) -> PhaseError:
     return PhaseError(
         "this module was wrapped again, and the newer wrapper is closed or gone: nobody averages its gradients.",

@@ -77,7 +77,7 @@ class CurrentPlan:
         self._call_before: Callable[[], object] | None = None  # see call_before
         named_params, reducer = members.trained(), Reducer.of(group, config)
         self.is_active = reducer.is_active  # a single rank has its mean already, unless losses are weighted
-        self._set(self._planned(named_params, reducer), generation=0)
+        self.now = self._ready(self._planned(named_params, reducer), generation=0)
         # A layer may be made in the middle of a forward, and be trained in the backward that follows.
         plans = weakref.ref(self)  # torch keeps such hooks for the life of the process
         self._end_registrations = call_at_registration(lambda *_: _mark_stale(plans()))
@@ -135,7 +135,7 @@ class CurrentPlan:
             self.follow()
 
     def look_again(self) -> None:
-        """Called when a round begins, or a gradient arrives outside of the plan: the change may be another one.
+        """Called when a forward ends, a round begins, or a gradient arrives outside of the plan: the change may be another one.
 
         A parameter that is only frozen stays in the plan: if parts of a module take turns between two forwards, the parameters
         of the other parts are unused.
@@ -178,11 +178,8 @@ class CurrentPlan:
         if self.is_active:
             arrived |= self.written_ids()
         before.hooks.close()
-        self._set(change, generation=before.compiled.generation + 1, before=before)
-        hooks = self.now.hooks
-        # Gradients of new parameters that came before their hooks: of a layer that was made in the forward.
-        arrived |= {id(param) for param in hooks.params if before.hooks.is_new_gradient(param)}
-        hooks.arrived_before |= hooks.indices(arrived)
+        self.now = self._ready(change, generation=before.compiled.generation + 1, before=before)
+        self.now.hooks.arrived_before |= self.now.hooks.indices(arrived)
         self.change, self._left, self._has_more = None, frozenset(), False
 
     def forget_buckets(self) -> None:
@@ -309,7 +306,7 @@ class CurrentPlan:
         is_meeting = result.round.kind is RoundKind.RETIRE and change is not None
         plan, params, reducer, described = now.plan, now.params, now.reducer, ""
         if is_meeting and change is not None:
-            plan, params, reducer = change.plan, [param for _, param in change.named_params], change.reducer
+            plan, params, reducer = change.plan, tuple(param for _, param in change.named_params), change.reducer
             described = "a communication hook was registered"
             if reducer.hook is now.reducer.hook:
                 described = first_change(now.plan.params, plan.params)
@@ -342,18 +339,18 @@ class CurrentPlan:
         # No shards until an optimizer steps again.
         return Change(tuple(named_params), plan, dataclasses.replace(reducer, shard_exchanges=None))
 
-    def _set(self, change: Change, *, generation: int, before: InForce | None = None) -> None:
+    def _ready(self, change: Change, *, generation: int, before: InForce | None = None) -> InForce:
+        """Makes its buckets and hooks."""
         params = [param for _, param in change.named_params]
         compiled = CompiledPlan(change.plan, params, change.reducer, self._recorder, generation=generation)
-        hooks = ParamHooks(
-            change.named_params, compiled.plan, self._listeners, outside=[param for _, param in self.members.frozen()]
-        )
+        hooks = ParamHooks(change.named_params, compiled.plan, self._listeners)
         if self.is_active:
             # What does not fit into memory fails here instead of in the first backward.
             if before is not None:
                 compiled.executor.take_over_readings(before.compiled.executor)
             _ = compiled.executor
             hooks.start()
+            hooks.watch([param for _, param in self.members.frozen()])
             if self._call_before is not None:
                 hooks.call_before(self._call_before)
             if follows_observed_order(compiled, self._config):
@@ -361,7 +358,7 @@ class CurrentPlan:
         else:
             hooks.alone = SingleRank(hooks.params, None if before is None else before.hooks.alone)
         measure(hooks, compiled, self._config, self._recorder)
-        self.now = InForce(compiled, hooks)
+        return InForce(compiled, hooks)
 
     def _take_over(self) -> None:
         """Takes over the parameters of engines whose module was wrapped again, alone or in a larger one.

@@ -63,52 +63,27 @@ class ObservedOrder:
             self._arrivals.at_each = None
 
 
-class WatchedOutside:
+class OutsideHooks:
     """Hooks on parameters of a module that are not in the plan, which call `then(param)` when a gradient arrives after all."""
 
-    def __init__(self, params: Sequence[Tensor], then: Callable[[Tensor], object]) -> None:
-        self._params = tuple(params)
+    def __init__(self, then: Callable[[Tensor], object]) -> None:
         self._then = then
-        self._hooks: dict[int, RemovableHandle] = {}  # by id
-        self._had_gradients: set[int] = set()  # by id, when their hooks were made
+        self._watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
 
-    def start(self) -> None:
-        """Registers the hooks."""
-        params, self._params = self._params, ()
-        self.watch(params)
-
-    def watch(self, params: Sequence[Tensor], *, in_backward: bool = False) -> None:
-        """Makes these the watched parameters; in a backward the gradient of a new one may have come before."""
-        known = set(map(id, self._params))
-        wanted = set(map(id, params))
-        for gone in known - wanted:
-            self._had_gradients.discard(gone)
-            if gone in self._hooks:
-                self._hooks.pop(gone).remove()
-        for param in params:
-            if id(param) not in known:
-                if param.grad is not None and not in_backward:
-                    self._had_gradients.add(id(param))
-                with contextlib.suppress(RuntimeError):  # it can never be trained
-                    self._hooks[id(param)] = private.hook_gradients(param, self._then)
-        self._params = tuple(params)
+    def watch(self, params: Sequence[Tensor]) -> None:
+        """Makes these the watched parameters, except those that can never be trained."""
+        wanted = {id(param): param for param in params}
+        for key in self._watched.keys() - wanted.keys():
+            self._watched.pop(key)[1].remove()
+        for key in wanted.keys() - self._watched.keys():
+            with contextlib.suppress(RuntimeError):  # it can never be trained
+                self._watched[key] = wanted[key], private.hook_gradients(wanted[key], self._then)
 
     def has_thawed(self) -> bool:
         """Returns True if one of them is trained now, and no engine waits for its gradient."""
+        params = [param for param, _ in self._watched.values()]
         # Runs in every round, hence a loop in C; most models have no frozen parameters.
-        return any(map(_is_trained, self._params)) and any(
-            param.requires_grad and not is_watched(param) for param in self._params
-        )
-
-    def had_gradient(self, param: Tensor) -> bool:
-        """Returns True if the parameter had a gradient when it was found."""
-        return id(param) in self._had_gradients
-
-    def close(self) -> None:
-        """Removes the hooks."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        return any(map(_is_trained, params)) and any(param.requires_grad and not is_watched(param) for param in params)
 
 
 class ParamHooks:
@@ -119,8 +94,6 @@ class ParamHooks:
         named_params: Sequence[tuple[str, Tensor]],
         plan: Plan,
         listeners: Listeners,
-        *,
-        outside: Sequence[Tensor] = (),
     ) -> None:
         self.named_params = tuple(named_params)
         self.ids = frozenset(id(param) for _, param in named_params)
@@ -139,7 +112,7 @@ class ParamHooks:
         self.alone: SingleRank | None = None  # without rounds
         self.distributed: private.DistributedBackwards | None = None
         self.arrival_hooks = ArrivalHooks([], self.arrivals)
-        self._watched = WatchedOutside(outside, listeners.on_outside)
+        self._outside_hooks = OutsideHooks(listeners.on_outside)
         self._other_hooks: list[tuple[object, RemovableHandle]] = []  # each with an object that must stay alive
 
     @property
@@ -155,12 +128,10 @@ class ParamHooks:
     def start(self) -> None:
         """Registers the hooks."""
         self.arrival_hooks = ArrivalHooks(self.params, self.arrivals)
-        self._watched.start()
 
     def watch(self, params: Sequence[Tensor]) -> None:
         """Hooks those of a module's parameters that are outside of the plan."""
-        others = [param for param in params if id(param) not in self.ids]
-        self._watched.watch(others, in_backward=private.graph_task_id() != -1)
+        self._outside_hooks.watch([param for param in params if id(param) not in self.ids])
 
     def regroup(self, plan: Plan) -> None:
         """Switches to the buckets of another plan."""
@@ -169,11 +140,7 @@ class ParamHooks:
 
     def has_thawed(self) -> bool:
         """Returns True if a parameter that was frozen is trained now, and no engine waits for its gradient."""
-        return self._watched.has_thawed()
-
-    def is_new_gradient(self, param: Tensor) -> bool:
-        """Returns True if a parameter that was outside of the plan has a gradient, and had none at the last look."""
-        return id(param) not in self.ids and param.grad is not None and not self._watched.had_gradient(param)
+        return self._outside_hooks.has_thawed()
 
     def call_before(self, call: Callable[[], object]) -> None:
         """Calls `call` before each gradient is added to `.grad`."""
@@ -182,7 +149,7 @@ class ParamHooks:
     def close(self) -> None:
         """Removes the hooks; a second call does nothing."""
         self.arrival_hooks.remove()
-        self._watched.close()
+        self._outside_hooks.watch(())
         for _, hook in self._other_hooks:
             hook.remove()
         self._other_hooks = []

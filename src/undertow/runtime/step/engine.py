@@ -112,8 +112,9 @@ class Engine(RoundRunner):
             stage = stage()
 
     def forward_ends(self) -> None:
-        """Called after such a forward."""
+        """Called after such a forward, which may have made a layer."""
         self.recorder.forward_ends()
+        self.current_plan.look_again()
         self.progress.forward = min(self.progress.forward, Forward.ENDED)
 
     def use_hook(self, hook: CommHook) -> None:

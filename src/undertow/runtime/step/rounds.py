@@ -527,7 +527,8 @@ class RoundRunner:
         """Compares parameters if `load_state_dict` has changed them on some ranks only, or to different values."""
         result, _ = self._under_way()
         if "loaded" not in result.unlike:
-            return self._conclude()
+            self._conclude()
+            return None
         difference = self.checks.compare_loaded(result)
 
         def conclude() -> None:
