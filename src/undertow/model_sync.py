@@ -98,7 +98,7 @@ class ModelSync:
         )  # a successor has taken the members over
         attached.callback(engine.close)
         attached.callback(_watch_steps(self, engine))
-        if own.num_ranks > 1:
+        if engine.current_plan.is_active:
             attached.callback(before_loads(self._module, engine.checks.loads.begins))
         attached.callback(trace_at_end(engine, self._config))
         self._attached = attached
@@ -150,9 +150,9 @@ class ModelSync:
 
     def _take_part_with_experts(self) -> None:
         """Makes a backward that reaches a parameter of any part a synchronization of all parts."""
-        engines = [part._engine for part in self._parts]
-        for engine in engines:
-            engine.siblings = SiblingEngines(engines)
+        engines = [part._engine for part in self._parts if part._engine.current_plan.is_active]
+        for part in self._parts:
+            part._engine.siblings = SiblingEngines(engines)
 
     @property
     def is_accumulating(self) -> bool:
@@ -162,7 +162,7 @@ class ModelSync:
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None:
         for part in self._parts:
-            part._engine.accumulates(value)
+            part._engine.is_accumulating = value
 
     def _wait(self) -> None:
         # In a backward, a hook or a signal handler calls this: its end waits for the gradients.
@@ -215,7 +215,7 @@ class ModelSync:
         hook = before.current_plan.now.compiled.reducer.hook
         if hook is not None:
             self._engine.use_hook(hook)
-        self._engine.accumulates(before.is_accumulating)
+        self._engine.is_accumulating = before.is_accumulating
         self._engine.take_from(accumulated)
         self._engine.progress.forward = before.progress.forward
 
@@ -253,7 +253,9 @@ class ModelSync:
         self._engine.also_awaited += futures
 
     def _watch_forwards(self) -> None:
-        """Registers hooks at the start and the end of every forward of the module, until `close`."""
+        """Registers hooks at the start and the end of every forward of the module, until `close`; a single rank has none."""
+        if not any(part._engine.current_plan.is_active for part in self._parts):
+            return
         begins, ends = (ModuleHook(self._module, then) for then in (self._attached_forward_begins, self._forward_ends))
         self._forward_hooks = [
             self._module.register_forward_pre_hook(begins, prepend=True),
@@ -288,6 +290,8 @@ class ModelSync:
                     self._engine.current_plan.require_watched()
             for engine in earlier_watchers(self._members.trained_now()).values() if is_outermost else ():
                 engine.progress.forward = max(engine.progress.forward, Forward.ENDED)  # it has taken these parameters over
+            return
+        if not self._engine.current_plan.is_active:
             return
         if is_outermost:
             self._engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
@@ -500,7 +504,7 @@ def _before_step(
     if not steps:
         return None
     current_plan = engine.current_plan
-    settings = settings_of(optimizer, current_plan.members.names, current_plan.now.hooks.ids) if current_plan.is_active else ()
+    settings = settings_of(optimizer, current_plan.members.names, current_plan.now.hooks.ids)
     engine.optimizer_steps(params, settings, has_closure=has_closure)
     numbers: NonFinite = engine.checks.numbers
     return numbers.before_step(optimizer, args, kwargs) if numbers.is_on and sync._steps is None else None

@@ -34,7 +34,6 @@ from undertow.runtime.model.fingerprints import fingerprints
 from undertow.runtime.model.module_params import ModuleParams, first_change
 from undertow.runtime.replan.param_hooks import Listeners, ObservedOrder, ParamHooks
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
-from undertow.runtime.replan.single_rank import SingleRank
 from undertow.runtime.sharded.binding import make_gradients_whole
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
 from undertow.schedule import Strategy, strategy_named
@@ -57,7 +56,7 @@ class InForce:
 
 
 class CurrentPlan:
-    """Owns the plan in force, `now`; `is_active` if there are rounds.
+    """Owns the plan in force, `now`; `is_active` if there are rounds, and hooks for them.
 
     A change that a forward finds counts when the next round begins: it may be gone by then, as when torch.func.functional_call
     puts other parameters into the module for one call. Until then the hooks are on both sets of parameters. `listeners` are
@@ -79,7 +78,7 @@ class CurrentPlan:
         self._call_before: Callable[[], object] | None = None  # see call_before
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         named_params, reducer = members.trained(), Reducer.of(group, config)
-        self.is_active = reducer.is_active  # a single rank has its mean already, unless losses are weighted
+        self.is_active = reducer.is_active
         compiled = self._compile(named_params, reducer, generation=0)
         self.now = InForce(compiled, self._hook(named_params, compiled))
         # A layer may be made in the middle of a forward, and be trained in the backward that follows.
@@ -100,7 +99,7 @@ class CurrentPlan:
     @property
     def has_result(self) -> bool:
         """True if anything is left of the result of the last round; otherwise the user has cleared it, step or no step."""
-        return not self.is_active or (self._before or self.now).compiled.executor.has_result()
+        return (self._before or self.now).compiled.executor.has_result()
 
     def open(self) -> None:
         """Creates Undertow's process group and compares the ranks; a collective call the first time. Raises PlanMismatch."""
@@ -121,8 +120,8 @@ class CurrentPlan:
             raise left_by_newer(trained[0][0])
 
     def mark_stale(self) -> None:
-        """Makes the next `look` compare the module's parameters, if there are rounds."""
-        self.is_stale |= self.is_active
+        """Makes the next `look` compare the module's parameters."""
+        self.is_stale = True
 
     def look_at_gradients(self) -> None:
         """Called when a step begins: marks present tensors in `.grad` as known."""
@@ -173,16 +172,18 @@ class CurrentPlan:
             self.is_stale = True
             raise
         before, old, hooks = self._before.hooks, self._before.compiled, self.now.hooks
-        if self.is_active and self._before is not announced:
+        is_announced = self._before is announced
+        self._before, self.is_stale = None, False
+        before.close()
+        if not self.is_active:
+            return
+        if not is_announced:
             # Parameters that were not watched so far: their gradients arrived in this backward, before Undertow's hooks.
             hooks.arrived_before |= {
                 index for index, param in enumerate(hooks.params) if id(param) not in before.ids and param.grad is not None
             }
-        self._before, self.is_stale = None, False
-        before.close()
         accumulated = before.accumulated_ids()
-        if self.is_active:
-            accumulated |= {id(old.params[index]) for index in old.executor.written(range(len(old.params)))}
+        accumulated |= {id(old.params[index]) for index in old.executor.written(range(len(old.params)))}
         hooks.arrived_before |= hooks.indices(accumulated)
         self._accumulated |= accumulated.difference(hooks.ids)
 
@@ -434,7 +435,7 @@ class CurrentPlan:
         try:
             reducer = dataclasses.replace(before.compiled.reducer, shard_exchanges=None)  # until an optimizer steps again
             compiled = self._compile(named_params, reducer, generation=(retiring or before.compiled).generation + 1)
-            hooks = self._hook(named_params, compiled, before=before.hooks)
+            hooks = self._hook(named_params, compiled)
         except BaseException:  # a change that cannot be followed is refused again, and not forgotten
             self.is_stale = True
             self.members.is_unseen = True
@@ -477,19 +478,16 @@ class CurrentPlan:
         params = [param for _, param in named_params]
         return CompiledPlan(plan, params, reducer, self._recorder, generation=generation, sharding=sharding)
 
-    def _hook(
-        self, named_params: Sequence[tuple[str, Tensor]], compiled: CompiledPlan, *, before: ParamHooks | None = None
-    ) -> ParamHooks:
+    def _hook(self, named_params: Sequence[tuple[str, Tensor]], compiled: CompiledPlan) -> ParamHooks:
         hooks = ParamHooks(named_params, compiled.plan, self._listeners, frozen=[param for _, param in self.members.frozen()])
-        if self.is_active:
-            _ = compiled.executor  # what does not fit into memory fails here instead of in the first backward
-            hooks.start(self._listeners.on_thawed)
-            if self._call_before is not None:
-                hooks.call_before(self._call_before)
-            if follows_observed_order(compiled, self._config):
-                hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
-        else:
-            hooks.alone = SingleRank(hooks.params, None if before is None else before.alone)
+        if not self.is_active:
+            return hooks
+        _ = compiled.executor  # what does not fit into memory fails here instead of in the first backward
+        hooks.start(self._listeners.on_thawed)
+        if self._call_before is not None:
+            hooks.call_before(self._call_before)
+        if follows_observed_order(compiled, self._config):
+            hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
         measure(hooks, compiled, self._config, self._recorder)
         return hooks
 

@@ -43,19 +43,9 @@ class Engine(RoundRunner):
     @property
     def unused_parameters(self) -> tuple[str, ...]:
         """Names of the parameters without a gradient on this rank in the last synchronized step."""
-        hooks = self.current_plan.now.hooks
-        if hooks.alone is None:
+        if self.current_plan.is_active:
             return self.progress.unused.last
-        unused = set(hooks.alone.unused)
-        order = [param for bucket in self.current_plan.now.compiled.plan.buckets for param in bucket.params]
-        return tuple(hooks.named_params[param][0] for param in dict.fromkeys(order) if param in unused)
-
-    def accumulates(self, value: bool) -> None:
-        """Sets whether the following backwards only accumulate."""
-        self.is_accumulating = value
-        alone = self.current_plan.now.hooks.alone
-        if alone is not None:
-            alone.accumulates(value)
+        return tuple(name for name, param in self.current_plan.members.trained_now() if param.grad is None)
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool = False) -> None:
         """Called before every forward that a backward may follow; `meet_before_forward` comes after the buffers."""
@@ -68,9 +58,7 @@ class Engine(RoundRunner):
         if self.checks.sent:
             self.checks.require_alike()
         current_plan.look()
-        now, is_active = current_plan.now, current_plan.is_active
-        if is_active:
-            self._prepare(now.hooks, begins_step=is_training and not progress.has_begun)
+        self._prepare(current_plan.now.hooks, begins_step=is_training and not progress.has_begun)
         progress.forward = Forward.ENDED if is_compiled else Forward.RUNNING  # nothing tells the end of a compiled one
         if progress.gradients is not Gradients.SOUND and not current_plan.has_result:
             progress.gradients = Gradients.SOUND  # they are cleared
@@ -78,14 +66,7 @@ class Engine(RoundRunner):
             return
         # Other ranks are told of an exception that ends this thread, and shown its stack if it is late.
         current_plan.group.here.thread = threading.get_ident()
-        if not is_active and not self.is_accumulating:
-            self.recorder.round_ends(())  # there are no rounds that would end a step
         self.recorder.forward_begins()
-        if now.hooks.probe is not None:
-            now.hooks.probe.forward_begins()
-        if now.hooks.alone is not None:
-            progress.has_accumulated &= not now.hooks.alone.is_complete
-            now.hooks.alone.forward_begins()
         progress.forward_begins(synchronizes=self.synchronizes, is_last=not self.is_accumulating)
 
     def meet_before_forward(self, *, has_buffers: bool) -> None:
@@ -165,16 +146,13 @@ class Engine(RoundRunner):
             current_plan.mark_stale()  # the next backward may run without a forward that finds a change
             progress.is_owed |= current_plan.now.retiring is not None  # parameters that no forward has found
         if progress.is_owed and not (is_up_to_date and current_plan.has_result):
-            self._run_outside_of_backward(steps=True)
+            self._run_outside_of_backward()
         if self.checks.sent:
             self.checks.require_alike()
 
     def optimizer_steps(self, params: set[int], settings: Settings, *, has_closure: bool) -> None:
         """Called before an optimizer updates these parameters, by id, with these settings, once nothing speaks against it."""
-        hooks = self.current_plan.now.hooks
-        self.progress.optimizer_steps(params, settings, of=hooks.ids, has_closure=has_closure)
-        if hooks.alone is not None:
-            hooks.alone.steps()
+        self.progress.optimizer_steps(params, settings, of=self.current_plan.now.hooks.ids, has_closure=has_closure)
 
     def require_sound_gradients(self, params: set[int], *, reader: str) -> None:
         """Called when `reader` is about to use the gradients of these parameters, by id.
@@ -274,11 +252,9 @@ class Engine(RoundRunner):
         if self.progress.is_owed:
             self._run_outside_of_backward()
 
-    def _run_outside_of_backward(self, *, steps: bool = False) -> None:
+    def _run_outside_of_backward(self) -> None:
         own = (self._launch_accumulated, self.complete) if self._meets and self.phase < Phase.CLOSED else ()
         self.progress.is_owed = False
-        if self.current_plan.now.hooks.alone is not None:
-            self.current_plan.now.hooks.alone.backward_runs(steps=steps)
         all_of(*own, self.siblings.finish_owed)
 
     @property
@@ -295,24 +271,18 @@ class Engine(RoundRunner):
 
     def reduce_accumulated(self, op: str | None) -> None:
         """Sends accumulated gradients; `complete` waits for them. Raises PhaseError on every rank if one must not reduce."""
-        progress, current_plan = self.progress, self.current_plan
-        alone = current_plan.now.hooks.alone
-        if alone is not None:
-            if alone.is_complete or not (progress.has_accumulated or alone.has_accumulated):
-                raise misused(Misuse.NOTHING, [current_plan.group.rank], number=progress.num_rounds)
-            alone.reduces()
-            progress.has_accumulated = progress.is_owed = False
-        elif current_plan.is_active:
-            was_launched = self._open is not None and self._open.ending is not None
-            self._abandon()
-            if was_launched:
-                self._refuse(Misuse.TWICE)
-            if not progress.has_accumulated:
-                self._refuse(Misuse.NOTHING)
-            sharding = current_plan.now.compiled.sharding
-            if op is not None and sharding is not None and sharding.holds_gradients:
-                self._refuse(Misuse.SHARDS)
-            self._launch_accumulated(op=op)
+        if not self.current_plan.is_active:
+            return
+        was_launched = self._open is not None and self._open.ending is not None
+        self._abandon()
+        if was_launched:
+            self._refuse(Misuse.TWICE)
+        if not self.progress.has_accumulated:
+            self._refuse(Misuse.NOTHING)
+        sharding = self.current_plan.now.compiled.sharding
+        if op is not None and sharding is not None and sharding.holds_gradients:
+            self._refuse(Misuse.SHARDS)
+        self._launch_accumulated(op=op)
 
     def _refuse(self, misuse: Misuse) -> None:
         """Tells all ranks, in a round, that a reduction by hand is wrong here; `.grad` stays as it is. Raises its PhaseError."""

@@ -305,7 +305,7 @@ class RoundRunner:
     def synchronizes(self) -> bool:
         """True if a backward that runs now communicates, as one that only accumulates does if it adds up shards."""
         current_plan = self.current_plan
-        return not self.is_accumulating or (current_plan.is_active and current_plan.now.compiled.strategy.reduces_micro_batches)
+        return not self.is_accumulating or current_plan.now.compiled.strategy.reduces_micro_batches
 
     @private.untraced
     def _enter(self, hooks: ParamHooks, task: int, param: int) -> None:
@@ -360,10 +360,7 @@ class RoundRunner:
 
     def take_part(self, task: int) -> None:
         """Begins a round in backward `task`, unless one is under way, with or without gradients for this engine."""
-        if self.current_plan.now.hooks.alone is not None:
-            self.current_plan.now.hooks.alone.backward_runs()
-        is_open = self.current_plan.is_active and self.phase < Phase.CLOSED
-        if is_open and (self._open is None or self._is_between_rounds()):
+        if self.phase < Phase.CLOSED and (self._open is None or self._is_between_rounds()):
             private.require_eager_backward()
             self._end.watch(task)  # first: a round that is open without an end to come counts as a failed backward
             kind = RoundKind.REDUCE
@@ -523,7 +520,7 @@ class RoundRunner:
         self.progress.unused.round_ends(unused, hooks.named_params, is_last=this_round.is_last)
         if not result.has_failed:
             hooks.arrived_before.clear()
-            current_plan.is_stale |= current_plan.is_active
+            current_plan.mark_stale()
         if self.earlier is not None and this_round.weights is not None:
             self.earlier.weights.ends(this_round.weights)
         if self.checks.numbers.is_on:
