@@ -23,9 +23,9 @@ from undertow.config import SyncConfig
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan
 from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buffers
-from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, other_group, warn_of_lone_rank
+from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.execute.hooks import earlier_watchers, is_outermost_forward, is_watched, warn_of_late_backward
+from undertow.runtime.execute.hooks import is_outermost_forward, is_watched, warn_of_late_backward
 from undertow.runtime.execute.round import Settings
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf, ModuleParams
@@ -92,10 +92,9 @@ class ModelSync:
         engine = self._engine = Engine(members, own, self._config, Recorder(own, level=self._config.record))
         if getattr(self._module.forward, "__func__", None) is nn.Module.forward:
             engine.progress.forward = Forward.RUNNING  # a container: there is no forward to wait for
+        engine.siblings = SiblingEngines([engine], close=weakref.WeakMethod(self.close))
         attached.callback(own.close)
-        attached.callback(
-            lambda: None if engine.phase is Phase.HANDED_OVER else members.close()
-        )  # a successor has taken the members over
+        attached.callback(members.close)
         attached.callback(engine.close)
         attached.callback(_watch_steps(self, engine))
         if engine.current_plan.is_active:
@@ -152,7 +151,7 @@ class ModelSync:
         """Makes a backward that reaches a parameter of any part a synchronization of all parts."""
         engines = [part._engine for part in self._parts if part._engine.current_plan.is_active]
         for part in self._parts:
-            part._engine.siblings = SiblingEngines(engines)
+            part._engine.siblings = SiblingEngines(engines, close=weakref.WeakMethod(self.close))
 
     @property
     def is_accumulating(self) -> bool:
@@ -189,36 +188,6 @@ class ModelSync:
         self._steps.hand_to(stepper, settings)
         return self._steps
 
-    def _change_process_group(self, process_group: dist.ProcessGroup) -> None:
-        """Averages over the ranks of `process_group` from the next forward on; each of its ranks must call it."""
-        self._require_open("_update_process_group")
-        require(
-            not self.experts,
-            "the ranks of a model with experts cannot change.",
-            where="_update_process_group",
-            remedy="Close the wrapper, and wrap the model anew.",
-            error=PhaseError,
-        )
-        require(
-            self._steps is None,
-            "the ranks of a model whose optimizer is sharded over them cannot change.",
-            where="_update_process_group",
-            remedy="Save a checkpoint, and load it over the other ranks.",
-            error=PhaseError,
-        )
-        group = other_group(process_group, self._config.strategy)
-        warn_of_lone_rank(process_group, type(self._module).__name__)
-        before = self._engine
-        accumulated = before.hand_over()
-        self._let_go()
-        self._set_up(group)
-        hook = before.current_plan.now.compiled.reducer.hook
-        if hook is not None:
-            self._engine.use_hook(hook)
-        self._engine.is_accumulating = before.is_accumulating
-        self._engine.take_from(accumulated)
-        self._engine.progress.forward = before.progress.forward
-
     def _share(self, kinds: Collection[str], *, source: int = 0) -> None:
         """Copies the "parameters" or "buffers" of rank `source`, and of the first rank of experts' groups; a collective call."""
         if self._group.num_ranks == 1:
@@ -247,10 +216,6 @@ class ModelSync:
         """Takes part in one synchronization of the other ranks without contributing gradients."""
         self._engine.shadow()
         self._engine.checks.require_alike()  # no later call on this rank checks
-
-    def _wait_after_backward(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
-        """Makes the end of the next synchronizing backward, or the next forward, wait for these futures too."""
-        self._engine.also_awaited += futures
 
     def _watch_forwards(self) -> None:
         """Registers hooks at the start and the end of every forward of the module, until `close`; a single rank has none."""
@@ -283,13 +248,9 @@ class ModelSync:
         self._is_compiled |= is_compiled
         is_outermost = is_outermost_forward()
         is_training = is_outermost and self._module.training
-        if self._engine.phase >= Phase.CLOSED:
+        if self._engine.phase is Phase.CLOSED:
             if is_training and any(not is_watched(param) for _, param in self._members.trained_now()):
                 self._require_open("a training forward")
-                if self._engine.phase is Phase.HANDED_OVER:
-                    self._engine.current_plan.require_watched()
-            for engine in earlier_watchers(self._members.trained_now()).values() if is_outermost else ():
-                engine.progress.forward = max(engine.progress.forward, Forward.ENDED)  # it has taken these parameters over
             return
         if not self._engine.current_plan.is_active:
             return

@@ -16,7 +16,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-import undertow
 from support.alike import backward_alike, backwards, require_equal_values
 from support.errors import text_of
 from support.inside import HookedBucket
@@ -57,7 +56,6 @@ HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
     "allreduce of a group": lambda: (dist.group.WORLD, default.allreduce_hook),
     "fp16": lambda: (None, default.fp16_compress_hook),
     "fp16, wrapped": lambda: (None, default.fp16_compress_wrapper(default.allreduce_hook)),
-    "a chain": lambda: (None, undertow.chain_comm_hooks((2.0, scale), (None, default.fp16_compress_hook), (0.25, scale))),
 }
 BRAIN_HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
     "bf16": lambda: (None, default.bf16_compress_hook),
@@ -146,9 +144,6 @@ def test_bfloat16_hooks_reduce_on_the_cpu_where_torch_refuses_them(name: str) ->
 POWER_HOOKS: dict[str, Hook] = {
     "PowerSGD": powerSGD_hook,
     "PowerSGD in fp16": default.fp16_compress_wrapper(powerSGD_hook),
-    "PowerSGD in a chain": lambda state, bucket: undertow.chain_comm_hooks((0.5, scale), (state, powerSGD_hook), (2.0, scale))(
-        None, bucket
-    ),
 }
 
 
@@ -332,15 +327,6 @@ def test_a_hook_that_failed_on_all_ranks_is_called_again_in_the_next_round(kind:
             ddp.zero_grad()
             with pytest.raises(ZeroDivisionError) if step == 1 else contextlib.nullcontext():
                 ddp(inputs(step)).square().mean().backward()
-
-
-@in_ranks(2)
-def test_a_hook_goes_on_in_another_group() -> None:
-    bare = mlp()
-    with hooked(copy.deepcopy(bare), None, default.allreduce_hook) as ddp:
-        MLP.loss(ddp, 0).backward()
-        ddp._update_process_group(dist.group.WORLD)
-        backward_alike(ddp, bare, MLP.loss)
 
 
 @in_ranks(2)

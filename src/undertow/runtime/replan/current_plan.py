@@ -20,12 +20,12 @@ from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.agreed_errors import (
     changed_unlike,
     frozen_again,
-    left_by_newer,
+    part_of_another,
     require_sound,
     started_unlike,
 )
 from undertow.runtime.execute.compiled_plan import CompiledPlan
-from undertow.runtime.execute.hooks import call_at_registration, earlier_watchers, is_watched
+from undertow.runtime.execute.hooks import call_at_registration, earlier_watchers
 from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.gradients.reducer import Reducer
@@ -84,11 +84,6 @@ class CurrentPlan:
         # A layer may be made in the middle of a forward, and be trained in the backward that follows.
         this = weakref.ref(self)  # torch keeps such hooks for the life of the process
         self._end_registrations = call_at_registration(lambda *_: None if (it := this()) is None else it.mark_stale())
-        try:
-            self._take_over()
-        except ConfigError:
-            self.close()
-            raise
 
     @property
     def trains(self) -> bool:
@@ -112,12 +107,6 @@ class CurrentPlan:
         """Returns True if one of these parameters, by id, is the module's, trained or not."""
         # Called by every optimizer's step; there may be an optimizer for each parameter.
         return not self.members.ids.isdisjoint(params) or self.members.has_new_of(params)
-
-    def require_watched(self) -> None:
-        """Raises PhaseError if no engine waits for the gradient of any trained parameter."""
-        trained = self.members.trained_now()
-        if trained and not any(is_watched(param) for _, param in trained):
-            raise left_by_newer(trained[0][0])
 
     def mark_stale(self) -> None:
         """Makes the next `look` compare the module's parameters."""
@@ -165,7 +154,7 @@ class CurrentPlan:
             self.is_stale = False
             return
         try:
-            self._take_over()
+            self._require_own()
         except ConfigError:  # refused, and looked at again
             self._go_back(self._before)
             self.members.is_unseen = True
@@ -491,24 +480,8 @@ class CurrentPlan:
         measure(hooks, compiled, self._config, self._recorder)
         return hooks
 
-    def _take_over(self) -> None:
-        """Takes over the parameters of engines whose module was wrapped again, alone or in a larger one.
-
-        Gradients are averaged once, by the newest engine. Raises ConfigError if an earlier engine would keep parameters that no
-        other engine watches, or has another group.
-        """
-        if not self.is_active:
-            return
+    def _require_own(self) -> None:
+        """Raises ConfigError if another engine watches one of the parameters: gradients must be averaged once."""
         hooks = self.now.hooks
-        earlier = earlier_watchers(hooks.named_params, but=self._listeners.on_full)
-        for name, engine in earlier.items():
-            if not engine.may_hand_over(hooks.ids, self.group.user):
-                raise ConfigError(
-                    "a part of this module is synchronized already.",
-                    where=f"parameter {name!r} belongs to an earlier attach() or DistributedDataParallel",
-                    remedy="Call close() on the earlier one if it trains no more. If two models share a "
-                    "part, wrap one module that holds both, or name the part in `ignore` of one of them.",
-                )
-        for engine in earlier.values():
-            hooks.arrived_before |= hooks.indices(engine.hand_over())
-            self.members.gives_back |= engine.current_plan.members.gives_back
+        for name in earlier_watchers(hooks.named_params, but=self._listeners.on_full):
+            raise part_of_another(name)

@@ -6,10 +6,9 @@ from torch import Tensor
 
 from undertow.errors import PhaseError, require
 from undertow.runtime.comm.comm_hook import CommHook
-from undertow.runtime.comm.group import GroupRef
 from undertow.runtime.execute.agreed_errors import (
-    Misuse,
-    misused,
+    nothing_to_reduce,
+    shards_held,
     step_after_failure,
     step_within_backward,
     synchronized_already,
@@ -53,8 +52,6 @@ class Engine(RoundRunner):
         require_no_fault(current_plan.group.member)
         if self._open is not None:
             self._abandon()
-        while self.also_awaited:
-            self.also_awaited.pop().wait()
         if self.checks.sent:
             self.checks.require_alike()
         current_plan.look()
@@ -102,33 +99,10 @@ class Engine(RoundRunner):
             self._open is None and earlier is None,
             "register_comm_hook can only be called once, and not within a backward.",
             where="gradients are being synchronized" if earlier is None else f"{earlier.name} is registered",
-            remedy="Compose hooks with undertow.chain_comm_hooks((state, hook), ...), and register that before training.",
+            remedy="Write one hook that calls the others, and register it before training.",
             error=PhaseError,
         )
         self.current_plan.use_hook(hook)
-
-    def may_hand_over(self, params: frozenset[int], group: GroupRef) -> bool:
-        """Returns True if another engine that has these parameters, by id, over `group` may take this one's over."""
-        if self._open is not None and private.graph_task_id() != -1:
-            return False
-        self.current_plan.apply_changes()
-        return params >= self.current_plan.now.hooks.ids and group.ranks == self.current_plan.group.user.ranks
-
-    def hand_over(self) -> set[int]:
-        """Closes; returns the parameters, by id, that have accumulated a gradient since the last synchronization."""
-        if self.earlier is not None:
-            self.earlier.weights.require_none()
-        self.complete()
-        self.current_plan.wait_for_parameters()
-        self.close()
-        self._enter_phase(Phase.HANDED_OVER)
-        return self.current_plan.now.hooks.accumulated_ids()
-
-    def take_from(self, accumulated: set[int]) -> None:
-        """Takes over the gradients that another engine has handed over."""
-        hooks = self.current_plan.now.hooks
-        hooks.arrived_before |= hooks.indices(accumulated)
-        self.progress.has_accumulated |= bool(accumulated)
 
     def finish_before_step(self, params: set[int]) -> None:
         """Runs a round if one is owed before an optimizer steps on these parameters, by id, or their gradients are read.
@@ -208,7 +182,6 @@ class Engine(RoundRunner):
         if self.earlier is not None:
             self.earlier.give_back()
         self.current_plan.close()
-        self._optimizers.close()
 
     @property
     def is_backward_due(self) -> bool:
@@ -218,8 +191,6 @@ class Engine(RoundRunner):
     def _prepare(self, hooks: ParamHooks, *, begins_step: bool) -> None:
         """Does the preparations that only a forward makes possible."""
         hooks.arrival_hooks.run_last()
-        if hooks is not self._optimizers.seen:
-            self._optimizers.take_over(hooks)
         if hooks.distributed is None and private.is_rpc_running():
             hooks.distributed = private.DistributedBackwards(
                 hooks.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere
@@ -270,26 +241,16 @@ class Engine(RoundRunner):
         self._launch_rest()
 
     def reduce_accumulated(self, op: str | None) -> None:
-        """Sends accumulated gradients; `complete` waits for them. Raises PhaseError on every rank if one must not reduce."""
+        """Sends accumulated gradients; `complete` waits for them. Raises PhaseError if there are none to send."""
         if not self.current_plan.is_active:
             return
-        was_launched = self._open is not None and self._open.ending is not None
+        number, rank = self.progress.num_rounds, self.current_plan.group.rank
+        if self._open is not None and self._open.ending is not None:
+            raise synchronized_already(number)
         self._abandon()
-        if was_launched:
-            self._refuse(Misuse.TWICE)
         if not self.progress.has_accumulated:
-            self._refuse(Misuse.NOTHING)
+            raise nothing_to_reduce(number, rank=rank)
         sharding = self.current_plan.now.compiled.sharding
         if op is not None and sharding is not None and sharding.holds_gradients:
-            self._refuse(Misuse.SHARDS)
+            raise shards_held(number, rank=rank)
         self._launch_accumulated(op=op)
-
-    def _refuse(self, misuse: Misuse) -> None:
-        """Tells all ranks, in a round, that a reduction by hand is wrong here; `.grad` stays as it is. Raises its PhaseError."""
-        number = self.progress.num_rounds
-        self._begin(RoundKind.REDUCE)
-        assert self._open is not None
-        self._open.result.misuse = misuse
-        self._give_up(self._open)
-        # On a device, where the others read it later.
-        raise misused(misuse, [self.current_plan.group.rank], number=number)

@@ -8,9 +8,7 @@ import contextlib
 from collections.abc import Collection, Generator, Iterator, Sequence
 from enum import IntEnum, auto
 from inspect import GEN_RUNNING, getgeneratorstate
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
@@ -25,19 +23,17 @@ from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.replan.param_hooks import Listeners, ParamHooks
 from undertow.runtime.step.checks import Checks
 from undertow.runtime.step.earlier_gradients import EarlierGradients
-from undertow.runtime.step.optimizers_in_backward import OptimizersInBackward
 from undertow.runtime.step.siblings import SiblingEngines
 from undertow.runtime.torch_private import private
 
 
 class Phase(IntEnum):
-    """Where an engine is in a step; from CLOSED on it is closed."""
+    """Where an engine is in a step."""
 
     IDLE = auto()  # no round is under way
     BACKWARD = auto()  # gradients arrive
     LAUNCHED = auto()  # the last bucket is sent, or may be
     CLOSED = auto()
-    HANDED_OVER = auto()  # another engine has its parameters
 
 
 class Forward(IntEnum):
@@ -61,8 +57,6 @@ _NEXT: dict[Phase, set[Phase]] = {
     Phase.IDLE: {Phase.BACKWARD, Phase.CLOSED},
     Phase.BACKWARD: {Phase.LAUNCHED, Phase.CLOSED},
     Phase.LAUNCHED: {Phase.IDLE, Phase.CLOSED},
-    Phase.CLOSED: {Phase.HANDED_OVER},
-    Phase.HANDED_OVER: {Phase.HANDED_OVER},  # again, after a move to another group has failed
 }
 
 
@@ -201,7 +195,6 @@ class RoundRunner:
 
     def __init__(self, members: ModuleParams, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
         self.is_accumulating = False  # a backward that runs now only accumulates
-        self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
         self.phase = Phase.IDLE
         self.recorder = recorder
         progress = self.progress = Progress()
@@ -210,13 +203,12 @@ class RoundRunner:
         self._open: OpenRound | None = None
         # After a backward that has failed, the next gradient looks whether there is a round.
         self._end = OutermostEnd(self._launch_rest, lambda: self.current_plan.now.hooks.arrivals.forget_traversal())
-        self._optimizers = OptimizersInBackward()
         self.current_plan = CurrentPlan(members, group, config, recorder, Listeners(self._fill, self._enter, self._thawed))
         self.earlier: EarlierGradients | None = None  # for the mean, nothing is kept apart
         if config.op == "weighted" or self.current_plan.now.compiled.reducer.divisor != group.num_ranks:
             is_weighted = config.op == "weighted"
             self.earlier = EarlierGradients(self.current_plan, is_weighted=is_weighted, is_between=self._is_between_rounds)
-        self.siblings = SiblingEngines([self])
+        self.siblings: SiblingEngines  # set by the owner
         self.checks = Checks(self.current_plan, config)
 
     def complete(self) -> None:
@@ -242,8 +234,6 @@ class RoundRunner:
         current_plan, progress = self.current_plan, self.progress
         if current_plan.is_stale:
             current_plan.apply_changes()
-        if current_plan.now.hooks is not self._optimizers.seen:
-            self._optimizers.take_over(current_plan.now.hooks)
         # A hook that user code has registered since the forward may run after Undertow's, once, on the first gradient.
         is_overtaken = current_plan.now.hooks.arrival_hooks.run_last()
         is_synchronized = kind is not RoundKind.ACCUMULATE
@@ -366,7 +356,7 @@ class RoundRunner:
             kind = RoundKind.REDUCE
             if not self.synchronizes:
                 kind = RoundKind.ACCUMULATE
-            elif not (self.follows_forward or self.siblings.follow_forward or self._steps_in_backward()):
+            elif not (self.follows_forward or self.siblings.follow_forward):
                 # As in torch's class, a backward of the bare module does not concern the other ranks.
                 kind = RoundKind.ACCUMULATE
                 self.progress.gradients = max(self.progress.gradients, Gradients.LOCAL)
@@ -376,12 +366,6 @@ class RoundRunner:
     def follows_forward(self) -> bool:
         """True if a forward that a backward may follow has run since all parameters were stepped."""
         return self.progress.forward is not Forward.NONE and bool(self.current_plan.now.hooks.ids)
-
-    def _steps_in_backward(self) -> bool:
-        """Returns True if optimizers wait for every backward, whose gradients nobody else would use or clear."""
-        if self.current_plan.now.hooks is not self._optimizers.seen:
-            self._optimizers.take_over(self.current_plan.now.hooks)
-        return bool(self._optimizers.rearm)
 
     @private.untraced
     def _fill(self, bucket: int) -> None:
@@ -442,8 +426,6 @@ class RoundRunner:
         yield
         if ops := this.releases.happen(this.releases.join):
             executor.run(ops)
-        while self.also_awaited:
-            self.also_awaited.pop().wait()
         if result.readings and result.late_buckets:
             executor.launch_late_parts(result.late_buckets)
             yield
@@ -539,5 +521,3 @@ class RoundRunner:
         current_plan.round_ended(result)
         if self.checks.every is not None or self.checks.loads.before:
             self.checks.round_was_sound(result)
-        if self._optimizers.rearm:
-            self._optimizers.step()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.utils import _to_kwargs
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from undertow.errors import PhaseError, require
@@ -377,26 +377,6 @@ def require_eager_backward() -> None:
         )
 
 
-def optimizers_in_backward(param: torch.Tensor) -> Sequence[torch.optim.Optimizer]:
-    """Returns the optimizers that torch.distributed.optim._apply_optimizer_in_backward has put on a parameter."""
-    return getattr(param, "_in_backward_optimizers", ())
-
-
-def disarm_optimizers_in_backward(param: torch.Tensor) -> Callable[[], None]:
-    """Stops them from stepping in backward; returns a function that restores this."""
-    # It is loaded already if a parameter has such optimizers; importing it here would load all of torch's optimizers.
-    torchs = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
-    handles, node = torchs.param_to_optim_hook_handle_map.get(param, []), torchs.param_to_acc_grad_map[param]
-    hooks = [(handle.hooks_dict_ref() or {}).get(handle.id) for handle in handles]
-    for handle in handles:
-        handle.remove()
-
-    def rearm() -> None:
-        handles[:] = [node.register_hook(hook) for hook in hooks if hook is not None]
-
-    return rearm
-
-
 def around_unscaling(around: Around) -> Callable[[], None]:
     """Calls `around(optimizer, look)` whenever a scaler looks at an optimizer's gradients; returns a function that undoes this.
 
@@ -437,13 +417,6 @@ def is_compiling() -> bool:
     """Returns True if this code is being compiled, or called while torch.compile traces."""
     frames = getattr(torch._C._dynamo, "eval_frame", None)  # present if the compiler was imported
     return torch.compiler.is_compiling() or (frames is not None and callable(frames.get_eval_frame_callback()))
-
-
-def cast_floating(inputs: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Casts every floating-point tensor in the arguments of a forward."""
-    return tree_map_only(  # type: ignore[no-any-return]
-        torch.Tensor, lambda it: it.to(dtype) if it.is_floating_point() else it, (inputs, kwargs)
-    )
 
 
 def tensors_in(outputs: object) -> list[torch.Tensor]:
