@@ -87,7 +87,6 @@ class ParamHooks:
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
         self.order: ObservedOrder | None = None
         self.tuning: Tuning | None = None  # if there are rounds
-        self.distributed: private.DistributedBackwards | None = None
         self.arrival_hooks = ArrivalHooks([], self.arrivals)
         self._other_hooks: list[tuple[object, RemovableHandle]] = []  # each with an object that must stay alive
 
@@ -126,7 +125,7 @@ class ParamHooks:
             hook.remove()
         self._other_hooks = []
         self.arrivals.on_full = lambda _bucket: None  # it may be in the middle of an arrival
-        for other in (self.order, self.tuning, self.distributed):
+        for other in (self.order, self.tuning):
             if other is not None:
                 other.close()
 

@@ -2,8 +2,6 @@
 
 import threading
 
-from torch import Tensor
-
 from undertow.errors import PhaseError, require
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.execute.agreed_errors import (
@@ -191,32 +189,10 @@ class Engine(RoundRunner):
     def _prepare(self, hooks: ParamHooks, *, begins_step: bool) -> None:
         """Does the preparations that only a forward makes possible."""
         hooks.arrival_hooks.run_last()
-        if hooks.distributed is None and private.is_rpc_running():
-            hooks.distributed = private.DistributedBackwards(
-                hooks.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere
-            )
-        if hooks.distributed is not None:
-            hooks.distributed.forward_begins()
         if begins_step:
             self.current_plan.look_at_gradients()
             if self.earlier is not None:
                 self.earlier.forward_begins()
-
-    def _reduce_elsewhere(self, gradients: dict[int, Tensor]) -> None:
-        """Runs a round for gradients that are not in `.grad`, at the end of their backward."""
-        if self.is_accumulating:
-            return
-        hooks = self.current_plan.now.hooks
-        params = hooks.params
-        with gradients_aside(params):
-            self._begin(RoundKind.REDUCE)
-            for index, gradient in gradients.items():
-                params[index].grad = gradient
-            hooks.arrivals.note(gradients)
-            self._launch_rest()
-            self.complete()
-            for index, gradient in gradients.items():
-                gradient.copy_(params[index].grad)  # type: ignore[arg-type]  # it is the mean
 
     def finish_owed(self) -> None:
         """Runs a round if one is owed: a sibling has."""

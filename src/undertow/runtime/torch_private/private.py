@@ -285,12 +285,6 @@ def _trained(param: torch.Tensor) -> Iterator[None]:
         param.requires_grad_(is_trained)
 
 
-def is_rpc_running() -> bool:
-    """Returns True if this process uses torch.distributed.rpc, which distributed autograd requires."""
-    rpc = sys.modules.get("torch.distributed.rpc.api")
-    return rpc is not None and bool(rpc._is_current_rpc_agent_set())
-
-
 def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Returns the dtype of the tensor's gradient, which may differ from the tensor's dtype through `tensor.grad_dtype`."""
     return (getattr(tensor, "grad_dtype", None) or tensor.dtype) if tensor.is_leaf else tensor.dtype
@@ -311,49 +305,6 @@ def accumulating_node(param: torch.Tensor) -> Any:
     """Returns the graph node that adds to the parameter's gradient."""
     with _trained(param), torch.enable_grad():
         return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-
-
-class DistributedBackwards:
-    """Backwards of torch.distributed.autograd, which keep gradients in a separate context instead of `.grad`.
-
-    Calls `on_end(gradients by parameter index)` after such a backward has reached some of `params`, until `close`.
-    """
-
-    def __init__(
-        self, params: Sequence[torch.Tensor], *, is_local: Callable[[], bool], on_end: Callable[[dict[int, torch.Tensor]], None]
-    ) -> None:
-        self._params = params
-        self._is_local = is_local
-        self._on_end = on_end
-        self._context: int | None = None
-        self._seen_task = -1
-        # These backwards run the hooks of the accumulating nodes, not of the parameters; only this list keeps the nodes alive.
-        self._hooks = [(node, node.register_hook(self._arrive)) for node in map(accumulating_node, params)]
-
-    def forward_begins(self) -> None:
-        """Remembers the context of the forward, because backward runs in a thread that has none."""
-        try:
-            self._context = int(sys.modules["torch.distributed.autograd"]._current_context()._context_id())
-        except RuntimeError:
-            self._context = None
-
-    def close(self) -> None:
-        for _, hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _arrive(self, *_gradients: Any) -> None:
-        task = graph_task_id()
-        if self._context is not None and task != self._seen_task:
-            self._seen_task = task
-            call_after_backward(self._end)
-
-    def _end(self) -> None:
-        self._seen_task = -1
-        # An ordinary backward has reported its gradients already.
-        if self._context is not None and not self._is_local():
-            gradients = sys.modules["torch.distributed.autograd"].get_gradients(self._context)  # by parameter, no copies
-            self._on_end({index: gradients[param] for index, param in enumerate(self._params) if param in gradients})
 
 
 def before_accumulating(param: torch.Tensor, call: Callable[[], object]) -> tuple[Any, RemovableHandle]:
