@@ -17,7 +17,7 @@ from undertow.config import SyncConfig
 from undertow.ddp import arguments
 from undertow.ddp.attach import checked, synchronized
 from undertow.ddp.join import ShadowHook, UnevenInputs
-from undertow.errors import PhaseError, require
+from undertow.errors import require
 from undertow.plan import Plan
 from undertow.runtime.model.ignore import still_there
 from undertow.runtime.torch_private import private, tables
@@ -339,29 +339,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     def _remove_autograd_hooks(self) -> None:
         self.sync.close()
 
-    def _check_reducer_finalized(self) -> None:
-        require(
-            not any(part._engine.is_busy for part in self.sync._parts),
-            "Expect to have finished reduction in the prior iteration before starting a new one.",
-            where=f"rank {self.sync.rank}",
-            remedy="Look for an exception in backward; the next forward clears the failed synchronization.",
-            error=PhaseError,
-        )
-
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Accepts the call: outputs are never copied."""
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Accepts the call: every step is recorded."""
-        require(
-            sample_rate >= 1,
-            f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}.",
-            where="_set_ddp_runtime_logging_sample_rate",
-            remedy="Leave it out: every step is recorded, and report() shows them.",
-        )
-
-    def _set_sparse_metadata(self, global_unique_ids: object) -> None:
-        """Accepts the call: the rows of sparse gradients need not be known beforehand."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {
