@@ -51,6 +51,7 @@ class ModelSync:
     """
 
     experts: tuple[Any, ...] = ()  # one for each group of experts, in the order of the settings
+    _is_attached = False  # True if the module's own forwards are watched
 
     def __init__(  # noqa: PLR0913  settings of users, and the parts that the caller synchronizes elsewhere
         self,
@@ -149,9 +150,9 @@ class ModelSync:
 
     def _take_part_with_experts(self) -> None:
         """Makes a backward that reaches a parameter of any part a synchronization of all parts."""
-        engines = [part._engine for part in self._parts if part._engine.current_plan.is_active]
-        for part in self._parts:
-            part._engine.siblings = SiblingEngines(engines, close=weakref.WeakMethod(self.close))
+        engines = [part._engine for part in self._parts]
+        for engine in engines:
+            engine.siblings = SiblingEngines(engines, close=weakref.WeakMethod(self.close))
 
     @property
     def is_accumulating(self) -> bool:
@@ -218,8 +219,12 @@ class ModelSync:
         self._engine.checks.require_alike()  # no later call on this rank checks
 
     def _watch_forwards(self) -> None:
-        """Registers hooks at the start and the end of every forward of the module, until `close`; a single rank has none."""
-        if not any(part._engine.current_plan.is_active for part in self._parts):
+        """Registers hooks at the start and the end of every forward of an attached module, until `close`.
+
+        A single rank has none until a communication hook needs them.
+        """
+        is_active = any(part._engine.current_plan.is_active for part in self._parts)
+        if not is_active or not self._is_attached or self._forward_hooks:
             return
         begins, ends = (ModuleHook(self._module, then) for then in (self._attached_forward_begins, self._forward_ends))
         self._forward_hooks = [

@@ -168,7 +168,7 @@ class GradientSync(ModelSync):
         """Reduces every bucket with `hook(state, bucket)` instead of an all-reduce.
 
         Call it once, and not inside a backward. The next synchronization compares the names of the ranks'
-        hooks. On the host, hooks run in a thread, one bucket after another. A single rank never calls it.
+        hooks. On the host, hooks run in a thread, one bucket after another.
 
         Args:
             state: The first argument of the hook.
@@ -190,6 +190,7 @@ class GradientSync(ModelSync):
             remedy="Leave the hook out, or leave op out and let the hook divide.",
         )
         self._engine.use_hook(CommHook(state, hook))
+        self._watch_forwards()
 
     def report(self) -> StepReport:
         """Returns the times of the last steps on this rank; `print` shows them as tables. Never communicates.

@@ -22,7 +22,7 @@ from support.inside import HookedBucket
 from support.models import CASES, mlp, noise
 from support.naive import TIMEOUT_S, alone, naive_mean, wrapped
 from support.ranks import in_ranks
-from undertow import DistributedDataParallel
+from undertow import DistributedDataParallel, attach
 from undertow.demo.model import Gpt
 from undertow.demo.settings import load_corpus
 from undertow.errors import PlanMismatch, WrongType
@@ -327,6 +327,30 @@ def test_a_hook_that_failed_on_all_ranks_is_called_again_in_the_next_round(kind:
             ddp.zero_grad()
             with pytest.raises(ZeroDivisionError) if step == 1 else contextlib.nullcontext():
                 ddp(inputs(step)).square().mean().backward()
+
+
+@in_ranks(1)
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, attach])
+def test_a_single_rank_calls_a_hook_which_may_reduce_over_others(wrap: Callable[[nn.Module], Any]) -> None:
+    def doubled(_state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        future = torch.futures.Future[Tensor]()
+        future.set_result(bucket.buffer() * 2)
+        return future
+
+    net, bare = mlp(), mlp()
+    bare.load_state_dict(net.state_dict())
+    with contextlib.closing(wrap(net)) as model:
+        called = model if isinstance(model, DistributedDataParallel) else net
+        MLP.loss(called, 0).backward()
+        net.zero_grad()
+        model.register_comm_hook(None, doubled)
+        for step in range(2):
+            net.zero_grad()
+            bare.zero_grad()
+            MLP.loss(called, step).backward()
+            MLP.loss(bare, step).backward()
+            for ours, wanted in zip(net.parameters(), bare.parameters(), strict=True):
+                assert torch.equal(ours.grad, 2 * wanted.grad)
 
 
 @in_ranks(2)

@@ -70,6 +70,7 @@ def attach(
     """
     ignored = checked(module, ignore, config, caller="attach")
     sync = synchronized(module, device_mesh=device_mesh, process_group=process_group, config=config, ignore=ignored)
+    sync._is_attached = True
     sync._watch_forwards()
     return sync
 

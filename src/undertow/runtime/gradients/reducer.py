@@ -58,8 +58,8 @@ class Reducer:
 
     @property
     def is_active(self) -> bool:
-        """True if there is work: a single rank has its mean already, unless its experts have another divisor."""
-        return self.group.num_ranks > 1 or self.divisor != 1
+        """True if there is work: a single rank has its mean already, unless a hook or a divisor changes it."""
+        return self.group.num_ranks > 1 or self.hook is not None or self.divisor != 1
 
     def averages(self, dtype: torch.dtype) -> bool:
         """Returns True if the backend divides; otherwise gradients are divided before the sum, which may not fit 16 bits."""

@@ -18,7 +18,7 @@ from undertow.tune import Explanation, Outcome, Tuner, explanation
 def measure(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig, recorder: Recorder) -> None:
     """Starts to measure the parameters, and to improve the plan if it is not fixed."""
     group = compiled.reducer.group
-    if not hooks.named_params or not recorder.is_on:
+    if not hooks.named_params or not recorder.is_on or group.num_ranks == 1:
         return
     order = None if config.order == "observed" else [param for bucket in compiled.plan.buckets for param in bucket.params]
     hooks.tuning = Tuning(

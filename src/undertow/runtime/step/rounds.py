@@ -350,7 +350,8 @@ class RoundRunner:
 
     def take_part(self, task: int) -> None:
         """Begins a round in backward `task`, unless one is under way, with or without gradients for this engine."""
-        if self.phase < Phase.CLOSED and (self._open is None or self._is_between_rounds()):
+        is_open = self.current_plan.is_active and self.phase < Phase.CLOSED
+        if is_open and (self._open is None or self._is_between_rounds()):
             private.require_eager_backward()
             self._end.watch(task)  # first: a round that is open without an end to come counts as a failed backward
             kind = RoundKind.REDUCE
