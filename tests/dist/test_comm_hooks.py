@@ -332,7 +332,7 @@ def test_a_hook_that_failed_on_all_ranks_is_called_again_in_the_next_round(kind:
 @in_ranks(1)
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, attach])
 def test_a_single_rank_calls_a_hook_which_may_reduce_over_others(wrap: Callable[[nn.Module], Any]) -> None:
-    def doubled(_state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    def doubled(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         future = torch.futures.Future[Tensor]()
         future.set_result(bucket.buffer() * 2)
         return future
