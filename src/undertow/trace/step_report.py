@@ -170,7 +170,8 @@ class StepReport(Shown):
     def scalars(self) -> dict[str, float]:
         """Returns the figures by name, for a logger such as TensorBoard; docs/scalars.md has recipes.
 
-        Figures that do not exist are left out, such as the overlap of one rank; before the first step all are.
+        Figures that do not exist are left out, such as the overlap without communication. Before the first step, and with one
+        rank, all are.
         """
         if self.num_steps == 0:
             return {}
