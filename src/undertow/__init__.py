@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from undertow.by_hand.buckets import GradientBucket, GradientBucketManager
     from undertow.checkpoint.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
     from undertow.ddp.attach import BucketedDDPHooks, attach
-    from undertow.ddp.comm_hooks import chain_comm_hooks
     from undertow.ddp.wrapper import DistributedDataParallel
     from undertow.optim.clipping import clip_grad_norm_
     from undertow.optim.shard_optimizer import shard_optimizer
@@ -44,7 +43,6 @@ _LAZY = {
     "GradientSync": "undertow.sync",
     "attach": "undertow.ddp.attach",
     "average_gradients": "undertow.by_hand.average",
-    "chain_comm_hooks": "undertow.ddp.comm_hooks",
     "clip_grad_norm_": "undertow.optim.clipping",
     "has_checkpoint": "undertow.checkpoint.checkpoint",
     "load_checkpoint": "undertow.checkpoint.checkpoint",
@@ -76,7 +74,6 @@ __all__ = [
     "WrongType",
     "attach",
     "average_gradients",
-    "chain_comm_hooks",
     "clip_grad_norm_",
     "has_checkpoint",
     "load_checkpoint",

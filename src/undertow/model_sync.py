@@ -23,9 +23,9 @@ from undertow.config import SyncConfig
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan
 from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buffers
-from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, other_group, warn_of_lone_rank
+from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.execute.hooks import earlier_watchers, is_outermost_forward, is_watched, warn_of_late_backward
+from undertow.runtime.execute.hooks import is_outermost_forward, is_watched, warn_of_late_backward
 from undertow.runtime.execute.round import Settings
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf, ModuleParams
@@ -51,6 +51,7 @@ class ModelSync:
     """
 
     experts: tuple[Any, ...] = ()  # one for each group of experts, in the order of the settings
+    _is_attached = False  # True if the module's own forwards are watched
 
     def __init__(  # noqa: PLR0913  settings of users, and the parts that the caller synchronizes elsewhere
         self,
@@ -92,13 +93,12 @@ class ModelSync:
         engine = self._engine = Engine(members, own, self._config, Recorder(own, level=self._config.record))
         if getattr(self._module.forward, "__func__", None) is nn.Module.forward:
             engine.progress.forward = Forward.RUNNING  # a container: there is no forward to wait for
+        engine.siblings = SiblingEngines([engine], close=weakref.WeakMethod(self.close))
         attached.callback(own.close)
-        attached.callback(
-            lambda: None if engine.phase is Phase.HANDED_OVER else members.close()
-        )  # a successor has taken the members over
+        attached.callback(members.close)
         attached.callback(engine.close)
         attached.callback(_watch_steps(self, engine))
-        if own.num_ranks > 1:
+        if engine.current_plan.is_active:
             attached.callback(before_loads(self._module, engine.checks.loads.begins))
         attached.callback(trace_at_end(engine, self._config))
         self._attached = attached
@@ -152,7 +152,7 @@ class ModelSync:
         """Makes a backward that reaches a parameter of any part a synchronization of all parts."""
         engines = [part._engine for part in self._parts]
         for engine in engines:
-            engine.siblings = SiblingEngines(engines)
+            engine.siblings = SiblingEngines(engines, close=weakref.WeakMethod(self.close))
 
     @property
     def is_accumulating(self) -> bool:
@@ -162,7 +162,7 @@ class ModelSync:
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None:
         for part in self._parts:
-            part._engine.accumulates(value)
+            part._engine.is_accumulating = value
 
     def _wait(self) -> None:
         # In a backward, a hook or a signal handler calls this: its end waits for the gradients.
@@ -188,36 +188,6 @@ class ModelSync:
             self._attached.callback(self._steps.close)
         self._steps.hand_to(stepper, settings)
         return self._steps
-
-    def _change_process_group(self, process_group: dist.ProcessGroup) -> None:
-        """Averages over the ranks of `process_group` from the next forward on; each of its ranks must call it."""
-        self._require_open("_update_process_group")
-        require(
-            not self.experts,
-            "the ranks of a model with experts cannot change.",
-            where="_update_process_group",
-            remedy="Close the wrapper, and wrap the model anew.",
-            error=PhaseError,
-        )
-        require(
-            self._steps is None,
-            "the ranks of a model whose optimizer is sharded over them cannot change.",
-            where="_update_process_group",
-            remedy="Save a checkpoint, and load it over the other ranks.",
-            error=PhaseError,
-        )
-        group = other_group(process_group, self._config.strategy)
-        warn_of_lone_rank(process_group, type(self._module).__name__)
-        before = self._engine
-        accumulated = before.hand_over()
-        self._let_go()
-        self._set_up(group)
-        hook = before.current_plan.now.compiled.reducer.hook
-        if hook is not None:
-            self._engine.use_hook(hook)
-        self._engine.accumulates(before.is_accumulating)
-        self._engine.take_from(accumulated)
-        self._engine.progress.forward = before.progress.forward
 
     def _share(self, kinds: Collection[str], *, source: int = 0) -> None:
         """Copies the "parameters" or "buffers" of rank `source`, and of the first rank of experts' groups; a collective call."""
@@ -248,12 +218,14 @@ class ModelSync:
         self._engine.shadow()
         self._engine.checks.require_alike()  # no later call on this rank checks
 
-    def _wait_after_backward(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
-        """Makes the end of the next synchronizing backward, or the next forward, wait for these futures too."""
-        self._engine.also_awaited += futures
-
     def _watch_forwards(self) -> None:
-        """Registers hooks at the start and the end of every forward of the module, until `close`."""
+        """Registers hooks at the start and the end of every forward of an attached module, until `close`.
+
+        A single rank has none until a communication hook needs them.
+        """
+        is_active = any(part._engine.current_plan.is_active for part in self._parts)
+        if not is_active or not self._is_attached or self._forward_hooks:
+            return
         begins, ends = (ModuleHook(self._module, then) for then in (self._attached_forward_begins, self._forward_ends))
         self._forward_hooks = [
             self._module.register_forward_pre_hook(begins, prepend=True),
@@ -281,13 +253,11 @@ class ModelSync:
         self._is_compiled |= is_compiled
         is_outermost = is_outermost_forward()
         is_training = is_outermost and self._module.training
-        if self._engine.phase >= Phase.CLOSED:
+        if self._engine.phase is Phase.CLOSED:
             if is_training and any(not is_watched(param) for _, param in self._members.trained_now()):
                 self._require_open("a training forward")
-                if self._engine.phase is Phase.HANDED_OVER:
-                    self._engine.current_plan.require_watched()
-            for engine in earlier_watchers(self._members.trained_now()).values() if is_outermost else ():
-                engine.progress.forward = max(engine.progress.forward, Forward.ENDED)  # it has taken these parameters over
+            return
+        if not self._engine.current_plan.is_active:
             return
         if is_outermost:
             self._engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
@@ -500,7 +470,7 @@ def _before_step(
     if not steps:
         return None
     current_plan = engine.current_plan
-    settings = settings_of(optimizer, current_plan.members.names, current_plan.now.hooks.ids) if current_plan.is_active else ()
+    settings = settings_of(optimizer, current_plan.members.names, current_plan.now.hooks.ids)
     engine.optimizer_steps(params, settings, has_closure=has_closure)
     numbers: NonFinite = engine.checks.numbers
     return numbers.before_step(optimizer, args, kwargs) if numbers.is_on and sync._steps is None else None

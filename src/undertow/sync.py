@@ -125,9 +125,8 @@ class GradientSync(ModelSync):
             A handle that can be waited for, asked by `is_completed()`, and awaited.
 
         Raises:
-            PhaseError: Inside a backward. Also on every rank, if some rank has accumulated nothing since
-                the last synchronization or has not waited for an earlier reduction; it comes from this
-                call, from `wait`, or from the next synchronization of a rank that does not reduce.
+            PhaseError: Inside a backward, if this rank has accumulated nothing since the last
+                synchronization, or if it has not waited for an earlier reduction.
             Desync: If ranks give different ops.
         """
         self._require_open("reduce_gradients_async()")
@@ -169,8 +168,7 @@ class GradientSync(ModelSync):
         """Reduces every bucket with `hook(state, bucket)` instead of an all-reduce.
 
         Call it once, and not inside a backward. The next synchronization compares the names of the ranks'
-        hooks. On the host, hooks run in a thread, one bucket after another. To combine several hooks, use
-        `undertow.chain_comm_hooks`.
+        hooks. On the host, hooks run in a thread, one bucket after another.
 
         Args:
             state: The first argument of the hook.
@@ -192,6 +190,7 @@ class GradientSync(ModelSync):
             remedy="Leave the hook out, or leave op out and let the hook divide.",
         )
         self._engine.use_hook(CommHook(state, hook))
+        self._watch_forwards()
 
     def report(self) -> StepReport:
         """Returns the times of the last steps on this rank; `print` shows them as tables. Never communicates.

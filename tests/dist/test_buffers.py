@@ -3,14 +3,12 @@
 import contextlib
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nested import nested_tensor as nested
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 import undertow
 from support.alike import backwards, of_all_ranks
@@ -22,7 +20,6 @@ from support.ranks import in_ranks
 from undertow import ConfigError, DistributedDataParallel, PlanMismatch
 
 CASE = CASES["convolutions"]
-BEFORE = _BufferCommHookLocation.PRE_FORWARD
 WIDE = {
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), torch.float64),
     **dict.fromkeys((torch.complex64, torch.complex128), torch.complex128),
@@ -518,43 +515,3 @@ def test_a_buffer_that_requires_gradients_stays_the_same_tensor() -> None:
         scale.data += 1 + dist.get_rank()
         (ddp(torch.ones(1, 2)) * model.scale).sum().backward()
     assert (model.scale is scale, scale.tolist(), scale.grad is None) == (True, [1.0, 1.0], False)
-
-
-@in_ranks(2, 3)
-@pytest.mark.parametrize("location", [None, *_BufferCommHookLocation], ids=str)
-def test_a_hook_of_the_users_may_synchronize_buffers(location: _BufferCommHookLocation | None) -> None:
-    model, seen, after = Buffered(table=torch.zeros(1), left_alone=torch.zeros(1)), [], []
-    model.register_forward_hook(lambda *_: setattr(model, "table", model.table.add_(dist.get_rank() + 1)))
-
-    def hook(state: object, named_buffers: dict[str, Tensor]) -> list[torch.futures.Future[Any]] | None:
-        seen.append((state, list(named_buffers), torch.is_grad_enabled()))
-        works = [dist.all_reduce(buffer, async_op=True) for buffer in named_buffers.values()]
-        if location is not BEFORE:
-            return [work.get_future() for work in works]
-        for work in works:  # futures are for the end of backward, and this forward needs the result
-            work.wait()
-        return None  # as torch's usual one does
-
-    with wrapped(model, ignore=("left_alone",)) as ddp:
-        ddp._register_buffer_comm_hook("state", hook, *(() if location is None else (location,)))
-        for _ in range(2):
-            ddp(noise(1, 2)).sum().backward()
-            after.append(model.table.item())
-        with ddp.no_sync():
-            for _ in range(2):
-                ddp(noise(1, 2)).sum().backward()
-        ddp.eval()
-        ddp(noise(1, 2)).sum().backward()
-        with torch.no_grad():
-            ddp.train()(noise(1, 2))
-        ddp.forward_sync_buffers = False
-        ddp(noise(1, 2)).sum().backward()
-    num_ranks, mine = dist.get_world_size(), dist.get_rank() + 1
-    total = sum(range(1, num_ranks + 1))
-    found = [step["table"][0] for step in model.seen]
-    assert (found[:2], after) == (
-        [0.0, total],
-        [mine, total + mine] if location is BEFORE else [total, total * num_ranks + total],
-    )
-    assert found[4:] == [found[3] + step * mine for step in (1, 2, 3)]  # none of the forwards before these calls the hook
-    assert seen == [("state", ["table"], False)] * 3

@@ -16,14 +16,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-import undertow
 from support.alike import backward_alike, backwards, require_equal_values
 from support.errors import text_of
 from support.inside import HookedBucket
 from support.models import CASES, mlp, noise
 from support.naive import TIMEOUT_S, alone, naive_mean, wrapped
 from support.ranks import in_ranks
-from undertow import DistributedDataParallel
+from undertow import DistributedDataParallel, attach
 from undertow.demo.model import Gpt
 from undertow.demo.settings import load_corpus
 from undertow.errors import PlanMismatch, WrongType
@@ -57,7 +56,6 @@ HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
     "allreduce of a group": lambda: (dist.group.WORLD, default.allreduce_hook),
     "fp16": lambda: (None, default.fp16_compress_hook),
     "fp16, wrapped": lambda: (None, default.fp16_compress_wrapper(default.allreduce_hook)),
-    "a chain": lambda: (None, undertow.chain_comm_hooks((2.0, scale), (None, default.fp16_compress_hook), (0.25, scale))),
 }
 BRAIN_HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
     "bf16": lambda: (None, default.bf16_compress_hook),
@@ -146,9 +144,6 @@ def test_bfloat16_hooks_reduce_on_the_cpu_where_torch_refuses_them(name: str) ->
 POWER_HOOKS: dict[str, Hook] = {
     "PowerSGD": powerSGD_hook,
     "PowerSGD in fp16": default.fp16_compress_wrapper(powerSGD_hook),
-    "PowerSGD in a chain": lambda state, bucket: undertow.chain_comm_hooks((0.5, scale), (state, powerSGD_hook), (2.0, scale))(
-        None, bucket
-    ),
 }
 
 
@@ -334,13 +329,28 @@ def test_a_hook_that_failed_on_all_ranks_is_called_again_in_the_next_round(kind:
                 ddp(inputs(step)).square().mean().backward()
 
 
-@in_ranks(2)
-def test_a_hook_goes_on_in_another_group() -> None:
-    bare = mlp()
-    with hooked(copy.deepcopy(bare), None, default.allreduce_hook) as ddp:
-        MLP.loss(ddp, 0).backward()
-        ddp._update_process_group(dist.group.WORLD)
-        backward_alike(ddp, bare, MLP.loss)
+@in_ranks(1)
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, attach])
+def test_a_single_rank_calls_a_hook_which_may_reduce_over_others(wrap: Callable[[nn.Module], Any]) -> None:
+    def doubled(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future = torch.futures.Future[Tensor]()
+        future.set_result(bucket.buffer() * 2)
+        return future
+
+    net, bare = mlp(), mlp()
+    bare.load_state_dict(net.state_dict())
+    with contextlib.closing(wrap(net)) as model:
+        called = model if isinstance(model, DistributedDataParallel) else net
+        MLP.loss(called, 0).backward()
+        net.zero_grad()
+        model.register_comm_hook(None, doubled)
+        for step in range(2):
+            net.zero_grad()
+            bare.zero_grad()
+            MLP.loss(called, step).backward()
+            MLP.loss(bare, step).backward()
+            for ours, wanted in zip(net.parameters(), bare.parameters(), strict=True):
+                assert torch.equal(ours.grad, 2 * wanted.grad)
 
 
 @in_ranks(2)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.parallel.distributed import _MixedPrecision
 
 import undertow
 from support.alike import backward_alike, heard, of_all_ranks, require_equal_values, train
@@ -342,26 +341,6 @@ def test_graphs_are_cut_where_buckets_end_and_a_small_model_is_one(
         # The gradients of the last layer are there before the next graph's backward, and so on.
         between = [set(part.split()) for part in " ".join(text.replace(" ", "_") for text in log).split("backward")[1:]]
         assert between == [{f"gradient_{2 * layer}", f"gradient_{2 * layer + 1}"} for layer in reversed(range(NUM_LAYERS))]
-
-
-@pytest.mark.slow
-@in_ranks(2)
-def test_mixed_precision_cuts_no_graph() -> None:
-    """fullgraph=True is an error where anything cuts the graph."""
-    torch._dynamo.reset()
-    ddp = DistributedDataParallel(
-        torch.compile(Layers(SMALL), backend="aot_eager", fullgraph=True),
-        mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    )
-
-    def narrow_loss(model: nn.Module, step: int) -> Tensor:
-        if model is ddp:
-            return loss(ddp, step, width=SMALL)
-        copies = {name: param.bfloat16() for name, param in model.named_parameters()}
-        return loss(lambda x: torch.func.functional_call(model, copies, (x.bfloat16(),)), step, width=SMALL)
-
-    backward_alike(ddp, Layers(SMALL), narrow_loss)
-    ddp.close()
 
 
 @pytest.mark.slow

@@ -685,7 +685,7 @@ def warned(step: Callable[[], object], times: int = 12) -> list[str]:
     return [str(warning.message).split("\n")[0] for warning in caught]
 
 
-@in_ranks(1, 2)
+@in_ranks(2)
 @pytest.mark.parametrize("name", STRAYING)
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, attach])
 def test_an_optimizer_that_a_change_of_parameters_has_left_behind_is_told_once(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from support.alike import backward_alike, backwards, of_all_ranks, require_equal_gradients, require_equal_values
 from support.errors import text_of
-from support.inside import change_process_group, own_group_of, post
+from support.inside import own_group_of, post
 from support.mixture import (
     MATCH,
     SGD,
@@ -29,7 +29,7 @@ from support.mixture import (
     wrapped_mixture,
 )
 from support.models import Branches, Fails, noise
-from support.naive import TIMEOUT_S, alone, wrapped
+from support.naive import TIMEOUT_S, alone, require_same_gradients, wrapped
 from support.ranks import in_ranks
 from support.sharded import MLP, require_same_everywhere, training
 from undertow import (
@@ -222,6 +222,20 @@ def test_experts_take_over_values_and_buffers_of_the_first_rank_of_their_group()
 
 
 @in_ranks(4)
+def test_the_newest_wrapper_closes_the_older_one_with_its_experts() -> None:
+    rank, model = dist.get_rank(), mixture()
+    with wrapped_mixture(model) as (earlier, _, _):
+        with pytest.raises(ConfigError, match="a part of this module is synchronized already"):
+            attach(model, ignore=[name for name, _ in model.named_parameters() if ".experts." in f".{name}"])
+        with wrapped_mixture(model) as (ddp, bare, group):
+            assert [part._is_closed for part in (earlier.sync, *earlier.sync.experts)] == [True, True]
+            for each in (ddp, bare):
+                each(torch.full((2, WIDTH), rank + 1.0)).sum().backward()
+            reduce_naively(bare, group)
+            require_same_gradients(model, bare)
+
+
+@in_ranks(4)
 def test_experts_have_buckets_a_process_group_and_a_report_of_their_own() -> None:
     with wrapped_mixture(mixture()) as (ddp, _, _):
         (experts,) = ddp.sync.experts
@@ -321,9 +335,6 @@ REFUSED = {
     "ones.\n  ShardedOptimizer\n"
     "  Make one for the model with params=[param for _, param in sync.named_parameters()], its dense ones, and one for each "
     "of sync.experts.",
-    "other group": "the ranks of a model with experts cannot change.\n"
-    "  _update_process_group\n"
-    "  Close the wrapper, and wrap the model anew.",
     "join": "a rank without data cannot leave a model with experts: tokens of other ranks need the experts that it holds.\n"
     "  join\n"
     "  Give every rank the same number of batches.",
@@ -360,7 +371,6 @@ def test_what_cannot_be_is_refused() -> None:
         refuse("weighted", ConfigError, lambda: SyncConfig(experts=(mine,), op="weighted"))
         with contextlib.closing(attaching(mine)()) as sync:
             refuse("optimizer", ConfigError, lambda: ShardedOptimizer(torch.optim.SGD, sync, lr=0.1))
-            refuse("other group", PhaseError, lambda: change_process_group(sync, group))
         with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(experts=(mine,)))) as ddp:
             refuse("join", PhaseError, ddp.join_hook)
             refuse("checkpoint", CheckpointError, lambda: save_checkpoint("nowhere", ddp))

@@ -290,7 +290,7 @@ def test_an_optimizer_that_steps_in_backward_is_an_error() -> None:
             assert text_of(PhaseError, loss(ddp, step).backward) == (
                 "an optimizer steps within a backward, on gradients that are not averaged yet.\n"
                 f"  synchronization {2 * step}, rank {dist.get_rank()}\n"
-                "  Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward."
+                "  Step after backward. torch's _apply_optimizer_in_backward is not supported."
             )
             handle.remove()
             assert all(map(torch.equal, before, ddp.parameters()))

@@ -248,7 +248,7 @@ def test_one_rank_may_ask_for_the_report(num_steps: int, settings: dict[str, Any
         report, text = json.loads(json.dumps(made.to_dict())), str(made)
         assert report["num_steps"] == len(ddp.traces()) == num_traces
     if num_traces == 0:
-        assert text == "Undertow: no step recorded yet; run a training step, and leave record on."
+        assert text == "No step is recorded yet: run a training step, and leave record on."
         return
     exposed = re.search(r"^  exposed +([\d.]+) ", text, re.MULTILINE)
     assert exposed is not None

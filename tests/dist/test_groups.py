@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from support.alike import backward_alike, backwards, heard, require_equal_values, require_same_by_position
@@ -282,7 +281,6 @@ def hooks_of(model: nn.Module) -> list[str]:
 WAYS: dict[str, dict[str, Any]] = {
     "attached": {},
     "sharded": {"config": SyncConfig(strategy="zero1")},
-    "in mixed precision": {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)},
 }
 
 
@@ -330,11 +328,10 @@ def test_a_group_of_one_rank_in_a_job_of_several_is_warned_of() -> None:
         f"  {{}}, rank {rank}\n"
         "  Give the group of all ranks that hold the same parameters.*filter this warning\\.$"
     )
-    with contextlib.closing(DistributedDataParallel(nn.Linear(2, 2))) as model:
+    with contextlib.closing(DistributedDataParallel(nn.Linear(2, 2))):
         calls: list[tuple[str, Callable[[], object]]] = [
             ("Linear", lambda: attach(nn.Linear(2, 2), process_group=mine).close()),
             ("Linear", lambda: DistributedDataParallel(nn.Linear(2, 2), process_group=mine).close()),
-            ("Linear", lambda: model._update_process_group(mine)),
             (r"average_gradients\(gradients, parameters\)", lambda: average_gradients([torch.ones(2)], process_group=mine)),
         ]
         for where, call in calls:

@@ -57,15 +57,6 @@ def test_a_backward_of_the_bare_module_between_two_steps_is_this_ranks_own(is_sh
 
 
 @in_ranks(2)
-def test_a_backward_after_the_group_has_changed_since_its_forward_is_averaged() -> None:
-    with wrapped(linear()) as ddp:
-        result = ddp(rows())
-        ddp._update_process_group(dist.group.WORLD)
-        result.sum().backward()
-        assert ddp.module.weight.grad.tolist() == MEAN
-
-
-@in_ranks(2)
 def test_a_closure_may_run_only_the_backward_of_an_earlier_forward() -> None:
     with wrapped(linear()) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

@@ -18,7 +18,7 @@ from support.errors import text_of
 from support.inside import late_ops
 from support.mixture import loss as mixture_loss
 from support.mixture import mixture, wrapped_mixture
-from support.models import Branches, noise, step_in_backward
+from support.models import Branches, noise
 from support.naive import alone, collectives, wrapped
 from support.ranks import in_ranks
 from support.sharded import MLP, Parameters, hybrid, optimizer_for, parameters, require_equal, training
@@ -384,14 +384,6 @@ def test_a_rank_alone_looks_when_it_steps(policy: str, strategy: str) -> None:
             text = found(0).replace("synchronization 2, bucket 0", "one rank, when its optimizer steps")
             assert text_of(NonFiniteGradient, lambda: step(1, torch.nan)) == f"{text}\n{REMEDY}"
             require_equal(parameters(ddp), before)
-
-
-@in_ranks(2)
-def test_optimizers_in_backward_are_skipped() -> None:
-    model = Layers()
-    step_in_backward(model, lr=0.1, momentum=0.9)
-    with wrapped(model, nonfinite="skip") as ddp:
-        require_one_skipped(ddp, lambda step, factor: backward(ddp, step, factor=factor))
 
 
 EXPERTS_RAISE = """the gradient of 'experts.0.bias' is not finite (NaN or Inf) on rank 3.

@@ -1,28 +1,22 @@
 """Dtypes of gradients, of what is computed, and of what travels."""
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.nn.parallel.distributed import _MixedPrecision
-from torch.utils.checkpoint import checkpoint
 
-from support.alike import backward_alike, require_equal_values, train
+from support.alike import require_equal_values, train
 from support.errors import text_of
-from support.inside import change_process_group, readings_of_trailers
+from support.inside import readings_of_trailers
 from support.models import CASES, noise
 from support.ranks import in_ranks
 from support.sharded import Parameters, hybrid, parameters, require_equal, training
-from support.units import Applied
 from undertow import DistributedDataParallel, SyncConfig, attach
-from undertow.errors import ConfigError, PhaseError
+from undertow.errors import ConfigError
 
 MLP = CASES["mlp"]
 LR = 0.05
@@ -31,12 +25,8 @@ needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), r
 
 
 @contextlib.contextmanager
-def wrapped(model: nn.Module, *, mixed: dict[str, Any] | None = None, **settings: Any) -> Iterator[DistributedDataParallel]:
-    with contextlib.closing(
-        DistributedDataParallel(
-            model, mixed_precision=None if mixed is None else _MixedPrecision(**mixed), config=SyncConfig(**settings)
-        )
-    ) as ddp:
+def wrapped(model: nn.Module, **settings: Any) -> Iterator[DistributedDataParallel]:
+    with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(**settings))) as ddp:
         yield ddp
 
 
@@ -124,25 +114,18 @@ def test_gradients_of_sixteen_bits_add_up_in_fp32(make: Callable[[], nn.Module],
 
 @in_ranks(2)
 @needs_grad_dtype
-@pytest.mark.parametrize("way", ["closed", "a second wrapper", "one without the setting", "another group"])
-def test_gradients_keep_their_dtype_until_closing_gives_it_back(way: str) -> None:
-    """Also where they are passed on to a second wrapper, or to another group."""
+@pytest.mark.parametrize("is_wrapped_again", [False, True])
+def test_gradients_keep_their_dtype_until_closing_gives_it_back(is_wrapped_again: bool) -> None:
     model, settings = narrow_model(), SyncConfig(reduce_dtype="float32")
-    first, later, group = attach(model, config=settings), [], None
+    sync = attach(model, config=settings)
     narrow_loss(model, 0).backward()
-    if way == "another group":
-        group = dist.new_group()
-        change_process_group(first, group)
-    elif way != "closed":
-        later = [attach(model, config=settings if way == "a second wrapper" else None)]
-        first.close()
+    if is_wrapped_again:
+        model.zero_grad()
+        sync = attach(model, config=settings)
     narrow_loss(model, 1).backward()
     assert dtypes_of(model) == {torch.float32}
     means = [param.grad.bfloat16() for param in model.parameters()]
-    for sync in (first, *later):
-        sync.close()
-    if group is not None:
-        dist.destroy_process_group(group)
+    sync.close()
     assert all(map(torch.equal, means, [param.grad for param in model.parameters()]))
     narrow_loss(model, 0).backward()
     assert dtypes_of(model) == {BRAIN}
@@ -189,40 +172,6 @@ class Normed(nn.Module):
         hidden = nn.functional.linear(hidden, self.scale.weight)
         self.seen.append(hidden.dtype)
         return self.out(hidden)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"param_dtype": BRAIN, "buffer_dtype": BRAIN, "reduce_dtype": torch.float32},
-        {"reduce_dtype": torch.float32},
-        {"buffer_dtype": torch.float64},
-    ],
-    ids=str,
-)
-def test_torchs_mixed_precision_computes_in_its_dtype(options: dict[str, torch.dtype]) -> None:
-    """By hand: a copy of each parameter computes, and hands its gradient on. Buffers are cast for good."""
-    reference, tokens, dtype = Normed(), torch.arange(7).repeat(2), options.get("param_dtype", torch.float32)
-    for buffer in (reference.norm.running_mean, reference.norm.running_var):
-        buffer.data = buffer.to(options.get("buffer_dtype"))
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        x = noise(14, 6, step=step)
-        if model is ddp:
-            return ddp(tokens, x).float().square().mean()
-        copies = {name: param.to(dtype) for name, param in model.named_parameters()}
-        return torch.func.functional_call(model, copies, (tokens, x.to(dtype))).float().square().mean()
-
-    with wrapped(Normed(), mixed=options, buffers="off") as ddp:
-        if options.keys() != {"buffer_dtype"}:  # torch's batch norm takes no buffers that are wider than what it computes
-            backward_alike(ddp, reference, loss)
-            assert set(ddp.module.seen) == {dtype}
-        assert ({param.dtype for param in ddp.parameters()}, ddp.module.norm.running_mean.dtype) == (
-            {torch.float32},
-            options.get("buffer_dtype", torch.float32),
-        )
-        assert ddp.module.norm.num_batches_tracked.dtype == torch.int64
 
 
 def mean_on_the_wire(grad: Tensor, wire: torch.dtype, *, is_native: bool, is_sharded: bool) -> Tensor:
@@ -283,46 +232,6 @@ def test_what_travels_narrower_has_the_same_bits_under_every_plan() -> None:
     require_equal(*results)
 
 
-@in_ranks(2)
-@pytest.mark.parametrize(
-    ("mixed", "own", "wire"),
-    [
-        ({"param_dtype": BRAIN}, None, "bfloat16"),
-        ({"param_dtype": BRAIN, "reduce_dtype": torch.float32}, None, None),
-        ({"reduce_dtype": torch.float16}, None, "float16"),
-        ({"reduce_dtype": torch.float16}, "bfloat16", "bfloat16"),
-    ],
-    ids=str,
-)
-def test_torchs_mixed_precision_says_what_travels(mixed: dict[str, torch.dtype], own: str | None, wire: str | None) -> None:
-    """Its reduce_dtype, and without one its param_dtype; a setting of ours goes before. A hook goes with none of these."""
-    with wrapped(nn.Linear(2, 2), mixed=mixed, wire_dtype=own) as ddp:
-        assert ddp.sync.config.wire_dtype == wire
-        if wire is None:
-            ddp.register_comm_hook(None, bf16_compress_hook)
-            ddp(torch.ones(1, 2)).float().sum().backward()
-            assert ddp.module.weight.grad.tolist() == [[1.0, 1.0]] * 2
-        else:
-            assert text_of(ConfigError, lambda: ddp.register_comm_hook(None, bf16_compress_hook)) == (
-                f"a communication hook chooses the dtype of sent gradients, and the settings ask for torch.{wire}.\n"
-                "  register_comm_hook, with wire_dtype=... or mixed_precision=...\n"
-                "  Leave wire_dtype out; with mixed_precision, give it reduce_dtype=torch.float32."
-            )
-
-
-@in_ranks(2)
-def test_a_sparse_gradient_that_would_be_cast_is_refused() -> None:
-    model, narrow = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2)), _MixedPrecision(param_dtype=BRAIN)
-    assert text_of(ConfigError, lambda: DistributedDataParallel(model, mixed_precision=narrow)) == (
-        "mixed_precision casts parameter '0.weight', whose gradient is sparse, and autograd cannot cast that back.\n"
-        "  DistributedDataParallel(mixed_precision=...)\n"
-        "  Make the embedding with sparse=False, or use torch.autocast around the forward."
-    )
-    with wrapped(model.bfloat16(), mixed={"param_dtype": BRAIN}) as ddp:  # nothing is to be cast
-        ddp(torch.tensor([1, 2])).float().sum().backward()
-        assert model[0].weight.grad.is_sparse
-
-
 class Rows(nn.Module):
     """An embedding that the second rank does not always use."""
 
@@ -348,25 +257,6 @@ def test_sparse_gradients_add_up_in_fp32_also_where_a_rank_has_none() -> None:
             for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
                 grad = torch.zeros(theirs.shape) if theirs.grad is None else theirs.grad.to_dense().float()
                 assert torch.equal(mine.grad.to_dense(), mean_of_all(grad))
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_mixed_precision_refuses_to_compute_again(use_reentrant: bool) -> None:
-    """Copies of the bare module may, and a copy of the wrapper may not until it is closed."""
-    x, model = torch.ones(2, 4, requires_grad=True), Applied(partial(checkpoint, use_reentrant=use_reentrant))
-    with wrapped(model, mixed={"param_dtype": BRAIN}) as ddp:
-        average, other = copy.deepcopy(ddp.module), copy.deepcopy(ddp)
-        average(x).sum().backward()
-        for model in (ddp, other):
-            assert text_of(PhaseError, lambda model=model: model(x).sum().backward()) == (
-                "Linear runs its forward again during backward, when its parameters have their own dtype again.\n"
-                "  DistributedDataParallel(mixed_precision=...), with activation checkpoints\n"
-                "  Use torch.autocast around the forward instead of mixed_precision, or leave checkpoints out."
-            )
-    other.close()
-    for model in (ddp, other):
-        model.module(x).sum().backward()
 
 
 def steep(wire: str | None) -> tuple[nn.Module, Tensor]:

@@ -181,17 +181,15 @@ WINDOWS = {
     "a frozen unit": "zero, freeze 1, forward 01, backward, thaw 1, zero, forward 0, backward",
 }
 WINDOWS_OF_ALL = {
-    f"unused in {name}, {kind}{', alone' * is_alone}": Program(
+    f"unused in {name}, {kind}": Program(
         events=f"forward 012, backward, step, {events}",
         times=1,
         strategy=kind if kind in ("zero1", "zero2") else "ddp",
         is_attached=kind == "attached",
-        is_alone=is_alone,
         plan="pieces",
     )
     for name, events in WINDOWS.items()
     for kind in ("ddp", "attached", "zero1", "zero2")
-    for is_alone in (False, True)
 }
 
 ACCUMULATED = {
@@ -544,9 +542,6 @@ WRITTEN_OR_DISTURBED = {
     "a state dict goes round": Program(events="zero, forward 012, backward, step, reload", strategy="zero1", plan="pieces"),
     "a gradient that was there before the forward is none, in a later step": Program(
         events="zero, forward 012, backward, zero, write 1, forward 02, backward, zero, write 1, forward 02, accumulate, reduce"
-    ),
-    "of a rank alone a backward accumulates whose forward did not know": Program(
-        events="zero, forward 012, accumulate, reduce, step", is_alone=True
     ),
     "a state dict of a model without shards goes round": Program(events="zero, forward 012, backward, step, reload"),
     "empty and single parameters are left out": Program(

@@ -185,16 +185,34 @@ def test_a_profile_has_the_times_of_the_slowest_rank(tmp_path: Path) -> None:
 
 
 @in_ranks(1)
-def test_a_rank_alone_has_a_profile_too() -> None:
-    net = Timed(numel=2000, pause_s=0.002)
+def test_a_single_rank_has_nothing_to_report_plan_or_measure(tmp_path: Path) -> None:
+    net = MLP.model()
     with contextlib.closing(undertow.attach(net)) as sync:
-        backwards(net, loss_of_timed, range(8))
-        profile = sync.profile()
-    assert (
-        [ready_us > 2000 * pauses for pauses, ready_us in zip((4, 3, 2, 1), profile.ready_us, strict=True)],
-        profile.num_ranks,
-        dict(profile.curves),
-    ) == ([True] * 4, 1, {})
+        backwards(net, MLP.loss, range(3))
+        assert str(sync.report()) == "A single rank has nothing to communicate: no step is recorded."
+        assert sync.explain().why == "a single rank has nothing to communicate"
+        for ask in (sync.profile, sync.measure_network):
+            assert text_of(PhaseError, ask) == (
+                "a single rank has nothing to communicate, so nothing is measured.\n"
+                "  profile()\n"
+                "  Train some ten steps on two or more ranks, as with torchrun --nproc-per-node=2."
+            )
+        assert text_of(PhaseError, lambda: sync.save_trace(tmp_path / "trace.json")).startswith("no step is recorded.")
+
+
+@in_ranks(1)
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, undertow.attach])
+def test_a_single_rank_has_no_hooks(wrap: Callable[[nn.Module], Any]) -> None:
+    net = MLP.model()
+    with contextlib.closing(wrap(net)) as model:
+        loss = MLP.loss(model if isinstance(model, DistributedDataParallel) else net, 0)
+        for module in net.modules():
+            assert [*module._forward_hooks, *module._forward_pre_hooks, *module._load_state_dict_pre_hooks] == []
+        assert [param._post_accumulate_grad_hooks for param in net.parameters()] == [None] * len(list(net.parameters()))
+        loss.backward()
+        assert model.unused_parameters == ()
+        net.zero_grad()
+        assert set(model.unused_parameters) == {name for name, _ in net.named_parameters()}
 
 
 # With nothing but what is measured: it is looked, decided and explained.

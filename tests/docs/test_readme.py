@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.models import step_in_backward
 from support.pages import execute, snippets
 from support.project import ROOT
 from support.ranks import in_ranks
@@ -27,7 +26,6 @@ from support.sharded import hybrid
 from undertow import (
     ConfigError,
     DistributedDataParallel,
-    PhaseError,
     ReplicaMismatch,
     ShardedOptimizer,
     StallTimeout,
@@ -130,7 +128,6 @@ SHOWN_BY = {
         "test_mistakes_are_told",
         "test_join_does_not_go_with_shards",
         "test_what_does_not_go_with_weights_is_refused",
-        "test_optimizers_in_backward_do_not_go_with_shards",
     ],
     "Freeze, add or replace": [
         "test_a_change_on_one_rank_is_an_error_on_all_while_ranks_compare_their_times",
@@ -270,14 +267,6 @@ def test_a_rank_that_steps_twice_is_found_by_the_check_of_replicas() -> None:
         optimizer.zero_grad()
         with pytest.raises(ReplicaMismatch):
             train(ddp, optimizer, num_steps=3)
-
-
-@in_ranks(2)
-def test_optimizers_in_backward_do_not_go_with_shards() -> None:
-    model = nn.Linear(2, 1)
-    step_in_backward(model, lr=0.5)
-    with pytest.raises((ConfigError, PhaseError)):
-        train(*sharded(model))
 
 
 @pytest.mark.waits

@@ -142,10 +142,6 @@ def share_parameters(model: Model, *, source: int) -> None:
     sync_of(model)._share(("parameters",), source=source)
 
 
-def change_process_group(model: Model, group: dist.ProcessGroup) -> None:
-    sync_of(model)._change_process_group(group)
-
-
 def member_of(model: Model) -> ModelMonitor:
     member = own_group_of(model).member
     assert member is not None, "one rank alone watches nobody"

@@ -122,11 +122,3 @@ CASES = {
     ),
     "oddities": Case(Oddities, lambda model, step: model(noise(5, 3, step=step)).square().mean() * 1e-3),
 }
-
-
-def step_in_backward(model: nn.Module, **settings: float) -> None:
-    """Has torch put an SGD on each parameter."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.* is deprecated", DeprecationWarning)  # torch's own use of it
-        from torch.distributed.optim import _apply_optimizer_in_backward
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), settings)

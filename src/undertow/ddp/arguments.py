@@ -1,26 +1,25 @@
-"""The arguments of torch's DistributedDataParallel: checks, with torch's wording in errors, and mixed precision."""
+"""The arguments of torch's DistributedDataParallel: checks, with torch's wording in errors."""
 
-import dataclasses
 import warnings
-import weakref
-from collections.abc import Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils.hooks import RemovableHandle
 
 from undertow.config import SyncConfig
-from undertow.errors import PhaseError, require
-from undertow.runtime.model.module_params import sparse_params
-from undertow.runtime.torch_private import private, tables
-from undertow.runtime.torch_private.module_hook import ModuleHook
+from undertow.errors import ConfigError, require
+from undertow.runtime.torch_private import tables
 
 _WHERE = "DistributedDataParallel(...)"
 _ONE_BYTE_MIB = 1 / 1024**2
+# Arguments and methods that are private in torch, each with another way.
+_PRIVATE = {
+    "mixed_precision": "Use torch.autocast around the forward; SyncConfig(wire_dtype=...) sends gradients in 16 bits.",
+    "_register_buffer_comm_hook": 'Set SyncConfig(buffers="mean") or "off", or change buffers in a hook of the module.',
+    "_update_process_group": "Wrap the module again, with the other group: the newest wrapper closes the older one.",
+}
 Devices = Sequence[int | str | torch.device]
 
 
@@ -107,7 +106,6 @@ def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool |
 
 def settings_of(
     config: SyncConfig | None,
-    mixed_precision: object,
     *,
     bucket_cap_mb: float | None,
     bucket_cap_mb_list: Sequence[float] | None,
@@ -115,8 +113,7 @@ def settings_of(
 ) -> SyncConfig:
     """Returns `config`, or settings from torch's arguments; raises ConfigError if both are given.
 
-    torch's cap of 0 gives every parameter its own bucket. With torch's mixed precision gradients are sent in its `reduce_dtype`,
-    or else in its `param_dtype`, unless `config` sets `wire_dtype`.
+    torch's cap of 0 gives every parameter its own bucket.
     """
     caps: tuple[Any, ...] = tuple(_ONE_BYTE_MIB if cap == 0 else cap for cap in bucket_cap_mb_list or (bucket_cap_mb,))
     given = ["bucket_cap_mb"] * (caps != (None,)) + ["buffers"] * (not forward_sync)
@@ -126,85 +123,9 @@ def settings_of(
         where=_WHERE,
         remedy=f"Put {', '.join(given)} into config=SyncConfig(...).",
     )
-    chosen = config or SyncConfig(
-        bucket_cap_mb=caps if bucket_cap_mb_list else caps[0], buffers="rank0" if forward_sync else "off"
-    )
-    wire = getattr(mixed_precision, "reduce_dtype", None) or getattr(mixed_precision, "param_dtype", None)
-    is_narrow = isinstance(wire, torch.dtype) and wire.is_floating_point and wire.itemsize == 2
-    return dataclasses.replace(chosen, wire_dtype=wire) if is_narrow and chosen.wire_dtype is None else chosen
+    return config or SyncConfig(bucket_cap_mb=caps if bucket_cap_mb_list else caps[0], buffers="rank0" if forward_sync else "off")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MixedPrecision:
-    """Runs a module's forward in `dtype`; None keeps the dtypes of its parameters.
-
-    Parameters are cast when a forward begins, by an operation that autograd knows: its backward gives each gradient the dtype of
-    its parameter. After the forward modules have their parameters back. A module that computes again, in a checkpoint's backward,
-    would do so in another dtype, so it raises an error.
-    """
-
-    dtype: torch.dtype | None
-    ignored: frozenset[str]  # names of parameters that keep their dtype
-    hooks: tuple[RemovableHandle, ...]  # raise if a forward runs again in a backward
-
-    def call(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.dtype is None:
-            return module(*inputs, **kwargs)
-        narrow = {
-            name: param.to(self.dtype)
-            for name, param in tables.named_parameters(module)
-            if param.is_floating_point() and name not in self.ignored
-        }
-        return functional_call(module, narrow, *private.cast_floating(inputs, kwargs, self.dtype))
-
-    def close(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-
-def mixed_precision_of(given: object, module: nn.Module, ignored: Collection[str]) -> MixedPrecision | None:
-    """Applies the argument of torch's constructor to `module`, whose buffers are cast permanently, as torch does.
-
-    Raises ConfigError if it is not a `_MixedPrecision`, and for layers with sparse gradients, which autograd cannot cast back.
-    """
-    if given is None:
-        return None
-    dtypes: list[Any] = [getattr(given, name, given) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")]
-    require(
-        all(dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point) for dtype in dtypes),
-        f"mixed_precision has no dtypes: {given!r}.",
-        where="DistributedDataParallel(...)",
-        remedy="Pass torch's _MixedPrecision(param_dtype=torch.bfloat16), or use torch.autocast around the forward.",
-    )
-    dtype, _, buffer_dtype = dtypes
-    sparse = set() if dtype is None else sparse_params(module)
-    for name, param in tables.named_parameters(module):
-        require(
-            id(param) not in sparse or param.dtype == dtype or name in ignored,
-            f"mixed_precision casts parameter {name!r}, whose gradient is sparse, and autograd cannot cast that back.",
-            where="DistributedDataParallel(mixed_precision=...)",
-            remedy="Make the embedding with sparse=False, or use torch.autocast around the forward.",
-        )
-    for name, buffer in tables.named_buffers(module):
-        if buffer_dtype is not None and buffer.is_floating_point() and name not in ignored:
-            buffer.data = buffer.to(buffer_dtype)
-    hooks = [
-        part.register_forward_pre_hook(ModuleHook(part, partial(_require_first_forward, weakref.ref(part))))
-        for _, part in tables.named_modules(module)
-        if part._parameters and dtype is not None
-    ]
-    return MixedPrecision(dtype, frozenset(ignored), tuple(hooks))
-
-
-def _require_first_forward(called: weakref.ref[nn.Module]) -> None:
-    """Raises PhaseError if the module runs again in a backward, when its parameters are not cast any more."""
-    if torch.compiler.is_compiling():  # checking would cut the graph; recomputation there is narrow as well
-        return
-    module = called()
-    is_narrow = module is None or any(type(param) is Tensor for param in module._parameters.values())
-    if private.graph_task_id() != -1 and not is_narrow:
-        raise PhaseError(
-            f"{type(module).__name__} runs its forward again during backward, when its parameters have their own dtype again.",
-            where="DistributedDataParallel(mixed_precision=...), with activation checkpoints",
-            remedy="Use torch.autocast around the forward instead of mixed_precision, or leave checkpoints out.",
-        )
+def private_to_torch(name: str) -> ConfigError:
+    """Returns the error of an argument or a method that is private in torch."""
+    return ConfigError(f"{name} is private in torch, and not supported.", where=_WHERE, remedy=_PRIVATE[name])

@@ -25,6 +25,8 @@ from torch.optim.optimizer import Optimizer
 from undertow.config import ExpertGroup, SyncConfig, require_settings
 from undertow.errors import WrongType, require
 from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, warn_of_lone_rank
+from undertow.runtime.execute.agreed_errors import part_of_another
+from undertow.runtime.execute.hooks import earlier_watchers
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf
 from undertow.runtime.peers.faults import Fault
@@ -68,6 +70,7 @@ def attach(
     """
     ignored = checked(module, ignore, config, caller="attach")
     sync = synchronized(module, device_mesh=device_mesh, process_group=process_group, config=config, ignore=ignored)
+    sync._is_attached = True
     sync._watch_forwards()
     return sync
 
@@ -204,6 +207,7 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequen
     parameter of one part is a synchronization of all, because possibly none of this rank's tokens reach its experts.
     """
     warn_of_lone_rank(how.get("process_group"), type(module).__name__)
+    _close_earlier(module, ignore)
     if config is None or not config.experts:
         return GradientSync(module, config=config, ignore=ignore, **how)
     _require_one_group_each(module, config.experts, {*config.ignore, *ignore})
@@ -230,6 +234,21 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequen
     sync._take_part_with_experts()
     sync._attached.callback(private.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(sync))))
     return sync
+
+
+def _close_earlier(module: nn.Module, ignored: Collection[str]) -> None:
+    """Closes earlier wrappers of these parameters: the newest one averages gradients, once.
+
+    Raises ConfigError if an earlier one also has parameters that this one leaves alone.
+    """
+    named_params = [(name, param) for name, param in tables.named_parameters(module) if name not in ignored]
+    ids = {id(param) for _, param in named_params}
+    earlier = earlier_watchers(named_params)
+    for name, engine in earlier.items():
+        if not engine.siblings.watched_ids <= ids:
+            raise part_of_another(name)
+    for engine in earlier.values():
+        engine.siblings.close_model()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

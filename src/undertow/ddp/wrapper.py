@@ -17,7 +17,7 @@ from undertow.config import SyncConfig
 from undertow.ddp import arguments
 from undertow.ddp.attach import checked, synchronized
 from undertow.ddp.join import ShadowHook, UnevenInputs
-from undertow.errors import PhaseError, WrongType, require
+from undertow.errors import require
 from undertow.plan import Plan
 from undertow.runtime.model.ignore import still_there
 from undertow.runtime.torch_private import private, tables
@@ -84,7 +84,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         static_graph: Accepted: nothing depends on it.
         delay_all_reduce_named_params: Accepted: these parameters are sent in turn like all others.
         param_to_hook_all_reduce: Belongs to `delay_all_reduce_named_params`.
-        mixed_precision: torch's `_MixedPrecision`, or an object with its dtypes.
+        mixed_precision: Not supported, because it is private in torch.
         device_mesh: A mesh of one dimension, or of two with `strategy="hybrid"`.
         skip_all_reduce_unused_params: Accepted, as `find_unused_parameters`.
         bucket_cap_mb_list: Sizes of the first buckets in MiB; the last one holds for all others.
@@ -109,10 +109,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     logger = None
     reducer = Reducer()  # type: ignore[assignment]
     _overrides: Mapping[str, Any] = {}  # settings that precede the arguments
-    _precision: arguments.MixedPrecision | None = None
-    _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None
-    _buffer_hook_location = "POST_FORWARD"
-    _is_buffer_hook_due = False
+    mixed_precision = None
     _shadow: ShadowHook | None = None
 
     def __init__(  # noqa: PLR0913  torch's signature
@@ -143,10 +140,11 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     ) -> None:
         ignored = checked(module, ignore, config, caller="DistributedDataParallel")
         device_indices = arguments.check_devices(module, device_ids, output_device)
+        if mixed_precision is not None:
+            raise arguments.private_to_torch("mixed_precision")
         arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         chosen = arguments.settings_of(
             config,
-            mixed_precision,
             bucket_cap_mb=bucket_cap_mb,
             bucket_cap_mb_list=bucket_cap_mb_list,
             forward_sync=arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers, check_reduction=check_reduction),
@@ -164,8 +162,6 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
         self.skip_all_reduce_unused_params, self.static_graph = skip_all_reduce_unused_params, static_graph
-        self.mixed_precision = mixed_precision  # type: ignore[assignment]  # anything with its dtypes
-        self._precision = arguments.mixed_precision_of(mixed_precision, module, ignored)
         makes_buffers_equal = broadcast_buffers is not False or forward_sync_buffers is not None
         self.sync = synchronized(
             module,
@@ -225,21 +221,17 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         is_cut = self._forward_begins(is_compiled=private.is_compiling())
         if self.device_ids:
             inputs, kwargs = private.moved_to_device(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]))
-        call = _call if self._precision is None else self._precision.call
         try:
             with self._inside_ddp_forward() if is_cut else nullcontext():
-                outputs = call(self._modules["module"], inputs, kwargs)  # type: ignore[arg-type]  # without a search for it
+                return _call(self._modules["module"], inputs, kwargs)  # type: ignore[arg-type]  # without a search for it
         finally:
             if not torch.compiler.is_compiling():  # nothing is timed between compiled parts
                 self.sync._forward_ends()
-        if self._buffer_hook is not None:
-            self._run_buffer_hook("POST_FORWARD")
-        return outputs
 
     @private.untraced
     def finish(self) -> None:
         """Joins the other ranks if this rank's backward reached no parameter, or if it has no data at all."""
-        self.sync.finish(buffers_follow=0 if self._are_buffers_due and self._buffer_hook is None else None)
+        self.sync.finish(buffers_follow=0 if self._are_buffers_due else None)
 
     accumulate = _of_sync(GradientSync.accumulate)  # returns a context: backwards inside only accumulate
     no_sync = accumulate  # torch's name; the mode at the time of the backward counts
@@ -264,8 +256,6 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         `model.module` trains without averaging from then on. A training forward of the wrapper raises PhaseError.
         """
         self.sync.close()
-        if self._precision is not None:
-            self._precision.close()
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -327,25 +317,11 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
         self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
 
-    def _register_buffer_comm_hook(self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
-        """Makes `hook(state, buffers by name)` synchronize buffers, instead of copying rank 0's values.
+    def _register_buffer_comm_hook(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise arguments.private_to_torch("_register_buffer_comm_hook")
 
-        It runs after the first training forward of a step, or before it; the end of backward waits for futures that it returns.
-        """
-        require(
-            callable(hook),
-            f"hook must be callable, got {type(hook).__name__}.",
-            where="_register_buffer_comm_hook",
-            remedy="Pass a function hook(state, named_buffers).",
-            error=WrongType,
-        )
-        self._buffer_hook = functools.partial(hook, state)
-        self._buffer_hook_location = "POST_FORWARD" if comm_hook_location is None else comm_hook_location.name
-
-    def _update_process_group(self, new_process_group: dist.ProcessGroup | int) -> None:
-        """Averages over the ranks of another group from the next forward on; does nothing on a rank outside of it."""
-        if isinstance(new_process_group, dist.ProcessGroup):
-            self.sync._change_process_group(new_process_group)
+    def _update_process_group(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise arguments.private_to_torch("_update_process_group")
 
     def _set_static_graph(self) -> None:
         """Accepts the call; nothing in Undertow depends on it."""
@@ -363,29 +339,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     def _remove_autograd_hooks(self) -> None:
         self.sync.close()
 
-    def _check_reducer_finalized(self) -> None:
-        require(
-            not any(part._engine.is_busy for part in self.sync._parts),
-            "Expect to have finished reduction in the prior iteration before starting a new one.",
-            where=f"rank {self.sync.rank}",
-            remedy="Look for an exception in backward; the next forward clears the failed synchronization.",
-            error=PhaseError,
-        )
-
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Accepts the call: outputs are never copied."""
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Accepts the call: every step is recorded."""
-        require(
-            sample_rate >= 1,
-            f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}.",
-            where="_set_ddp_runtime_logging_sample_rate",
-            remedy="Leave it out: every step is recorded, and report() shows them.",
-        )
-
-    def _set_sparse_metadata(self, global_unique_ids: object) -> None:
-        """Accepts the call: the rows of sparse gradients need not be known beforehand."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {
@@ -411,16 +366,12 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         is_as_made = self._modules.get("module") is sync._module and len(self._modules) == 1
         if not is_as_made or self._parameters or self._buffers:
             self._require_averaged()
-        follows = self._are_buffers_due and self._buffer_hook is None
+        follows = self._are_buffers_due
         source = 0 if follows else None
         if self._shadow is not None and self._join_config.enable and sync._is_training_forward:
             sync._engine.complete()  # others still wait in a round whose backward has failed here
             source = self._shadow.announce_forward(self, with_buffers=follows)
-        if self._buffer_hook is not None:
-            self._is_buffer_hook_due = sync._is_training_forward and self.will_sync_module_buffers()
         sync._forward_begins(buffers_follow=source, is_compiled=is_compiled)
-        if self._buffer_hook is not None:
-            self._run_buffer_hook("PRE_FORWARD")
         return sync._engine.current_plan.now.compiled.cut_bytes > 0
 
     def _require_averaged(self) -> None:
@@ -445,17 +396,11 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
             remedy="Register it on model.module, or on the module before it is wrapped.",
         )
 
-    def _run_buffer_hook(self, location: str) -> None:
-        hook = self._buffer_hook
-        if hook is not None and self._is_buffer_hook_due and location == self._buffer_hook_location:
-            with torch.no_grad():
-                self.sync._wait_after_backward(hook(self.named_module_buffers) or ())
-
     def __getstate__(self) -> dict[str, Any]:
         """Returns everything except this process's state: a copy makes new buckets and groups when it first trains."""
         if self.sync._has_comm_hook:
             warnings.warn("the communication hook is not copied; register it on the copy again.", stacklevel=2)
-        own = {name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow", "_precision")}
+        own = {name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow")}
         return {**own, "sync_config": self.sync.config, "sync_group": self.sync._group.user}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -464,7 +409,6 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         Joinable.__init__(self)
         config = dataclasses.replace(config, ignore=still_there(self.module, config.ignore))
-        self._precision = arguments.mixed_precision_of(self.mixed_precision, self.module, config.ignore)
         self.sync = synchronized(self.module, process_group=group, config=config)
 
     def __getattr__(self, name: str) -> Any:

@@ -82,6 +82,7 @@ class StepReport(Shown):
     why_fixed: str = ""  # why the plan follows no measurements; empty if it does
     is_one_graph: bool  # the model is compiled as a whole, and its gradients become ready all at once
     rank: int
+    num_ranks: int
     step: int  # number of the typical step
     step_p50_ms: float
     step_p95_ms: float
@@ -148,10 +149,12 @@ class StepReport(Shown):
     @property
     def advice(self) -> str:
         """One sentence: the first cause that explains most of the exposed time, and what to do about it."""
+        if self.num_steps == 0 and self.num_ranks == 1:
+            return "A single rank has nothing to communicate: no step is recorded."
         if self.num_steps == 0:
             return "No step is recorded yet: run a training step, and leave record on."
         if self.overlap is None:
-            return "Nothing is sent, so nothing is waited for: there is one rank, or all gradients stay where they are."
+            return "Nothing is sent, so nothing is waited for: all gradients stay where they are."
         if self.num_steps < _FEWEST_STEPS:
             return f"Too few steps to judge: {self.num_steps} under this plan. Ask again after ten."
         if self.verdict == "excellent":
@@ -167,7 +170,8 @@ class StepReport(Shown):
     def scalars(self) -> dict[str, float]:
         """Returns the figures by name, for a logger such as TensorBoard; docs/scalars.md has recipes.
 
-        Figures that do not exist are left out, such as the overlap of one rank; before the first step all are.
+        Figures that do not exist are left out, such as the overlap without communication. Before the first step, and with one
+        rank, all are.
         """
         if self.num_steps == 0:
             return {}
@@ -318,7 +322,7 @@ _CAUSES = (_late_rank, _fixed_plan, _large_last_parameter, _processors, _network
 
 def _tables(report: StepReport) -> "Iterator[RenderableType]":
     if report.num_steps == 0:
-        yield "Undertow: no step recorded yet; run a training step, and leave record on."
+        yield cell(report.advice)
         return
     # Above the tables, not as their titles, which rich would wrap at the width of the table.
     yield f"Where a step goes: rank {report.rank}, step {report.step}, a typical one"

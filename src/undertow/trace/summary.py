@@ -42,6 +42,7 @@ def summarize(
         num_skipped=num_skipped,
         is_one_graph=is_one_graph,
         rank=rank,
+        num_ranks=plan.num_ranks,
         step=record.step,
         step_p50_ms=median(steps_ms),
         step_p95_ms=steps_ms[ceil(0.95 * len(steps_ms)) - 1],

@@ -8,7 +8,6 @@ from undertow.tune.messages import (
     array_of_records,
     decision_from_array,
     measurement_from_array,
-    measurement_of_one_rank,
 )
 from undertow.tune.tuner import Tuner
 
@@ -22,5 +21,4 @@ __all__ = [
     "decision_from_array",
     "explanation",
     "measurement_from_array",
-    "measurement_of_one_rank",
 ]

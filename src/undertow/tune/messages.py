@@ -101,34 +101,7 @@ def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRe
     ]
     launch_us, us_per_byte = line_through(curve_from_samples(packed).points)
     skews = [float(np.std(it) / max(_LEAST_US, np.mean(it).item())) for it in (row.busy_ms or (1.0,) for row in records)]
-    return replace(
-        _measurement(times, ready, samples | _samples([record.gathers for record in records], -durations[:, num_buckets:])),
-        launch_us=round(launch_us, 1),
-        copy_us_per_mb=round(us_per_byte * 1e6, 1),
-        skew=round(min(float(np.median(skews)), _MOST_SKEW), 4),
-    )
-
-
-def measurement_of_one_rank(records: Sequence[StepRecord], plan: Plan) -> Measurement | None:
-    """Builds the measurement of a single rank, which sends nothing; None if the steps were not recorded.
-
-    Its backward ends with its last gradient.
-    """
-    if not records or not all(record.forwards and record.arrivals for record in records):
-        return None
-    ends_us = [max(record.arrivals.values()) for record in records]
-    times = [
-        (0.0, it.forwards[-1][1], end_us, it.step_us - end_us, end_us, 0.0, 0.0, 0.0)
-        for it, end_us in zip(records, ends_us, strict=True)
-    ]
-    ready = [[record.arrivals.get(param, _UNKNOWN) for param in range(len(plan.params))] for record in records]
-    return _measurement(np.array(times), np.array(ready), {})
-
-
-def _measurement(
-    times: NDArray[np.float64], ready: NDArray[np.float64], samples: Mapping[str, tuple[tuple[float, float], ...]]
-) -> Measurement:
-    begins, backward_begins, backward_ends, rest, synchronized, packed, waited, computed = times.T
+    begins, backward_begins, backward_ends, rest, synchronized, host_us, waited, computed = times.T
     # Median over steps: a parameter whose gradient arrived only once counts as one that never does.
     ready = np.where(np.isfinite(ready), ready, backward_ends[:, None]) - backward_begins[:, None]
     backward_us = max(0.0, float(np.median(backward_ends - backward_begins)))
@@ -142,9 +115,12 @@ def _measurement(
         rest_us=max(0.0, float(np.median(rest))),
         synchronized_us=float(median_us),
         spread_us=float(high_us - low_us),
-        samples=samples,
-        processors_us=float(np.median(packed)) + computed_us,
+        samples=samples | _samples([record.gathers for record in records], -durations[:, num_buckets:]),
+        processors_us=float(np.median(host_us)) + computed_us,
         network_us=waited_us - computed_us,
+        launch_us=round(launch_us, 1),
+        copy_us_per_mb=round(us_per_byte * 1e6, 1),
+        skew=round(min(float(np.median(skews)), _MOST_SKEW), 4),
     )
 
 

@@ -39,7 +39,7 @@ ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
             (SKIPPED, ONE_GRAPH, "in this step rank", "the plan changed"),
             id="every bucket with its parameters",
         ),
-        pytest.param(report(), ("no step recorded yet",), (), id="no steps"),
+        pytest.param(report(), ("No step is recorded yet",), (), id="no steps"),
         pytest.param(sent(8100, 4200), (), ("sent",), id="as much as was sent, with trailers"),
         pytest.param(sent(4050, 2100), ("sent",), (), id="less than that"),
         pytest.param(sent(0, 0), (), ("sent",), id="what a hook sends"),
@@ -68,7 +68,7 @@ def test_a_report_shows(made: StepReport, parts: tuple[str, ...], others: tuple[
 
 def test_a_value_shows_itself_where_it_is_printed_and_in_a_notebook() -> None:
     made = replace(report(record()), experts={"'[a].*', ranks 0, 2": report()})
-    of_experts = "\n\nExperts '[a].*', ranks 0, 2:\nUndertow: no step recorded yet; run a training step, and leave record on."
+    of_experts = "\n\nExperts '[a].*', ranks 0, 2:\nNo step is recorded yet: run a training step, and leave record on."
     assert (str(made).startswith("Where a step goes"), str(made).endswith(of_experts), "\x1b" in str(made)) == (True, True, False)
     assert made._repr_html_().startswith("<pre ")
     assert "Where a step goes" in made._repr_html_()

@@ -200,7 +200,7 @@ def six(**changes: Any) -> StepReport:
     ("found", "advice"),
     [
         (report(), "No step is recorded yet: run a training step, and leave record on."),
-        (ALONE, "Nothing is sent, so nothing is waited for: there is one rank, or all gradients stay where they are."),
+        (ALONE, "Nothing is sent, so nothing is waited for: all gradients stay where they are."),
         (PLAIN, "Too few steps to judge: 1 under this plan. Ask again after ten."),
         (
             six(step_us=1e6),

@@ -29,7 +29,6 @@ from undertow.tune import (
     decision_from_array,
     explanation,
     measurement_from_array,
-    measurement_of_one_rank,
 )
 
 PLAN = plan_from_groups([spec(name, 1000) for name in ("stem", "body", "head")], [(2, 1), (0,)], num_ranks=2)
@@ -196,23 +195,6 @@ def test_a_rank_that_has_not_recorded_the_steps_learns_nothing_and_disturbs_nobo
         [*measured(whole, num_steps=3), None],
         [None, None],
     )
-
-
-@pytest.mark.parametrize(
-    ("records", "ready_us"),
-    [
-        ([STEP] * 3, (290.0, 110.0, 50.0)),
-        ([step(arrivals={1: 310.0, 2: 250.0})] * 2, (110.0, 110.0, 50.0)),
-        ([], None),
-        ([STEP, step(arrivals={})], None),
-    ],
-    ids=["all", "one never comes: ready with the last", "no records", "no gradients"],
-)
-def test_one_rank_learns_when_its_gradients_come(records: list[StepRecord], ready_us: tuple[float, ...] | None) -> None:
-    it = measurement_of_one_rank(records, PLAN)
-    assert (it and it.ready_us) == ready_us
-    if records == [STEP] * 3:
-        assert (it.forward_us, it.backward_us, it.rest_us, it.synchronized_us, it.samples) == (200.0, 290.0, 110.0, 490.0, {})
 
 
 microseconds = st.floats(0, 1e12)

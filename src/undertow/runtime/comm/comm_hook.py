@@ -62,7 +62,7 @@ class CommHook:
 
     def __init__(self, state: object, hook: Callable[..., Any]) -> None:
         _check_signature(hook)
-        self.name = name_of(hook)
+        self.name = getattr(hook, "__qualname__", type(hook).__name__)
         self._hook = partial(hook, state)
         self._thread: _Calling | None = None
         self._failures: list[BaseException] = []
@@ -109,29 +109,20 @@ class CommHook:
     def _call(self, bucket: HookedBucket) -> WorkHandle:
         target = bucket.buffer()
         future = self._hook(bucket)
-        require_future(future, where=f"{self.name}, bucket {bucket.index()}")
+        require(
+            isinstance(future, torch._C.Future),  # the base class of torch.futures.Future
+            f"expected the communication hook to return a torch.futures.Future, got {type(future).__name__}.",
+            where=f"{self.name}, bucket {bucket.index()}",
+            remedy="Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
+            error=WrongType,
+        )
         # With the methods of a dist.Work.
         work = SimpleNamespace(wait=future.wait, is_completed=future.done, get_future=lambda: future)
-        return WorkHandle(work, finish=lambda: write_result(future.wait(), target, name=self.name))
-
-
-def name_of(hook: Callable[..., Any]) -> str:
-    return getattr(hook, "__qualname__", type(hook).__name__)
-
-
-def require_future(returned: object, *, where: str) -> None:
-    """Raises WrongType unless a hook has returned a future."""
-    require(
-        isinstance(returned, torch._C.Future),  # the base class of torch.futures.Future
-        f"expected the communication hook to return a torch.futures.Future, got {type(returned).__name__}.",
-        where=where,
-        remedy="Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
-        error=WrongType,
-    )
+        return WorkHandle(work, finish=lambda: _write_result(future.wait(), target, name=self.name))
 
 
 @torch.no_grad()
-def write_result(result: object, target: Tensor, *, name: str) -> None:
+def _write_result(result: object, target: Tensor, *, name: str) -> None:
     """Writes the value of a hook's future into the bucket."""
     if isinstance(result, list | tuple) and len(result) == 1:  # as collectives return them
         (result,) = result

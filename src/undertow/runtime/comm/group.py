@@ -438,17 +438,6 @@ def warn_of_lone_rank(process_group: object, where: str) -> None:
     )
 
 
-def other_group(process_group: dist.ProcessGroup, strategy: str | None) -> GroupRef:
-    """Returns a reference to the new group; ConfigError if the strategy needs more than a process group."""
-    require(
-        strategy != HYBRID.name,
-        'strategy="hybrid" needs a mesh of two dimensions, got a process group.',
-        where=_WHERE,
-        remedy="Close the wrapper, and wrap the model anew with another mesh.",
-    )
-    return GroupRef.of(user_group(process_group))
-
-
 def _arranged(mesh: DeviceMesh | None) -> GroupRef:
     if mesh is None or mesh.ndim != 2:
         raise ConfigError(

@@ -3,50 +3,24 @@
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import IntEnum
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
 
-from undertow.errors import Desync, PeerFailed, PhaseError, PlanMismatch, ReplicaMismatch
+from undertow.errors import ConfigError, Desync, PeerFailed, PhaseError, PlanMismatch, ReplicaMismatch
 from undertow.runtime.execute.round import Round, RoundResult, Settings
 
 LOADS = "Load the same values on every rank, or call broadcast_parameters() on every rank after a load on rank 0."
 
 
-class Misuse(IntEnum):
-    """The reason why a rank's gradients must not be reduced; not 0 or 1, which in a trailer say if its backward failed."""
-
-    NOTHING = 2
-    TWICE = 3
-    SHARDS = 4
-    TAKEN = 5  # in a backward; the others are of reductions by hand
-
-
-_MISUSES = {
-    Misuse.NOTHING: (
-        "there is nothing to reduce on rank {}: no accumulation has run there since the last synchronization.",
-        "Run backward inside accumulate() or no_sync() on every rank, then reduce once.",
-    ),
-    Misuse.TWICE: (
-        "an earlier reduction was not waited for on rank {}.",
-        "Call wait() on what reduce_gradients_async() has returned before the next call.",
-    ),
-    Misuse.SHARDS: (
-        "rank {} holds shards of what an earlier synchronization has brought, which another op would count again.",
-        "Call zero_grad() before the accumulation, or set op in SyncConfig.",
-    ),
-    Misuse.TAKEN: (
-        "`.grad` was cleared during backward on rank {}: a gradient arrived, and was gone before it could be averaged.",
-        "Leave `.grad` alone until backward ends. Then it is the mean: copy it to another place, or step, after backward.",
-    ),
-}
-
-
-def misused(misuse: int, ranks: Iterable[int], *, number: int, place: str = "reduce_gradients_async()") -> PhaseError:
-    """Returns the error, the same on every rank except for the `place`, of gradients that are wrong on these ranks."""
-    what, remedy = _MISUSES[Misuse(misuse)]
-    return PhaseError(what.format(", ".join(map(str, sorted(ranks)))), where=f"{place}, synchronization {number}", remedy=remedy)
+def taken_in_backward(ranks: Iterable[int], number: int, *, place: str) -> PhaseError:
+    """Returns the error, the same on every rank except for the `place`, of gradients that a hook has cleared on these ranks."""
+    return PhaseError(
+        f"`.grad` was cleared during backward on rank {', '.join(map(str, sorted(ranks)))}: a gradient arrived, and was gone "
+        "before it could be averaged.",
+        where=f"{place}, synchronization {number}",
+        remedy="Leave `.grad` alone until backward ends. Then it is the mean: copy it to another place, or step, after backward.",
+    )
 
 
 def _place(this_round: Round) -> str:
@@ -64,15 +38,11 @@ def require_sound(
     """
     number = result.round.number
     where = f"synchronization {number}, rank {rank}"
-    wrong = {of_rank: misuse for reading in result.readings for of_rank, misuse in reading.misuses}
+    takers = set(result.reported("taken_ranks"))
     if result.taken:
-        wrong[rank] = Misuse.TAKEN  # on a device the ranks read it later
-    if wrong:
-        first = min(wrong.values())
-        ranks = [of_rank for of_rank, misuse in wrong.items() if misuse == first]
-        if first == Misuse.TAKEN:
-            raise misused(first, ranks, number=number, place=taken or f"rank {rank}")
-        raise misused(first, ranks, number=number)
+        takers.add(rank)  # on a device the ranks read it later
+    if takers:
+        raise taken_in_backward(takers, number, place=taken or f"rank {rank}")
     failed = result.reported("failed_ranks")
     if any(reading.ranks_differ for reading in result.readings):
         listed = sorted(places(_place(result.round)).items())
@@ -193,7 +163,7 @@ def step_within_backward(where: str) -> PhaseError:
     return PhaseError(
         "an optimizer steps within a backward, on gradients that are not averaged yet.",
         where=where,
-        remedy="Step after backward, or leave optimizers in backward to torch's _apply_optimizer_in_backward.",
+        remedy="Step after backward. torch's _apply_optimizer_in_backward is not supported.",
     )
 
 
@@ -223,17 +193,34 @@ def synchronized_already(number: int) -> PhaseError:
     )
 
 
+def nothing_to_reduce(number: int, *, rank: int) -> PhaseError:
+    return PhaseError(
+        "there is nothing to reduce: no accumulation has run since the last synchronization.",
+        where=f"reduce_gradients_async(), synchronization {number}, rank {rank}",
+        remedy="Run backward inside accumulate() or no_sync() on every rank, then reduce once.",
+    )
+
+
+def shards_held(number: int, *, rank: int) -> PhaseError:
+    return PhaseError(
+        "an earlier synchronization has left shards of its result, which another op would count again.",
+        where=f"reduce_gradients_async(), synchronization {number}, rank {rank}",
+        remedy="Call zero_grad() before the accumulation, or set op in SyncConfig.",
+    )
+
+
+def part_of_another(name: str) -> ConfigError:
+    return ConfigError(
+        "a part of this module is synchronized already.",
+        where=f"parameter {name!r} belongs to an earlier attach() or DistributedDataParallel",
+        remedy="Call close() on the earlier one if it trains no more. If two models share a "
+        "part, wrap one module that holds both, or name the part in `ignore` of one of them.",
+    )
+
+
 def unfrozen_in_backward(name: str, *, rank: int) -> PhaseError:
     return PhaseError(
         "a parameter was unfrozen while the backward ran that trains it: its gradient cannot be averaged.",
         where=f"parameter {name!r}, rank {rank}",
         remedy="Unfreeze parameters before their backward, and outside of functional_call.",
-    )
-
-
-def left_by_newer(name: str) -> PhaseError:
-    return PhaseError(
-        "this module was wrapped again, and the newer wrapper is closed or gone: nobody averages its gradients.",
-        where=f"parameter {name!r}",
-        remedy="Train through the newer wrapper and keep it, or wrap the module anew.",
     )

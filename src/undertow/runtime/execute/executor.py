@@ -17,7 +17,6 @@ from undertow.runtime.comm.collectives import P2PCollectives
 from undertow.runtime.comm.comm_hook import HookedBucket
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.execute.agreed_errors import Misuse
 from undertow.runtime.execute.hooks import users_hooks
 from undertow.runtime.execute.round import RoundKind, RoundResult
 from undertow.runtime.gradients.binding import DenseBinding, SparseBinding
@@ -320,7 +319,7 @@ class Executor:
         return Verdict(
             rank=self._reducer.group.rank,
             has_failed=result.has_failed,
-            misuse=Misuse.TAKEN if result.taken else result.misuse,
+            has_taken=bool(result.taken),
             has_changed=result.round.kind is RoundKind.RETIRE,
             has_other_buffers=result.round.has_other_buffers,
             late_buckets=[bucket.layout.index for bucket in self.buckets if bucket.binding.catch_late()] if has_late else (),

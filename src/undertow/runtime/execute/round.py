@@ -53,7 +53,6 @@ class RoundResult:
 
     round: Round
     has_failed: bool = False
-    misuse: int = 0  # the reason why a reduction by hand is wrong here, or 0
     taken: set[int] = field(default_factory=set)  # parameters whose gradient arrived here and was gone when its bucket left
     unused: dict[int, list[int]] = field(default_factory=dict)  # bucket -> positions unused on this rank
     readings: list[Reading] = field(default_factory=list)

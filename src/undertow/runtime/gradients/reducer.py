@@ -52,8 +52,8 @@ class Reducer:
         require(
             self.hook is None or self.wire is None,
             f"a communication hook chooses the dtype of sent gradients, and the settings ask for {self.wire}.",
-            where="register_comm_hook, with wire_dtype=... or mixed_precision=...",
-            remedy="Leave wire_dtype out; with mixed_precision, give it reduce_dtype=torch.float32.",
+            where="register_comm_hook, with wire_dtype=...",
+            remedy="Leave wire_dtype out, or cast in the hook.",
         )
 
     @property

@@ -27,7 +27,7 @@ class Verdict:
     late_buckets: Sequence[int]
     busy_ms: float  # since this rank finished the previous synchronization
     alike: Sequence[int | None] = ()  # a digest for each of ALIKE, or nothing yet; None accepts the others'
-    misuse: int = 0  # if not 0, the reason why a reduction by hand is wrong here; takes the place of a failure
+    has_taken: bool = False  # a gradient arrived here and was gone when its bucket left; takes the place of a failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Reading:
     ranks_differ: bool
     unlike: tuple[str, ...] = ()  # entries of ALIKE in which ranks differ
     failed_ranks: tuple[int, ...] = ()
-    misuses: tuple[tuple[int, int], ...] = ()  # among these, ranks with a wrong reduction by hand, and the reason
+    taken_ranks: tuple[int, ...] = ()  # among these, ranks on which a gradient was gone when its bucket left
     changed_ranks: tuple[int, ...] = ()
     other_buffers_ranks: tuple[int, ...] = ()
     late_buckets: tuple[int, ...] = ()
@@ -90,7 +90,7 @@ class TrailerCodec:
         trailer = self._storage.trailer[0].copy_(self._mine)
         if verdict is None:
             return
-        if verdict.misuse or verdict.has_failed or verdict.has_changed or verdict.has_other_buffers or verdict.late_buckets:
+        if verdict.has_taken or verdict.has_failed or verdict.has_changed or verdict.has_other_buffers or verdict.late_buckets:
             self._report(verdict, trailer)
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
@@ -127,14 +127,14 @@ class TrailerCodec:
         if torch.equal(reduced.bool(), written.bool()) and not reduced.isnan().any():
             return None
         flags = (reduced != 0).tolist()
-        # Small integers, which every dtype can tell apart even if the sum over ranks was divided.
-        reasons = [round(abs(value) * self._divisor) for value in trailer[places["failed"]].tolist()]
+        # 1 or 2, which every dtype can tell apart even if the sum over ranks was divided.
+        are_taken = trailer[places["failed"]].abs() * self._divisor > 1.5
         return Reading(
             used=frozenset(_indices(flags[places["used"]])),
             ranks_differ=ranks_differ(flags[places["signature"]]),
             unlike=_unlike(flags[places["alike"]]),
             failed_ranks=_indices(flags[places["failed"]]),
-            misuses=tuple((rank, reason) for rank, reason in enumerate(reasons) if reason > 1),
+            taken_ranks=_indices(are_taken.tolist()),
             changed_ranks=_indices(flags[places["changed"]]),
             other_buffers_ranks=_indices(flags[places["buffers"]]),
             late_buckets=_indices(flags[places["late"]]),
@@ -156,7 +156,7 @@ class TrailerCodec:
     def _report(self, verdict: Verdict, trailer: Tensor) -> None:
         places, rank = self._places, verdict.rank
         # Not into `_mine`: reports that are the same on all ranks must still be read.
-        trailer[places["failed"]][rank] = verdict.misuse or verdict.has_failed
+        trailer[places["failed"]][rank] = 2 if verdict.has_taken else verdict.has_failed
         trailer[places["changed"]][rank] = verdict.has_changed
         trailer[places["buffers"]][rank] = verdict.has_other_buffers
         trailer[places["late"]][list(verdict.late_buckets)] = 1

@@ -155,8 +155,7 @@ class Replaced:
 class ModuleParams:
     """The tensors of `module` that are synchronized: all except the names in `ignored`.
 
-    Narrower parameters accumulate their gradients in `reduce_dtype`, if it is not None. `close` undoes this; if a successor has
-    taken over, the successor's `close` also undoes it for its predecessors.
+    Narrower parameters accumulate their gradients in `reduce_dtype`, if it is not None. `close` undoes this.
     """
 
     _seen: _Census  # all parameters, at the last look
@@ -166,7 +165,6 @@ class ModuleParams:
         self._module = weakref.ref(module)
         self._ignored = ignored
         self._wide: torch.dtype | None = None if reduce_dtype is None else getattr(torch, reduce_dtype)
-        self.gives_back = self._wide is not None
         self.replaced = Replaced()
         self.common_buffers = CommonBuffers()
         self.common_frozen: list[tuple[str, Tensor]] = []  # as of the last comparison between ranks
@@ -206,7 +204,7 @@ class ModuleParams:
     def close(self) -> None:
         """Gives gradients the dtype of their parameters again."""
         with private.as_plain_tensors():  # parameters in flight may never arrive
-            for _, param in self.named_params() if self.gives_back else ():
+            for _, param in () if self._wide is None else self.named_params():
                 if private.gradient_dtype(param) != param.dtype:
                     grad, param.grad = param.grad, None
                     private.set_gradient_dtype(param, param.dtype)

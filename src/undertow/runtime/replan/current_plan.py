@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, PhaseError, require
+from undertow.errors import PhaseError, require
 from undertow.plan import Groups, Plan, first_plan
 from undertow.runtime.comm.agreement import Agreement, surroundings
 from undertow.runtime.comm.comm_hook import CommHook
@@ -16,16 +16,15 @@ from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.agreed_errors import (
     changed_unlike,
-    left_by_newer,
+    part_of_another,
 )
 from undertow.runtime.execute.compiled_plan import CompiledPlan
-from undertow.runtime.execute.hooks import call_at_registration, earlier_watchers, is_watched
+from undertow.runtime.execute.hooks import call_at_registration, earlier_watchers
 from undertow.runtime.execute.round import RoundKind, RoundResult
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.model.module_params import ModuleParams, first_change
 from undertow.runtime.replan.param_hooks import Listeners, ObservedOrder, ParamHooks
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
-from undertow.runtime.replan.single_rank import SingleRank
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
 from undertow.schedule import Strategy, strategy_named
 
@@ -76,16 +75,11 @@ class CurrentPlan:
         self._left: frozenset[int] = frozenset()  # parameters of the plan, by id, that the last forward has found frozen or gone
         self._call_before: Callable[[], object] | None = None  # see call_before
         named_params, reducer = members.trained(), Reducer.of(group, config)
-        self.is_active = reducer.is_active  # a single rank has its mean already, unless losses are weighted
+        self.is_active = reducer.is_active
         self.now = self._ready(self._planned(named_params, reducer), generation=0)
         # A layer may be made in the middle of a forward, and be trained in the backward that follows.
         plans = weakref.ref(self)  # torch keeps such hooks for the life of the process
         self._end_registrations = call_at_registration(lambda *_: _mark_stale(plans()))
-        try:
-            self._take_over()
-        except ConfigError:
-            self.close()
-            raise
 
     @property
     def trains(self) -> bool:
@@ -96,7 +90,7 @@ class CurrentPlan:
     @property
     def has_result(self) -> bool:
         """True if anything is left of the result of the last round; otherwise the user has cleared it, step or no step."""
-        return not self.is_active or self.now.compiled.executor.has_result()
+        return self.now.compiled.executor.has_result()
 
     def open(self) -> None:
         """Creates Undertow's process group and compares the ranks; a collective call the first time. Raises PlanMismatch."""
@@ -111,15 +105,9 @@ class CurrentPlan:
         # Called by every optimizer's step; there may be an optimizer for each parameter.
         return not self.members.ids.isdisjoint(params) or self.members.has_new_of(params)
 
-    def require_watched(self) -> None:
-        """Raises PhaseError if no engine waits for the gradient of any trained parameter."""
-        trained = self.members.trained_now()
-        if trained and not any(is_watched(param) for _, param in trained):
-            raise left_by_newer(trained[0][0])
-
     def mark_stale(self) -> None:
-        """Makes the next `look_again` compare the module's parameters, if there are rounds."""
-        self.is_stale |= self.is_active
+        """Makes the next `look_again` compare the module's parameters."""
+        self.is_stale = True
 
     def look_at_forward(self) -> None:
         """Called by a forward: looks for a change of the module's parameters, also of those that are frozen now."""
@@ -131,7 +119,7 @@ class CurrentPlan:
         trained = {id(param) for _, param in self.members.trained_now()}
         self._left = hooks.ids - trained - hooks.accumulated_ids()
         self._find_change()
-        if not self.is_active and self.change is not None:  # a single rank agrees with nobody
+        if not self.is_active and self.change is not None:  # one rank agrees with nobody
             self.follow()
 
     def look_again(self) -> None:
@@ -150,10 +138,12 @@ class CurrentPlan:
         reducer = now.reducer if self.change is None else self.change.reducer
         try:
             named_params = self.members.trained(also=(hooks.ids - self._left).union(hooks.outside))
+            for name in earlier_watchers(named_params, but=self._listeners.on_full):
+                raise part_of_another(name)  # else gradients would be averaged twice
             is_other = reducer.hook is not now.reducer.hook or not self._is_in_force(named_params, of=now)
             self.change = self._planned(named_params, reducer) if is_other else None
         except BaseException:  # a change that cannot be followed is refused again, and not forgotten
-            self.is_stale = self.is_active
+            self.is_stale = True
             self.members.is_unseen = True
             raise
         hooks.watch([param for _, param in self.members.named_params()])
@@ -344,43 +334,20 @@ class CurrentPlan:
         params = [param for _, param in change.named_params]
         compiled = CompiledPlan(change.plan, params, change.reducer, self._recorder, generation=generation)
         hooks = ParamHooks(change.named_params, compiled.plan, self._listeners)
-        if self.is_active:
-            # What does not fit into memory fails here instead of in the first backward.
-            if before is not None:
-                compiled.executor.take_over_readings(before.compiled.executor)
-            _ = compiled.executor
-            hooks.start()
-            hooks.watch([param for _, param in self.members.frozen()])
-            if self._call_before is not None:
-                hooks.call_before(self._call_before)
-            if follows_observed_order(compiled, self._config):
-                hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
-        else:
-            hooks.alone = SingleRank(hooks.params, None if before is None else before.hooks.alone)
+        if not self.is_active:
+            return InForce(compiled, hooks)
+        # What does not fit into memory fails here instead of in the first backward.
+        executor = compiled.executor
+        if before is not None:
+            executor.take_over_readings(before.compiled.executor)
+        hooks.start()
+        hooks.watch([param for _, param in self.members.frozen()])
+        if self._call_before is not None:
+            hooks.call_before(self._call_before)
+        if follows_observed_order(compiled, self._config):
+            hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
         measure(hooks, compiled, self._config, self._recorder)
         return InForce(compiled, hooks)
-
-    def _take_over(self) -> None:
-        """Takes over the parameters of engines whose module was wrapped again, alone or in a larger one.
-
-        Gradients are averaged once, by the newest engine. Raises ConfigError if an earlier engine would keep parameters that no
-        other engine watches, or has another group.
-        """
-        if not self.is_active:
-            return
-        hooks = self.now.hooks
-        earlier = earlier_watchers(hooks.named_params, but=self._listeners.on_full)
-        for name, engine in earlier.items():
-            if not engine.may_hand_over(hooks.ids, self.group.user):
-                raise ConfigError(
-                    "a part of this module is synchronized already.",
-                    where=f"parameter {name!r} belongs to an earlier attach() or DistributedDataParallel",
-                    remedy="Call close() on the earlier one if it trains no more. If two models share a "
-                    "part, wrap one module that holds both, or name the part in `ignore` of one of them.",
-                )
-        for engine in earlier.values():
-            hooks.arrived_before |= hooks.indices(engine.hand_over())
-            self.members.gives_back |= engine.current_plan.members.gives_back
 
 
 def _mark_stale(plans: CurrentPlan | None) -> None:

@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from undertow.plan import Plan, observed
 from undertow.runtime.comm.group import OwnGroup, Pending
 from undertow.runtime.execute.hooks import ArrivalHooks, is_watched
-from undertow.runtime.replan.single_rank import SingleRank, SingleRankProbe
 from undertow.runtime.replan.tuning import Tuning
 from undertow.runtime.torch_private import private
 from undertow.schedule import Arrivals
@@ -108,9 +107,6 @@ class ParamHooks:
         self.outside: dict[int, Tensor] = {}  # by id, parameters outside of the plan that have got a gradient
         self.order: ObservedOrder | None = None
         self.tuning: Tuning | None = None  # if there are rounds
-        self.probe: SingleRankProbe | None = None  # on one rank
-        self.alone: SingleRank | None = None  # without rounds
-        self.distributed: private.DistributedBackwards | None = None
         self.arrival_hooks = ArrivalHooks([], self.arrivals)
         self._outside_hooks = OutsideHooks(listeners.on_outside)
         self._other_hooks: list[tuple[object, RemovableHandle]] = []  # each with an object that must stay alive
@@ -122,8 +118,7 @@ class ParamHooks:
     @property
     def tuner(self) -> Tuner | None:
         """The measurements of these parameters."""
-        source = self.tuning or self.probe
-        return None if source is None else source.tuner
+        return None if self.tuning is None else self.tuning.tuner
 
     def start(self) -> None:
         """Registers the hooks."""
@@ -154,7 +149,7 @@ class ParamHooks:
             hook.remove()
         self._other_hooks = []
         self.arrivals.on_full = lambda _bucket: None  # it may be in the middle of an arrival
-        for other in (self.order, self.tuning, self.probe, self.alone, self.distributed):
+        for other in (self.order, self.tuning):
             if other is not None:
                 other.close()
 

@@ -6,11 +6,11 @@ from undertow.config import SyncConfig
 from undertow.errors import PhaseError
 from undertow.plan import Groups, Plan, first_plan, groups_in_order, plan_from_groups, plan_in_order
 from undertow.profile import Profile
+from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.compiled_plan import CompiledPlan
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.replan.param_hooks import ParamHooks
-from undertow.runtime.replan.single_rank import SingleRankProbe
 from undertow.runtime.replan.tuning import Tuning
 from undertow.tune import Explanation, Outcome, Tuner, explanation
 
@@ -18,10 +18,7 @@ from undertow.tune import Explanation, Outcome, Tuner, explanation
 def measure(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig, recorder: Recorder) -> None:
     """Starts to measure the parameters, and to improve the plan if it is not fixed."""
     group = compiled.reducer.group
-    if not hooks.named_params or not recorder.is_on:
-        return
-    if group.num_ranks == 1:
-        hooks.probe = SingleRankProbe(hooks.params, compiled.plan, recorder)
+    if not hooks.named_params or not recorder.is_on or group.num_ranks == 1:
         return
     order = None if config.order == "observed" else [param for bucket in compiled.plan.buckets for param in bucket.params]
     hooks.tuning = Tuning(
@@ -74,7 +71,7 @@ def follows_observed_order(compiled: CompiledPlan, config: SyncConfig) -> bool:
 def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
     """Returns why the plan does not follow measurements, or "" if it does; the same on every rank."""
     reasons = (
-        (reducer.group.num_ranks == 1, "one rank has nothing to send"),
+        (reducer.group.num_ranks == 1, "a single rank has nothing to communicate"),
         (config.plan is not None, "it is pinned: SyncConfig(plan=...)"),
         (config.bucket_cap_mb is not None, f"bucket_cap_mb={config.bucket_cap_mb} was asked for"),
         (reducer.hook is not None, "a communication hook may keep state for every bucket"),
@@ -89,12 +86,18 @@ def measured_profile(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConf
     """Returns the measurements of these parameters; raises PhaseError before there are any."""
     profile = None if hooks.tuner is None else hooks.tuner.profile(compiled.plan, strategy=compiled.strategy.name)
     if profile is None:
-        raise no_profile(config)
+        raise no_profile(config, compiled.reducer.group)
     return profile
 
 
-def no_profile(config: SyncConfig) -> PhaseError:
-    """Returns the error of a profile that is requested too early."""
+def no_profile(config: SyncConfig, group: OwnGroup) -> PhaseError:
+    """Returns the error of a profile that is requested too early, or on a single rank."""
+    if group.num_ranks == 1:
+        return PhaseError(
+            "a single rank has nothing to communicate, so nothing is measured.",
+            where="profile()",
+            remedy="Train some ten steps on two or more ranks, as with torchrun --nproc-per-node=2.",
+        )
     remedy = "Set record to 'summary' or 'full'." if config.record == "off" else "Run some ten steps first, then ask again."
     return PhaseError("nothing has been measured of this model yet.", where="profile()", remedy=remedy)
 

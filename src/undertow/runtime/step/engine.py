@@ -2,14 +2,11 @@
 
 import threading
 
-from torch import Tensor
-
 from undertow.errors import PhaseError, require
 from undertow.runtime.comm.comm_hook import CommHook
-from undertow.runtime.comm.group import GroupRef
 from undertow.runtime.execute.agreed_errors import (
-    Misuse,
-    misused,
+    nothing_to_reduce,
+    shards_held,
     step_after_failure,
     step_within_backward,
     synchronized_already,
@@ -44,19 +41,9 @@ class Engine(RoundRunner):
     @property
     def unused_parameters(self) -> tuple[str, ...]:
         """Names of the parameters without a gradient on this rank in the last synchronized step."""
-        hooks = self.current_plan.now.hooks
-        if hooks.alone is None:
+        if self.current_plan.is_active:
             return self.progress.unused.last
-        unused = set(hooks.alone.unused)
-        order = [param for bucket in self.current_plan.now.compiled.plan.buckets for param in bucket.params]
-        return tuple(hooks.named_params[param][0] for param in dict.fromkeys(order) if param in unused)
-
-    def accumulates(self, value: bool) -> None:
-        """Sets whether the following backwards only accumulate."""
-        self.is_accumulating = value
-        alone = self.current_plan.now.hooks.alone
-        if alone is not None:
-            alone.accumulates(value)
+        return tuple(name for name, param in self.current_plan.members.trained_now() if param.grad is None)
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool = False) -> None:
         """Called before every forward that a backward may follow; `meet_before_forward` comes after the buffers."""
@@ -64,14 +51,10 @@ class Engine(RoundRunner):
         require_no_fault(current_plan.group.member)
         if self._open is not None:
             self._abandon()
-        while self.also_awaited:
-            self.also_awaited.pop().wait()
         if self.checks.sent:
             self.checks.require_alike()
         current_plan.look_at_forward()
-        now, is_active = current_plan.now, current_plan.is_active
-        if is_active:
-            self._prepare(now.hooks, begins_step=is_training and not progress.has_begun)
+        self._prepare(current_plan.now.hooks, begins_step=is_training and not progress.has_begun)
         progress.forward = Forward.ENDED if is_compiled else Forward.RUNNING  # nothing tells the end of a compiled one
         if progress.gradients is not Gradients.SOUND and not current_plan.has_result:
             progress.gradients = Gradients.SOUND  # they are cleared
@@ -79,14 +62,7 @@ class Engine(RoundRunner):
             return
         # Other ranks are told of an exception that ends this thread, and shown its stack if it is late.
         current_plan.group.here.thread = threading.get_ident()
-        if not is_active and not self.is_accumulating:
-            self.recorder.round_ends(())  # there are no rounds that would end a step
         self.recorder.forward_begins()
-        if now.hooks.probe is not None:
-            now.hooks.probe.forward_begins()
-        if now.hooks.alone is not None:
-            progress.has_accumulated &= not now.hooks.alone.is_complete
-            now.hooks.alone.forward_begins()
         progress.forward_begins(synchronizes=self.synchronizes, is_last=not self.is_accumulating)
 
     def meet_before_forward(self, *, has_buffers: bool) -> None:
@@ -124,33 +100,10 @@ class Engine(RoundRunner):
             self._open is None and earlier is None,
             "register_comm_hook can only be called once, and not within a backward.",
             where="gradients are being synchronized" if earlier is None else f"{earlier.name} is registered",
-            remedy="Compose hooks with undertow.chain_comm_hooks((state, hook), ...), and register that before training.",
+            remedy="Write one hook that calls the others, and register it before training.",
             error=PhaseError,
         )
         self.current_plan.use_hook(hook)
-
-    def may_hand_over(self, params: frozenset[int], group: GroupRef) -> bool:
-        """Returns True if another engine that has these parameters, by id, over `group` may take this one's over."""
-        if self._open is not None and private.graph_task_id() != -1:
-            return False
-        self.current_plan.look_again()
-        return params >= self.current_plan.now.hooks.ids and group.ranks == self.current_plan.group.user.ranks
-
-    def hand_over(self) -> set[int]:
-        """Closes; returns the parameters, by id, that have accumulated a gradient since the last synchronization."""
-        if self.earlier is not None:
-            self.earlier.weights.require_none()
-        self.complete()
-        self.current_plan.wait_for_parameters()
-        self.close()
-        self._enter_phase(Phase.HANDED_OVER)
-        return self.current_plan.now.hooks.accumulated_ids()
-
-    def take_from(self, accumulated: set[int]) -> None:
-        """Takes over the gradients that another engine has handed over."""
-        hooks = self.current_plan.now.hooks
-        hooks.arrived_before |= hooks.indices(accumulated)
-        self.progress.has_accumulated |= bool(accumulated)
 
     def finish_before_step(self, params: set[int]) -> None:
         """Runs a round if one is owed before an optimizer steps on these parameters, by id, or their gradients are read.
@@ -169,16 +122,13 @@ class Engine(RoundRunner):
             current_plan.mark_stale()
             progress.is_owed |= current_plan.change is not None  # parameters that no forward has found
         if progress.is_owed and not (is_up_to_date and current_plan.has_result):
-            self._run_outside_of_backward(steps=True)
+            self._run_outside_of_backward()
         if self.checks.sent:
             self.checks.require_alike()
 
     def optimizer_steps(self, params: set[int], settings: Settings, *, has_closure: bool) -> None:
         """Called before an optimizer updates these parameters, by id, with these settings, once nothing speaks against it."""
-        hooks = self.current_plan.now.hooks
-        self.progress.optimizer_steps(params, settings, of=hooks.ids, has_closure=has_closure)
-        if hooks.alone is not None:
-            hooks.alone.steps()
+        self.progress.optimizer_steps(params, settings, of=self.current_plan.now.hooks.ids, has_closure=has_closure)
 
     def require_sound_gradients(self, params: set[int], *, reader: str) -> None:
         """Called when `reader` is about to use the gradients of these parameters, by id.
@@ -234,7 +184,6 @@ class Engine(RoundRunner):
         if self.earlier is not None:
             self.earlier.give_back()
         self.current_plan.close()
-        self._optimizers.close()
 
     @property
     def is_backward_due(self) -> bool:
@@ -244,45 +193,19 @@ class Engine(RoundRunner):
     def _prepare(self, hooks: ParamHooks, *, begins_step: bool) -> None:
         """Does the preparations that only a forward makes possible."""
         hooks.arrival_hooks.run_last()
-        if hooks is not self._optimizers.seen:
-            self._optimizers.take_over(hooks)
-        if hooks.distributed is None and private.is_rpc_running():
-            hooks.distributed = private.DistributedBackwards(
-                hooks.params, is_local=lambda: self.is_busy, on_end=self._reduce_elsewhere
-            )
-        if hooks.distributed is not None:
-            hooks.distributed.forward_begins()
         if begins_step:
             self.current_plan.now.compiled.executor.look()
             if self.earlier is not None:
                 self.earlier.forward_begins()
-
-    def _reduce_elsewhere(self, gradients: dict[int, Tensor]) -> None:
-        """Runs a round for gradients that are not in `.grad`, at the end of their backward."""
-        if self.is_accumulating:
-            return
-        hooks = self.current_plan.now.hooks
-        params = hooks.params
-        with gradients_aside(params):
-            self._begin(RoundKind.REDUCE)
-            for index, gradient in gradients.items():
-                params[index].grad = gradient
-            hooks.arrivals.note(gradients)
-            self._launch_rest()
-            self.complete()
-            for index, gradient in gradients.items():
-                gradient.copy_(params[index].grad)  # type: ignore[arg-type]  # it is the mean
 
     def finish_owed(self) -> None:
         """Runs a round if one is owed: a sibling has."""
         if self.progress.is_owed:
             self._run_outside_of_backward()
 
-    def _run_outside_of_backward(self, *, steps: bool = False) -> None:
+    def _run_outside_of_backward(self) -> None:
         own = (self._launch_accumulated, self.complete) if self._meets and self.phase < Phase.CLOSED else ()
         self.progress.is_owed = False
-        if self.current_plan.now.hooks.alone is not None:
-            self.current_plan.now.hooks.alone.backward_runs(steps=steps)
         all_of(*own, self.siblings.finish_owed)
 
     @property
@@ -298,32 +221,16 @@ class Engine(RoundRunner):
         self._launch_rest()
 
     def reduce_accumulated(self, op: str | None) -> None:
-        """Sends accumulated gradients; `complete` waits for them. Raises PhaseError on every rank if one must not reduce."""
-        progress, current_plan = self.progress, self.current_plan
-        alone = current_plan.now.hooks.alone
-        if alone is not None:
-            if alone.is_complete or not (progress.has_accumulated or alone.has_accumulated):
-                raise misused(Misuse.NOTHING, [current_plan.group.rank], number=progress.num_rounds)
-            alone.reduces()
-            progress.has_accumulated = progress.is_owed = False
-        elif current_plan.is_active:
-            was_launched = self._open is not None and self._open.has_ended
-            self._abandon()
-            if was_launched:
-                self._refuse(Misuse.TWICE)
-            if not progress.has_accumulated:
-                self._refuse(Misuse.NOTHING)
-            sharding = current_plan.now.compiled.sharding
-            if op is not None and sharding is not None and sharding.holds_gradients:
-                self._refuse(Misuse.SHARDS)
-            self._launch_accumulated(op=op)
-
-    def _refuse(self, misuse: Misuse) -> None:
-        """Tells all ranks, in a round, that a reduction by hand is wrong here; `.grad` stays as it is. Raises its PhaseError."""
-        number = self.progress.num_rounds
-        self._begin(RoundKind.REDUCE)
-        assert self._open is not None
-        self._open.misuse = misuse
-        self._give_up(self._open)
-        # On a device, where the others read it later.
-        raise misused(misuse, [self.current_plan.group.rank], number=number)
+        """Sends accumulated gradients; `complete` waits for them. Raises PhaseError if there are none to send."""
+        if not self.current_plan.is_active:
+            return
+        number, rank = self.progress.num_rounds, self.current_plan.group.rank
+        if self._open is not None and self._open.has_ended:
+            raise synchronized_already(number)
+        self._abandon()
+        if not self.progress.has_accumulated:
+            raise nothing_to_reduce(number, rank=rank)
+        sharding = self.current_plan.now.compiled.sharding
+        if op is not None and sharding is not None and sharding.holds_gradients:
+            raise shards_held(number, rank=rank)
+        self._launch_accumulated(op=op)

@@ -91,13 +91,12 @@ def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool
 def sweep(engine: Engine, config: SyncConfig) -> None:
     """Teaches the tuner the cost of all-reduces of many sizes; a collective call. Raises PhaseError if nothing is measured."""
     engine.complete()
-    tuner = engine.current_plan.now.hooks.tuner
+    tuner, group = engine.current_plan.now.hooks.tuner, engine.current_plan.group
     if tuner is None:
-        raise no_profile(config)
-    if engine.current_plan.group.num_ranks > 1:
-        engine.current_plan.open()
-        with engine.current_plan.group.waiting("the measurement of the network"):
-            tuner.learn_costs("all_reduce", _swept_costs(engine.current_plan.now.compiled.reducer))
+        raise no_profile(config, group)
+    engine.current_plan.open()
+    with group.waiting("the measurement of the network"):
+        tuner.learn_costs("all_reduce", _swept_costs(engine.current_plan.now.compiled.reducer))
 
 
 def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:

@@ -8,9 +8,7 @@ import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
@@ -27,20 +25,18 @@ from undertow.runtime.replan.meeting import Meeting, Stage
 from undertow.runtime.replan.param_hooks import Listeners
 from undertow.runtime.step.checks import Checks
 from undertow.runtime.step.earlier_gradients import EarlierGradients
-from undertow.runtime.step.optimizers_in_backward import OptimizersInBackward
 from undertow.runtime.step.siblings import SiblingEngines
 from undertow.runtime.torch_private import private
 from undertow.schedule import Releases
 
 
 class Phase(IntEnum):
-    """Where an engine is in a step; from CLOSED on it is closed."""
+    """Where an engine is in a step."""
 
     IDLE = auto()  # no round is under way
     BACKWARD = auto()  # gradients arrive
     LAUNCHED = auto()  # the last bucket is sent, or may be
     CLOSED = auto()
-    HANDED_OVER = auto()  # another engine has its parameters
 
 
 class Forward(IntEnum):
@@ -64,8 +60,6 @@ _NEXT: dict[Phase, set[Phase]] = {
     Phase.IDLE: {Phase.BACKWARD, Phase.CLOSED},
     Phase.BACKWARD: {Phase.LAUNCHED, Phase.CLOSED},
     Phase.LAUNCHED: {Phase.IDLE, Phase.CLOSED},
-    Phase.CLOSED: {Phase.HANDED_OVER},
-    Phase.HANDED_OVER: {Phase.HANDED_OVER},  # again, after a move to another group has failed
 }
 
 
@@ -209,7 +203,6 @@ class OpenRound:
     holds_back: bool = False  # nothing leaves before the end of backward, as before a meeting
     weights: RoundWeights | None = None
     has_failed: bool = False
-    misuse: int = 0  # the reason why a reduction by hand is wrong here, or 0
     result: RoundResult | None = None  # of the plan in force; made after a meeting, if there is one
     releases: Releases | None = None
     has_ended: bool = False  # the backward has ended
@@ -230,7 +223,6 @@ class RoundRunner:
 
     def __init__(self, members: ModuleParams, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
         self.is_accumulating = False  # a backward that runs now only accumulates
-        self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
         self.phase = Phase.IDLE
         self.recorder = recorder
         progress = self.progress = Progress()
@@ -239,7 +231,6 @@ class RoundRunner:
         self._open: OpenRound | None = None
         # After a backward that has failed, the next gradient looks whether there is a round.
         self._end = OutermostEnd(self._launch_rest, lambda: self.current_plan.now.hooks.arrivals.forget_traversal())
-        self._optimizers = OptimizersInBackward()
         self.current_plan = CurrentPlan(
             members, group, config, recorder, Listeners(self._fill, self._enter, self._arrives_outside)
         )
@@ -247,7 +238,7 @@ class RoundRunner:
         if config.op == "weighted" or self.current_plan.now.compiled.reducer.divisor != group.num_ranks:
             is_weighted = config.op == "weighted"
             self.earlier = EarlierGradients(self.current_plan, is_weighted=is_weighted, is_between=self._is_between_rounds)
-        self.siblings = SiblingEngines([self])
+        self.siblings: SiblingEngines  # set by the owner
         self.checks = Checks(self.current_plan, config)
 
     def complete(self) -> None:
@@ -277,8 +268,6 @@ class RoundRunner:
     def _begin(self, kind: RoundKind, *, op: str | None = None) -> None:
         current_plan, progress = self.current_plan, self.progress
         current_plan.look_again()
-        if current_plan.now.hooks is not self._optimizers.seen:
-            self._optimizers.take_over(current_plan.now.hooks)
         # A hook that user code has registered since the forward may run after Undertow's, once, on the first gradient.
         is_overtaken = current_plan.now.hooks.arrival_hooks.run_last()
         this = OpenRound(kind, is_last=not self.is_accumulating, op=op)
@@ -326,7 +315,7 @@ class RoundRunner:
             is_synchronized=this.is_synchronized,
             keeps_own=progress.steps_in_shards and this.weights is None and this.op is None,
         )
-        this.result = RoundResult(this_round, has_failed=this.has_failed, misuse=this.misuse)
+        this.result = RoundResult(this_round, has_failed=this.has_failed)
         this.releases = compiled.accumulating
         if this.is_synchronized:
             # Under some strategies a micro-batch is reduced to shards, and nothing more.
@@ -350,7 +339,7 @@ class RoundRunner:
     def synchronizes(self) -> bool:
         """True if a backward that runs now communicates, as one that only accumulates does if it adds up shards."""
         current_plan = self.current_plan
-        return not self.is_accumulating or (current_plan.is_active and current_plan.now.compiled.strategy.reduces_micro_batches)
+        return not self.is_accumulating or current_plan.now.compiled.strategy.reduces_micro_batches
 
     @private.untraced
     def _enter(self, task: int) -> None:
@@ -392,8 +381,6 @@ class RoundRunner:
 
     def take_part(self, task: int) -> None:
         """Begins a round in backward `task`, unless one is under way, with or without gradients for this engine."""
-        if self.current_plan.now.hooks.alone is not None:
-            self.current_plan.now.hooks.alone.backward_runs()
         is_open = self.current_plan.is_active and self.phase < Phase.CLOSED
         if is_open and (self._open is None or self._is_between_rounds()):
             private.require_eager_backward()
@@ -401,7 +388,7 @@ class RoundRunner:
             kind = RoundKind.REDUCE
             if not self.synchronizes:
                 kind = RoundKind.ACCUMULATE
-            elif not (self.follows_forward or self.siblings.follow_forward or self._steps_in_backward()):
+            elif not (self.follows_forward or self.siblings.follow_forward):
                 # As in torch's class, a backward of the bare module does not concern the other ranks.
                 kind = RoundKind.ACCUMULATE
                 self.progress.gradients = max(self.progress.gradients, Gradients.LOCAL)
@@ -411,12 +398,6 @@ class RoundRunner:
     def follows_forward(self) -> bool:
         """True if a forward that a backward may follow has run since all parameters were stepped."""
         return self.progress.forward is not Forward.NONE and bool(self.current_plan.now.hooks.ids)
-
-    def _steps_in_backward(self) -> bool:
-        """Returns True if optimizers wait for every backward, whose gradients nobody else would use or clear."""
-        if self.current_plan.now.hooks is not self._optimizers.seen:
-            self._optimizers.take_over(self.current_plan.now.hooks)
-        return bool(self._optimizers.rearm)
 
     @private.untraced
     def _fill(self, bucket: int) -> None:
@@ -511,8 +492,6 @@ class RoundRunner:
         ops = releases.happen(releases.join)
         if ops:
             executor.run(ops)
-        while self.also_awaited:
-            self.also_awaited.pop().wait()
         if result.readings and result.late_buckets:
             executor.launch_late_parts(result.late_buckets)
             return self._add_late_parts
@@ -577,7 +556,7 @@ class RoundRunner:
         """
         this.has_failed = this.is_synchronized
         if this.result is not None:
-            this.result.has_failed, this.result.misuse = this.has_failed, this.misuse
+            this.result.has_failed = this.has_failed
         self.progress.gradients = Gradients.INCOMPLETE
         params = dict.fromkeys(self.current_plan.now.hooks.params)
         if self.current_plan.change is not None:
@@ -625,5 +604,3 @@ class RoundRunner:
         current_plan.round_ended(result)
         if self.checks.every is not None or self.checks.loads.before:
             self.checks.round_was_sound(result)
-        if self._optimizers.rearm:
-            self._optimizers.step()

@@ -15,9 +15,21 @@ class SiblingEngines:
     order is the same on every rank, so that engines also wait for each other in one order.
     """
 
-    def __init__(self, engines: Sequence[Any]) -> None:
+    def __init__(self, engines: Sequence[Any], *, close: weakref.WeakMethod[Callable[[], None]]) -> None:
         self._engines = [weakref.ref(engine) for engine in engines]  # which hold this object
+        self._close = close  # of the object that users hold
         self.are_several = len(engines) > 1
+
+    @property
+    def watched_ids(self) -> set[int]:
+        """The parameters, by id, whose gradients the engines wait for."""
+        return {key for engine in self._present() for key in engine.current_plan.now.hooks.ids}
+
+    def close_model(self) -> None:
+        """Closes the model: a newer wrapper averages its gradients."""
+        close = self._close()
+        if close is not None:
+            close()
 
     def take_part(self, task: int) -> None:
         """Begins a round of every engine in backward `task`, unless it is in one."""

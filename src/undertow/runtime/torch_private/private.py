@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.utils import _to_kwargs
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from undertow.errors import PhaseError, require
@@ -285,12 +285,6 @@ def _trained(param: torch.Tensor) -> Iterator[None]:
         param.requires_grad_(is_trained)
 
 
-def is_rpc_running() -> bool:
-    """Returns True if this process uses torch.distributed.rpc, which distributed autograd requires."""
-    rpc = sys.modules.get("torch.distributed.rpc.api")
-    return rpc is not None and bool(rpc._is_current_rpc_agent_set())
-
-
 def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Returns the dtype of the tensor's gradient, which may differ from the tensor's dtype through `tensor.grad_dtype`."""
     return (getattr(tensor, "grad_dtype", None) or tensor.dtype) if tensor.is_leaf else tensor.dtype
@@ -313,49 +307,6 @@ def accumulating_node(param: torch.Tensor) -> Any:
         return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-class DistributedBackwards:
-    """Backwards of torch.distributed.autograd, which keep gradients in a separate context instead of `.grad`.
-
-    Calls `on_end(gradients by parameter index)` after such a backward has reached some of `params`, until `close`.
-    """
-
-    def __init__(
-        self, params: Sequence[torch.Tensor], *, is_local: Callable[[], bool], on_end: Callable[[dict[int, torch.Tensor]], None]
-    ) -> None:
-        self._params = params
-        self._is_local = is_local
-        self._on_end = on_end
-        self._context: int | None = None
-        self._seen_task = -1
-        # These backwards run the hooks of the accumulating nodes, not of the parameters; only this list keeps the nodes alive.
-        self._hooks = [(node, node.register_hook(self._arrive)) for node in map(accumulating_node, params)]
-
-    def forward_begins(self) -> None:
-        """Remembers the context of the forward, because backward runs in a thread that has none."""
-        try:
-            self._context = int(sys.modules["torch.distributed.autograd"]._current_context()._context_id())
-        except RuntimeError:
-            self._context = None
-
-    def close(self) -> None:
-        for _, hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _arrive(self, *_gradients: Any) -> None:
-        task = graph_task_id()
-        if self._context is not None and task != self._seen_task:
-            self._seen_task = task
-            call_after_backward(self._end)
-
-    def _end(self) -> None:
-        self._seen_task = -1
-        # An ordinary backward has reported its gradients already.
-        if self._context is not None and not self._is_local():
-            gradients = sys.modules["torch.distributed.autograd"].get_gradients(self._context)  # by parameter, no copies
-            self._on_end({index: gradients[param] for index, param in enumerate(self._params) if param in gradients})
-
-
 def before_accumulating(param: torch.Tensor, call: Callable[[], object]) -> tuple[Any, RemovableHandle]:
     """Calls `call` before a gradient is added to the parameter's `.grad`, as long as the returned node is alive."""
     node = accumulating_node(param)
@@ -375,26 +326,6 @@ def require_eager_backward() -> None:
             where="torch._dynamo.config.compiled_autograd, or torch._dynamo.compiled_autograd",
             remedy="Turn it off; torch.compile of the model or of the whole step works without it.",
         )
-
-
-def optimizers_in_backward(param: torch.Tensor) -> Sequence[torch.optim.Optimizer]:
-    """Returns the optimizers that torch.distributed.optim._apply_optimizer_in_backward has put on a parameter."""
-    return getattr(param, "_in_backward_optimizers", ())
-
-
-def disarm_optimizers_in_backward(param: torch.Tensor) -> Callable[[], None]:
-    """Stops them from stepping in backward; returns a function that restores this."""
-    # It is loaded already if a parameter has such optimizers; importing it here would load all of torch's optimizers.
-    torchs = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
-    handles, node = torchs.param_to_optim_hook_handle_map.get(param, []), torchs.param_to_acc_grad_map[param]
-    hooks = [(handle.hooks_dict_ref() or {}).get(handle.id) for handle in handles]
-    for handle in handles:
-        handle.remove()
-
-    def rearm() -> None:
-        handles[:] = [node.register_hook(hook) for hook in hooks if hook is not None]
-
-    return rearm
 
 
 def around_unscaling(around: Around) -> Callable[[], None]:
@@ -437,13 +368,6 @@ def is_compiling() -> bool:
     """Returns True if this code is being compiled, or called while torch.compile traces."""
     frames = getattr(torch._C._dynamo, "eval_frame", None)  # present if the compiler was imported
     return torch.compiler.is_compiling() or (frames is not None and callable(frames.get_eval_frame_callback()))
-
-
-def cast_floating(inputs: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Casts every floating-point tensor in the arguments of a forward."""
-    return tree_map_only(  # type: ignore[no-any-return]
-        torch.Tensor, lambda it: it.to(dtype) if it.is_floating_point() else it, (inputs, kwargs)
-    )
 
 
 def tensors_in(outputs: object) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Communication hooks that torch takes, one by one and in chains, without ranks."""
+"""Communication hooks that torch takes, without ranks."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 
-import undertow
 from support.errors import text_of
 from undertow import ConfigError, WrongType
 from undertow.runtime.comm.comm_hook import CommHook, HookedBucket
@@ -207,82 +206,3 @@ def wrong(_state, bucket):
 def started(hook: Callable[..., Any]) -> tuple[Tensor, Any]:
     given = bucket()
     return given.buffer(), CommHook(None, hook).start(given, ALONE)
-
-
-@pytest.mark.parametrize(
-    "chained",
-    [
-        undertow.chain_comm_hooks((1.0, add), (None, double_in_place), (3.0, add)),
-        undertow.chain_comm_hooks((None, undertow.chain_comm_hooks((1.0, add), (None, double_in_place))), (3.0, add)),
-    ],
-    ids=["each sees what the one before has made", "of a chain"],
-)
-def test_hooks_one_behind_the_other(chained: Any) -> None:
-    buffer, handle = started(chained)
-    handle.wait()
-    assert torch.equal(buffer, 2 * (BUFFER + 1) + 3)
-
-
-def test_the_bucket_keeps_its_dtype_behind_a_hook_that_replaces_the_buffer() -> None:
-    seen: list[Tensor] = []
-    buffer, handle = started(undertow.chain_comm_hooks((None, halves), (seen, look)))
-    handle.wait()
-    assert (torch.equal(buffer, BUFFER + 0.5), [it.dtype for it in seen]) == (True, [torch.float32])
-
-
-def test_hooks_behind_one_that_is_on_its_way_wait_for_it() -> None:
-    seen, on_its_way = list[Tensor](), torch.futures.Future[Tensor]()
-    buffer, handle = started(
-        undertow.chain_comm_hooks((1.0, add), (None, lambda state, bucket: on_its_way), (seen, look), (None, double_in_place))
-    )
-    assert seen == []
-    on_its_way.set_result(torch.full((6,), 7.0))
-    handle.wait()
-    assert (buffer.tolist(), [it.tolist() for it in seen]) == ([14.0] * 6, [[7.0] * 6])
-
-
-def test_a_chain_is_named_after_its_hooks() -> None:
-    assert (
-        CommHook(None, undertow.chain_comm_hooks((None, default_hooks.fp16_compress_hook), (1.0, add))).name
-        == "chain_comm_hooks(fp16_compress_hook, add)"
-    )
-
-
-FUTURE = (
-    "expected the communication hook to return a torch.futures.Future, got Tensor.\n  wrong, in a chain\n"
-    "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result()."
-)
-
-
-@pytest.mark.parametrize(
-    ("error", "call", "text"),
-    [
-        pytest.param(
-            ConfigError,
-            undertow.chain_comm_hooks,
-            "there is no hook to run.\n  chain_comm_hooks()\n  Give pairs: chain_comm_hooks((state, hook), ...).",
-            id="no hook",
-        ),
-        pytest.param(
-            WrongType,
-            lambda: undertow.chain_comm_hooks((None, add), add),  # type: ignore[arg-type]
-            "stage 1 must be a pair of a state and a hook, got function.\n"
-            "  chain_comm_hooks()\n  Write chain_comm_hooks((state, hook), ...); the state may be None.",
-            id="no pair",
-        ),
-        pytest.param(
-            WrongType,
-            lambda: started(undertow.chain_comm_hooks((None, wrong), (2.0, add)))[1].wait(),
-            FUTURE,
-            id="no future, first",
-        ),
-        pytest.param(
-            WrongType,
-            lambda: started(undertow.chain_comm_hooks((1.0, add), (None, wrong)))[1].wait(),
-            FUTURE,
-            id="no future, last",
-        ),
-    ],
-)
-def test_what_is_no_chain_of_hooks_is_refused(error: type[Exception], call: Callable[[], object], text: str) -> None:
-    assert text_of(error, call) == text
