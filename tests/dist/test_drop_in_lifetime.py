@@ -169,7 +169,7 @@ def test_a_wrapper_says_so_when_the_one_that_followed_it_is_gone(is_closed: bool
 CALLS: dict[str, dict[str, Callable[[Any], object]]] = {
     "both": {
         "accumulate()": lambda sync: sync.accumulate().__enter__(),
-        "loss_weight(n)": lambda sync: sync.loss_weight(2),
+        "mean_over_ranks(number)": lambda sync: sync.mean_over_ranks(2),
         "finish()": lambda sync: sync.finish(),
         "reduce_gradients_async()": lambda sync: sync.reduce_gradients_async(),
         "register_comm_hook()": lambda sync: sync.register_comm_hook(None, print),

@@ -34,7 +34,7 @@ _MISUSES = {
     ),
     Misuse.SHARDS: (
         "rank {} holds shards of what an earlier synchronization has brought, which another op would count again.",
-        "Call zero_grad() before the accumulation, or set op in SyncConfig.",
+        "Call zero_grad() before the accumulation, or leave op out.",
     ),
     Misuse.TAKEN: (
         "`.grad` was cleared during backward on rank {}: a gradient arrived, and was gone before it could be averaged.",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,11 +25,15 @@ from undertow.runtime.execute.agreed_errors import (
     started_unlike,
 )
 from undertow.runtime.execute.compiled_plan import CompiledPlan
-from undertow.runtime.execute.hooks import call_at_registration, earlier_watchers, is_watched
+from undertow.runtime.execute.hooks import (
+    GradientFactor,
+    call_at_registration,
+    earlier_watchers,
+    is_watched,
+)
 from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.gradients.reducer import Reducer
-from undertow.runtime.gradients.weights import RoundWeights
 from undertow.runtime.model.fingerprints import fingerprints
 from undertow.runtime.model.module_params import ModuleParams, first_change
 from undertow.runtime.replan.param_hooks import Listeners, ObservedOrder, ParamHooks
@@ -76,12 +80,15 @@ class CurrentPlan:
         self._config, self._recorder, self._listeners = config, recorder, listeners
         self._before: InForce | None = None  # the plan before a change that does not count yet
         self.is_stale = False  # the module is to be looked at, or a change that was found does not count yet
-        self._call_before: Callable[[], object] | None = None  # see call_before
         self._accumulated: set[int] = set()  # parameters, by id, that are not watched any more and have a new gradient
         named_params, reducer = members.trained(), Reducer.of(group, config)
-        self.is_active = reducer.is_active  # a single rank has its mean already, unless losses are weighted
+        self.is_active = reducer.is_active  # a single rank has its mean already
         compiled = self._compile(named_params, reducer, generation=0)
         self.now = InForce(compiled, self._hook(named_params, compiled))
+        # The settings of a group of experts list only that group, other settings none.
+        divisor = config.experts[0].divisor if config.experts else None
+        self._factor = GradientFactor(1 if divisor is None else group.num_ranks / divisor)
+        self._apply_factor()
         # A layer may be made in the middle of a forward, and be trained in the backward that follows.
         this = weakref.ref(self)  # torch keeps such hooks for the life of the process
         self._end_registrations = call_at_registration(lambda *_: None if (it := this()) is None else it.mark_stale())
@@ -93,8 +100,8 @@ class CurrentPlan:
 
     @property
     def trains(self) -> bool:
-        """True if a round has anything to do: all ranks may have agreed that nothing is trained, and nothing is weighted."""
-        is_settled = self.now.retiring is None and self.group.is_open and self._call_before is None
+        """True if a round has anything to do: all ranks may have agreed that nothing is trained."""
+        is_settled = self.now.retiring is None and self.group.is_open
         return self.is_active and not (is_settled and not self.now.hooks.named_params)
 
     @property
@@ -143,10 +150,10 @@ class CurrentPlan:
     def meets_before_forward(self) -> bool:
         """True if a training forward is the first to use new parameters, which are to have rank 0's values before.
 
-        Not under weights, which are sent when a backward begins, and not while a sharded optimizer's gradients are there, which
-        the user may clear until then: ranks meet after the backward, and compare the values.
+        Not while a sharded optimizer's gradients are there, which the user may clear until then: ranks meet after the backward,
+        and compare the values.
         """
-        if self._before is None or not self.now.has_more or self.group.num_ranks == 1 or self._config.op == "weighted":
+        if self._before is None or not self.now.has_more or self.group.num_ranks == 1:
             return False
         is_new = not self.now.hooks.ids <= self._before.hooks.ids
         return is_new and not (self._before.compiled.sharding is not None and self.has_result)
@@ -179,6 +186,7 @@ class CurrentPlan:
                 index for index, param in enumerate(hooks.params) if id(param) not in before.ids and param.grad is not None
             }
         self._before, self.is_stale = None, False
+        self._apply_factor()
         before.close()
         accumulated = before.accumulated_ids()
         if self.is_active:
@@ -191,6 +199,7 @@ class CurrentPlan:
         self._end_registrations()
         self.now.compiled.reducer.close()
         self.now.hooks.close()
+        self._factor.follow(())
         if self._before is not None:
             self._before.hooks.close()
 
@@ -201,22 +210,11 @@ class CurrentPlan:
         now = self.now
         if self.group.is_open and self.group.num_ranks > 1 and now.retiring is None:
             self.now = dataclasses.replace(now, retiring=now.compiled, retiring_hooks=now.hooks)
-        self._replace(dataclasses.replace(now.compiled.reducer, hook=hook))
-
-    def call_before(self, call: Callable[[], object]) -> None:
-        """Calls `call` before each gradient is added to `.grad`, also with one rank."""
-        self.apply_changes()
-        self._call_before = call
-        if self.group.num_ranks == 1:
-            self._replace(self.now.compiled.reducer)
-        else:
-            self.now.hooks.call_before(call)
-
-    def _replace(self, reducer: Reducer) -> None:
         before, hooks = self.now.compiled, self.now.hooks
         hooks.close()
+        reducer = dataclasses.replace(before.reducer, hook=hook)
         compiled = self._compile(hooks.named_params, reducer, generation=before.generation, sharding=before.sharding)
-        self.is_active = reducer.is_active or self._call_before is not None
+        self.is_active = True
         self.now = dataclasses.replace(self.now, compiled=compiled, hooks=self._hook(hooks.named_params, compiled))
         self.now.hooks.arrived_before |= hooks.arrived_before
 
@@ -305,12 +303,10 @@ class CurrentPlan:
         retiring = self.now.retiring
         return retiring is not None and retiring.reducer.hook is self.now.compiled.reducer.hook
 
-    def retire(
-        self, number: int, *, mode: int | None, weights: RoundWeights | None = None, are_used: bool = False
-    ) -> Iterator[None]:
+    def retire(self, number: int, *, mode: int | None, are_used: bool = False) -> Iterator[None]:
         """Meets the other ranks under the old plan for the last time, and agrees with them on the new one.
 
-        This is round `number`, with the mode and weights of the next one. It has gradients only of parameters that leave with
+        This is round `number`, with the mode of the next one. It has gradients only of parameters that leave with
         some. Yields before each wait. New parameters take over rank 0's values. Raises PlanMismatch, on all ranks, if changes
         differ, or if these values differ and some rank has used its own already (`are_used`).
         """
@@ -329,7 +325,6 @@ class CurrentPlan:
             number=number,
             generation=old.generation,
             mode=mode,
-            weights=weights,
             not_arrived=partial(places, without=accumulated),
             rebinds=partial(places, without=set(hooks.ids)),
         )
@@ -440,10 +435,18 @@ class CurrentPlan:
             self.members.is_unseen = True
             raise
         self.now, self._before, self.is_stale = InForce(compiled, hooks, retiring, retiring_hooks), before, True
+        self._apply_factor()
 
     def _go_back(self, before: InForce) -> None:
         self.now.hooks.close()
         self.now, self._before, self.is_stale = dataclasses.replace(before, retiring_hooks=None), None, False
+        self._apply_factor()
+
+    def _apply_factor(self) -> None:
+        """Called when there are other parameters; those of a change that does not count yet may train too."""
+        before = () if self._before is None else self._before.hooks.params
+        in_module = [param for _, param in self.members.named_params()]
+        self._factor.follow((*self.now.hooks.params, *before, *in_module))
 
     def _is_in_force(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
         return len(named_params) == len(of.params) and self._has_all(named_params, of=of)
@@ -484,8 +487,6 @@ class CurrentPlan:
         if self.is_active:
             _ = compiled.executor  # what does not fit into memory fails here instead of in the first backward
             hooks.start(self._listeners.on_thawed)
-            if self._call_before is not None:
-                hooks.call_before(self._call_before)
             if follows_observed_order(compiled, self._config):
                 hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
         else:

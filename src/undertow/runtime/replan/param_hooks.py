@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.plan import Plan, observed
 from undertow.runtime.comm.group import OwnGroup, Pending
-from undertow.runtime.execute.hooks import ArrivalHooks, is_watched, watch_frozen
+from undertow.runtime.execute.hooks import ArrivalHooks, is_watched, remove_all, watch_frozen
 from undertow.runtime.replan.single_rank import SingleRank, SingleRankProbe
 from undertow.runtime.replan.tuning import Tuning
 from undertow.runtime.torch_private import private
@@ -92,7 +92,7 @@ class ParamHooks:
         self.alone: SingleRank | None = None  # without rounds
         self.distributed: private.DistributedBackwards | None = None
         self.arrival_hooks = ArrivalHooks([], self.arrivals)
-        self._other_hooks: list[tuple[object, RemovableHandle]] = []  # each with an object that must stay alive
+        self._frozen_hooks: list[RemovableHandle] = []
 
     @property
     def params(self) -> list[Tensor]:
@@ -107,7 +107,7 @@ class ParamHooks:
     def start(self, on_thawed: Callable[[Tensor], object]) -> None:
         """Registers the hooks."""
         self.arrival_hooks = ArrivalHooks(self.params, self.arrivals)
-        self._other_hooks += [(None, hook) for hook in watch_frozen(self.frozen, on_thawed)]
+        self._frozen_hooks = watch_frozen(self.frozen, on_thawed)
 
     def regroup(self, plan: Plan) -> None:
         """Switches to the buckets of another plan."""
@@ -119,16 +119,10 @@ class ParamHooks:
         # Runs in every round, hence a loop in C; most models have no frozen parameters.
         return any(map(_is_trained, self.frozen)) and any(param.requires_grad and not is_watched(param) for param in self.frozen)
 
-    def call_before(self, call: Callable[[], object]) -> None:
-        """Calls `call` before each gradient is added to `.grad`."""
-        self._other_hooks += [private.before_accumulating(param, call) for param in self.params]
-
     def close(self) -> None:
         """Removes the hooks; a second call does nothing."""
         self.arrival_hooks.remove()
-        for _, hook in self._other_hooks:
-            hook.remove()
-        self._other_hooks = []
+        remove_all(self._frozen_hooks)
         self.arrivals.on_full = lambda _bucket: None  # it may be in the middle of an arrival
         for other in (self.order, self.tuning, self.probe, self.alone, self.distributed):
             if other is not None:

@@ -135,8 +135,6 @@ class Engine(RoundRunner):
 
     def hand_over(self) -> set[int]:
         """Closes; returns the parameters, by id, that have accumulated a gradient since the last synchronization."""
-        if self.earlier is not None:
-            self.earlier.weights.require_none()
         self.complete()
         self.current_plan.wait_for_parameters()
         self.close()
@@ -214,8 +212,6 @@ class Engine(RoundRunner):
         """Takes part in a round of the other ranks, without data; gradients that were not synchronized drop out."""
         self._abandon()
         self.current_plan.now.hooks.arrived_before.clear()
-        if self.earlier is not None:
-            self.earlier.weights.forget_accumulated()
         self.current_plan.apply_changes()
         if self._meets:
             with gradients_aside(self.current_plan.now.hooks.params):
@@ -227,8 +223,6 @@ class Engine(RoundRunner):
         """Ends the round under way and removes the hooks; gradients stay in place."""
         if self.phase < Phase.CLOSED:
             self._enter_phase(Phase.CLOSED)
-        if self.earlier is not None:
-            self.earlier.give_back()
         self.current_plan.close()
         self._optimizers.close()
 
@@ -250,8 +244,6 @@ class Engine(RoundRunner):
             hooks.distributed.forward_begins()
         if begins_step:
             self.current_plan.look_at_gradients()
-            if self.earlier is not None:
-                self.earlier.forward_begins()
 
     def _reduce_elsewhere(self, gradients: dict[int, Tensor]) -> None:
         """Runs a round for gradients that are not in `.grad`, at the end of their backward."""

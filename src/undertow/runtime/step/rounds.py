@@ -24,7 +24,6 @@ from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.replan.param_hooks import Listeners, ParamHooks
 from undertow.runtime.step.checks import Checks
-from undertow.runtime.step.earlier_gradients import EarlierGradients
 from undertow.runtime.step.optimizers_in_backward import OptimizersInBackward
 from undertow.runtime.step.siblings import SiblingEngines
 from undertow.runtime.torch_private import private
@@ -212,10 +211,6 @@ class RoundRunner:
         self._end = OutermostEnd(self._launch_rest, lambda: self.current_plan.now.hooks.arrivals.forget_traversal())
         self._optimizers = OptimizersInBackward()
         self.current_plan = CurrentPlan(members, group, config, recorder, Listeners(self._fill, self._enter, self._thawed))
-        self.earlier: EarlierGradients | None = None  # for the mean, nothing is kept apart
-        if config.op == "weighted" or self.current_plan.now.compiled.reducer.divisor != group.num_ranks:
-            is_weighted = config.op == "weighted"
-            self.earlier = EarlierGradients(self.current_plan, is_weighted=is_weighted, is_between=self._is_between_rounds)
         self.siblings = SiblingEngines([self])
         self.checks = Checks(self.current_plan, config)
 
@@ -253,7 +248,6 @@ class RoundRunner:
             current_plan.adopt_plan()
         now, is_last = current_plan.now, not self.is_accumulating
         arrivals, tuning, compiled = now.hooks.arrivals, now.hooks.tuning, now.compiled
-        weights = None if self.earlier is None else self.earlier.round_begins(kind, is_last=is_last)
         arrivals.reset()
         is_telling = is_synchronized and kind is not RoundKind.SHADOW
         loaded = self.checks.loads.digest() if is_telling and self.checks.loads.before else 0
@@ -272,11 +266,10 @@ class RoundRunner:
             is_read_at_once=(tuning is not None and tuning.is_about_to_communicate)
             or bool(loaded)
             or (self.checks.are_on and self.checks.must_be_read(progress.num_rounds)),
-            rescale=progress.rescale * (1.0 if op is None else compiled.reducer.factor(op)),
+            rescale=progress.rescale * (current_plan.group.num_ranks if op == "sum" else 1),
             op=op,
-            weights=weights,
             is_synchronized=is_synchronized,
-            keeps_own=progress.steps_in_shards and weights is None and op is None,
+            keeps_own=progress.steps_in_shards and op is None,
         )
         holds_back = now.retiring is not None or is_overtaken
         result = RoundResult(this_round)
@@ -436,7 +429,6 @@ class RoundRunner:
             yield from current_plan.retire(
                 this.round.number - current_plan.is_counted_apart,
                 mode=this.round.mode,
-                weights=this.round.weights,
                 are_used=self.progress.has_begun or bool(arrived),
             )
         executor, hooks = current_plan.now.compiled.executor, current_plan.now.hooks
@@ -454,8 +446,6 @@ class RoundRunner:
             hooks.arrivals.learn_repeats()
         if result.readings:
             yield from self._compare(result)
-        if self.earlier is not None:
-            self.earlier.round_is_bound(result)
         self._close_round()
         if this.round.is_synchronized:
             self._round_ends(result)
@@ -496,16 +486,12 @@ class RoundRunner:
         """
         this.result.has_failed = this.round.is_synchronized
         self.progress.gradients = Gradients.INCOMPLETE
-        try:
-            with gradients_aside(self.current_plan.now.hooks.params) if this.result.has_failed else contextlib.nullcontext():
-                self.recorder.backward_ends()
-                this.ending = self._end_round(this)
-                if self.phase is Phase.BACKWARD:
-                    self._enter_phase(Phase.LAUNCHED)
-                self.complete()
-        finally:
-            if self.earlier is not None:
-                self.earlier.give_back()
+        with gradients_aside(self.current_plan.now.hooks.params) if this.result.has_failed else contextlib.nullcontext():
+            self.recorder.backward_ends()
+            this.ending = self._end_round(this)
+            if self.phase is Phase.BACKWARD:
+                self._enter_phase(Phase.LAUNCHED)
+            self.complete()
 
     def _not_arrived(self, bucket: int) -> list[int]:
         """Returns the positions in `bucket` of parameters without a gradient since the last synchronization."""
@@ -524,16 +510,12 @@ class RoundRunner:
         if not result.has_failed:
             hooks.arrived_before.clear()
             current_plan.is_stale |= current_plan.is_active
-        if self.earlier is not None and this_round.weights is not None:
-            self.earlier.weights.ends(this_round.weights)
         if self.checks.numbers.is_on:
             self.checks.numbers.round_ends(result, plan)
         if result.readings or result.taken:
             named = hooks.named_params[min(result.taken)] if result.taken else None
             taken = "" if named is None else f"parameter {named[0]!r} with the hook {', '.join(users_hooks(named[1]))}"
             agreed_errors.require_sound(result, rank=current_plan.group.rank, places=current_plan.group.places, taken=taken)
-        if this_round.weights is not None and not result.has_failed:  # a backward that has failed has another error to raise
-            this_round.weights.require_sound(f"synchronization {this_round.number}, rank {current_plan.group.rank}")
         if result.readings:
             current_plan.require_changed_alike(result)
         if result.has_failed:
