@@ -34,8 +34,7 @@ def train(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
     # Added up in rank order, the same bits come out after a restart, whatever buckets a run has found best.
-    op = "mean" if dist.get_world_size() == 1 else "weighted"  # a rank alone whose optimizer is sharded takes no weights
-    model = DistributedDataParallel(layers, config=SyncConfig(strategy="zero1", reduction="ordered", op=op))
+    model = DistributedDataParallel(layers, config=SyncConfig(strategy="zero1", reduction="ordered"))
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
     order = sample_order(options.epochs)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=-(-len(order) // options.batch))
@@ -53,11 +52,12 @@ def train(options: argparse.Namespace) -> None:
         batch = order[position : position + options.batch]  # of all ranks, however many they are
         mine = batch[rank::num_ranks]
         log(options, rank=rank, num_ranks=num_ranks, step=step, samples=mine)
+        mean = model.mean_over_ranks(len(mine))
         optimizer.zero_grad()
         if mine:
             losses = losses_of(model, inputs[mine])
             kill_if_asked(options, rank=rank, step=step)
-            backward(model, losses)
+            (losses.sum() / mean.wait()).backward()  # the mean over the batch of all ranks, whose shares need not be equal
         else:
             model.finish()  # the last batch may be smaller than the number of ranks
         optimizer.step()
@@ -80,15 +80,6 @@ def train(options: argparse.Namespace) -> None:
 def losses_of(model: nn.Module, inputs: Tensor) -> Tensor:
     """One for each sample."""
     return (model(inputs) - inputs[:, :4].sum(dim=1, keepdim=True)).square().flatten()
-
-
-def backward(model: DistributedDataParallel, losses: Tensor) -> None:
-    """Gradients become those of the mean over the batch of all ranks, whose shares need not be equal."""
-    if dist.get_world_size() == 1:
-        losses.mean().backward()
-    else:
-        model.loss_weight(len(losses))
-        losses.sum().backward()
 
 
 def kill_if_asked(options: argparse.Namespace, *, rank: int, step: int) -> None:

@@ -16,6 +16,10 @@ from undertow.foreign import as_float, parsed_json
 _MAX_SHOWN = 200  # characters of a path
 _READ, _WRITTEN = "SyncConfig.from_json", "Use text that to_json() has written."
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_REMEDIES = {
+    "op": "Gradients are always averaged. For the mean over all tokens, divide the loss by "
+    "model.mean_over_ranks(num_tokens).wait(); for a sum, multiply it by the number of ranks.",
+}
 _DTYPES = {"reduce_dtype": (None, "float32"), "wire_dtype": (None, "bfloat16", "float16")}
 
 
@@ -36,8 +40,9 @@ class ExpertGroup:
         process_group: The torch.distributed.ProcessGroup of the ranks that hold the same experts as
             this rank.
         divisor: The sum over those ranks is divided by it. If tokens of all ranks reach an expert,
-            give the number of all ranks: the mean covers their batches. None uses the size of the
-            process group.
+            give the number of all ranks: the mean covers their batches. Every gradient is multiplied
+            by the size of the process group over the divisor when autograd adds it to `.grad`; one
+            that you write there yourself is not. None uses the size of the process group.
 
     Raises:
         ConfigError: If the pattern is not a non-empty string, or if the divisor is not a positive
@@ -105,9 +110,6 @@ class SyncConfig:
             synchronizes once, parameters have 32 bits or more and `wire_dtype` is None. Two
             strategies add in another order: "zero2" averages each micro-batch over ranks and adds
             the means, and "hybrid" adds row by row.
-        op: How the ranks' gradients are combined: "mean", "sum", or "weighted", their sum divided
-            by the sum of all weights. For "weighted" every rank calls `loss_weight(n)` before each
-            backward; it does not work with experts.
         average_in_collective: False divides whole gradients before the collective, which then sums.
             It has no effect with shards or "ordered", which divide the sum.
         buffers: Before the first training forward of a step, as in torch, module buffers follow rank
@@ -155,7 +157,6 @@ class SyncConfig:
     auto_tune: bool = True
     overlap: bool = True
     reduction: Literal["native", "ordered"] = "native"
-    op: Literal["mean", "sum", "weighted"] = "mean"
     average_in_collective: bool = True
     reduce_dtype: Literal["float32", "fp32"] | Any | None = None
     wire_dtype: Literal["bfloat16", "bf16", "float16", "fp16"] | Any | None = None
@@ -169,7 +170,7 @@ class SyncConfig:
     record: Literal["summary", "full", "off"] = "summary"
 
     def __new__(cls, **settings: Any) -> Self:
-        require_known(settings, cls.__dataclass_fields__, "setting", where="SyncConfig")
+        require_known(settings, cls.__dataclass_fields__, "setting", where="SyncConfig", remedies=_REMEDIES)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -316,16 +317,6 @@ def _check_goes_with_experts(config: SyncConfig, group: ExpertGroup) -> None:
             config.nonfinite == "skip",
             'nonfinite="skip" cannot be used with experts: only some ranks would know that a step is to be skipped.',
             'Use "raise" or "warn".',
-        ),
-        (
-            config.op == "weighted",
-            'op="weighted" cannot be used with experts: their ranks know only the weights in their group.',
-            "Divide the loss by the number of tokens of all ranks, over the number of ranks.",
-        ),
-        (
-            config.op == "sum" and group.divisor is not None,
-            'op="sum" does not divide, and a group of experts has a divisor.',
-            'Leave op="sum" or the divisor out.',
         ),
     ):
         require(not is_given, what, where=f"SyncConfig, ExpertGroup(match={group.match!r})", remedy=remedy)

@@ -20,7 +20,7 @@ RuntimeErrors, like most of torch's own errors about distributed training: code 
 
 import difflib
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -138,12 +138,18 @@ def suggestion(name: object, known: Collection[str], *, all_known: str = "Known"
     return f"Did you mean {close[0]!r}?" if close else instead or f"{all_known}: {', '.join(known)}."
 
 
-def require_known(names: Iterable[str], known: Collection[str], kind: str, *, where: str) -> None:
-    """Raises ConfigError for the first name that is not known, with the known name that it resembles."""
+def require_known(
+    names: Iterable[str],
+    known: Collection[str],
+    kind: str,
+    *,
+    where: str,
+    remedies: Mapping[str, str] | None = None,
+) -> None:
+    """Raises ConfigError for the first name that is not known, with its remedy or the known name that it resembles."""
     for name in (name for name in names if name not in known):
-        raise ConfigError(
-            f"{kind} {name!r} does not exist.", where=where, remedy=suggestion(name, sorted(known), all_known=f"Known {kind}s")
-        )
+        remedy = (remedies or {}).get(name) or suggestion(name, sorted(known), all_known=f"Known {kind}s")
+        raise ConfigError(f"{kind} {name!r} does not exist.", where=where, remedy=remedy)
 
 
 def make_directory(path: Path, *, where: str, to: str = "", remedy: str = _ELSEWHERE) -> None:

@@ -465,8 +465,6 @@ def _before_step(
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))
     if not has_closure:  # whose backward is still to come
         engine.require_sound_gradients(params, reader=type(optimizer).__name__)
-        if engine.earlier is not None and steps:
-            engine.earlier.weights.require_backward(f"{type(optimizer).__name__}.step, rank {sync.rank}")
     if not steps:
         return None
     current_plan = engine.current_plan

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.errors import require
 from undertow.model_sync import ModelSync
 from undertow.profile import Profile
 from undertow.runtime.comm.comm_hook import CommHook
-from undertow.runtime.gradients.weights import require_weighted
 from undertow.runtime.replan.planning import explanation_of, measured_profile, why_fixed
+from undertow.runtime.step.mean_over_ranks import MeanOverRanks, start_mean
 from undertow.runtime.step.reduction import Reduction, name_of_op, start_reduction, sweep
 from undertow.runtime.step.sharded_steps import (
     full_gradient,
@@ -72,26 +71,28 @@ class GradientSync(ModelSync):
     no_sync = accumulate
 
     @private.untraced
-    def loss_weight(self, n: float | Tensor) -> None:
-        """Sets the weight of the next backward's loss, for `SyncConfig(op="weighted")`.
+    def mean_over_ranks(self, number: float | Tensor) -> MeanOverRanks:
+        """Starts the mean of a number over all ranks, such as the number of tokens in this rank's batch.
 
-        Every `.grad` becomes the sum over ranks, divided by the sum of the weights of all ranks and
-        micro-batches, even if several backwards of a step synchronize. The weights cost one small fp64
-        all-reduce, sent when the backward begins. Call it before each backward; a backward without a call
-        adds no weight. A rank that joins by `finish()` needs no call.
+        A collective call of 8 bytes: every rank calls it at the same place between two backwards, also a rank
+        without data. Call it before the forward, which hides it. If a loss is a sum over tokens, `loss_sum /
+        mean.wait()` makes the mean over ranks of its gradients the mean over all tokens.
 
         Args:
-            n: The number of tokens or samples of this rank that the loss is summed over, or 0 if the
-                rank has none.
+            number: A finite number, or a tensor of one element. A tensor on an accelerator stays there, and is
+                not checked.
+
+        Returns:
+            A handle. Its `wait()` returns the mean, on the model's device: a tensor of no dimension in
+            float64. Only on the host does it wait for the other ranks. The mean may be 0.
 
         Raises:
-            ConfigError: For another `op`, and unless `n` is a number >= 0.
-            PhaseError: On every rank, at the end of a synchronization to which some rank gave no weight
-                or whose weights add up to 0, and at an optimizer step before the backward.
+            WrongType: If it is not a number.
+            ConfigError: If it is not finite.
+            PhaseError: Inside a backward, inside `join()`, and after `close()`.
         """
-        self._require_open("loss_weight(n)")
-        require_weighted(self._config.op)
-        self._engine.earlier.weights.give(n)  # type: ignore[union-attr]  # it has weights
+        self._require_open("mean_over_ranks(number)")
+        return start_mean([part._engine for part in self._parts], number)
 
     @private.untraced
     def finish(self, *, buffers_follow: int | None = 0) -> None:
@@ -116,10 +117,9 @@ class GradientSync(ModelSync):
         """Sends the accumulated gradients; call `wait` on the result before the optimizer steps.
 
         Args:
-            op: "mean" or "sum" of the ranks' `.grad`, or torch's ReduceOp AVG or SUM; None takes
-                the `op` of the settings. A different `op` multiplies or divides the result by the
-                number of ranks (for experts, by their divisor), and excludes weights and a
-                communication hook.
+            op: "mean" or "sum" of the ranks' `.grad`, or torch's ReduceOp AVG or SUM. None is the
+                mean, or the result of a communication hook, which excludes an `op`. "sum" multiplies
+                the mean by the number of ranks.
 
         Returns:
             A handle that can be waited for, asked by `is_completed()`, and awaited.
@@ -130,14 +130,8 @@ class GradientSync(ModelSync):
             Desync: If ranks give different ops.
         """
         self._require_open("reduce_gradients_async()")
-        has_hook, usual = self._has_comm_hook, self._config.op
-        name = name_of_op(op)
-        return start_reduction(
-            [part._engine for part in self._parts],
-            op=None if name == usual and not has_hook else name,
-            has_hook=has_hook,
-            is_weighted=usual == "weighted",
-        )
+        engines = [part._engine for part in self._parts]
+        return start_reduction(engines, op=name_of_op(op), has_hook=self._has_comm_hook)
 
     @private.untraced
     def wait(self) -> None:
@@ -183,12 +177,6 @@ class GradientSync(ModelSync):
         self._require_open("register_comm_hook()")
         if self._steps is not None:
             raise no_hooks_with_shards()
-        require(
-            self._engine.earlier is None,
-            'a communication hook divides gradients itself: it cannot be used with op="sum" or op="weighted".',
-            where="register_comm_hook(state, hook)",
-            remedy="Leave the hook out, or leave op out and let the hook divide.",
-        )
         self._engine.use_hook(CommHook(state, hook))
         self._watch_forwards()
 

@@ -401,9 +401,10 @@ def calls_of_a_step(ddp: Any, opt: Any, step: int) -> dict[str, Call]:
     """Everything between one forward and the next, in an order in which each is right."""
     weight, is_sharded = ddp.module[0].weight, isinstance(opt, undertow.ShardedOptimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    mean = ddp.mean_over_ranks(5.0)
     value: Tensor = MLP.loss(ddp, step)
     return {
-        "loss_weight": lambda: ddp.loss_weight(5.0),
+        "wait for the mean": mean.wait,
         "backward": scaler.scale(value).backward,
         "finish": ddp.finish,
         "sync.finish": ddp.sync.finish,
@@ -422,11 +423,11 @@ def calls_of_a_step(ddp: Any, opt: Any, step: int) -> dict[str, Call]:
 
 def results(strategy: str, *, run: Callable[[Call], Any]) -> dict[str, Tensor]:
     """The parameters after a few steps, of which `run` makes each call."""
-    with training(MLP.model(), strategy, "SGD", op="weighted") as (ddp, opt):
+    with training(MLP.model(), strategy, "SGD") as (ddp, opt):
         for step in range(3):
             for call in calls_of_a_step(ddp, opt, step).values():
                 run(call)
-        run(lambda: ddp.loss_weight(5.0))
+        run(lambda: ddp.mean_over_ranks(5.0).wait())
         with ddp.no_sync():
             MLP.loss(ddp, 3).backward()
         reductions: list[Any] = []

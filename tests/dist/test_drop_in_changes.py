@@ -302,12 +302,11 @@ def test_gradients_that_were_computed_with_other_values_are_an_error_on_all_rank
 
 @in_ranks(2)
 def test_parameters_that_are_broadcast_before_the_forward_are_no_error() -> None:
-    with wrapped(Squares(), op="weighted") as ddp:
+    with wrapped(Squares()) as ddp:
         for change in (None, "a layer", "a parameter"):
             if change is not None:
                 ADDED[change](ddp.module)
                 ddp.broadcast_parameters()
-            ddp.loss_weight(1)
             step_on(ddp)
             require_doubled(ddp)
 

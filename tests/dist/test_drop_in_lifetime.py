@@ -167,7 +167,7 @@ def test_attach_averages_whether_its_result_is_kept_or_not() -> None:
 CALLS: dict[str, dict[str, Callable[[Any], object]]] = {
     "both": {
         "accumulate()": lambda sync: sync.accumulate().__enter__(),
-        "loss_weight(n)": lambda sync: sync.loss_weight(2),
+        "mean_over_ranks(number)": lambda sync: sync.mean_over_ranks(2),
         "finish()": lambda sync: sync.finish(),
         "reduce_gradients_async()": lambda sync: sync.reduce_gradients_async(),
         "register_comm_hook()": lambda sync: sync.register_comm_hook(None, print),

@@ -78,7 +78,6 @@ def found(rank: int, *, step: int = BAD_STEP) -> str:
         ("ddp", {"overlap": False}),
         ("ddp", {"reduction": "ordered"}),
         ("ddp", {"average_in_collective": False}),
-        ("ddp", {"op": "sum"}),
         ("ddp", {"wire_dtype": "bfloat16"}),
         ("ddp", {"record": "off"}),
     ],
@@ -308,7 +307,6 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object] |
         ONE,
         "0",
     ),
-    "with weights": (Layers, ALL_IN_ONE, lambda ddp: ddp.loss_weight(5), loss_of_layers, ONE, "0"),
     "rows": (rows, ALL_IN_ONE, None, loss_of_rows, WHAT.format("0.weight", "rank 1"), "1"),
     "large rows": (rows, ALL_IN_ONE, None, partial(loss_of_rows, factor=1e9), "", ""),  # which do not travel in 16 bits
     "used by one rank": (Branches, ALL_IN_ONE, None, loss_of_two_branches, BRANCH, "0"),
@@ -328,8 +326,8 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object] |
 @pytest.mark.parametrize("name", FOUND)
 def test_what_is_not_finite_is_found_wherever_it_is(name: str) -> None:
     make, cap, before, loss, what, buckets = FOUND[name]
-    how = {"wire_dtype": "float16" if name == "large rows" else None, "op": "weighted" if name == "with weights" else "mean"}
-    with wrapped(make(), nonfinite="raise", bucket_cap_mb=cap, order="reverse", **how) as ddp:
+    wire = "float16" if name == "large rows" else None
+    with wrapped(make(), nonfinite="raise", bucket_cap_mb=cap, order="reverse", wire_dtype=wire) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-9)
         if before is not None:
             before(ddp)

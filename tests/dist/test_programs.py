@@ -246,12 +246,11 @@ ACCUMULATED = {
         settings={"nonfinite": "skip"},
     ),
     **{
-        f"reduced by hand as a {op}, configured as a {configured}, {strategy}": Program(
+        f"reduced by hand as a {op}, {strategy}": Program(
             events="zero, forward 012, accumulate, forward 01, accumulate, reduce " + op,
             strategy=strategy,
-            settings={"op": configured},
         )
-        for op, configured in (("sum", "mean"), ("mean", "mean"), ("mean", "sum"))
+        for op in ("sum", "mean")
         for strategy in ("ddp", "zero1")
     },
     "reduced by hand with shards of micro-batches": Program(
@@ -316,9 +315,6 @@ CHANGED = {
         for situation, plan in zip(list(SITUATIONS)[:4], PLANS, strict=False)
         for change in ("extended", "appended", "a unit replaced", "a larger unit", "all replaced")
     },
-    "a unit appended with other values on every rank, under sums": changed(
-        "while accumulating", "appended", words=" apart", settings={"op": "sum"}
-    ),
     "the last unit thawed, of which no forward tells": Program(
         before="freeze 0, freeze 2",
         events="look now, zero, forward 012 inside, backward, thaw 2, zero, forward 012 inside, backward, step",
@@ -367,33 +363,30 @@ CHANGED = {
 
 # a: a backward that accumulates, s: one that synchronizes, z and 0: zero_grad() with and without set_to_none,
 # r: what was accumulated is reduced by hand. Rank 0 uses two units, other ranks one.
-LETTERS = {"a": "forward 01|0, {}accumulate", "s": "forward 01|0, {}backward", "z": "zero", "0": "zero in-place", "r": "reduce"}
+LETTERS = {"a": "{}forward 01|0, accumulate", "s": "{}forward 01|0, backward", "z": "zero", "0": "zero in-place", "r": "reduce"}
 PATTERNS = ["ar", "sar", "s", "as", "aas", "ss", "sss", "sas", "szs", "s0s", "azs", "a0s", "sazs", "sa0s", "saas", "sasas"]
 
 
-def combined(kind: str, letters: str, **how: Any) -> Program:
-    """Sums over ranks, or means over all that the ranks have said their losses are sums over."""
-    weights = ["weight 3|5, ", "weight 6|10, "] if kind == "weights" else [""]
-    events = [LETTERS[letter].format(weight) for letter, weight in zip(letters, cycle(weights), strict=False)]
-    settings = {"op": "sum" if kind == "sum" else "weighted", **how.pop("settings", {})}
-    return Program(events=", ".join(["zero", *events, "step"]), settings=settings, **how)
+def combined(letters: str, **how: Any) -> Program:
+    """Losses are divided by the mean of the ranks' numbers of tokens."""
+    tokens = ["tokens 3|5, ", "tokens 6|10, "]
+    events = [LETTERS[letter].format(number) for letter, number in zip(letters, cycle(tokens), strict=False)]
+    return Program(events=", ".join(["zero", *events, "step"]), **how)
 
 
 COMBINED = {
-    "zeros in sparse gradients are no earlier result": Program(
-        units="linear table linear", events="zero in-place, forward 012, weight 2|5, backward, step"
+    "zeros in sparse gradients count as cleared": Program(
+        units="linear table linear", events="zero in-place, tokens 2|5, forward 012, backward, step"
     ),
-    **{f"{kind}, {letters}": combined(kind, letters) for kind in ("sum", "weights") for letters in PATTERNS},
+    **{letters: combined(letters) for letters in PATTERNS},
     **{
-        f"{kind}, {letters}, {strategy}": combined(kind, letters, strategy=strategy)
-        for kind in ("sum", "weights")
+        f"{letters}, {strategy}": combined(letters, strategy=strategy)
         for strategy in ("zero1", "zero2")
         for letters in ("s", "as", "ss", "sas", "szs", "s0s")
     },
-    **{f"weights, {letters}, alone": combined("weights", letters, is_alone=True) for letters in ("s", "as", "ss")},
+    **{f"{letters}, alone": combined(letters, is_alone=True) for letters in ("s", "as", "ss")},
     **{
-        f"{kind}, {setting}": combined(kind, "sas", strategy=strategy, settings={setting: value})
-        for kind in ("sum", "weights")
+        f"sas, {setting}, {strategy}": combined("sas", strategy=strategy, settings={setting: value})
         for setting, value, strategy in (
             ("reduction", "ordered", "ddp"),
             ("reduction", "ordered", "zero1"),
@@ -404,43 +397,48 @@ COMBINED = {
         )
     },
     **{
-        f"weights {first} and {second} of two backwards, {how}, {strategy}": Program(
-            events=f"zero, forward 01|0, weight {first}, {how}, forward 01|0, weight {second}, backward, step", strategy=strategy
+        f"one mean for {how} and backward, {strategy}": Program(
+            events=f"zero, tokens 6|3, forward 01|0, {how}, forward 01|0, backward, step", strategy=strategy
         )
         for strategy in ("ddp", "zero1", "zero2")
         for how in ("accumulate", "backward")
-        for first, second in ((0, 3), (3, 0))
-        if (how, first) != ("backward", 0)
     },
-    "a rank without data has weight 0": Program(events="zero, weight 3|0, train 01|none, zero, weight 5|4, train 01|0"),
-    "a rank without data needs no weight": Program(
-        events="zero, weight 5|4, train 01|0, zero, weight 3|, train 01|none, zero, weight 6|8, train 0|01"
-    ),
-    "sums that are kept over a step": Program(events="forward 01|0, backward, step", settings={"op": "sum"}),
-    "weighted means that are kept over a step": Program(events="forward 01|0, weight 3|5, backward, step"),
     **{
-        f"{kind}, {name}": Program(units=units, before=before, events=events.format(weight), settings={"op": op})
-        for kind, op, weight in (("sum", "sum", ""), ("weights", "weighted", "weight 3|5, "))
+        f"a rank without data has 0 tokens, {strategy}": Program(
+            events="zero, tokens 3|0, train 01|none, step, zero, tokens 5|4, train 01|0, step", strategy=strategy
+        )
+        for strategy in ("ddp", "zero1", "zero2")
+    },
+    "gradients that are kept over a step": Program(events="tokens 3|5, forward 01|0, backward, step"),
+    **{
+        name: Program(units=units, before=before, events=events)
         for name, units, before, events in (
-            ("parts that come late", "linear twice-reentrant linear", "", "zero, forward 012, {0}backward, step"),
-            ("sparse", "table linear", "", "zero, forward 01|10, {0}backward, forward 0, {0}backward, step"),
+            ("parts that come late", "linear twice-reentrant linear", "", "zero, tokens 3|5, forward 012, backward, step"),
+            ("sparse", "table linear", "", "zero, tokens 3|5, forward 01|10, backward, tokens 4|1, forward 0, backward, step"),
             (
                 "units exchanged",
                 "linear linear linear",
                 "freeze 1",
-                "zero, forward 01, {0}backward, step, freeze 0, thaw 1, zero, forward 01|10, {0}backward, forward 1, {0}backward, thaw 0, freeze 1",
+                "zero, tokens 3|5, forward 01, backward, step, freeze 0, thaw 1, zero, tokens 1|2, forward 01|10, backward, forward 1, "
+                "backward, thaw 0, freeze 1",
             ),
             (
                 "a unit frozen with an accumulated gradient",
                 "linear linear linear",
                 "",
-                "zero, forward 01, {0}accumulate, freeze 0, forward 01, {0}backward, step, thaw 0, zero, forward 0, {0}backward",
+                "zero, forward 01, tokens 3|5, accumulate, freeze 0, forward 01, backward, step, thaw 0, zero, forward 0, backward",
             ),
             (
-                "a failed backward leaves all as before",
+                "the mean after a backward that has failed on all ranks",
                 "linear linear linear",
                 "",
-                "zero, forward 01, {0}backward, {0}fail backward, forward 01, {0}backward, step",
+                "zero, tokens 3|5, forward 01, backward, fail backward, tokens 4|2, forward 01, backward, step, zero",
+            ),
+            (
+                "the mean after a backward that has failed on one rank",
+                "linear linear linear",
+                "",
+                "zero, tokens 3|5, forward 01, backward, step, zero, fail |backward, tokens 4|2, forward 01, backward, step",
             ),
         )
     },
@@ -474,12 +472,6 @@ WRITTEN_OR_DISTURBED = {
         f"gradients are set {how}": Program(events=f"zero, forward 012, backward {how} by-step, step")
         for how in ("by-hand", "partly-by-hand")
     },
-    "a gradient is written ahead of all hooks under sums": Program(
-        units="linear written linear", events="zero, forward 021, backward, step", settings={"op": "sum"}
-    ),
-    "a gradient is written ahead of all hooks with weights": Program(
-        units="linear written linear", events="zero, forward 021, weight 1, backward, step"
-    ),
     **{
         f"all ranks fail in {where}, {when}": Program(events=f"{first}fail {where}, forward 012, backward, step, zero", times=1)
         for where in ("forward", "backward")
@@ -524,8 +516,8 @@ WRITTEN_OR_DISTURBED = {
     "rank 0 looks through the bare module before the first step": Program(
         events="saliency now|, zero, forward 012, backward, step", times=1
     ),
-    "rank 0 looks through the bare module with weights": Program(
-        events="zero, forward 012, weight 2|3, backward, step, saliency now|, zero, forward 012, weight 1|4, backward, step"
+    "the mean after rank 0 has looked through the bare module": Program(
+        events="zero, forward 012, backward, step, saliency now|, zero, tokens 1|4, forward 012, backward, step"
     ),
     "a rank evaluates alone": Program(events="zero, forward 012, backward, step, evaluate now|"),
     **{
@@ -562,7 +554,7 @@ def test_an_example_has_the_results_of_the_reference(name: str) -> None:
 ON_THREE_RANKS = [
     *USED,
     *(name for name in ACCUMULATED if not name.startswith("reduced by hand as")),  # which rounds once more
-    *list(COMBINED)[:36],
+    *list(COMBINED)[:29],
     *("units of every kind train together", "twice-reentrant units train"),
 ]
 

@@ -127,8 +127,8 @@ SHOWN_BY = {
         "test_sparse_gradients_are_refused",
         "test_mistakes_are_told",
         "test_join_does_not_go_with_shards",
-        "test_what_does_not_go_with_weights_is_refused",
     ],
+    "`mean_over_ranks()` inside": ["test_it_is_refused_inside_a_backward_and_inside_join"],
     "Freeze, add or replace": [
         "test_a_change_on_one_rank_is_an_error_on_all_while_ranks_compare_their_times",
         "test_experts_may_change_and_their_gradients_may_come_late",
@@ -163,7 +163,6 @@ SHOWN_BY = {
     "steps twice on the gradients": ["test_a_rank_that_steps_twice_is_found_by_the_check_of_replicas"],
     "inside the closure of a step": ["test_a_closure_that_catches_an_error_of_backward_steps_on_the_old_gradients"],
     "looks at its loss alone": ["test_a_look_after_gradients_were_zeroed_by_hand_is_a_step_of_its_own"],
-    "With sums or weights `.grad`": ["test_with_weights_a_gradient_is_new_until_the_next_synchronization"],
     "`nonfinite` covers subclasses": ["test_steps_that_torch_does_not_know_are_not_skipped"],
     "Call `wait()` before C++ code": ["test_after_wait_code_in_cpp_reads_what_was_stepped"],
     "shares a parameter's memory": ["test_a_read_between_steps_sees_what_was_stepped"],
@@ -319,21 +318,6 @@ def test_a_look_after_gradients_were_zeroed_by_hand_is_a_step_of_its_own() -> No
             ddp(ones(1, 2)).sum()
         optimizer.step()
         train(ddp, optimizer, num_steps=2 if dist.get_rank() else 1)  # rank 1 waits for no other rank: rank 0 has one behind it
-
-
-@in_ranks(2)
-def test_with_weights_a_gradient_is_new_until_the_next_synchronization() -> None:
-    with contextlib.closing(DistributedDataParallel(nn.Linear(1, 1, bias=False), config=SyncConfig(op="weighted"))) as ddp:
-
-        def backward(num_tokens: int) -> float:
-            ddp.loss_weight(num_tokens)
-            ddp(ones(num_tokens, 1)).sum().backward()
-            return ddp.module.weight.grad.item()
-
-        assert backward(2) == 1.0  # the mean over all tokens
-        with ddp.no_sync():
-            assert backward(3) == 3.0  # this rank's sum of the new ones alone
-        assert backward(1) == 1.0
 
 
 @in_ranks(2)

@@ -55,7 +55,7 @@ PLACES = {
     "in launch": Place("before all_reduce", "goes on", passage=1),  # the first bucket has left, the second has not
     "in comm hook": Place("hook", "a hook"),
     "in buffers": Place("buffers"),
-    "in weights": Place("weights", "weights"),
+    "in mean": Place("mean", "a mean"),
     "in join": Place("data", "join"),
     "in optimizer": Place("optimizer", step=4),
     "in gathers": Place("after step", "zero1", step=4),

@@ -199,7 +199,7 @@ def test_a_rank_that_is_killed_with_half_a_message_is_named_all_the_same(
 @pytest.mark.parametrize(
     "place",
     [
-        *("in data", "in forward", "in backward", "in launch", "in comm hook", "in weights", "in join", "in optimizer"),
+        *("in data", "in forward", "in backward", "in launch", "in comm hook", "in mean", "in join", "in optimizer"),
         *("in gathers", "before checkpoint", "in construction"),
     ],
 )

@@ -51,7 +51,7 @@ LATE: dict[str, tuple[Place, str, str]] = {
     ),
     "in forward": (PLACES["in forward"], FIRST, "in the forward of 'norm'"),
     "in backward": (PLACES["in backward"], FIFTH, "in backward"),
-    "in weights": (PLACES["in weights"], FIRST, "in backward"),
+    "in mean": (PLACES["in mean"], "the mean over ranks", OUTSIDE),
     "in join": (PLACES["in join"], "what ranks that have data do next", OUTSIDE),
 }
 

@@ -21,7 +21,7 @@ from support.alike import backward_alike, of_all_ranks, require_equal_gradients,
 from support.errors import text_of
 from support.naive import wrapped
 from support.ranks import Ranks, in_ranks
-from undertow import ConfigError, DistributedDataParallel, PhaseError, ShardedOptimizer
+from undertow import ConfigError, DistributedDataParallel, ShardedOptimizer
 
 _HIDDEN = 256
 pytestmark = [
@@ -102,41 +102,24 @@ def test_sync_batch_norm_trains_as_under_torchs_class() -> None:
 
 
 @in_ranks(2)
-def test_weights_divide_on_a_device() -> None:
-    """Over gloo, whose handles the host waits for, with the division on the device."""
-    bare = make_model()
-    with wrapped(copy.deepcopy(bare), op="weighted", bucket_cap_mb=0.03) as ddp:
+def test_a_mean_over_ranks_divides_on_a_device() -> None:
+    """Over gloo, whose handles the host waits for, with the division on the device; then a number that is there."""
+    bare, rank = make_model(), dist.get_rank()
+    with wrapped(copy.deepcopy(bare), bucket_cap_mb=0.03) as ddp:
 
         def loss(model: nn.Module, step: int) -> Tensor:
-            if model is ddp:
-                ddp.loss_weight(4 + 4 * dist.get_rank())
-            return model(batch(step, 4 + 4 * dist.get_rank(), 64)).square().sum()
+            num_rows = 4 + 4 * rank
+            number = torch.tensor(num_rows, device="cuda") if step % 2 else num_rows
+            divisor = ddp.mean_over_ranks(number).wait()
+            assert (divisor.device.type, divisor.dtype, divisor.item()) == ("cuda", torch.float64, 6.0)
+            return model(batch(step, num_rows, 64)).square().sum() / divisor
 
         def mean(model: nn.Module) -> None:
             for param in model.parameters():
                 dist.all_reduce(param.grad)
-                param.grad /= 12
+                param.grad /= 2
 
-        def require_close(ours: nn.Module, theirs: nn.Module) -> None:
-            pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-            # A device divides by multiplying with a rounded reciprocal, ours and the reference's with another one.
-            assert all(torch.allclose(mine.grad, it.grad, rtol=4 * 2.0**-23, atol=0.0) for mine, it in pairs)
-
-        backward_alike(ddp, bare, loss, steps=range(4), mean=mean, require=require_close)
-
-
-@in_ranks(2)
-def test_a_rank_without_a_weight_is_named_in_the_same_step_on_a_device() -> None:
-    with wrapped(make_model(), op="weighted") as model:
-
-        def train(*, has_weight: bool) -> None:
-            if has_weight:
-                model.loss_weight(2)
-            model(torch.ones(2, 64, device="cuda")).sum().backward()
-
-        train(has_weight=True)
-        text = text_of(PhaseError, lambda: train(has_weight=dist.get_rank() == 0))
-    assert text.startswith("no weight was given on rank 1.")
+        backward_alike(ddp, bare, loss, steps=range(4), mean=mean, require=require_equal_gradients)
 
 
 @in_ranks(2)

@@ -10,7 +10,7 @@ from support.units import IN_PARTS, UNITS
 
 NUM_STEPS = 3
 # Sharded optimizers step on shards of 32 bits at least, without rows.
-NOT_APART = ("written", "written-and-used")  # what something else than autograd adds cannot be told from an earlier result
+WRITTEN = ("written", "written-and-used")
 LATE = ("pack", "all_reduce", "reduce_scatter", "step", "bind", "all_gather")
 
 
@@ -25,21 +25,13 @@ class Drawing:
         self.chance, self.between, self.num_ranks = chance, between, num_ranks  # `between` decides on what comes between steps
         self.strategy = chance.choice(["ddp", "ddp", "ddp", "zero1", "zero2", *(["hybrid"] * (num_ranks == 4))])
         self.is_plain = self.strategy == "ddp"
-        self.divides = chance.choice(["by ranks", "by ranks", "by weights", "by nothing"])
-        barred = [
-            kind
-            for kinds, is_barred in (
-                (("table", "bag", "bfloat16", "half"), not self.is_plain),
-                (NOT_APART, self.divides != "by ranks"),
-            )
-            if is_barred
-            for kind in kinds
-        ]
+        self.has_tokens = chance.choice([False, False, True, False])
+        barred = () if self.is_plain else ("table", "bag", "bfloat16", "half")
         self.units = ["linear", *chance.choices([kind for kind in UNITS if kind not in barred], k=chance.randint(1, 4))]
         self.units += ["linear"]
         self.num_units = len(self.units)
         self.has_stepped = False  # with nothing after it
-        self.has_hook = self.is_plain and self.divides == "by ranks" and self.likely(0.15)
+        self.has_hook = self.is_plain and self.likely(0.15)
 
     def likely(self, probability: float) -> bool:
         return self.chance.random() < probability
@@ -47,7 +39,6 @@ class Drawing:
     def program(self) -> Program:
         settings = {
             "reduction": self.chance.choice(["ordered", "native"]),
-            "op": {"by ranks": "mean", "by weights": "weighted", "by nothing": "sum"}[self.divides],
             "order": self.chance.choice(["observed", "reverse", "largest_first"]),
             "overlap": self.likely(0.8),
             "average_in_collective": self.likely(0.8),
@@ -82,7 +73,7 @@ class Drawing:
         for _ in range(self.chance.choice([0, 0, 1, 2])):
             yield from (
                 self.forward(),
-                self.weight(),
+                self.tokens(),
                 self.chance.choice(["accumulate", "accumulate flagged", "accumulate leaves"]),
             )
         # A forward behind a synchronization that has brought nothing, on any rank, would owe another one.
@@ -111,27 +102,27 @@ class Drawing:
         how = 1.0 if is_plain else self.chance.random()
         yield self.forward(reaches=reaches or how < 0.4)
         if how < 0.1:
-            yield from (self.weight(), "accumulate", "reduce")
+            yield from (self.tokens(), "accumulate", "reduce")
         elif how < 0.2:
-            yield from (self.weight(), "backward retain", self.weight(), "backward")
+            yield from (self.tokens(), "backward retain", self.tokens(), "backward")
         elif how < 0.3:
-            yield from (self.forward(reaches=True), self.weight(), "backward", self.weight(), "backward")
+            yield from (self.forward(reaches=True), self.tokens(), "backward", self.tokens(), "backward")
         elif how < 0.4:
-            yield from (self.forward(reaches=True), self.weight(), "backward together")
+            yield from (self.forward(reaches=True), self.tokens(), "backward together")
         elif how < 0.45:
             overflow = f"overflow {self.of_ranks(['now', ''])}"
             yield from (
                 overflow,
-                self.weight(),
+                self.tokens(),
                 "backward",
                 "step",
                 "zero",
                 self.forward(reaches=reaches),
-                self.weight(),
+                self.tokens(),
                 "backward",
             )
         else:
-            yield from (self.weight(), "backward")
+            yield from (self.tokens(), "backward")
 
     def forward(self, *, reaches: bool = False) -> str:
         word = self.chance.choice(["", "", "", " quiet"])
@@ -143,11 +134,11 @@ class Drawing:
         picked = "".join(self.chance.choices(indices, k=self.chance.randint(1, self.num_units + 1)))
         order = self.chance.choice([indices, indices[::-1], picked, picked, *(["-"] * self.likely(0.3))])
         # Zeros that a function has written, or that came late, look like gradients that were thrown away.
-        may_be_empty = not {"norm", *NOT_APART, *(IN_PARTS if self.divides == "by weights" else ())}.intersection(self.units)
+        may_be_empty = {"norm", *WRITTEN}.isdisjoint(self.units)
         return (f"0{order.strip('-')}" if reaches else order) + (" empty" if may_be_empty and self.likely(0.2) else "")
 
-    def weight(self) -> str:
-        return f"weight {self.of_ranks('1234567')}" if self.divides == "by weights" else ""
+    def tokens(self) -> str:
+        return f"tokens {self.of_ranks('1234567')}" if self.has_tokens else ""
 
     def unit(self) -> int:
         """One that may be frozen: of another kind its loss would have a graph all the same, which reaches nothing."""
@@ -157,8 +148,8 @@ class Drawing:
         may_grow = self.is_plain and not self.has_hook and self.num_units < 8
         change = self.chance.choice(["freeze", "thaw", *(["append", "replace", "move"] if may_grow else [])])
         self.num_units += change == "append"
-        # Ranks meet before the forward, unless weights or buffers are sent there.
-        may_differ = change in ("append", "replace") and self.divides != "by weights" and "norm" not in self.units
+        # Ranks meet before the forward, unless buffers are sent there.
+        may_differ = change in ("append", "replace") and "norm" not in self.units
         how = " apart" if may_differ and self.between.random() < 0.5 else ""
         return change + how if change in ("append", "move") else f"{change} {self.unit()}{how}"
 

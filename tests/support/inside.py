@@ -37,7 +37,6 @@ from undertow.runtime.comm.recorder import HostClock
 from undertow.runtime.execute.compiled_plan import CompiledPlan
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.trailer import TrailerCodec
-from undertow.runtime.gradients.weights import RoundWeights
 from undertow.runtime.model import module_params
 from undertow.runtime.peers import patience
 from undertow.runtime.peers.neighbor import Neighbor
@@ -49,6 +48,7 @@ from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.step.engine import Engine
+from undertow.runtime.step.mean_over_ranks import MeanOverRanks
 from undertow.runtime.step.rounds import RoundRunner
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.private import interrupt, is_gone, timeout_of  # noqa: F401  # for tests
@@ -179,7 +179,7 @@ INNER_CALLS: dict[str, tuple[Any, str]] = {
     "connection": (private, "new_group"),
     "construction": (undertow.model_sync, "broadcast_in_place"),
     "buffers": (undertow.model_sync, "synchronize_buffers"),
-    "weights": (RoundWeights, "send"),
+    "mean": (MeanOverRanks, "_start"),
     "reduce": (Reducer, "reduce"),
     "checkpoint": (checkpoint_files, "write_tensors"),
     "post": (ThreadHandle, "begin"),  # in threads, of exchanges that are made of sends and receives

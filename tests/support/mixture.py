@@ -75,7 +75,7 @@ def wrapped_mixture(
 
 
 def reduce_naively(model: nn.Module, group: dist.ProcessGroup, *, divisor: float = 4, dense_divisor: float = 4) -> None:
-    """Makes every `.grad` the sum over its ranks, in their order, over its divisor; one that none of them has stays None."""
+    """Makes every `.grad` what `reduced` returns; one that none of its ranks has stays None."""
     for name, param in model.named_parameters():
         if param.requires_grad:
             is_expert = ".experts." in f".{name}"
@@ -83,8 +83,11 @@ def reduce_naively(model: nn.Module, group: dist.ProcessGroup, *, divisor: float
 
 
 def reduced(param: Tensor, group: dist.ProcessGroup | None, *, divisor: float) -> Tensor | None:
+    """The mean over its ranks, added in their order, of each gradient times the number of the ranks over the divisor."""
     parts = of_ranks(param, group)
-    return None if parts is None else chain(parts) / divisor
+    if parts is None:
+        return None
+    return chain([part * (len(parts) / divisor) for part in parts]) / len(parts)
 
 
 def steps_alike(

@@ -51,11 +51,6 @@ class Program:
     def has(self, *kinds: str) -> bool:
         return not set(kinds).isdisjoint(self.units.split())
 
-    @property
-    def op(self) -> str:
-        """That of the settings; who gives weights declares them."""
-        return self.settings.get("op", "weighted" if "weight " in self.events else "mean")
-
     def is_exact(self, num_ranks: int) -> bool:
         """True if the reference adds up in the same order; a part of a gradient that comes late is averaged alone."""
         is_native = self.settings.get("reduction") == "native" or self.has_hook or self.has("table", "bag")
@@ -66,29 +61,22 @@ class Reference:
     """A bare model on each rank; one all-gather of everything makes its gradients what they are to be.
 
     A gradient is the mean over ranks of what each rank's `.grad` holds, if some rank has added to it since the last
-    synchronization. If `is_apart`, the results of earlier synchronizations are not reduced again, but added.
+    synchronization. With shards, the results of earlier synchronizations are not reduced again, but added.
     """
 
     def __init__(self, model: nn.Module, program: Program, group: dist.ProcessGroup | None) -> None:
         self.model, self.program, self.group = model, program, group
-        self.num_ranks, self.op = dist.get_world_size(group), program.op
+        self.num_ranks = dist.get_world_size(group)
         self.has_shards = False  # shards come with the first step, and go with a change of parameters
         self.new: set[Tensor] = set()  # parameters with a gradient since the last synchronization
         self.used: set[Tensor] = set()  # in this step
         self.is_use_open = False  # shards may count a gradient that was zeroed in place before its reduction, or may not
         self.results: set[Tensor] = set()  # parameters whose `.grad` is a result
         self.earlier: dict[Tensor, Tensor] = {}  # results that were taken out of `.grad`
-        self.next: float | None = None  # the weight of the backward that comes
-        self.weight: float | None = None  # of backwards since the last synchronization
-        self.total = 0.0  # of the results that are there
 
     @property
     def params(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
-
-    @property
-    def is_apart(self) -> bool:
-        return self.op != "mean" or self.has_shards
 
     def backward(self, loss: Tensor, **how: Any) -> None:
         self.take()
@@ -96,7 +84,6 @@ class Reference:
         for param in before:
             param.grad = None
         if loss.requires_grad:
-            self.weigh()
             loss.backward(**how)
         self.new |= {param for param in before if param.grad is not None}
         for param, grad in before.items():
@@ -105,13 +92,9 @@ class Reference:
 
     def take(self) -> None:
         """Puts results aside that are not to be reduced again."""
-        for param in [param for param in self.results if self.is_apart and param.grad is not None]:
+        for param in [param for param in self.results if self.has_shards and param.grad is not None]:
             self.earlier[param], param.grad = param.grad, None
         self.results.clear()
-
-    def weigh(self) -> None:
-        if self.next is not None:
-            self.weight, self.next = (self.weight or 0.0) + self.next, None
 
     def accumulated(self) -> None:
         """A result to which nothing was added is a result again."""
@@ -119,29 +102,31 @@ class Reference:
             param.grad = self.earlier.pop(param)
             self.results.add(param)
 
+    def mean_of(self, number: float) -> Tensor:
+        """The mean of a number over ranks, by a plain all-reduce."""
+        total = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        return total / self.num_ranks
+
     def synchronize(self, *, op: str | None = None) -> None:
-        self.weigh()
         self.take()
         mine = [(None if (it := param.grad) is None else it.detach().to_dense(), param in self.new) for param in self.params]
         everyone: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(everyone, (mine, self.weight), group=self.group)
-        total = sum(weight or 0.0 for _, weight in everyone) + self.total
-        keep, divisor = (self.total or 1.0) / (total or 1.0), (total or 1.0) / self.num_ranks
-        self.weight, self.total = None, total
+        dist.all_gather_object(everyone, mine, group=self.group)
         for index, param in enumerate(self.params):
-            parts = [grads[index] for grads, _ in everyone]
+            parts = [grads[index] for grads in everyone]
             if any(is_new for _, is_new in parts):
-                grad = self.reduced([torch.zeros_like(param) if grad is None else grad for grad, _ in parts], op or self.op)
-                param.grad = torch.empty_like(param).copy_(grad / divisor if self.op == "weighted" else grad)
+                grad = self.reduced([torch.zeros_like(param) if grad is None else grad for grad, _ in parts], op)
+                param.grad = torch.empty_like(param).copy_(grad)
             if param in self.earlier:
-                earlier = self.earlier[param] * keep
+                earlier = self.earlier[param]
                 param.grad = earlier if param.grad is None else param.grad + earlier
         self.used |= self.new
         self.results = {param for param in self.params if param.grad is not None}
         self.new.clear()
         self.earlier.clear()
 
-    def reduced(self, parts: list[Tensor], op: str) -> Tensor:
+    def reduced(self, parts: list[Tensor], op: str | None) -> Tensor:
         """Added up in rank order, row by row on a mesh, with 32 bits at least."""
         wide = [part.float() if part.dtype.itemsize == 2 else part for part in parts]
         half = self.num_ranks // 2
@@ -150,7 +135,6 @@ class Reference:
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         self.model.zero_grad(set_to_none=set_to_none)
-        self.weight, self.total = None, 0.0
         self.is_use_open = not set_to_none and self.has_shards and bool(self.new)
         for noted in (self.earlier, self.results, *((self.new, self.used) if set_to_none else ())):
             noted.clear()
@@ -206,11 +190,12 @@ class Run:
         self.late_ops: list[tuple[int, list[OpKind]]] = []  # that must come
         self.unused: set[str] | None = None  # as it is to be said now, if that is known
         self.num_forwards, self.is_synchronized = 0, False
+        self.divisors: tuple[Any, Tensor] | None = None  # of losses, ours and the reference's
         for event in events_of(program.before):
             self.happen(event)
         # With two ranks the bits are the same, and "native" is what users have.
         reduction = "native" if dist.get_world_size() == 2 else "ordered"
-        given = {"strategy": program.strategy, "reduction": reduction, "bucket_cap_mb": PLANS[program.plan], "op": program.op}
+        given = {"strategy": program.strategy, "reduction": reduction, "bucket_cap_mb": PLANS[program.plan]}
         given |= program.settings
         make: Any = attach if program.is_attached else DistributedDataParallel
         self.handle = make(self.module, config=SyncConfig(**given), **target)
@@ -249,10 +234,9 @@ class Run:
         self.model.zero_grad(set_to_none=how != "in-place")
         self.reference.zero_grad(set_to_none=how != "in-place")
 
-    def weight(self, weight: str = "") -> None:
-        if weight:
-            self.handle.loss_weight(float(weight))
-            self.reference.next = float(weight)
+    def tokens(self, number: str) -> None:
+        """From now on losses are divided by the mean of this number over ranks."""
+        self.divisors = self.sync.mean_over_ranks(float(number)), self.reference.mean_of(float(number))
 
     def forward(self, order: str, *words: str) -> None:
         """Another batch each time; it may be "empty", or run "quiet", while backwards would only accumulate, or "inside".
@@ -333,6 +317,8 @@ class Run:
         if "retain" not in words:
             del self.losses[: len(losses)]
         ours, wanted = (sum(each) for each in zip(*losses, strict=True))
+        if self.divisors is not None:
+            ours, wanted = ours / self.divisors[0].wait(), wanted / self.divisors[1]
         joins, has_graph = JOINS.keys() & set(words), "graph" in words
         if ours.requires_grad:
             self.differentiate(ours, *words, retain_graph="retain" in words or has_graph, create_graph=has_graph)

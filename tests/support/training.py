@@ -179,12 +179,9 @@ class WithEvaluation(Training):
             self.model.train()
 
 
-class WithWeights(Training):
-    def wrapped(self) -> DistributedDataParallel:
-        return DistributedDataParallel(net(), config=replace(self.config, op="weighted"))
-
+class WithMean(Training):
     def begin_step(self) -> None:
-        self.model.loss_weight(4)
+        self.model.mean_over_ranks(4).wait()
 
 
 class WithCheckpoints(Training):
@@ -281,8 +278,8 @@ WAYS: dict[str, Callable[[Points], Training]] = {
     "a second model": WithSecondModel,
     # Each rank runs it alone, at a place where the others may go on training.
     "an evaluation": WithEvaluation,
-    # Their sum leaves before all buckets.
-    "weights": WithWeights,
+    # A number of every rank, before the forward.
+    "a mean": WithMean,
     # Their collectives are torch's, over the user's own group; and so are those of a hook.
     "checkpoints": WithCheckpoints,
     "sharded checkpoints": partial(WithCheckpoints, strategy="zero1"),

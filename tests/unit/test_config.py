@@ -22,7 +22,6 @@ DEFAULTS = {
     "auto_tune": True,
     "overlap": True,
     "reduction": "native",
-    "op": "mean",
     "average_in_collective": True,
     "reduce_dtype": None,
     "wire_dtype": None,
@@ -109,7 +108,6 @@ CHOICES = {
     "average_in_collective": ([None], "True, False"),
     "auto_tune": ([None], "True, False"),
     "reduction": ([None], "'native', 'ordered'"),
-    "op": (["max"], "'mean', 'sum', 'weighted'"),
     "buffers": ([True], "'rank0', 'mean', 'off'"),
     "nonfinite": (["panic"], "'ignore', 'warn', 'skip', 'raise'"),
     "record": (["some"], "'summary', 'full', 'off'"),
@@ -235,11 +233,6 @@ READ = "\n  SyncConfig.from_json\n  "
             id="experts on a mesh",
         ),
         pytest.param(
-            lambda: SyncConfig(experts=(experts(divisor=2),), op="sum"),
-            f'op="sum" does not divide, and a group of experts has a divisor.\n  {HERE}\n  Leave op="sum" or the divisor out.',
-            id="a divisor of a sum",
-        ),
-        pytest.param(
             lambda: SyncConfig(experts=(experts(),), nonfinite="skip"),
             'nonfinite="skip" cannot be used with experts: only some ranks would know that a step is to be skipped.\n'
             f'  {HERE}\n  Use "raise" or "warn".',
@@ -278,9 +271,16 @@ READ = "\n  SyncConfig.from_json\n  "
             read("[1]"), f"settings are a JSON object, got list.{READ}Use text that to_json() has written.", id="a list"
         ),
         pytest.param(
-            read('{"op": "max"}'),
-            "op cannot be 'max'.\n  SyncConfig\n  Choose one of: 'mean', 'sum', 'weighted'.",
+            read('{"reduction": "max"}'),
+            "reduction cannot be 'max'.\n  SyncConfig\n  Choose one of: 'native', 'ordered'.",
             id="a value in JSON",
+        ),
+        pytest.param(
+            lambda: SyncConfig(op="sum"),
+            "setting 'op' does not exist.\n  SyncConfig\n"
+            "  Gradients are always averaged. For the mean over all tokens, divide the loss by "
+            "model.mean_over_ranks(num_tokens).wait(); for a sum, multiply it by the number of ranks.",
+            id="an op",
         ),
     ],
 )

@@ -86,7 +86,7 @@ class ShadowHook(JoinHook):
 
     def rescale(self, num_active: int) -> None:
         """Makes means run over `num_active` ranks, unless they are to be over all ranks."""
-        is_over_all = self._divides_by_initial_world_size or self.sync.config.op != "mean"
+        is_over_all = self._divides_by_initial_world_size
         self.sync._engine.progress.rescale = 1.0 if is_over_all else self.sync.num_ranks / max(1, num_active)
 
     def announce_forward(self, joinable: Joinable, *, with_buffers: bool) -> int | None:

@@ -235,7 +235,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     accumulate = _of_sync(GradientSync.accumulate)  # returns a context: backwards inside only accumulate
     no_sync = accumulate  # torch's name; the mode at the time of the backward counts
-    loss_weight = private.untraced(_of_sync(GradientSync.loss_weight))  # sets the weight of the next backward's loss
+    mean_over_ranks = private.untraced(_of_sync(GradientSync.mean_over_ranks))  # starts the mean of a number over ranks
     reduce_gradients_async = private.untraced(_of_sync(GradientSync.reduce_gradients_async))  # sends accumulated gradients
     wait = private.untraced(_of_sync(GradientSync.wait))  # waits until every gradient and parameter has its final value
     full_gradient = private.untraced(_of_sync(GradientSync.full_gradient))  # returns the mean gradient of a parameter

@@ -205,7 +205,7 @@ def shards_held(number: int, *, rank: int) -> PhaseError:
     return PhaseError(
         "an earlier synchronization has left shards of its result, which another op would count again.",
         where=f"reduce_gradients_async(), synchronization {number}, rank {rank}",
-        remedy="Call zero_grad() before the accumulation, or set op in SyncConfig.",
+        remedy="Call zero_grad() before the accumulation, or leave op out.",
     )
 
 

@@ -174,7 +174,8 @@ class Executor:
                 for handle in handles:
                     handle.wait()
             self._note_nonfinite(bucket, values)
-            self._rescale(values)
+            if self._result.round.rescale != 1.0:
+                self._rescale(values)
             bucket.binding.add_late(values)
 
     def _live(self, layout: Bucket, plan: Plan, binding: Any) -> LiveBucket:
@@ -248,7 +249,7 @@ class Executor:
         with Waiting(self._group.member, bucket.label):
             if not self._await(bucket):
                 return
-            if result.round.weights is not None or result.round.rescale != 1.0:
+            if result.round.rescale != 1.0:
                 self._rescale(bucket.binding.values())
             bucket.binding.bind(self._used_elsewhere(bucket, result))
 
@@ -301,12 +302,8 @@ class Executor:
         ]
 
     def _rescale(self, values: Sequence[Tensor]) -> None:
-        this_round = self._result.round
         for value in values:
-            if this_round.weights is not None:
-                value.div_(this_round.weights.sums().divisor)
-            elif this_round.rescale != 1.0:
-                value.mul_(this_round.rescale)
+            value.mul_(self._result.round.rescale)
 
     def _verdict(self) -> Verdict:
         # No `.grad` holds anything except late gradients, from autograd or written by some function, which no hook reports. This
@@ -381,15 +378,11 @@ class ShardedExecutor(Executor):
 
     def _bind(self, bucket: LiveBucket) -> None:
         binding, result = bucket.binding, self._result
-        this_round = result.round
         with Waiting(self._group.member, bucket.label):
             if not self._await(bucket):
                 return
-            if this_round.weights is not None and not result.has_failed:
-                sums = this_round.weights.sums()
-                binding.weigh(divisor=sums.divisor, keep=sums.keep)
-            elif this_round.rescale != 1.0:
-                binding.reduced.mul_(this_round.rescale)
+            if result.round.rescale != 1.0:
+                binding.reduced.mul_(result.round.rescale)
             binding.bind(self._used_elsewhere(bucket, result))
 
     def _all_gather(self, bucket: LiveBucket) -> None:

@@ -50,6 +50,26 @@ class ArrivalHooks:
         self._params = ()
 
 
+class GradientFactor:
+    """Multiplies every new gradient by one factor, such as the one that a group of experts asks for.
+
+    It applies before a gradient is added to `.grad`, so a reduction is always a mean, also of a later part of a step.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._hooks: list[tuple[object, RemovableHandle]] = []  # each with a node that must stay alive
+
+    def follow(self, params: Iterable[Tensor]) -> None:
+        """Applies to the gradients of these parameters only, frozen ones included: they may be unfrozen for a backward."""
+        if self._factor == 1:
+            return
+        for _, hook in self._hooks:
+            hook.remove()
+        different = dict.fromkeys(params)  # tensors are keys by identity
+        self._hooks = [private.scale_gradients(param, self._factor) for param in different if private.may_train(param)]
+
+
 def remove_all(hooks: list[RemovableHandle]) -> None:
     """Removes these hooks and empties the list."""
     while hooks:

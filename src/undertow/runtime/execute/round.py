@@ -8,7 +8,6 @@ from typing import Any
 from undertow.errors import ReplicaMismatch
 from undertow.plan.layout import ALIKE
 from undertow.runtime.gradients.trailer import Reading
-from undertow.runtime.gradients.weights import RoundWeights
 from undertow.schedule import Arrivals
 
 # For each group of an optimizer that has stepped: what it is called, and its settings by name.
@@ -36,8 +35,7 @@ class Round:
     is_last: bool = True  # of the step, which adds up no more gradients
     mode: int | None = 0  # must be the same on every rank; None on a rank that accepts the mode of the others
     rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
-    weights: RoundWeights | None = None  # the divisor of sums, if losses are weighted
-    op: str | None = None  # of a reduction by hand, if it differs from the settings'
+    op: str | None = None  # of a reduction by hand, if it is not the mean
     has_other_buffers: bool = False  # buffers differ from the compared ones
     settings: Settings = ()  # with which optimizers have stepped since the last synchronization
     loaded: int = 0  # digest of parameters that `load_state_dict` has changed here; 0 without any

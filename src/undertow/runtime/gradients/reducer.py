@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,31 +21,29 @@ from undertow.runtime.comm.handles import Handle
 
 @dataclass(frozen=True)
 class Reducer:
-    """The reduction over all ranks: their mean or sum, or the result of the user's hook."""
+    """The reduction over all ranks: their mean, or the result of the user's hook."""
 
     group: OwnGroup
     average_in_collective: bool
-    divisor: float  # divides the sum over ranks: the number of ranks for the mean; may differ for experts
     hook: CommHook | None = None
     in_order: Collectives | None = None  # adds in rank order, if the settings ask for it
     shard_exchanges: Collectives | None = None  # set if each rank needs only its shards
     wire: torch.dtype | None = None  # dtype on the wire of values that are wider
     nonfinite: str = "ignore"  # treatment of gradients with infinities or NaN
     overlap: bool = True  # True if buckets are launched during backward
-    mean_divisor: float = 1  # the divisor of the mean, also if the settings ask for sums
 
     @classmethod
     def of(cls, group: OwnGroup, config: SyncConfig) -> Reducer:
         """Creates the reducer for these settings."""
-        divisor, wire = _divisor(group, config), None if config.wire_dtype is None else getattr(torch, config.wire_dtype)
-        in_order = exchanges_over(group, config, divisor=divisor) if config.reduction == "ordered" else None
-        how = {"in_order": in_order, "wire": wire, "nonfinite": config.nonfinite, "overlap": config.overlap}
-        mean_divisor = _divisor(group, dataclasses.replace(config, op="mean"))
-        return cls(group, config.average_in_collective, divisor, mean_divisor=mean_divisor, **how)  # type: ignore[arg-type]
-
-    def factor(self, op: str) -> float:
-        """Returns the factor that turns its results into results for `op`."""
-        return self.divisor / (1 if op == "sum" else self.mean_divisor)
+        is_ordered = config.reduction == "ordered"
+        return cls(
+            group,
+            config.average_in_collective,
+            in_order=exchanges_over(group, config, divisor=group.num_ranks) if is_ordered else None,
+            wire=None if config.wire_dtype is None else getattr(torch, config.wire_dtype),
+            nonfinite=config.nonfinite,
+            overlap=config.overlap,
+        )
 
     def __post_init__(self) -> None:
         require(
@@ -58,14 +55,13 @@ class Reducer:
 
     @property
     def is_active(self) -> bool:
-        """True if there is work: a single rank has its mean already, unless a hook or a divisor changes it."""
-        return self.group.num_ranks > 1 or self.hook is not None or self.divisor != 1
+        """True if there is work: a single rank has its mean already, unless a hook changes it."""
+        return self.group.num_ranks > 1 or self.hook is not None
 
     def averages(self, dtype: torch.dtype) -> bool:
         """Returns True if the backend divides; otherwise gradients are divided before the sum, which may not fit 16 bits."""
-        is_mean = self.divisor == self.group.num_ranks
         fits = dtype is not torch.float16 or not self.group.is_over_gloo  # NCCL divides each rank's input first
-        return is_mean and fits and self.average_in_collective and self.group.user.can_average and self.wire is None
+        return fits and self.average_in_collective and self.group.user.can_average and self.wire is None
 
     def rounds(self, dtype: torch.dtype) -> bool:
         """Returns True if sums of `dtype` come back narrower than they are added up in shards."""
@@ -74,7 +70,7 @@ class Reducer:
     def trailer_divisor(self, dtype: torch.dtype) -> float:
         """Returns the divisor that trailers of buckets of `dtype` come back with; shards' trailers are summed."""
         is_divided = self.shard_exchanges is None and (self.averages(dtype) or self.in_order is not None)
-        return self.divisor if is_divided else 1
+        return self.group.num_ranks if is_divided else 1
 
     def close(self) -> None:
         """Ends the threads of the exchanges and the hook."""
@@ -89,13 +85,12 @@ class Reducer:
         return partial(self.reduce, numel=numel)
 
     def reduce(self, tensor: Tensor, *, numel: int) -> Handle:
-        """Starts to reduce `tensor` to its mean or sum in place; elements after `numel` may come back as a sum in any case."""
+        """Starts to reduce `tensor` to its mean in place; elements after `numel` may come back as a sum."""
         if self.in_order is not None and not tensor.is_sparse:
             return self.in_order.all_reduce(tensor)
         if self.averages(tensor.dtype) and not tensor.is_sparse:
             return self.group.all_reduce_async(tensor, dist.ReduceOp.AVG)
-        if self.divisor != 1:
-            (tensor if tensor.is_sparse else tensor[:numel]).div_(self.divisor)
+        (tensor if tensor.is_sparse else tensor[:numel]).div_(self.group.num_ranks)
         narrow = cast_for_wire(tensor, self.wire)
         return self.group.all_reduce_async(narrow, finish=None if narrow is tensor else partial(tensor.copy_, narrow))
 
@@ -104,7 +99,8 @@ class Reducer:
         if not travels_narrower(values.dtype, self.wire):
             return values
         exchanges = self.shard_exchanges or self.in_order
-        return cast_for_wire(values / self.divisor if exchanges is None or exchanges.divides_first else values, self.wire)
+        is_divided = exchanges is None or exchanges.divides_first
+        return cast_for_wire(values / self.group.num_ranks if is_divided else values, self.wire)
 
     def wire_bytes(self, bucket: Bucket) -> int:
         """Returns the bytes of a bucket that are passed to collectives; 0 if a communication hook sends it."""
@@ -116,11 +112,3 @@ class Reducer:
         # With shards, the trailer is a separate message.
         num_wide = 0 if self.shard_exchanges is None else bucket.storage_numel - bucket.trailer.start
         return (bucket.storage_numel - num_wide) * self.wire.itemsize + num_wide * bucket.itemsize
-
-
-def _divisor(group: OwnGroup, config: SyncConfig) -> float:
-    """Returns the divisor of the sum over ranks; the settings of an expert group list only that group, other settings none."""
-    if config.op == "sum":
-        return 1
-    own = config.experts[0].divisor if config.experts else None
-    return group.num_ranks if own is None else own

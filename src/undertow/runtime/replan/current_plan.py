@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from undertow.runtime.execute.agreed_errors import (
     part_of_another,
 )
 from undertow.runtime.execute.compiled_plan import CompiledPlan
-from undertow.runtime.execute.hooks import call_at_registration, earlier_watchers
+from undertow.runtime.execute.hooks import GradientFactor, call_at_registration, earlier_watchers
 from undertow.runtime.execute.round import RoundKind, RoundResult
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.model.module_params import ModuleParams, first_change
@@ -73,18 +73,21 @@ class CurrentPlan:
         self.is_stale = False  # the module is to be looked at when the next round begins
         self._has_more = False  # the change adds parameters, as a forward has found
         self._left: frozenset[int] = frozenset()  # parameters of the plan, by id, that the last forward has found frozen or gone
-        self._call_before: Callable[[], object] | None = None  # see call_before
         named_params, reducer = members.trained(), Reducer.of(group, config)
         self.is_active = reducer.is_active
         self.now = self._ready(self._planned(named_params, reducer), generation=0)
+        # The settings of a group of experts list only that group, other settings none.
+        divisor = config.experts[0].divisor if config.experts else None
+        self._factor = GradientFactor(1 if divisor is None else group.num_ranks / divisor)
+        self._apply_factor()
         # A layer may be made in the middle of a forward, and be trained in the backward that follows.
         plans = weakref.ref(self)  # torch keeps such hooks for the life of the process
         self._end_registrations = call_at_registration(lambda *_: _mark_stale(plans()))
 
     @property
     def trains(self) -> bool:
-        """True if a round has anything to do: all ranks may have agreed that nothing is trained, and nothing is weighted."""
-        is_settled = self.change is None and self.group.is_open and self._call_before is None
+        """True if a round has anything to do: all ranks may have agreed that nothing is trained."""
+        is_settled = self.change is None and self.group.is_open
         return self.is_active and not (is_settled and not self.now.hooks.named_params)
 
     @property
@@ -147,15 +150,16 @@ class CurrentPlan:
             self.members.is_unseen = True
             raise
         hooks.watch([param for _, param in self.members.named_params()])
+        self._apply_factor()
 
     @property
     def meets_before_forward(self) -> bool:
         """True if a training forward is the first to use new parameters, which are to have rank 0's values before.
 
-        Not under weights, which are sent when a backward begins, and not while a sharded optimizer's gradients are there, which
-        the user may clear until then: ranks meet after the backward, and compare the values.
+        Not while a sharded optimizer's gradients are there, which the user may clear until then: ranks meet after the backward,
+        and compare the values.
         """
-        if self.change is None or not self._has_more or self.group.num_ranks == 1 or self._config.op == "weighted":
+        if self.change is None or not self._has_more or self.group.num_ranks == 1:
             return False
         is_new = not self.change.ids <= self.now.hooks.ids
         return is_new and not (self.now.compiled.sharding is not None and self.has_result)
@@ -171,10 +175,15 @@ class CurrentPlan:
         self.now = self._ready(change, generation=before.compiled.generation + 1, before=before)
         self.now.hooks.arrived_before |= self.now.hooks.indices(arrived)
         self.change, self._left, self._has_more = None, frozenset(), False
+        self._apply_factor()
 
     def forget_buckets(self) -> None:
         """Discards what is recorded of buckets that were empty."""
         self._recorder.forgets_buckets()
+
+    def _apply_factor(self) -> None:
+        """Called when there are other parameters; those of a change that is not in force may train too."""
+        self._factor.follow((*self.now.hooks.params, *(param for _, param in self.members.named_params())))
 
     def written_ids(self) -> set[int]:
         """Returns the parameters, by id, whose `.grad` was written without a gradient from autograd."""
@@ -186,6 +195,7 @@ class CurrentPlan:
         self._end_registrations()
         self.now.compiled.reducer.close()
         self.now.hooks.close()
+        self._factor.follow(())
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on; before it the ranks meet without it and compare their hooks."""
@@ -194,20 +204,10 @@ class CurrentPlan:
         before = self.now.compiled
         reducer = dataclasses.replace(before.reducer, hook=hook)
         named_params = self.now.hooks.named_params if self.change is None else self.change.named_params
-        self.is_active = reducer.is_active
+        self.is_active = True
         self.change = self._planned(named_params, reducer)
         if not self.group.is_open or self.group.num_ranks == 1:
             self.follow()
-
-    def call_before(self, call: Callable[[], object]) -> None:
-        """Calls `call` before each gradient is added to `.grad`, also with one rank."""
-        self._call_before = call
-        if self.group.num_ranks == 1:
-            self.is_active = True
-            self.change = self._planned(self.now.hooks.named_params, self.now.compiled.reducer)
-            self.follow()
-        else:
-            self.now.hooks.call_before(call)
 
     def adopt_plan(self) -> None:
         """Called when a round begins: moves to the plan that rank 0 has sent, if it differs.
@@ -342,8 +342,6 @@ class CurrentPlan:
             executor.take_over_readings(before.compiled.executor)
         hooks.start()
         hooks.watch([param for _, param in self.members.frozen()])
-        if self._call_before is not None:
-            hooks.call_before(self._call_before)
         if follows_observed_order(compiled, self._config):
             hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
         measure(hooks, compiled, self._config, self._recorder)

@@ -14,7 +14,6 @@ from undertow.runtime.comm.group import Pending
 from undertow.runtime.execute.agreed_errors import require_sound, started_unlike
 from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.binding import gradients_aside
-from undertow.runtime.gradients.weights import RoundWeights
 from undertow.runtime.model.fingerprints import fingerprints
 from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.sharded.binding import make_gradients_whole
@@ -28,7 +27,7 @@ class Meeting:
 
         begin ──> _bind ──> _require_alike ──> _require_equal ──> _end
 
-    It is synchronization `number`, with the mode and weights of the next one, and has no gradients. A rank that has not changed
+    It is synchronization `number`, with the mode of the next one, and has no gradients. A rank that has not changed
     is in a usual round, and both find out. New parameters take over rank 0's values.
 
     Raises PlanMismatch, on all ranks, if changes differ, or if these values differ and some rank has used its own already
@@ -41,7 +40,6 @@ class Meeting:
         number: int,
         *,
         mode: int | None,
-        weights: RoundWeights | None,
         are_used: bool,
         then: Stage | None = None,
     ) -> None:
@@ -54,7 +52,6 @@ class Meeting:
             number=number,
             generation=self._compiled.generation,
             mode=mode,
-            weights=weights,
             not_arrived=lambda bucket: range(len(buckets[bucket].params)),
         )
         self._result = RoundResult(this_round)

@@ -109,7 +109,6 @@ class ParamHooks:
         self.tuning: Tuning | None = None  # if there are rounds
         self.arrival_hooks = ArrivalHooks([], self.arrivals)
         self._outside_hooks = OutsideHooks(listeners.on_outside)
-        self._other_hooks: list[tuple[object, RemovableHandle]] = []  # each with an object that must stay alive
 
     @property
     def params(self) -> list[Tensor]:
@@ -137,17 +136,10 @@ class ParamHooks:
         """Returns True if a parameter that was frozen is trained now, and no engine waits for its gradient."""
         return self._outside_hooks.has_thawed()
 
-    def call_before(self, call: Callable[[], object]) -> None:
-        """Calls `call` before each gradient is added to `.grad`."""
-        self._other_hooks += [private.before_accumulating(param, call) for param in self.params]
-
     def close(self) -> None:
         """Removes the hooks; a second call does nothing."""
         self.arrival_hooks.remove()
         self._outside_hooks.watch(())
-        for _, hook in self._other_hooks:
-            hook.remove()
-        self._other_hooks = []
         self.arrivals.on_full = lambda _bucket: None  # it may be in the middle of an arrival
         for other in (self.order, self.tuning):
             if other is not None:

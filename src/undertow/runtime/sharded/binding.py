@@ -216,13 +216,6 @@ class ShardedBinding:
 
         return pack
 
-    @torch.no_grad()
-    def weigh(self, *, divisor: float, keep: float) -> None:
-        """Divides the reduced values, and multiplies the earlier ones in placeholders, to which they will be added."""
-        self.reduced.div_(divisor)
-        for position in self.live:
-            self._own[position][1].of_shard(self.shard).mul_(keep)
-
     def has_graph(self) -> bool:
         return self._dense.has_graph()
 

@@ -33,15 +33,15 @@ _grad_of = attrgetter("grad")
 class ShardGroups:
     """Exchanges over separate groups: `shard` and, on a mesh, `replicate`. Construction is a collective call.
 
-    `all_ranks` is the group of all these ranks. Reductions give sums over all of them, divided by `divisor`. `close` ends the
-    threads and destroys the groups.
+    `all_ranks` is the group of all these ranks. Reductions give means over all of them. `close` ends the threads and destroys the
+    groups.
     """
 
-    def __init__(self, all_ranks: OwnGroup, config: SyncConfig, *, divisor: float) -> None:
+    def __init__(self, all_ranks: OwnGroup, config: SyncConfig) -> None:
         user = all_ranks.user
         self.rank, self.num_ranks = user.rank, len(user.ranks)
         # Inner sums are not divided: the mean is rounded once, after all summands are added.
-        axes = [(user, divisor)] if user.replicate is None else [(user.shard, 1), (user.replicate, divisor)]
+        axes = [(user, self.num_ranks)] if user.replicate is None else [(user.shard, 1), (user.replicate, self.num_ranks)]
         groups = [OwnGroup(ref, device=all_ranks.device, within=all_ranks) for ref, _ in axes]
         for group in groups if self.num_ranks > 1 else ():
             group.open(all_meet=True)  # every rank creates each of them

@@ -82,7 +82,7 @@ class Engine(RoundRunner):
         current_plan.look_again()
         current_plan.adopt_plan()
         progress.num_rounds += 1
-        meeting = Meeting(current_plan, progress.num_rounds - 1, mode=progress.steps.mode, weights=None, are_used=False)
+        meeting = Meeting(current_plan, progress.num_rounds - 1, mode=progress.steps.mode, are_used=False)
         stage: Stage | None = meeting.begin
         while stage is not None:
             stage = stage()
@@ -168,8 +168,6 @@ class Engine(RoundRunner):
         """Takes part in a round of the other ranks, without data; gradients that were not synchronized drop out."""
         self._abandon()
         self.current_plan.now.hooks.arrived_before.clear()
-        if self.earlier is not None:
-            self.earlier.weights.forget_accumulated()
         self.current_plan.look_again()
         if self._meets:
             with gradients_aside(self.current_plan.now.hooks.params):
@@ -181,8 +179,6 @@ class Engine(RoundRunner):
         """Ends the round under way and removes the hooks; gradients stay in place."""
         if self.phase < Phase.CLOSED:
             self._enter_phase(Phase.CLOSED)
-        if self.earlier is not None:
-            self.earlier.give_back()
         self.current_plan.close()
 
     @property
@@ -195,8 +191,6 @@ class Engine(RoundRunner):
         hooks.arrival_hooks.run_last()
         if begins_step:
             self.current_plan.now.compiled.executor.look()
-            if self.earlier is not None:
-                self.earlier.forward_begins()
 
     def finish_owed(self) -> None:
         """Runs a round if one is owed: a sibling has."""

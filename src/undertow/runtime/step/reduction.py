@@ -53,8 +53,8 @@ class Reduction:
         self.wait()
 
 
-def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool, is_weighted: bool) -> Reduction:
-    """Starts GradientSync.reduce_gradients_async; `op=None` is the op of the settings."""
+def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool) -> Reduction:
+    """Starts GradientSync.reduce_gradients_async; `op=None` is the mean, or the result of a communication hook."""
     require(
         private.graph_task_id() == -1,
         "reduce_gradients_async() was called inside a backward.",
@@ -66,21 +66,17 @@ def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool
     require_op(
         op in (None, "mean", "sum"),
         f'op must be "mean" or "sum", got {op!r}.',
-        remedy="Leave it out for the op of the settings.",
+        remedy="Leave it out for the mean.",
     )
     require_op(
         op is None or not has_hook,
         "with a communication hook it is the hook that divides gradients.",
         remedy="Leave op out, and let the hook divide.",
     )
-    require_op(
-        op is None or not is_weighted,
-        f'SyncConfig(op="weighted") divides gradients by weights, and op="{op}" does not.',
-        remedy="Leave op out.",
-    )
     reduction = Reduction(engines)
     try:
-        all_of(*(partial(engine.reduce_accumulated, op) for engine in engines))
+        other_op = None if op == "mean" else op
+        all_of(*(partial(engine.reduce_accumulated, other_op) for engine in engines))
     except UndertowError:
         with contextlib.suppress(UndertowError):
             reduction.wait()  # for reductions over other groups of ranks

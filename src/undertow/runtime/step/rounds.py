@@ -18,13 +18,11 @@ from undertow.runtime.execute import agreed_errors
 from undertow.runtime.execute.hooks import OutermostEnd, is_watched, users_hooks
 from undertow.runtime.execute.round import Round, RoundKind, RoundResult, Settings
 from undertow.runtime.gradients.binding import gradients_aside
-from undertow.runtime.gradients.weights import RoundWeights
 from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.replan.meeting import Meeting, Stage
 from undertow.runtime.replan.param_hooks import Listeners
 from undertow.runtime.step.checks import Checks
-from undertow.runtime.step.earlier_gradients import EarlierGradients
 from undertow.runtime.step.siblings import SiblingEngines
 from undertow.runtime.torch_private import private
 from undertow.schedule import Releases
@@ -201,7 +199,6 @@ class OpenRound:
     is_last: bool  # of the step, which adds up no more gradients
     op: str | None  # of a reduction by hand, if it differs from the settings'
     holds_back: bool = False  # nothing leaves before the end of backward, as before a meeting
-    weights: RoundWeights | None = None
     has_failed: bool = False
     result: RoundResult | None = None  # of the plan in force; made after a meeting, if there is one
     releases: Releases | None = None
@@ -234,10 +231,6 @@ class RoundRunner:
         self.current_plan = CurrentPlan(
             members, group, config, recorder, Listeners(self._fill, self._enter, self._arrives_outside)
         )
-        self.earlier: EarlierGradients | None = None  # for the mean, nothing is kept apart
-        if config.op == "weighted" or self.current_plan.now.compiled.reducer.divisor != group.num_ranks:
-            is_weighted = config.op == "weighted"
-            self.earlier = EarlierGradients(self.current_plan, is_weighted=is_weighted, is_between=self._is_between_rounds)
         self.siblings: SiblingEngines  # set by the owner
         self.checks = Checks(self.current_plan, config)
 
@@ -276,8 +269,6 @@ class RoundRunner:
                 current_plan.open()
             current_plan.adopt_plan()
             progress.gradients = Gradients.INCOMPLETE
-        if self.earlier is not None:
-            this.weights = self.earlier.round_begins(kind, is_last=this.is_last)
         hooks = current_plan.now.hooks
         hooks.arrivals.reset()
         self._open = this
@@ -309,11 +300,10 @@ class RoundRunner:
             is_read_at_once=(hooks.tuning is not None and hooks.tuning.is_about_to_communicate)
             or bool(loaded)
             or (self.checks.are_on and self.checks.must_be_read(progress.num_rounds)),
-            rescale=progress.rescale * (1.0 if this.op is None else compiled.reducer.factor(this.op)),
+            rescale=progress.rescale * (current_plan.group.num_ranks if this.op == "sum" else 1),
             op=this.op,
-            weights=this.weights,
             is_synchronized=this.is_synchronized,
-            keeps_own=progress.steps_in_shards and this.weights is None and this.op is None,
+            keeps_own=progress.steps_in_shards and this.op is None,
         )
         this.result = RoundResult(this_round, has_failed=this.has_failed)
         this.releases = compiled.accumulating
@@ -440,7 +430,6 @@ class RoundRunner:
             self.current_plan,
             number,
             mode=self._mode(this.kind),
-            weights=this.weights,
             are_used=self.progress.has_begun or bool(hooks.arrivals.arrived or hooks.arrived_before or hooks.outside),
             then=self._start_late,
         )
@@ -518,8 +507,6 @@ class RoundRunner:
 
     def _conclude(self) -> None:
         result, _ = self._under_way()
-        if self.earlier is not None:
-            self.earlier.round_is_bound(result)
         if result.round.is_synchronized:
             self._close_round()
             self._round_ends(result)
@@ -561,13 +548,9 @@ class RoundRunner:
         params = dict.fromkeys(self.current_plan.now.hooks.params)
         if self.current_plan.change is not None:
             params.update(dict.fromkeys(param for _, param in self.current_plan.change.named_params))
-        try:
-            with gradients_aside(list(params)) if this.has_failed else contextlib.nullcontext():
-                self._end_backward(this)
-                self.complete()
-        finally:
-            if self.earlier is not None:
-                self.earlier.give_back()
+        with gradients_aside(list(params)) if this.has_failed else contextlib.nullcontext():
+            self._end_backward(this)
+            self.complete()
 
     def _not_arrived(self, bucket: int) -> list[int]:
         """Returns the positions in `bucket` of parameters without a gradient since the last synchronization."""
@@ -586,16 +569,12 @@ class RoundRunner:
         if not result.has_failed:
             hooks.arrived_before.clear()
             current_plan.mark_stale()
-        if self.earlier is not None and this_round.weights is not None:
-            self.earlier.weights.ends(this_round.weights)
         if self.checks.numbers.is_on:
             self.checks.numbers.round_ends(result, plan)
         if result.readings or result.taken:
             named = hooks.named_params[min(result.taken)] if result.taken else None
             taken = "" if named is None else f"parameter {named[0]!r} with the hook {', '.join(users_hooks(named[1]))}"
             agreed_errors.require_sound(result, rank=current_plan.group.rank, places=current_plan.group.places, taken=taken)
-        if this_round.weights is not None and not result.has_failed:  # a backward that has failed has another error to raise
-            this_round.weights.require_sound(f"synchronization {this_round.number}, rank {current_plan.group.rank}")
         if result.readings:
             current_plan.require_changed_alike(result)
         if result.has_failed:

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ class ShardedSteps:
         self._strategy = strategy_named(config.strategy or ZERO1.name)
         self._engine, self._config, self._is_compiled = engine, config, is_compiled
         self._module = weakref.ref(module)  # which holds this object, by its hooks
-        self._groups = ShardGroups(engine.current_plan.group, config, divisor=engine.current_plan.now.compiled.reducer.divisor)
+        self._groups = ShardGroups(engine.current_plan.group, config)
         engine.progress.steps_in_shards = True
         self._stepper: weakref.ref[Optimizer] | None = None
         self.sharding: Sharding | None = None
@@ -171,36 +170,18 @@ class ShardedSteps:
 
 def _refusals(engine: Engine, config: SyncConfig) -> tuple[tuple[bool, ConfigError | PhaseError], ...]:
     """Returns the reasons why no optimizer of these parameters can be sharded, each with True if it applies."""
-    group, reducer = engine.current_plan.group, engine.current_plan.now.compiled.reducer
-    strategy, is_alone = strategy_named(config.strategy or ZERO1.name), group.num_ranks == 1
-    refusal = partial(ConfigError, where="ShardedOptimizer")
-    experts = next((group.match for group in config.experts), "")
+    strategy = strategy_named(config.strategy or ZERO1.name)
     return (
         (
             strategy.gather is None,
-            refusal(
+            ConfigError(
                 f"strategy={strategy.name!r} keeps all of the optimizer on every rank.",
+                where="ShardedOptimizer",
                 remedy='Set strategy="zero1" or "zero2", or use a plain optimizer.',
             ),
         ),
-        (reducer.hook is not None, no_hooks_with_shards()),
-        ("join" in group.borrowers, no_join_with_shards()),
-        (
-            is_alone and reducer.is_active,
-            ConfigError(
-                "these experts are on one rank only, which has nobody to share an optimizer with.",
-                where=f"ShardedOptimizer, ExpertGroup(match={experts!r})",
-                remedy="Give them to a plain optimizer.",
-            ),
-        ),
-        (
-            is_alone and engine.current_plan.is_active,
-            ConfigError(
-                "weights with a ShardedOptimizer are not built for a rank alone.",
-                where='ShardedOptimizer, SyncConfig(op="weighted")',
-                remedy="Divide the loss by the weight, or use a plain optimizer there.",
-            ),
-        ),
+        (engine.current_plan.now.compiled.reducer.hook is not None, no_hooks_with_shards()),
+        ("join" in engine.current_plan.group.borrowers, no_join_with_shards()),
     )
 
 

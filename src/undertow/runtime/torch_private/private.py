@@ -285,6 +285,11 @@ def _trained(param: torch.Tensor) -> Iterator[None]:
         param.requires_grad_(is_trained)
 
 
+def may_train(param: torch.Tensor) -> bool:
+    """Returns True if the parameter can get a gradient: not an integer or quantized one, or one made in inference mode."""
+    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
+
+
 def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Returns the dtype of the tensor's gradient, which may differ from the tensor's dtype through `tensor.grad_dtype`."""
     return (getattr(tensor, "grad_dtype", None) or tensor.dtype) if tensor.is_leaf else tensor.dtype
@@ -307,13 +312,16 @@ def accumulating_node(param: torch.Tensor) -> Any:
         return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def before_accumulating(param: torch.Tensor, call: Callable[[], object]) -> tuple[Any, RemovableHandle]:
-    """Calls `call` before a gradient is added to the parameter's `.grad`, as long as the returned node is alive."""
+def scale_gradients(param: torch.Tensor, factor: float) -> tuple[Any, RemovableHandle]:
+    """Multiplies each gradient before it is added to the parameter's `.grad`, as long as the returned node is alive.
+
+    Results of torch.autograd.grad stay as they are.
+    """
     node = accumulating_node(param)
 
     @left_alone
-    def hook(_gradients: object) -> None:
-        call()
+    def hook(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if gradient is None else gradient * factor for gradient in gradients)
 
     return node, node.register_prehook(hook)
 

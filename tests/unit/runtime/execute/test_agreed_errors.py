@@ -1,11 +1,8 @@
-"""Readings of a round become errors; weights become divisors."""
+"""Readings of a round become errors."""
 
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from support.errors import text_of
 from undertow.errors import Desync, PeerFailed, PlanMismatch
@@ -13,7 +10,6 @@ from undertow.runtime.execute.agreed_errors import changed_unlike, loaded_apart,
 from undertow.runtime.execute.agreed_errors import text_of as text_of_settings
 from undertow.runtime.execute.round import Round, RoundKind, RoundResult
 from undertow.runtime.gradients.trailer import Reading
-from undertow.runtime.gradients.weights import RoundWeights
 
 
 def round_with(*readings: dict[str, Any], has_failed: bool = False) -> RoundResult:
@@ -141,27 +137,3 @@ def test_each_rank_says_what_it_has_loaded(loaded: int, what: str) -> None:
         f"  rank 0: it has changed no parameter\n  rank 1: it has changed {what}\n"
         "  Load the same values on every rank, or call broadcast_parameters() on every rank after a load on rank 0."
     )
-
-
-HAS, NO_DATA = 1.0, 2.0
-
-
-@pytest.mark.parametrize(
-    ("said", "before", "divisor", "keep"),
-    [
-        ((6.0, HAS, HAS), 2.0, 4.0, 0.25),
-        ((6.0, HAS, NO_DATA), 2.0, 4.0, 0.25),
-        ((0.0, HAS, HAS), 2.0, 1.0, 1.0),  # nothing new: the total is what it was
-        ((0.0, HAS, NO_DATA), 0.0, 0.5, 1.0),  # nothing at all: the mean becomes the sum again
-        ((6.0, HAS, HAS), 0.0, 3.0, 1 / 6),  # which is divided now
-    ],
-)
-def test_the_result_is_the_sum_over_the_total(said: tuple[float, ...], before: float, divisor: float, keep: float) -> None:
-    handle = SimpleNamespace(wait=lambda: made._tensor.copy_(torch.tensor(said)))
-    group: Any = SimpleNamespace(  # as much of one as is asked for
-        num_ranks=2, rank=0, device=torch.device("cpu"), all_reduce_async=lambda _: handle, waiting=lambda _: nullcontext()
-    )
-    made = RoundWeights(group, 1.0, before=before, is_without_data=False, is_last=True)
-    made.send()
-    sums = made.sums()
-    assert (sums.divisor, sums.keep, sums.total) == (divisor, keep, said[0] + before)

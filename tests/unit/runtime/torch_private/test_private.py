@@ -190,26 +190,25 @@ def test_a_module_is_found_inside_of_a_compiled_one() -> None:
     assert private.unwrapped(module) is private.unwrapped(torch.compile(module, backend="eager")) is module
 
 
-def test_before_accumulating_comes_before_each_addition_and_not_where_nothing_is_added() -> None:
-    param, seen = ones().requires_grad_(False), list[Any]()
-    node, handle = private.before_accumulating(param, lambda: seen.append(None if param.grad is None else param.grad.tolist()))
+def test_scaled_gradients_are_scaled_before_each_addition_and_not_where_nothing_is_added() -> None:
+    param = ones().requires_grad_(False)
+    node, handle = private.scale_gradients(param, 0.5)
     assert not param.requires_grad
     param.requires_grad_(True)
-    torch.autograd.grad((3 * param).sum(), param)
-    assert seen == []
+    assert torch.autograd.grad((3 * param).sum(), param)[0].tolist() == [3.0, 3.0]
     for _ in range(2):
         (3 * param + param).sum().backward()
+    assert param.grad.tolist() == [4.0, 4.0]
     handle.remove()
     (3 * param).sum().backward()
-    assert (seen, private.accumulating_node(param)) == ([None, [4.0, 4.0]], node)
+    assert (param.grad.tolist(), private.accumulating_node(param)) == ([7.0, 7.0], node)
 
 
-def test_what_is_there_may_be_taken_out_before_a_gradient_is_added() -> None:
-    param = ones()
-    earlier = param.grad = torch.ones(2)
-    _alive = private.before_accumulating(param, lambda: setattr(param, "grad", None))
-    (3 * param).sum().backward()
-    assert (param.grad is earlier, param.grad.tolist(), earlier.tolist()) == (False, [3.0, 3.0], [1.0, 1.0])
+def test_rows_of_a_table_are_scaled() -> None:
+    table = nn.Embedding(2, 1, sparse=True)
+    _alive = private.scale_gradients(table.weight, 0.5)
+    table(torch.tensor([1, 1])).sum().backward()
+    assert table.weight.grad.to_dense().tolist() == [[0.0], [1.0]]
 
 
 def test_the_default_groups_device_connects_pairs(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
