@@ -387,7 +387,8 @@ class RoundRunner:
     @property
     def follows_forward(self) -> bool:
         """True if a forward that a backward may follow has run since all parameters were stepped."""
-        return self.progress.forward is not Forward.NONE and bool(self.current_plan.now.hooks.ids)
+        trains = bool(self.current_plan.now.hooks.ids) or self.current_plan.change is not None
+        return self.progress.forward is not Forward.NONE and trains
 
     @private.untraced
     def _fill(self, bucket: int) -> None:
