@@ -39,7 +39,6 @@ class Round:
     rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
     weights: RoundWeights | None = None  # the divisor of sums, if losses are weighted
     op: str | None = None  # of a reduction by hand, if it differs from the settings'
-    has_other_buffers: bool = False  # buffers differ from the compared ones
     settings: Settings = ()  # with which optimizers have stepped since the last synchronization
     loaded: int = 0  # digest of parameters that `load_state_dict` has changed here; 0 without any
     alike: Sequence[int | None] = (None,) * len(ALIKE)  # a digest for each; None accepts the others'

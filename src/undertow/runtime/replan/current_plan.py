@@ -384,22 +384,6 @@ class CurrentPlan:
             if compiled is not None and compiled.sharding is not None:
                 compiled.sharding.gathers.wait_for_all()
 
-    @property
-    def has_other_buffers(self) -> bool:
-        """True if this rank's buffers differ from those that the ranks have compared."""
-        common = self.members.common_buffers
-        is_usual = common.is_empty and not any(common.tables)  # tested first, because this runs in every round
-        return not is_usual and self._config.buffers != "off" and common.are_others()
-
-    def compare_buffers(self) -> Iterator[None]:
-        """Called if all ranks have other buffers: makes them the common ones if they are the same; yields before the wait."""
-        agreement = self.members.compare(self.group)
-        yield
-        if agreement.is_reached():
-            self.members.ranks_agree()
-        else:  # each rank continues with the buffers that they had in common
-            self.members.common_buffers.accept()
-
     def require_changed_alike(self, result: RoundResult, *, change: str = "") -> None:
         """Raises PlanMismatch, on every rank, if the parameters have changed on some ranks only."""
         error = changed_unlike(result, rank=self.group.rank, num_ranks=self.group.num_ranks, change=change)

@@ -5,7 +5,7 @@ IDLE ──first gradient──> BACKWARD ──end of the outermost backward─
 """
 
 import contextlib
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from enum import IntEnum, auto
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
@@ -268,7 +268,6 @@ class RoundRunner:
             is_last=is_last,
             not_arrived=self._not_arrived,
             arrivals=arrivals,
-            has_other_buffers=is_synchronized and current_plan.has_other_buffers,
             is_read_at_once=(tuning is not None and tuning.is_about_to_communicate)
             or bool(loaded)
             or (self.checks.are_on and self.checks.must_be_read(progress.num_rounds)),
@@ -452,8 +451,8 @@ class RoundRunner:
             yield
             executor.add_late_parts()
             hooks.arrivals.learn_repeats()
-        if result.readings:
-            yield from self._compare(result)
+        if "loaded" in result.unlike:
+            result.apart = yield from self.checks.compare_loaded(result)
         if self.earlier is not None:
             self.earlier.round_is_bound(result)
         self._close_round()
@@ -463,15 +462,6 @@ class RoundRunner:
             hooks.arrived_before |= hooks.arrivals.arrived
             self.progress.has_accumulated = True
             current_plan.mark_stale()
-
-    def _compare(self, result: RoundResult) -> Iterator[None]:
-        """Compares what the ranks have reported to be different, if all of them know; yields before each wait."""
-        if result.round.has_other_buffers:
-            others = result.reported("other_buffers_ranks", overdue=False)
-            if len(others) == self.current_plan.group.num_ranks:
-                yield from self.current_plan.compare_buffers()
-        if "loaded" in result.unlike:
-            result.apart = yield from self.checks.compare_loaded(result)
 
     def _close_round(self) -> None:
         self._open = None
