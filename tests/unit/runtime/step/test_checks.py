@@ -108,7 +108,7 @@ def test_a_scheduler_does_not_take_a_skipped_step_for_none() -> None:
 def test_a_step_with_found_inf_is_the_scalers() -> None:
     optimizer = sgd()
     optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]  # as torch's GradScaler does
-    assert not any(numbers(policy, is_found=True).skips(optimizer) for policy in ("raise", "skip", "warn"))
+    assert not any(numbers(policy, is_found=True).skips(optimizer) for policy in ("raise", "skip"))
 
 
 def test_what_was_found_counts_until_a_round_that_does_not_add_to_it() -> None:
