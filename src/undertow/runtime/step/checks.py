@@ -52,10 +52,6 @@ class Finding:
         ranks = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "some rank"
         return f"{gradients} {_listed(list(map(repr, self.params)))} {verb} not finite (NaN or Inf) on {ranks}."
 
-    def covers(self, other: Finding) -> bool:
-        """Returns True if `other` is a part of it."""
-        return set(self.params) >= set(other.params) and set(self.ranks) >= set(other.ranks)
-
     def error(self) -> NonFiniteGradient:
         """Returns a new error each time."""
         return NonFiniteGradient(self.what, where=self.where, remedy=_NOT_TAKEN)
@@ -88,11 +84,11 @@ class NonFinite:
 
     def round_ends(self, result: RoundResult, plan: Plan) -> None:
         """Takes over a synchronization's findings. Earlier findings count as long as they are part of the sum."""
+        if result.keeps_earlier and self._finding is not None and not self._is_judged:
+            return  # what was found first comes back from every rank, with the mean of the earlier synchronization
         if result.nonfinite and not result.has_failed:
-            found = _finding_of(result, plan, self._names)
-            # If a step synchronizes several times, the mean of an earlier synchronization returns from every rank.
-            is_echo = self._finding is not None and not self._is_judged and found.covers(self._finding)
-            self._finding, self._is_judged = self._finding if is_echo else found, False
+            self._finding = _finding_of(result, plan, self._names)
+            self._is_judged = False
         elif not result.keeps_earlier:
             self._finding = None
 
