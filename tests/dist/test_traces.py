@@ -69,7 +69,7 @@ def _traced(strategy: str, folder: str, _link: EmulatedLink) -> tuple[float, flo
         overlaps = [overlap_of(trace) for trace in ddp.traces()[-17:-1]]  # HTA leaves out the last step
         report = ddp.report()
     trace = json.loads(gzip.decompress(path.read_bytes()))
-    summed = sum(it.hidden_us for it in overlaps) / sum(it.total_us for it in overlaps)
+    summed = sum(it.total_us - it.exposed_us for it in overlaps) / sum(it.total_us for it in overlaps)
     return report.overlap or 0.0, summed, sum(it["name"] == "predicted step" for it in trace["traceEvents"])
 
 

@@ -148,7 +148,10 @@ SHOWN_BY = {
     ],
     "`torch.jit.script` compiles": ["test_a_module_is_exported_between_steps_and_scripted_after_close"],
     "torch.func.functional_call": ["test_a_functional_call_trains_what_its_parameters_are_made_from"],
-    "Buffers that change": ["test_buffers_that_change_on_all_ranks_follow_rank_0_from_the_next_step_on"],
+    "A buffer that is registered": [
+        "test_a_buffer_that_is_new_or_changes_its_kind_is_left_alone_on_every_rank",
+        "test_a_new_buffer_follows_rank_0_when_the_model_is_wrapped_again",
+    ],
     "buffers cannot follow rank 0": [
         "test_a_buffer_that_cannot_be_sent_is_refused_by_its_name_on_every_rank",
         "test_parameters_that_cannot_be_written_are_refused_by_their_names",

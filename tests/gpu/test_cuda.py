@@ -123,10 +123,9 @@ def test_a_mean_over_ranks_divides_on_a_device() -> None:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize(("policy", "num_skipped"), [("skip", 1), ("warn", 0)])
-def test_a_gradient_that_is_not_finite_is_known_before_the_step(policy: str, num_skipped: int) -> None:
+def test_a_gradient_that_is_not_finite_is_known_before_the_step() -> None:
     """Later than the rounds that are read at once: every rank must still know before the optimizer steps."""
-    with wrapped(make_model(), bucket_cap_mb=0.03, nonfinite=policy) as model:
+    with wrapped(make_model(), bucket_cap_mb=0.03, nonfinite="skip") as model:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         for step in range(5):
             before = [param.detach().clone() for param in model.parameters()]
@@ -135,8 +134,8 @@ def test_a_gradient_that_is_not_finite_is_known_before_the_step(policy: str, num
             x[0, 0] = float("inf") if step == 4 and dist.get_rank() == 1 else 1.0
             model(x).square().mean().backward()
             optimizer.step()
-        assert all(map(torch.equal, before, model.parameters())) == (policy == "skip")
-        assert model.report().num_skipped == num_skipped
+        assert all(map(torch.equal, before, model.parameters()))
+        assert model.report().num_skipped == 1
 
 
 # Over NCCL: ranks with a device each or, where there is one only, sharing it, which NCCL takes for two hosts with one each.

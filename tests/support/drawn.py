@@ -39,7 +39,7 @@ class Drawing:
     def program(self) -> Program:
         settings = {
             "reduction": self.chance.choice(["ordered", "native"]),
-            "order": self.chance.choice(["observed", "reverse", "largest_first"]),
+            "order": self.chance.choice(["observed", "reverse"]),
             "overlap": self.likely(0.8),
             "average_in_collective": self.likely(0.8),
             "nonfinite": "skip",

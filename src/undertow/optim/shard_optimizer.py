@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Collection, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Set
 from itertools import chain
 from typing import Any, Literal
 
@@ -11,10 +12,16 @@ from torch import nn
 
 from undertow.errors import WrongType, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.optim.state import described, description, is_sound, params_of
+from undertow.optim.state import description, params_of, require_elementwise
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
+
+# torch's optimizers set these flags in their first step, and the last one for their schedulers.
+_OF_TORCH = {
+    *("state", "param_groups", "defaults"),
+    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_opt_called"),
+}
 
 
 @private.untraced
@@ -50,9 +57,9 @@ def shard_optimizer(
     Raises:
         ConfigError: If a new optimizer of its class would not behave the same: if its constructor
             takes other arguments than its defaults, if it has hooks, schedulers although none are
-            given, or other attributes that a new one does not have, or if its state is not one of numbers and
-            tensors of the parameters' shapes. Also if one of `schedulers` belongs to another optimizer,
-            and if ShardedOptimizer raises it. `optimizer` and `schedulers` stay as they are.
+            given, or other attributes that a new one does not have. Also if one of `schedulers` belongs
+            to another optimizer, and if ShardedOptimizer raises it. `optimizer` and `schedulers` stay as
+            they are.
         PlanMismatch: On every rank, if ranks have different groups or different kinds of state.
     """
     require(
@@ -62,6 +69,7 @@ def shard_optimizer(
         remedy="Give the optimizer itself, such as torch.optim.AdamW(model.parameters(), lr=...).",
         error=WrongType,
     )
+    require_elementwise(type(optimizer), is_vouched_for=elementwise)
     schedulers = list(_with_parts(schedulers))
     settings = _constructor_settings(optimizer)
     # Schedulers have torch replace `step`, to warn if they step first.
@@ -111,8 +119,7 @@ def _reason_against(
     return (
         (f"{strangers[0]} is not a scheduler of it" if strangers else None)
         or ("it has a scheduler that is not given" if is_watched and not schedulers else None)
-        or _found_different(optimizer, settings, {"step"} if is_watched else ())
-        or _found_in_state(optimizer)
+        or _found_different(optimizer, settings, {"step"} if is_watched else set())
     )
 
 
@@ -134,7 +141,7 @@ def _constructor_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.defaults.items() if name in arguments}
 
 
-def _found_different(optimizer: torch.optim.Optimizer, settings: dict[str, Any], passed_over: Collection[str]) -> str | None:
+def _found_different(optimizer: torch.optim.Optimizer, settings: dict[str, Any], passed_over: Set[str]) -> str | None:
     """Returns how a new optimizer with these settings and the same groups differs, or None if it does not."""
     make: Any = type(optimizer)
     try:
@@ -142,22 +149,16 @@ def _found_different(optimizer: torch.optim.Optimizer, settings: dict[str, Any],
         new = make([dict(group) for group in optimizer.param_groups], **settings)
     except Exception as error:  # a constructor may raise anything
         return f"a new one cannot be made with its defaults ({type(error).__name__}: {error})"
-    mine, theirs = described(optimizer, new.defaults), described(new, new.defaults)
-    different = [name for name in {**mine, **theirs} if name not in passed_over and mine.get(name) != theirs.get(name)]
+    mine, theirs = _attributes(optimizer), _attributes(new)
+    names = sorted(mine.keys() | theirs.keys())
+    different = [name for name in names if name not in passed_over and mine.get(name) != theirs.get(name)]
     return f"a new one differs in {', '.join(different)}" if different else None
 
 
-def _found_in_state(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns a state that cannot be cut into shards, or None if all can."""
-    params = params_of(optimizer)
-    if not optimizer.state.keys() <= set(params):
-        return "it has state that does not belong to one of its parameters"
-    return next(
-        (
-            f"its state {key!r} of parameter {number} is neither a number nor a tensor of shape {tuple(param.shape)}"
-            for number, param in enumerate(params)
-            for key, value in optimizer.state.get(param, {}).items()
-            if not is_sound(key, value, param)
-        ),
-        None,
-    )
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, str | int]:
+    """Returns the attributes of an optimizer as text, and the number of its hooks."""
+    return {
+        name: len(value) if isinstance(value, OrderedDict) else repr(value)
+        for name, value in vars(optimizer).items()
+        if name not in _OF_TORCH
+    }

@@ -23,7 +23,6 @@ from undertow.optim.state import (
     ParamState,
     ShardedState,
     WrittenStates,
-    explaining,
     full_states,
     hyper_parameters,
     owned_part,
@@ -73,14 +72,14 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             rank; every rank must call it. "sharded" makes it return this rank's shards, which only
             torch.distributed.checkpoint can save.
         elementwise: True lets another class be sharded. You vouch that the update of an element depends
-            on that element alone. Each rank steps flat pieces of parameters. So a norm, statistics of rows
-            or columns, quantization in blocks or a projection would use pieces, in silence.
+            on that element alone, and that everything a step changes is in `state[param]`. Each rank steps
+            flat pieces of parameters. So a norm, statistics of rows or columns, quantization in blocks or
+            a projection would use pieces, in silence.
         defaults: The settings of `cls`.
 
     Raises:
-        ConfigError: If the class is not known to be elementwise, if it adds public methods, or
-            if the model already has a ShardedOptimizer. Also in the first step, if that changes anything
-            but the parameters and their states.
+        ConfigError: If the class is not known to be elementwise, or if the model already has a
+            ShardedOptimizer.
     """
 
     def __init__(
@@ -95,6 +94,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     ) -> None:
         sync: Any = getattr(target, "sync", target)
         self._sync = _checked(cls, sync, params, state_dict)
+        require_elementwise(cls, is_vouched_for=elementwise)
         # Parameter groups alone are not enough: some settings are read only by the constructor.
         self._make: partial[Any] = partial(cls, **defaults)
         whole = self._make([param for _, param in self._sync.named_parameters()] if params is None else params)
@@ -105,7 +105,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._gives_shards = state_dict == "sharded"
         self._consolidated: Callable[[], FullStates] | None = None  # valid until the state changes
         super().__init__(whole.param_groups, whole.defaults)
-        require_elementwise(cls, self.param_groups, is_vouched_for=elementwise)
         self._grouped = [list(group["params"]) for group in self.param_groups]  # as in the layout of the parts
         described = {  # all ranks must have the same
             "optimizer": f"{cls.__module__}.{cls.__qualname__}",
@@ -384,8 +383,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         ]
         if groups and not any(mine):
             groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch requires at least one parameter
-        with explaining(self._make, "making one over flat pieces of parameters"):
-            optimizer = self._make(groups)
+        optimizer = self._make(groups)
         optimizer.defaults = self.defaults  # follows changes that users make
         self._inner = inner = InnerOptimizer(list(chain.from_iterable(mine)), optimizer)
         for owned in inner.owned:

@@ -1,10 +1,9 @@
 """The user's optimizer over this rank's parts of the parameters, and its state: as shards, as whole tensors."""
 
-import contextlib
 import copy
 import json
-from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from undertow.boxes import Box, boxes_of_range
-from undertow.errors import CheckpointError, ConfigError, require
+from undertow.errors import CheckpointError, require
 from undertow.runtime.comm.agreement import gather_json
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.gradients.storage import strides_of_gradient
@@ -52,20 +51,6 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         torch.optim.SGD,
     ]
 )
-_NOT_ELEMENTWISE: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.Adafactor: "it keeps one statistic for each row and column of a matrix",
-    torch.optim.LBFGS: "it takes scalar products of whole gradients, and evaluates the model several times in a step",
-    torch.optim.Muon: "it orthogonalizes whole matrices",
-    torch.optim.SparseAdam: "it updates the rows of sparse gradients",
-}
-_WHERE = "ShardedOptimizer, which gives each rank a part of a parameter as a flat piece"
-_PLAIN = "Use an elementwise optimizer such as AdamW or SGD, or this one without sharding."
-# torch's optimizers set these flags in their first step, and the last one for their schedulers.
-_OF_TORCH = {
-    *("state", "param_groups", "defaults"),
-    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_opt_called"),
-}
-
 _shard_part = attrgetter("part")
 
 
@@ -98,8 +83,6 @@ class InnerOptimizer:
             if target is not owned.values:  # follow values that were written into the parameter, for example by `load_state_dict`
                 is_written = owned.values != target.to(owned.values.dtype)
                 target.copy_(torch.where(is_written, owned.values.to(target.dtype), target))
-        is_known = type(self.optimizer) in ELEMENTWISE
-        before = {} if is_known else _outside_of_state(self.optimizer)
         try:
             private.step_unwatched(self.optimizer)  # hooks of the user's optimizer run around the whole step, not here
         finally:  # also if interrupted: a stale copy would look like an outside write to the parameter
@@ -107,8 +90,6 @@ class InnerOptimizer:
                 owned.target.grad = None
                 if owned.target is not owned.values:
                     owned.values.copy_(owned.target)
-        if not is_known:
-            _require_same(self.optimizer, before, _outside_of_state(self.optimizer))
 
     def take(self, owned: Owned, state: ParamState) -> None:
         """Takes over the state of a part and its fp32 values."""
@@ -141,102 +122,17 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
 
 
-def require_elementwise(cls: type[torch.optim.Optimizer], groups: Iterable[dict[str, Any]], *, is_vouched_for: bool) -> None:
+def require_elementwise(cls: type[torch.optim.Optimizer], *, is_vouched_for: bool) -> None:
     """Raises ConfigError unless shards of parameters can be stepped by this class.
 
     A class that is derived from a known one is not known: its constructor alone may add hooks.
     """
-    methods = [] if cls in ELEMENTWISE else _own_methods(cls)
-    couples = next((reason for base, reason in _NOT_ELEMENTWISE.items() if issubclass(cls, base)), None)
-    refusals = (
-        (couples is not None, couples, _PLAIN),
-        (
-            methods != [],
-            f"it has methods that ShardedOptimizer would hide: {', '.join(methods)}",
-            "Use this optimizer without sharding.",
-        ),
-        (
-            cls not in ELEMENTWISE and not is_vouched_for,
-            "Undertow does not know that it updates each element on its own",
-            "Pass elementwise=True if the update of an element depends on no other element. If it does, or if you are not sure, "
-            "use this optimizer without sharding.",
-        ),
-        (
-            any(group.get("differentiable") for group in groups),
-            "differentiable=True asks for a graph of whole parameters",
-            "Leave differentiable=True out, or use this optimizer without sharding.",
-        ),
-    )
-    for is_refused, reason, remedy in refusals:
-        require(not is_refused, f"{cls.__name__} cannot be sharded: {reason}.", where=_WHERE, remedy=remedy)
-
-
-def _own_methods(cls: type[torch.optim.Optimizer]) -> list[str]:
-    """Returns the public methods that the class has besides torch's, or instead of them, except `step`."""
-    users = [each for each in cls.__mro__ if each not in ELEMENTWISE and each not in (torch.optim.Optimizer, object)]
-    named = {name: value for each in users for name, value in vars(each).items() if not name.startswith("_")}
-    return [f"{name}()" for name, value in named.items() if callable(value) and name != "step"]
-
-
-@contextlib.contextmanager
-def explaining(make: partial[torch.optim.Optimizer], doing: str) -> Iterator[None]:
-    """Context that explains errors of the user's class: it may not expect flat pieces."""
-    try:
-        yield
-    except Exception as error:  # the class may raise anything
-        cls: Any = make.func
-        raise ConfigError(
-            f"{cls.__name__} cannot be sharded: {doing} failed ({type(error).__name__}: {error}).",
-            where=_WHERE,
-            remedy=_PLAIN,
-        ) from error
-
-
-def described(optimizer: torch.optim.Optimizer, defaults: Iterable[str]) -> dict[str, str | int]:
-    """Returns its attributes, these defaults and the settings of its groups as text, and the number of its hooks."""
-    attributes = {
-        name: len(value) if isinstance(value, OrderedDict) else repr(value)
-        for name, value in vars(optimizer).items()
-        if name not in _OF_TORCH
-    }
-    of_defaults = {f"the default of {name}": repr(optimizer.defaults.get(name)) for name in defaults}
-    return {**attributes, **of_defaults} | {
-        f"{name} of group {number}": text
-        for number, group in enumerate(optimizer.param_groups)
-        for name, text in settings_as_text(group).items()
-    }
-
-
-def is_sound(key: str, value: object, param: Tensor) -> bool:
-    """Returns True for an entry of a parameter's state that can be cut into shards."""
-    if isinstance(value, Tensor):
-        return value.dim() == 0 or (value.shape == param.shape and key not in OF_THE_WHOLE)
-    return isinstance(value, int | float | str | None)
-
-
-def _outside_of_state(optimizer: torch.optim.Optimizer) -> dict[str, str | int]:
-    """Returns as text what an optimizer keeps elsewhere than in elements and scalars of states."""
-    params = set(params_of(optimizer))
-    return {
-        **described(optimizer, optimizer.defaults),
-        **{f"state[{key!r}]": repr(value) for key, value in optimizer.state.items() if key not in params},
-        **{
-            f"{key!r} in the state of a part with {param.numel()} elements": repr(value)
-            for param in params
-            for key, value in optimizer.state.get(param, {}).items()
-            if not is_sound(key, value, param)
-        },
-    }
-
-
-def _require_same(optimizer: torch.optim.Optimizer, before: Mapping[str, object], after: Mapping[str, object]) -> None:
-    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     require(
-        not changed,
-        f"{type(optimizer).__name__} cannot be sharded: its step changes {', '.join(changed[:3])}, and "
-        "ShardedOptimizer keeps, moves and saves only numbers and values of elements in the states of parameters.",
-        where=_WHERE,
-        remedy=_PLAIN,
+        cls in ELEMENTWISE or is_vouched_for,
+        f"{cls.__name__} cannot be sharded: Undertow does not know that it updates each element on its own.",
+        where="ShardedOptimizer, which gives each rank a part of a parameter as a flat piece",
+        remedy="Pass elementwise=True if the update of an element depends on no other element. If it does, or if you are "
+        "not sure, use this optimizer without sharding.",
     )
 
 
@@ -246,9 +142,8 @@ def state_of_one_element(
     """Returns the state of a parameter with one element, after one step with the settings of `group`."""
     like = torch.nn.Parameter(torch.zeros(1, dtype=accumulation_dtype(dtype), device=device))
     like.grad = torch.ones_like(like)
-    with explaining(make, "a step on one element, which shows the form of its state,"):
-        optimizer = make([{"params": [like], **copy.deepcopy(hyper_parameters(group))}])
-        private.step_unwatched(optimizer)
+    optimizer = make([{"params": [like], **copy.deepcopy(hyper_parameters(group))}])
+    private.step_unwatched(optimizer)
     state = dict(optimizer.state.get(like, {}))
     return state if like.dtype == dtype else {**state, MASTER: like.detach()}
 

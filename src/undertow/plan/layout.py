@@ -3,8 +3,8 @@
     0             numel        trailer.start                                   storage_numel
     | gradients   | padding    | used | signature | verdict                    |
       one slot                   one    48 bits     last bucket only:
-      per parameter              per                digests of what all ranks must have alike; failed, changed,
-      or piece of one            slot               other-buffers and non-finite ranks, late buckets, busy time of every rank
+      per parameter              per                digests of what all ranks must have alike; failed, changed
+      or piece of one            slot               and non-finite ranks, late buckets, busy time of every rank
 
 Gradients with the first part of the padding are cut into equal shards, one per rank. The end of that part, and the end of the
 storage, are multiples of the number of ranks and of 16 bytes (vector loads).
@@ -145,7 +145,6 @@ class Trailer:
     alike: range  # the bits of a digest for each of ALIKE, as `with_complements` has them, lowest first
     failed: range  # one small number per rank: non-zero if it failed in this step, above 1 to give the reason
     changed: range  # one flag per rank, set if its parameters differ from the plan's
-    buffers: range  # one flag per rank, set if its buffers differ from the ones that were compared
     nonfinite: range  # one flag per rank, set if one of its gradients is not finite
     late: range  # one flag per bucket, set if one of its gradients arrived again after the bucket was sent
     busy: range  # one time per rank in milliseconds, each written by its own rank
@@ -166,7 +165,7 @@ class Trailer:
 def trailer_at(start: int, *, num_slots: int, num_late: int = 0, num_ranks: int = 0) -> Trailer:
     """Lays out a trailer from `start` on; with a verdict for the last bucket of `num_late`, and `num_ranks` ranks."""
     num_alike = 2 * DIGEST_BITS * len(ALIKE) if num_late else 0
-    ends = accumulate((num_slots, 2 * SIGNATURE_BITS, num_alike, *[num_ranks] * 4, num_late, num_ranks), initial=start)
+    ends = accumulate((num_slots, 2 * SIGNATURE_BITS, num_alike, *[num_ranks] * 3, num_late, num_ranks), initial=start)
     names = (field.name for field in fields(Trailer))
     return Trailer(**{name: range(first, stop) for name, (first, stop) in zip(names, pairwise(ends), strict=True)})
 

@@ -135,13 +135,9 @@ class Overlap:
     exposed_us: float  # time that the compute lane waited for it
 
     @property
-    def hidden_us(self) -> float:
-        return max(0.0, self.total_us - self.exposed_us)
-
-    @property
     def fraction(self) -> float | None:
         """Hidden share of the total, 0 to 1; None if nothing was communicated."""
-        return self.hidden_us / self.total_us if self.total_us > 0 else None
+        return max(0.0, 1 - self.exposed_us / self.total_us) if self.total_us > 0 else None
 
 
 def length_us(interval: Interval) -> float:
@@ -172,27 +168,3 @@ def limit_us(ready_us: Sequence[float], wire_us: Sequence[float]) -> float:
     """
     remaining_us = accumulate(reversed(wire_us))
     return max((0.0, *(ready + remaining for ready, remaining in zip(reversed(ready_us), remaining_us, strict=True))))
-
-
-def step_limit_us(record: StepRecord) -> float:
-    """Returns a lower bound of the period of steps with these buckets, in microseconds.
-
-    Gathers may run under backward as well as under the next forward. The bound is the maximum of the step's computation, the
-    link's total wire time, and over all buckets: ready time + wire time, for reduction and gather, of this bucket and all later
-    ones - the time at which the forward reads the last of these. Ready times and reads are counted without waits for parameters.
-    Returns 0 if no parameters are gathered.
-    """
-    if not record.gathers:
-        return 0.0
-    gather_us = {row.bucket: wire_us for row, (_, wire_us) in zip(record.gathers, wires_of(record.gathers), strict=True)}
-    read_us, waited_us = {}, 0.0
-    for row in sorted(record.gathers, key=lambda row: row.waited):
-        read_us[row.bucket] = max(0.0, row.waited[0] - waited_us)
-        waited_us += length_us(row.waited)
-    exposed_us = waited_us + sum(length_us(row.waited) for row in record.buckets)
-    carried_us, last_read_us, limit = 0.0, 0.0, record.step_us - exposed_us
-    for row, (_, wire_us) in zip(reversed(record.buckets), reversed(wires_of(record.buckets)), strict=True):
-        carried_us += wire_us + gather_us.get(row.bucket, 0.0)
-        last_read_us = max(last_read_us, read_us.get(row.bucket, 0.0))
-        limit = max(limit, row.ready_us - waited_us + carried_us - last_read_us)
-    return max(limit, carried_us)

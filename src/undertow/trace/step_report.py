@@ -64,15 +64,13 @@ class StepReport(Shown):
 
     - `forward_ms` and `backward_ms` do not include waits, `rest_ms` is the optimizer and all else until the next forward.
     - `communication_ms` is the time that the link was in use, waits for a rank that sends later included; `exposed_ms` is the
-      time that the compute lane waited for it, `hidden_ms` the rest, and `overlap` the hidden share (None: no communication).
-    - `late_rank_ms` is the part of the exposed time spent waiting for a rank that was slower than this one; `wire_ms` is the part
-      spent waiting for the network.
+      time that the compute lane waited for it, and `overlap` the share of the rest (None: no communication).
+    - `late_rank_ms` is the part of the exposed time spent waiting for a rank that was slower than this one; the rest is spent
+      waiting for the network.
     - `processors_ms` is the time that communication takes from processors: packing in backward, and copies and additions while
       the compute lane waits.
     - `limit_ms` is a lower bound: the earliest time at which the gradients of these buckets, with their ready times, could have
       been reduced. It does not include gathers.
-    - `step_limit_ms` is the shortest step with these buckets if gathers may run at any time after the reduction of the same
-      bucket (0 without gathers).
     """
 
     num_steps: int
@@ -91,9 +89,7 @@ class StepReport(Shown):
     backward_ms: float
     rest_ms: float
     communication_ms: float
-    hidden_ms: float
     exposed_ms: float
-    wire_ms: float
     late_rank_ms: float
     processors_ms: float
     overlap: float | None
@@ -101,7 +97,6 @@ class StepReport(Shown):
     gather_exposed_ms: float
     synchronized_ms: float  # from the start of the step until the last bucket of gradients was reduced
     limit_ms: float
-    step_limit_ms: float
     slowest_rank: int | None
     slowest_share: float = 1.0  # share of the recorded steps with that rank as the slowest
     busy_ms: tuple[float, ...]  # by rank
@@ -133,11 +128,6 @@ class StepReport(Shown):
     def can_narrow(self) -> bool:
         """True if wire_dtype would make every message half as long: of 32 bits, and not sent by a communication hook."""
         return all(bucket.itemsize >= 4 and bucket.sent_bytes >= bucket.num_bytes for bucket in self.buckets)
-
-    @property
-    def gather_overlap(self) -> float | None:
-        """Hidden share of the gathers, 0 to 1; None without gathers."""
-        return max(0.0, 1 - self.gather_exposed_ms / self.gather_ms) if self.gather_ms > 0 else None
 
     @property
     def verdict(self) -> str:
@@ -179,7 +169,6 @@ class StepReport(Shown):
             **{name: getattr(self, name) for name in _SCALARS},
             "sent_mb": self.sent_bytes / 1e6,
             "buckets": len(self.buckets),
-            "limit_ratio": self.synchronized_ms / self.limit_ms if self.limit_ms > 0 else None,
         }
         return {f"undertow/{name}": float(value) for name, value in known.items() if value is not None}
 
@@ -216,8 +205,8 @@ class StepReport(Shown):
 
 # Of the report's fields, those that `scalars` has under their own names.
 _SCALARS = (
-    *("step_ms", "step_p50_ms", "step_p95_ms", "forward_ms", "backward_ms", "rest_ms", "communication_ms", "hidden_ms"),
-    *("exposed_ms", "wire_ms", "late_rank_ms", "processors_ms", "overlap", "gather_ms", "gather_exposed_ms"),
+    *("step_ms", "step_p50_ms", "step_p95_ms", "forward_ms", "backward_ms", "rest_ms", "communication_ms"),
+    *("exposed_ms", "late_rank_ms", "processors_ms", "overlap", "gather_ms", "gather_exposed_ms"),
     *("synchronized_ms", "limit_ms", "slowest_rank", "num_steps", "num_skipped"),
 )
 
@@ -348,7 +337,7 @@ def _step_table(report: StepReport) -> "Table":
     forward, backward, exposed, rest = rounded_to_tenths(
         (report.forward_ms, report.backward_ms, report.exposed_ms, report.rest_ms)
     )
-    worst, slowest = report.worst_bucket, report.slowest_rank
+    worst = report.worst_bucket
     rows: list[tuple[str, int, str]] = [
         (
             "step",
@@ -361,30 +350,18 @@ def _step_table(report: StepReport) -> "Table":
         ("  rest", rest, "optimizer, and all else until the next forward"),
     ]
     if report.overlap is not None:
-        network, late = rounded_to_tenths((report.wire_ms, report.late_rank_ms), total=exposed)
-        rows[4:4] = [
-            ("    the network", network, ""),
-            ("    a late rank", late, f"in this step rank {slowest}" if late else ""),
-        ]
-        hidden, shown = rounded_to_tenths((report.hidden_ms, report.communication_ms - report.hidden_ms))
+        late = min(exposed, round(10 * report.late_rank_ms))
+        rows.insert(4, ("    a late rank", late, f"in this step rank {report.slowest_rank}" if late else ""))
         verdict = (
             f"; {report.verdict}: {report.exposed_ms / report.step_ms:z.1%} of the step is exposed" if report.verdict else ""
         )
-        rows += [("communication", hidden + shown, f"{report.overlap:.0%} hidden{verdict}"), ("  hidden", hidden, "")]
-        if report.gather_overlap is not None:
-            size = f"{sum(gather.num_bytes for gather in report.gathers) / 1e6:.1f} MB"
-            rows.append(("  of it gathers", round(10 * report.gather_ms), f"{size}, {report.gather_overlap:.0%} hidden"))
-        rows += [
-            (
-                "synchronized after",
-                round(10 * report.synchronized_ms),
-                f"synchronized / limit {report.synchronized_ms / report.limit_ms:.3f}" if report.limit_ms > 0 else "",
-            ),
-            ("  limit", round(10 * report.limit_ms), "for these buckets and ready times"),
-        ]
-        if report.step_limit_ms > 0:
-            ratio = report.step_ms / report.step_limit_ms
-            rows.append(("limit of the step", round(10 * report.step_limit_ms), f"step / limit of the step {ratio:.3f}"))
+        rows.append(("communication", round(10 * report.communication_ms), f"{report.overlap:.0%} hidden{verdict}"))
+        if report.gathers:
+            megabytes = sum(gather.num_bytes for gather in report.gathers) / 1e6
+            note = f"{megabytes:.1f} MB; {report.gather_exposed_ms:.1f} ms exposed"
+            rows.append(("  of it gathers", round(10 * report.gather_ms), note))
+        note = f"limit {report.limit_ms:.1f}: not earlier with these buckets"
+        rows.append(("synchronized after", round(10 * report.synchronized_ms), note))
     table = _table("ms", note="notes", first="part")
     for name, tenths, note in rows:
         table.add_row(name, f"{tenths / 10:.1f}", note)

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from undertow.plan import Plan
-from undertow.trace.record import BucketRecord, StepRecord, length_us, limit_us, overlap_of, step_limit_us, union_us, wires_of
+from undertow.trace.record import BucketRecord, StepRecord, length_us, limit_us, overlap_of, union_us, wires_of
 from undertow.trace.step_report import BucketReport, GatherReport, StepReport
 
 _MS = 1e-3  # milliseconds in a microsecond
@@ -34,7 +34,7 @@ def summarize(
     record, times = _typical(
         records or [StepRecord(step=0, rank=rank, step_us=0.0, forwards=(), backwards=(), buckets=(), busy_ms=())]
     )
-    communication_ms, exposed_ms = times["communication_ms"], times["exposed_ms"]
+    trace = record.trace()
     steps_ms = sorted(it.step_us * _MS for it in records) or [0.0]
     return StepReport(
         num_steps=len(records),
@@ -46,10 +46,8 @@ def summarize(
         step=record.step,
         step_p50_ms=median(steps_ms),
         step_p95_ms=steps_ms[ceil(0.95 * len(steps_ms)) - 1],
-        rest_ms=max(0.0, times["step_ms"] - times["forward_ms"] - times["backward_ms"] - exposed_ms),
-        hidden_ms=max(0.0, communication_ms - exposed_ms),
-        wire_ms=max(0.0, exposed_ms - times["late_rank_ms"]),
-        overlap=max(0.0, 1 - exposed_ms / communication_ms) if communication_ms > 0 else None,
+        rest_ms=max(0.0, times["step_ms"] - times["forward_ms"] - times["backward_ms"] - times["exposed_ms"]),
+        overlap=overlap_of(trace).fraction,
         slowest_rank=_slowest(record),
         slowest_share=[*map(_slowest, records)].count(_slowest(record)) / max(1, len(records)),
         busy_ms=record.busy_ms,
@@ -60,7 +58,7 @@ def summarize(
             GatherReport(bucket=row.bucket, num_bytes=row.num_bytes, **_row_ms(row, wire_us))
             for row, (_, wire_us) in zip(record.gathers, wires_of(record.gathers), strict=True)
         ),
-        events=record.trace().events,
+        events=trace.events,
         **times,
     )
 
@@ -100,7 +98,6 @@ def _times_ms(record: StepRecord) -> dict[str, float]:
         "limit_ms": limit_us(
             [bucket.ready_us for bucket in record.buckets], [wire_us for _, wire_us in wires_of(record.buckets)]
         ),
-        "step_limit_ms": step_limit_us(record),
     }
     times_ms = {name: time_us * _MS for name, time_us in times_us.items()}
     behind_ms = max(record.busy_ms) - record.busy_ms[record.rank] if record.busy_ms else 0.0

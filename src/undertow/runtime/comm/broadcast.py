@@ -49,15 +49,15 @@ _Values = list[tuple[_Item, Tensor]]  # items with their new values
 
 
 class CommonBuffers:
-    """The buffers that every rank has, as of the ranks' last comparison.
+    """The buffers that every rank has: those that the ranks compared when the model was wrapped, or its parameters changed.
 
     Only these are sent, whatever has changed in a rank's module since. Otherwise ranks would wait for each other forever or
-    confuse two buffers. A buffer that was added later is left alone. If a buffer's shape or dtype has changed, its last tensor is
-    sent, until all ranks have new buffers and compare them.
+    confuse two buffers. A buffer that was added later is left alone, and so is one of another shape or dtype: its last tensor is
+    sent instead.
     """
 
-    def __init__(self, places: Sequence[Place] = (), tables: Sequence[MutableMapping[str, Tensor | None]] = ()) -> None:
-        """`places` are of all buffers to synchronize; `tables` are the buffer tables of all modules, which may grow."""
+    def __init__(self, places: Sequence[Place] = ()) -> None:
+        """`places` are of all buffers to synchronize."""
         found: dict[Tensor, list[Place]] = defaultdict(list)  # tensors are keys by identity
         for place in places:
             tensor = place[0].get(place[1])
@@ -71,21 +71,6 @@ class CommonBuffers:
         for items in sharing.values():
             for item in items:
                 item.overlaps = len(items) > 1
-        self.tables = tables
-        self._places = places
-        self.accept()
-
-    def are_others(self) -> bool:
-        """True if the number or kind of the buffers has changed since they were last accepted."""
-        return self._kinds() != self._known
-
-    def accept(self) -> None:
-        """Accepts the current buffers as unchanged, although the new ones are not sent."""
-        self._known, self.is_empty = self._kinds(), not any(self.tables)
-
-    def _kinds(self) -> list[object]:
-        present = (table.get(key) for table, key, _ in self._places)
-        return [*map(len, self.tables), *(buffer if buffer is None else _kind(buffer) for buffer in present)]
 
     def now(self) -> list[_Item]:
         """Returns the current buffers, or an earlier one if the current one has another shape or dtype, or is gone.

@@ -287,7 +287,7 @@ class Executor:
 
     def _must_read_now(self, bucket: LiveBucket, result: RoundResult) -> bool:
         """On a device, reading makes the host wait: only if this rank needs to know, and while habits are learned."""
-        needs_to_know = bool(result.unused[bucket.layout.index]) or result.round.has_other_buffers
+        needs_to_know = bool(result.unused[bucket.layout.index])
         return needs_to_know or result.round.is_read_at_once or self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
 
     def _reduce(self, bucket: LiveBucket, values: Sequence[Tensor]) -> list[Handle]:
@@ -318,7 +318,6 @@ class Executor:
             has_failed=result.has_failed,
             has_taken=bool(result.taken),
             has_changed=result.round.kind is RoundKind.RETIRE,
-            has_other_buffers=result.round.has_other_buffers,
             late_buckets=[bucket.layout.index for bucket in self.buckets if bucket.binding.catch_late()] if has_late else (),
             busy_ms=self._recorder.busy_ms(),
             alike=result.round.alike,

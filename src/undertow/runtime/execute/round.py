@@ -36,7 +36,6 @@ class Round:
     mode: int | None = 0  # must be the same on every rank; None on a rank that accepts the mode of the others
     rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
     op: str | None = None  # of a reduction by hand, if it is not the mean
-    has_other_buffers: bool = False  # buffers differ from the compared ones
     settings: Settings = ()  # with which optimizers have stepped since the last synchronization
     loaded: int = 0  # digest of parameters that `load_state_dict` has changed here; 0 without any
     alike: Sequence[int | None] = (None,) * len(ALIKE)  # a digest for each; None accepts the others'

@@ -23,7 +23,6 @@ class Verdict:
     rank: int
     has_failed: bool
     has_changed: bool  # the parameters differ from the plan's
-    has_other_buffers: bool  # other buffers than at the last comparison
     late_buckets: Sequence[int]
     busy_ms: float  # since this rank finished the previous synchronization
     alike: Sequence[int | None] = ()  # a digest for each of ALIKE, or nothing yet; None accepts the others'
@@ -40,7 +39,6 @@ class Reading:
     failed_ranks: tuple[int, ...] = ()
     taken_ranks: tuple[int, ...] = ()  # among these, ranks on which a gradient was gone when its bucket left
     changed_ranks: tuple[int, ...] = ()
-    other_buffers_ranks: tuple[int, ...] = ()
     late_buckets: tuple[int, ...] = ()
     nonfinite: frozenset[int] = frozenset()  # positions of gradients with an infinity or NaN on some rank
     nonfinite_ranks: tuple[int, ...] = ()
@@ -90,7 +88,7 @@ class TrailerCodec:
         trailer = self._storage.trailer[0].copy_(self._mine)
         if verdict is None:
             return
-        if verdict.has_taken or verdict.has_failed or verdict.has_changed or verdict.has_other_buffers or verdict.late_buckets:
+        if verdict.has_taken or verdict.has_failed or verdict.has_changed or verdict.late_buckets:
             self._report(verdict, trailer)
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
@@ -136,7 +134,6 @@ class TrailerCodec:
             failed_ranks=_indices(flags[places["failed"]]),
             taken_ranks=_indices(are_taken.tolist()),
             changed_ranks=_indices(flags[places["changed"]]),
-            other_buffers_ranks=_indices(flags[places["buffers"]]),
             late_buckets=_indices(flags[places["late"]]),
             nonfinite=frozenset(_indices(trailer[places["used"]].isnan().tolist())),
             nonfinite_ranks=_indices(flags[places["nonfinite"]]),
@@ -158,7 +155,6 @@ class TrailerCodec:
         # Not into `_mine`: reports that are the same on all ranks must still be read.
         trailer[places["failed"]][rank] = 2 if verdict.has_taken else verdict.has_failed
         trailer[places["changed"]][rank] = verdict.has_changed
-        trailer[places["buffers"]][rank] = verdict.has_other_buffers
         trailer[places["late"]][list(verdict.late_buckets)] = 1
 
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import ParamSpec
 from undertow.runtime.comm.agreement import Agreement
-from undertow.runtime.comm.broadcast import CommonBuffers, why_not_sent
+from undertow.runtime.comm.broadcast import CommonBuffers, Place, why_not_sent
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.gradients.storage import spec_of
 from undertow.runtime.torch_private import private, tables
@@ -253,17 +253,17 @@ class ModuleParams:
     def compare(
         self,
         group: OwnGroup,
-        specs: Sequence[ParamSpec] = (),
-        params: Sequence[Tensor] = (),
-        settings: dict[str, Any] | None = None,
+        specs: Sequence[ParamSpec],
+        params: Sequence[Tensor],
+        settings: dict[str, Any],
         *,
-        new: Sequence[str] = (),
+        new: Sequence[str],
     ) -> Agreement:
-        """Starts to compare on all ranks these parameters and settings, and always frozen parameters and buffers."""
+        """Starts to compare on all ranks these parameters and settings, frozen parameters and buffers."""
         buffers = [(name, it) for name, it in tables.named_buffers(self._present_module) if name not in self._ignored]
         return Agreement(
             group,
-            settings=settings or {},
+            settings=settings,
             params=[_description(spec, param) for spec, param in zip(specs, params, strict=True)],
             others=[
                 *(_description(spec_of(name, param), param) for name, param in self.frozen()),
@@ -275,9 +275,11 @@ class ModuleParams:
     def ranks_agree(self) -> None:
         """Records that all ranks have the same buffers and frozen parameters as this one now."""
         self.common_frozen = self.frozen()
-        owned = {prefix: tables.own_buffers(part) for prefix, part in tables.named_modules(self._present_module)}
-        places = [(table, key, tables.joined(prefix, key)) for prefix, table in owned.items() for key in table]
-        self.common_buffers = CommonBuffers([place for place in places if place[2] not in self._ignored], list(owned.values()))
+        places: list[Place] = []
+        for prefix, part in tables.named_modules(self._present_module):
+            table = tables.own_buffers(part)
+            places += [(table, key, tables.joined(prefix, key)) for key in table]
+        self.common_buffers = CommonBuffers([place for place in places if place[2] not in self._ignored])
 
     @property
     def _present_module(self) -> nn.Module:

@@ -283,13 +283,6 @@ class CurrentPlan:
         if self.now.compiled.sharding is not None:
             self.now.compiled.sharding.gathers.wait_for_all()
 
-    @property
-    def has_other_buffers(self) -> bool:
-        """True if this rank's buffers differ from those that the ranks have compared."""
-        common = self.members.common_buffers
-        is_usual = common.is_empty and not any(common.tables)  # tested first, because this runs in every round
-        return not is_usual and self._config.buffers != "off" and common.are_others()
-
     def require_changed_alike(self, result: RoundResult) -> None:
         """Raises PlanMismatch, on every rank, if the parameters have changed on some ranks only."""
         now, change = self.now.compiled, self.change

@@ -52,10 +52,6 @@ class Finding:
         ranks = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "some rank"
         return f"{gradients} {_listed(list(map(repr, self.params)))} {verb} not finite (NaN or Inf) on {ranks}."
 
-    def covers(self, other: Finding) -> bool:
-        """Returns True if `other` is a part of it."""
-        return set(self.params) >= set(other.params) and set(self.ranks) >= set(other.ranks)
-
     def error(self) -> NonFiniteGradient:
         """Returns a new error each time."""
         return NonFiniteGradient(self.what, where=self.where, remedy=_NOT_TAKEN)
@@ -67,7 +63,7 @@ class Finding:
 
 
 class NonFinite:
-    """Keeps the finding of the last synchronization, and acts on it by `policy`: "raise", "skip", "warn" or "ignore".
+    """Keeps the finding of the last synchronization, and acts on it by `policy`: "raise", "skip" or "ignore".
 
     It acts at the optimizer's step, because a GradScaler makes gradients overflow on purpose and does not step on them. `look`
     checks there the gradients that no synchronization has seen. `fails_others` makes the ranks that do not hold these experts
@@ -83,17 +79,16 @@ class NonFinite:
         self._rank = rank
         self._names = names  # of the ranks
         self._look = look
-        self._num_told = 0
         self._finding: Finding | None = None
         self._is_judged = False  # an optimizer has stepped, or skipped, on it
 
     def round_ends(self, result: RoundResult, plan: Plan) -> None:
         """Takes over a synchronization's findings. Earlier findings count as long as they are part of the sum."""
+        if result.keeps_earlier and self._finding is not None and not self._is_judged:
+            return  # what was found first comes back from every rank, with the mean of the earlier synchronization
         if result.nonfinite and not result.has_failed:
-            found = _finding_of(result, plan, self._names)
-            # If a step synchronizes several times, the mean of an earlier synchronization returns from every rank.
-            is_echo = self._finding is not None and not self._is_judged and found.covers(self._finding)
-            self._finding, self._is_judged = self._finding if is_echo else found, False
+            self._finding = _finding_of(result, plan, self._names)
+            self._is_judged = False
         elif not result.keeps_earlier:
             self._finding = None
 
@@ -105,17 +100,17 @@ class NonFinite:
         finding = self._finding or self._look()
         if finding is None:
             return False
-        is_first, self._is_judged = self._finding is None or not self._is_judged, True
+        is_counted = self._finding is not None and self._is_judged
+        self._is_judged = True
         if self._policy == "raise":
             if self.fails_others is None:
                 raise finding.error()
             self.fails_others(finding.fault)
             raise finding.fault.error(finding.where)
-        is_skipped = self._policy == "skip"
-        self.num_skipped += is_first and is_skipped
-        if is_first:
-            self._tell(finding, "The step is skipped on every rank." if is_skipped else "The step is taken.")
-        return is_skipped
+        if not is_counted:
+            self.num_skipped += 1
+            self._tell(finding)
+        return True
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Returns other arguments for a plain optimizer's step, if needed; the optimizer itself is the first of `args`."""
@@ -137,12 +132,11 @@ class NonFinite:
 
         return ((args[0], judged, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": judged})
 
-    def _tell(self, finding: Finding, follows: str) -> None:
+    def _tell(self, finding: Finding) -> None:
         """Warns on rank 0, the first, second, fourth time and so on: a run that diverges would print nothing else."""
-        self._num_told += 1
-        if self._rank == 0 and self._num_told & (self._num_told - 1) == 0:
-            times = "" if self._num_told == 1 else f" Steps like this so far: {self._num_told}."
-            faults.tell(f"{finding.what} {follows}{times}\n  {finding.where}")
+        if self._rank == 0 and self.num_skipped.bit_count() == 1:
+            times = "" if self.num_skipped == 1 else f" Steps like this so far: {self.num_skipped}."
+            faults.tell(f"{finding.what} The step is skipped on every rank.{times}\n  {finding.where}")
 
 
 def _finding_of(result: RoundResult, plan: Plan, names: Sequence[int]) -> Finding:

@@ -296,7 +296,6 @@ class RoundRunner:
             is_last=this.is_last,
             not_arrived=self._not_arrived,
             arrivals=hooks.arrivals,
-            has_other_buffers=this.is_synchronized and current_plan.has_other_buffers,
             is_read_at_once=(hooks.tuning is not None and hooks.tuning.is_about_to_communicate)
             or bool(loaded)
             or (self.checks.are_on and self.checks.must_be_read(progress.num_rounds)),

@@ -108,7 +108,7 @@ def test_a_scheduler_does_not_take_a_skipped_step_for_none() -> None:
 def test_a_step_with_found_inf_is_the_scalers() -> None:
     optimizer = sgd()
     optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]  # as torch's GradScaler does
-    assert not any(numbers(policy, is_found=True).skips(optimizer) for policy in ("raise", "skip", "warn"))
+    assert not any(numbers(policy, is_found=True).skips(optimizer) for policy in ("raise", "skip"))
 
 
 def test_what_was_found_counts_until_a_round_that_does_not_add_to_it() -> None:
@@ -123,7 +123,7 @@ def test_what_was_found_counts_until_a_round_that_does_not_add_to_it() -> None:
 
 def test_the_first_of_several_rounds_of_a_step_is_named() -> None:
     optimizer, judge = sgd(), numbers("raise", is_found=True)
-    judge.round_ends(a_round(True, number=5, ranks=(0, 1)), PLAN)  # the mean of the one before, and what is new
+    judge.round_ends(a_round(True, number=5, ranks=(0, 1), keeps_earlier=True), PLAN)  # with the mean of the one before
     text = "the gradient of 'weight' is not finite (NaN or Inf) on rank 1.\n  synchronization 4, bucket 0\n"
     assert text_of(NonFiniteGradient, lambda: judge.skips(optimizer)).startswith(text)
     judge.round_ends(a_round(True, number=6), PLAN)
