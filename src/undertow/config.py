@@ -87,8 +87,7 @@ class SyncConfig:
             model. If several sizes are given, they apply to the first buckets one after another;
             the last size holds for all that follow.
         order: The expected order of gradients: "observed" (the order of rank 0's first
-            backward; reverse registration until then), "reverse" (of registration) or
-            "largest_first".
+            backward; reverse registration until then) or "reverse" (of registration).
         plan: A plan to pin: the path of a file written by `save_plan`, its text, or a `Plan`. It is
             stored as text. It overrides `bucket_cap_mb`, `order` and `auto_tune`.
         auto_tune: True adapts the plan to measurements of the run: ready times of gradients and
@@ -150,7 +149,7 @@ class SyncConfig:
 
     strategy: Literal[None, "ddp", "zero1", "zero2", "hybrid"] = None
     bucket_cap_mb: float | tuple[float, ...] | None = None
-    order: Literal["observed", "reverse", "largest_first"] = "observed"
+    order: Literal["observed", "reverse"] = "observed"
     plan: str | os.PathLike[str] | HasJson | None = None
     auto_tune: bool = True
     overlap: bool = True

@@ -81,7 +81,7 @@ OF_EVERY_KIND = {
         f"{order} order, whatever order gradients arrive in": Program(
             events="zero, forward 012|210, backward, step, zero, forward 210|120, backward, step", settings={"order": order}
         )
-        for order in ("observed", "reverse", "largest_first")
+        for order in ("observed", "reverse")
     },
 }
 

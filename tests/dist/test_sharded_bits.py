@@ -34,7 +34,6 @@ PLANS: list[dict[str, Any]] = [
     SMALL,
     {"bucket_cap_mb": 1e-3, "order": "reverse"},
     {"bucket_cap_mb": (1e-4, 1e-3)},
-    {"order": "largest_first", "bucket_cap_mb": 5e-4},
     {"bucket_cap_mb": None},
     {},
 ]

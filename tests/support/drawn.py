@@ -48,7 +48,7 @@ class Drawing:
         settings = {
             "reduction": self.chance.choice(["ordered", "native"]),
             "op": {"by ranks": "mean", "by weights": "weighted", "by nothing": "sum"}[self.divides],
-            "order": self.chance.choice(["observed", "reverse", "largest_first"]),
+            "order": self.chance.choice(["observed", "reverse"]),
             "overlap": self.likely(0.8),
             "average_in_collective": self.likely(0.8),
             "nonfinite": "skip",

@@ -50,7 +50,7 @@ def test_defaults() -> None:
     "settings",
     [
         {},
-        {"strategy": "ddp", "bucket_cap_mb": 4.5, "order": "largest_first", "overlap": False},
+        {"strategy": "ddp", "bucket_cap_mb": 4.5, "order": "reverse", "overlap": False},
         {"bucket_cap_mb": math.inf, "order": "reverse", "buffers": "off", "ignore": ("a", "b.c"), "record": "full"},
         {"plan": '{"format": 1}', "average_in_collective": False, "buffers": "mean", "record": "off"},
         {"bucket_cap_mb": (0.5, 2)},
@@ -104,7 +104,7 @@ CHOICES = {
     "strategy": (["ddp2"], "None, 'ddp', 'zero1', 'zero2', 'hybrid'"),
     "reduce_dtype": (["float64"], "None, 'float32'"),
     "wire_dtype": (["fp8", 16], "None, 'bfloat16', 'float16'"),
-    "order": (["random"], "'observed', 'reverse', 'largest_first'"),
+    "order": (["random"], "'observed', 'reverse'"),
     "overlap": ([1, "yes"], "True, False"),
     "average_in_collective": ([None], "True, False"),
     "auto_tune": ([None], "True, False"),

@@ -244,18 +244,12 @@ REVERSE = {
         ),
         pytest.param(first(order="observed", bucket_cap_mb=6), REVERSE[6], id="before anything is observed"),
         pytest.param(first(order="reverse"), REVERSE[1], id="without a cap the size of the model chooses"),
-        pytest.param(first(order="largest_first", bucket_cap_mb=5), [(2,), (0, 3), (1,), (4,)], id="largest first goes by size"),
         pytest.param(as_observed(bucket_cap_mb=4), [(1,), (4, 3), (0,), (2,)], id="an observed order"),
         pytest.param(as_observed(bucket_cap_mb=(1, 3, 7)), [(1,), (4, 3), (0, 2)], id="an observed order by several caps"),
         pytest.param(
             first([spec("rows", 9 * MIB, is_sparse=True), *PARAMS], order="reverse", bucket_cap_mb=100),
             [(5,), (4, 3, 2, 1), (0,)],
             id="sparse parameters take no room under the caps",
-        ),
-        pytest.param(
-            first(bucket_cap_mb=2, order="largest_first", splits=True),
-            [*pieces(2, (0, 2, 5, 8)), *pieces(0, (0, 3, 6)), (3,), (1,), (4,)],
-            id="a first plan in pieces",
         ),
         pytest.param(
             as_observed(bucket_cap_mb=2, splits=True),
@@ -333,7 +327,7 @@ def mixed() -> list[ParamSpec]:
     ("params", "settings", "num_ranks", "fingerprint"),
     [
         (mixed(), {}, 2, "ca978164"),
-        (mixed(), {"bucket_cap_mb": (1, 2, 5), "order": "largest_first"}, 3, "cee1a814"),
+        (mixed(), {"bucket_cap_mb": (1, 2, 5)}, 3, "f3bfd203"),
     ],
 )
 def test_plans_of_whole_parameters_stay_what_they_were(
