@@ -57,8 +57,6 @@ class Conditions:
             busy; 0 to below 1.
         launch_us: Microseconds of computing time that a rank needs to launch one collective.
         copy_us_per_mb: Microseconds of computing time that a rank needs to copy a megabyte into a bucket.
-        rank: The rank whose record is returned. Ranks are sorted: 0 is the fastest and shows all
-            waiting, for the network and for other ranks.
 
     Raises:
         ConfigError: For impossible values.
@@ -69,7 +67,6 @@ class Conditions:
     contention: float | None = None
     launch_us: float | None = None
     copy_us_per_mb: float | None = None
-    rank: int = 0
 
     def __post_init__(self) -> None:
         for name, (limit, least_impossible, remedy) in _LIMITS.items():
@@ -80,12 +77,6 @@ class Conditions:
                 where=_WHERE,
                 remedy=remedy,
             )
-        require(
-            self.rank >= 0,
-            f"rank {self.rank} does not exist.",
-            where=_WHERE,
-            remedy="Ranks count from 0, the fastest.",
-        )
 
     def of(self, profile: Profile) -> dict[str, float]:
         """Returns the numbers by name, with the values of `profile` and of `DEFAULTS` for None."""
@@ -118,10 +109,11 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
         conditions: None is `Conditions()`.
 
     Returns:
-        The record of `conditions.rank`, as training would have recorded it.
+        The record of the fastest rank, which shows all waiting, for the network and for other
+        ranks; as training would have recorded it.
 
     Raises:
-        ConfigError: If the plan is for another model, or if `conditions.rank` is not in the plan.
+        ConfigError: If the plan is for another model.
 
     ```python
     from undertow.schedule import ZERO1
@@ -136,12 +128,6 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
         "the plan is for other parameters than the profile.",
         where=f"the plan has {len(plan.params)} parameters, the profile {len(profile.params)}",
         remedy="Make the plan from the parameters of this profile.",
-    )
-    require(
-        conditions.rank < plan.num_ranks,
-        f"rank {conditions.rank} does not exist.",
-        where=_WHERE,
-        remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}.",
     )
     return _Step(profile, plan, strategy, costs, conditions).run()
 
@@ -194,13 +180,17 @@ class _Step:
     """Issues the ops of one step, from the end of the previous step's last bucket to the end of this step's."""
 
     def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
-        self._profile = profile = _without_packing(profile)
+        profile = _without_packing(profile)
+        self._profile = profile
         self._plan = plan
         effects = (conditions if plan.num_ranks > 1 else IDEAL).of(profile)
-        self._conditions = replace(conditions, launch_us=effects["launch_us"], copy_us_per_mb=effects["copy_us_per_mb"])
+        self._overlaps = conditions.overlap
+        self._launch_us = effects["launch_us"]
+        self._copy_us_per_mb = effects["copy_us_per_mb"]
         self._uses = _uses(profile, plan)
-        num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets], strategy.gather: _gathered_bytes(plan)}
-        self._num_bytes = {kind: sizes for kind, sizes in num_bytes.items() if kind is not None}
+        self._num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets]}
+        if strategy.gather is not None:
+            self._num_bytes[strategy.gather] = _gathered_bytes(plan)
         self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
         self._schedule = lower_data_parallel(
             len(plan.buckets),
@@ -226,7 +216,7 @@ class _Step:
         self._issue(releases.happen(releases.join))
         return StepRecord(
             step=0,
-            rank=self._conditions.rank,
+            rank=0,
             # Ranks begin their forwards at different times, but the last bucket ends on all of them at once.
             step_us=self._now_us - start_us,
             forwards=((0.0, forward_stop_us - begin_us),),
@@ -238,9 +228,8 @@ class _Step:
 
     @property
     def _now_us(self) -> float:
-        """Time of the recorded rank."""
-        times_us = self._clocks.now_us
-        return float(times_us[min(self._conditions.rank, len(times_us) - 1)])
+        """Time of the recorded rank, the fastest one."""
+        return float(self._clocks.now_us[0])
 
     def _update(self) -> float:
         """Runs the optimizer and launches the gathers. Returns when the forward begins."""
@@ -250,7 +239,7 @@ class _Step:
                 self._ready_us[op.bucket or 0] = self._now_us
                 self._issue([op])
         begin_us = self._now_us
-        if not self._conditions.overlap:
+        if not self._overlaps:
             for bucket in self._gathers:
                 self._wait(self._gathers, bucket)
         return begin_us
@@ -258,7 +247,7 @@ class _Step:
     def _forward(self) -> None:
         computed_us = 0.0
         for bucket, used_us in self._uses:
-            if bucket in self._gathers and self._conditions.overlap:
+            if bucket in self._gathers and self._overlaps:
                 self._clocks.compute(used_us - computed_us)
                 computed_us = used_us
                 self._wait(self._gathers, bucket)
@@ -288,7 +277,7 @@ class _Step:
             match op.kind:
                 case OpKind.PACK:
                     self._ready_us[bucket] = self._now_us
-                    self._clocks.compute((self._conditions.copy_us_per_mb or 0.0) * self._plan.buckets[bucket].num_bytes / 1e6)
+                    self._clocks.compute(self._copy_us_per_mb * self._plan.buckets[bucket].num_bytes / 1e6)
                 case OpKind.BIND:
                     self._wait(self._reductions, bucket)
                 case OpKind.ALL_GATHER:
@@ -297,11 +286,11 @@ class _Step:
                 case reduction if reduction in self._num_bytes:
                     self._reductions[bucket] = self._send(op)
                 case _:  # the second half of a hybrid reduction, whose cost the first half includes
-                    self._clocks.compute(self._conditions.launch_us or 0.0)
+                    self._clocks.compute(self._launch_us)
 
     def _send(self, op: Op) -> BucketRecord:
         bucket, launched_us = op.bucket or 0, self._now_us
-        self._clocks.compute(self._conditions.launch_us or 0.0)
+        self._clocks.compute(self._launch_us)
         return BucketRecord(
             bucket=bucket,
             num_bytes=self._num_bytes[op.kind][bucket],

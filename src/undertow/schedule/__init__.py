@@ -2,7 +2,7 @@
 
 from undertow.schedule.lower import lower_accumulation, lower_data_parallel
 from undertow.schedule.op import Buffer, Op, OpKind, Schedule
-from undertow.schedule.strategies import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, Placement, Strategy, strategy_named
+from undertow.schedule.strategies import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, Strategy, strategy_named
 from undertow.schedule.tracker import Arrivals, Releases
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Buffer",
     "Op",
     "OpKind",
-    "Placement",
     "Releases",
     "Schedule",
     "Strategy",
