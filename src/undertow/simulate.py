@@ -185,8 +185,7 @@ class _Step:
         self._plan = plan
         effects = (conditions if plan.num_ranks > 1 else IDEAL).of(profile)
         self._overlaps = conditions.overlap
-        self._launch_us = effects["launch_us"]
-        self._copy_us_per_mb = effects["copy_us_per_mb"]
+        self._effects = effects
         self._uses = _uses(profile, plan)
         self._num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets]}
         if strategy.gather is not None:
@@ -277,7 +276,7 @@ class _Step:
             match op.kind:
                 case OpKind.PACK:
                     self._ready_us[bucket] = self._now_us
-                    self._clocks.compute(self._copy_us_per_mb * self._plan.buckets[bucket].num_bytes / 1e6)
+                    self._clocks.compute(self._effects["copy_us_per_mb"] * self._plan.buckets[bucket].num_bytes / 1e6)
                 case OpKind.BIND:
                     self._wait(self._reductions, bucket)
                 case OpKind.ALL_GATHER:
@@ -286,11 +285,11 @@ class _Step:
                 case reduction if reduction in self._num_bytes:
                     self._reductions[bucket] = self._send(op)
                 case _:  # the second half of a hybrid reduction, whose cost the first half includes
-                    self._clocks.compute(self._launch_us)
+                    self._clocks.compute(self._effects["launch_us"])
 
     def _send(self, op: Op) -> BucketRecord:
         bucket, launched_us = op.bucket or 0, self._now_us
-        self._clocks.compute(self._launch_us)
+        self._clocks.compute(self._effects["launch_us"])
         return BucketRecord(
             bucket=bucket,
             num_bytes=self._num_bytes[op.kind][bucket],

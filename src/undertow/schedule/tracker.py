@@ -1,6 +1,6 @@
 """Tracks one synchronization: which gradients are ready, which buckets are full, and which ops of the schedule that releases.
 
-The runtime and the simulator share it.
+The runtime and the simulator share `Releases`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import Any
 
@@ -246,18 +245,20 @@ class Releases:
 
     def happen(self, op_ids: tuple[int, ...]) -> list[Op]:
         """Marks one of `fills`, `end` or `join` as happened; returns the ops that this releases, in the order to issue them."""
-        released: list[Op] = []
         num_blockers = self._num_blockers
-        # By id, so that a bucket is launched before the next one is packed.
-        waiting = [op_id for op_id in op_ids if op_id not in self._happened]
-        self._happened.update(waiting)
-        heapify(waiting)
+        # No comprehensions: each would be a frame in every step.
+        waiting: list[int] = []
+        for op_id in op_ids:
+            if op_id not in self._happened:
+                self._happened.add(op_id)
+                waiting.append(op_id)
+        released: list[int] = []
         while waiting:
-            done = heappop(waiting)
-            if num_blockers[done] == 0:
-                released.append(self._ops[done])
-            for successor in self._successors[done]:
+            for successor in self._successors[waiting.pop()]:
                 num_blockers[successor] -= 1
                 if num_blockers[successor] == 0:
-                    heappush(waiting, successor)
-        return released
+                    waiting.append(successor)
+                    released.append(successor)
+        # By id, so that a bucket is launched before the next one is packed.
+        released.sort()
+        return list(map(self._ops.__getitem__, released))
