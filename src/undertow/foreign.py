@@ -6,8 +6,6 @@ Everything that is shown passes through `printable`: in a terminal, an error, a 
 import json
 import math
 import unicodedata
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 MOST_LEVELS = 100  # of nested lists and objects; readers of a value may recurse once per level
@@ -25,20 +23,22 @@ def printable_lines(text: str) -> str:
 
 
 def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for name, count in Counter(name for name, _ in pairs).items():
-        if count > 1:
-            raise ValueError(f"{name!r} is given twice")
-    return dict(pairs)
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is given twice")
+    return found
 
 
-def parsed_json(text: str | bytes, *, object_of: Callable[[list[tuple[str, Any]]], Any] = _as_object) -> Any:
+def parsed_json(text: str | bytes) -> Any:
     """Parses a JSON text, in UTF-8 if it is bytes. Raises ValueError, and nothing else, for any other text.
 
-    A name that an object gives twice is an error, unless `object_of` builds a value from its pairs. NaN and Infinity are read as
-    numbers, as Python writes them.
+    A name that an object gives twice is an error. NaN and Infinity are read as numbers, as Python
+    writes them.
     """
     try:
-        value = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, object_pairs_hook=object_of)
+        value = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, object_pairs_hook=_as_object)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     level = [value]

@@ -5,43 +5,41 @@ Profiles are written by `Profile.save` or by hand: every error names the field o
 
 import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from reprlib import repr as brief
-from statistics import median_low
 from typing import Any
 
 from undertow.cost import COLLECTIVES, CostCurve, MeasuredCosts
 from undertow.errors import ConfigError, require, suggestion
 from undertow.foreign import as_float, parsed_json
-from undertow.plan import GroupEntry, ParamSpec, Piece, Plan, StepTiming, plan_from_groups
+from undertow.plan import Groups, ParamSpec, Plan, StepTiming, plan_from_groups
 from undertow.plan.layout import ITEMSIZES, MOST
 from undertow.plan.plan import member_from_json, member_to_json
 from undertow.schedule import strategy_named
 
 __all__ = ["Profile", "profile_from_file", "profile_from_json"]
 
-FORMAT_FIELD, FORMAT = "undertow_profile", 1  # the first entry of a file, and the version of the format
+FORMAT_FIELD, FORMAT = "undertow_profile", 1  # the first entry of a file, and the format's version
+# The fields with numbers, and the largest value that a simulation can use.
+_TIMES = dict.fromkeys(("forward_us", "backward_us", "update_us"), math.inf)
+_NUMBERS = {
+    "step_us": math.inf,
+    "launch_us": math.inf,
+    "copy_us_per_mb": math.inf,
+    "skew": 0.2,
+    "spread": math.inf,
+    "contention": 0.99,
+}
 _REQUIRED = (FORMAT_FIELD, "backward_us", "params")
-_TEXTS = ("name", "strategy")
-_TIMES = ("forward_us", "backward_us", "update_us", "step_us")
-# Of the run: a rank's computing time per collective and per megabyte of a bucket, the standard deviation of computing times
-# between ranks, and of steps, both relative, and the share of its speed that computation loses to communication.
-EFFECTS = ("launch_us", "copy_us_per_mb", "skew", "spread", "contention")
-FIELDS = (*_REQUIRED, *_TEXTS, "forward_us", "update_us", "step_us", "num_ranks", *EFFECTS, "costs", "buckets")
-_RENAMED = {"costs": "curves", "buckets": "groups"}  # fields of a file with another name in a Profile
-_TABLE_FIELDS = ("name", "shape", "bytes", "dtype", "device", "sparse")
-PARAM_FIELDS = ("name", "ready_us", *_TABLE_FIELDS[1:], "backward_us")  # all parameters have the last one, instead of ready_us
-_LINE = ("alpha_us", "beta_us_per_mb")  # a cost curve that is a line
-_EXPECTED = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+FIELDS = (
+    *_REQUIRED,
+    *("name", "strategy", "forward_us", "update_us", "num_ranks", *_NUMBERS, "costs", "buckets"),
+)
+PARAM_FIELDS = ("name", "ready_us", "shape", "dtype", "device", "sparse")
 _REMEDY = "docs/profiles.md has the format and an example."
-_GIVEN_TWICE = object()  # replaces the value of a field that an object has more than once
-_MOST = {"skew": 0.2, "contention": 0.99}  # the largest values that a simulation can use
-_ROUNDING_US = 1.0  # two times of one step may disagree by this much, because each is rounded separately
+_ROUNDING_US = 1.0  # two times of a step may disagree by this much, as each is rounded separately
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +65,7 @@ class Profile:
     num_ranks: int = 1  # of the run that measured it
     curves: Mapping[str, CostCurve] = field(default_factory=dict)  # by kind of collective
     strategy: str = "ddp"
-    groups: tuple[tuple[GroupEntry, ...], ...] | None = None  # the buckets under which it was measured
+    groups: Groups | None = None  # the buckets under which it was measured
     step_us: float | None = None  # measured time of the whole step
     launch_us: float | None = None  # computing time of a rank per collective
     copy_us_per_mb: float | None = None  # computing time of a rank to fill a bucket
@@ -77,35 +75,42 @@ class Profile:
     is_forward_guessed: bool = False  # as half of backward
 
     def __post_init__(self) -> None:
-        for name in (*_TIMES, *EFFECTS):
-            if getattr(self, name) is not None or name in _TIMES[:-1]:
-                _reader_of(name)(getattr(self, name), name)
+        for name, most in (_TIMES | _NUMBERS).items():
+            value = getattr(self, name)
+            if name in _TIMES or value is not None:
+                _require_number(value, name, most=most)
+        for name in ("name", "strategy"):
+            _require(isinstance(getattr(self, name), str), name, "a text", getattr(self, name))
+        is_whole = type(self.num_ranks) is int and 1 <= self.num_ranks <= MOST
+        _require(is_whole, "num_ranks", "a whole number, 1 or more", self.num_ranks)
         require(
             len(self.ready_us) == len(self.params),
             f"ready_us must have a time for each of {len(self.params)} parameters, got {len(self.ready_us)}.",
             remedy="Give a ready time for each parameter, in the order of registration.",
         )
-        first_of: dict[str, int] = {}
-        for index, (spec, time) in enumerate(zip(self.params, self.ready_us, strict=True)):
-            _checked_ready_us(time, f"ready_us[{index}] ({spec.name!r})", backward_us=self.backward_us)
-            first = first_of.setdefault(spec.name, index)
-            if first != index:
-                raise ConfigError(
-                    f"params[{index}].name must differ from the name of params[{first}], got {spec.name!r}.",
-                    remedy="Name each parameter once; a tied one has one name and one gradient.",
-                )
-        _checked_integer(self.num_ranks, "num_ranks", lowest=1)
-        unknown = min(self.curves.keys() - COLLECTIVES.keys(), default=None)
-        kinds = f"Kinds of collectives: {', '.join(COLLECTIVES)}."
-        require(unknown is None, f"curves has the unknown kind {unknown!r}.", remedy=kinds)
+        names: set[str] = set()
+        for index, (spec, ready_us) in enumerate(zip(self.params, self.ready_us, strict=True)):
+            path = f"params[{index}] ({spec.name!r})"
+            _require_number(ready_us, f"ready_us of {path}")
+            require(
+                ready_us <= self.backward_us + _ROUNDING_US,
+                f"ready_us of {path} must not be after the end of backward, got {brief(ready_us)}.",
+                where=f"backward_us is {brief(self.backward_us)}",
+                remedy="Count from the beginning of backward; a gradient that never comes has backward_us.",
+            )
+            require(
+                spec.name not in names,
+                f"the name of {path} must differ from the names before it.",
+                remedy="Name each parameter once; a tied one has one name and one gradient.",
+            )
+            names.add(spec.name)
+        for kind in self.curves:
+            if kind not in COLLECTIVES:
+                known = suggestion(kind, COLLECTIVES)
+                raise ConfigError(f"costs has the unknown kind {kind!r}.", remedy=known)
         strategy_named(self.strategy)
-        try:
-            if self.groups is not None:
-                plan_from_groups(self.params, self.groups, num_ranks=self.num_ranks)
-        except (ConfigError, IndexError) as error:
-            outside = f"they name one that is not among the {len(self.params)} parameters"
-            reason = outside if isinstance(error, IndexError) else str(error)
-            raise ConfigError("buckets, the groups of a profile, do not fit the parameters.", where=reason) from error
+        if self.groups is not None:
+            _require_groups(self.params, self.groups, self.num_ranks)
 
     @property
     def is_measured(self) -> bool:
@@ -147,73 +152,53 @@ class Profile:
 
     def to_json(self) -> str:
         """Returns the file format of docs/profiles.md, with one line per parameter; `profile_from_json` reads it."""
-        plain = {
-            FORMAT_FIELD: FORMAT,
-            "name": self.name,
-            "num_ranks": self.num_ranks,
-            "forward_us": _number(self.forward_us),
-            "backward_us": _number(self.backward_us),
-            "update_us": _number(self.update_us),
-            "strategy": self.strategy,
-            **{name: None if getattr(self, name) is None else _number(getattr(self, name)) for name in ("step_us", *EFFECTS)},
-        }
-        curves = {kind: json.dumps([[*map(_number, point)] for point in curve.points]) for kind, curve in self.curves.items()}
-        of_lines = {
-            "params": _list_text(map(_row, self.params, self.ready_us)),
-            "costs": _object_text(curves, indent="  ").rstrip() if curves else None,
-            "buckets": None if self.groups is None else _list_text([*map(member_to_json, group)] for group in self.groups),
-        }
-        texts = {name: json.dumps(value) for name, value in plain.items() if value is not None}
-        return _object_text(texts | {name: text for name, text in of_lines.items() if text is not None})
+        texts = {FORMAT_FIELD: json.dumps(FORMAT)}
+        for name in ("name", "num_ranks", *_TIMES, "strategy", *_NUMBERS):
+            value = getattr(self, name)
+            if value is not None:
+                texts[name] = json.dumps(_plain(value))
+        rows = [_row(spec, time) for spec, time in zip(self.params, self.ready_us, strict=True)]
+        texts["params"] = _list_text(rows)
+        if self.curves:
+            lines = {}
+            for kind, curve in self.curves.items():
+                points = [[_plain(size), _plain(time)] for size, time in curve.points]
+                lines[kind] = json.dumps(points)
+            texts["costs"] = _object_text(lines, indent="  ").rstrip()
+        if self.groups is not None:
+            texts["buckets"] = _list_text([*map(member_to_json, group)] for group in self.groups)
+        return _object_text(texts)
 
     def save(self, path: str | Path) -> None:
         """Writes `to_json()` to `path`; `profile_from_file` reads it."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
-def _checked_us(value: Any, path: str) -> float:
-    """Returns `value` as a time in microseconds; raises ConfigError unless it is finite and not negative."""
-    time_us, remedy = as_float(value), "A millisecond is 1000. NaN and infinity are not times."
-    _require(0 <= time_us < math.inf, path, "a number of microseconds, zero or more", value, remedy=remedy)
-    return time_us
-
-
-def _checked_share(value: Any, path: str) -> float:
-    """Returns `value` as a share; raises ConfigError unless it is finite, not negative, and not too large."""
-    share, most = as_float(value), _MOST.get(path, math.inf)
+def _require_number(value: Any, name: str, *, most: float = math.inf) -> None:
+    """Raises ConfigError unless the value is finite, not negative, and at most `most`."""
+    number = as_float(value)
     limit = "zero or more" if math.isinf(most) else f"0 to {most}"
-    _require(0 <= share <= most and share < math.inf, path, f"a share, {limit}", value, remedy="0.05 is 5 %.")
-    return share
+    _require(0 <= number <= most and number < math.inf, name, f"a number, {limit}", value)
 
 
-def _reader_of(name: str) -> Callable[[Any, str], float]:
-    return _checked_share if name in ("skew", "spread", "contention") else _checked_us
-
-
-def _checked_ready_us(value: Any, path: str, *, backward_us: float) -> float:
-    """Returns a gradient's ready time in microseconds since backward began; raises ConfigError if it is after backward ends."""
-    ready_us = _checked_us(value, path)
-    if ready_us > backward_us + _ROUNDING_US:
-        raise ConfigError(
-            f"{path} must not be after the end of backward, got {brief(value)}.",
-            where=f"backward_us is {brief(backward_us)}",
-            remedy="Count from the beginning of backward; a gradient that never comes has backward_us.",
-        )
-    return ready_us
-
-
-def _checked_integer(value: Any, path: str, *, lowest: int) -> int:
-    """Returns a whole number; raises ConfigError if it is less than `lowest` or does not fit into 64 bits."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= lowest
-    remedy = f"Write a number such as {lowest}, without a decimal point or quotes."
-    _require(is_whole, path, f"a whole number, {lowest} or more", value, remedy=remedy)
-    require(value <= MOST, f"{path} is too large: {brief(value)}.", remedy=f"At most {MOST} can be counted.")
-    return int(value)
+def _require_groups(params: tuple[ParamSpec, ...], groups: Groups, num_ranks: int) -> None:
+    try:
+        plan_from_groups(params, groups, num_ranks=num_ranks)
+    except IndexError as error:
+        where = f"they name one that is not among the {len(params)} parameters"
+        raise ConfigError("buckets do not fit the parameters.", where=where) from error
+    except ConfigError as error:
+        raise ConfigError("buckets do not fit the parameters.", where=str(error)) from error
 
 
 def _row(spec: ParamSpec, ready_us: float) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": spec.name, "shape": spec.shape, "dtype": spec.dtype, "ready_us": _number(ready_us)}
-    return row | ({"device": spec.device} if spec.device != "cpu" else {}) | ({"sparse": True} if spec.is_sparse else {})
+    row: dict[str, Any] = {"name": spec.name, "shape": spec.shape, "dtype": spec.dtype}
+    row["ready_us"] = _plain(ready_us)
+    if spec.device != "cpu":
+        row["device"] = spec.device
+    if spec.is_sparse:
+        row["sparse"] = True
+    return row
 
 
 def _object_text(entries: Mapping[str, str], indent: str = "") -> str:
@@ -225,9 +210,11 @@ def _list_text(values: Iterable[Any]) -> str:
     return "[\n" + ",\n".join(f"    {json.dumps(value)}" for value in values) + "\n  ]"
 
 
-def _number(value: float) -> float:
+def _plain(value: Any) -> Any:
     """Returns a whole number as an integer: sizes and round times are easier to read."""
-    return int(value) if float(value).is_integer() and value < 2**53 else value
+    if isinstance(value, float) and value.is_integer() and value < 2**53:
+        return int(value)
+    return value
 
 
 def profile_from_file(path: str | Path) -> Profile:
@@ -258,10 +245,10 @@ def source_from_file(path: str | Path) -> Profile | Plan | tuple[ParamSpec, ...]
         if isinstance(data, dict) and "buckets" in data and FORMAT_FIELD not in data:
             return Plan.from_json(contents.decode())
         if isinstance(data, dict) and data.keys() == {"params"}:
-            rows = enumerate(_checked(_checked_object(data, "", ("params",))["params"], "params", kind=list))
-            return tuple(_spec(row, f"params[{index}]", _TABLE_FIELDS, ("name",)) for index, row in rows)
+            return tuple(_spec(row, path) for row, path in _param_rows(data["params"], ("name",)))
     except ConfigError as error:
-        raise ConfigError(f"{path} is neither a saved plan nor a table of parameters.", where=str(error)) from error
+        what = f"{path} is neither a saved plan nor a table of parameters."
+        raise ConfigError(what, where=str(error)) from error
     return _profile_of(data, str(path))
 
 
@@ -276,159 +263,108 @@ def _contents(path: str | Path) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read.", where=error.strerror or str(error), remedy=_REMEDY) from error
+        where = error.strerror or str(error)
+        raise ConfigError(f"{path} cannot be read.", where=where, remedy=_REMEDY) from error
 
 
 def _parsed(text: str | bytes, where: str) -> Any:
     try:
-        return parsed_json(text, object_of=_object)
+        return parsed_json(text)
     except ValueError as error:
-        place = (
-            f"line {error.lineno}, column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else str(error)
-        )
-        raise ConfigError(f"{where} is not JSON.", where=place, remedy=_REMEDY) from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    counts = Counter(name for name, _ in pairs)
-    return {name: _GIVEN_TWICE if counts[name] > 1 else value for name, value in pairs}
+        raise ConfigError(f"{where} is not JSON.", where=str(error), remedy=_REMEDY) from error
 
 
 def _profile(data: Any) -> Profile:
-    fields = _checked_object(data, "", FIELDS, _REQUIRED)
-    is_read = fields[FORMAT_FIELD] == FORMAT and not isinstance(fields[FORMAT_FIELD], bool)
-    _require(is_read, FORMAT_FIELD, FORMAT, fields[FORMAT_FIELD])
-    rows = _with_ready_times(_checked(fields["params"], "params", kind=list), backward_us=as_float(fields["backward_us"]))
-    readers: dict[str, Callable[[Any, str], Any]] = {
-        **dict.fromkeys(_TEXTS, partial(_checked, kind=str)),
-        **{name: _reader_of(name) for name in (*_TIMES, *EFFECTS)},
-        "num_ranks": partial(_checked_integer, lowest=1),
-        "costs": _curves,
-        "buckets": partial(_groups, num_params=len(rows)),
-    }
-    given = {_RENAMED.get(name, name): read(fields[name], name) for name, read in readers.items() if name in fields}
-    params = tuple(_spec(row, f"params[{index}]", PARAM_FIELDS[:-1], ("name", "ready_us")) for index, row in enumerate(rows))
-    ready_us = tuple(
-        _checked_ready_us(row["ready_us"], f"params[{index}].ready_us", backward_us=given["backward_us"])
-        for index, row in enumerate(rows)
+    fields = _object(data, "", FIELDS, _REQUIRED)
+    version = fields.pop(FORMAT_FIELD)
+    _require(version == FORMAT and type(version) is int, FORMAT_FIELD, FORMAT, version)
+    rows = _param_rows(fields.pop("params"), ("name", "ready_us"))
+    for name in _NUMBERS:  # None is for a Profile that does not have the number
+        _require(fields.get(name, 0.0) is not None, name, "a number, or left out", None)
+    if "forward_us" not in fields:
+        _require_number(fields["backward_us"], "backward_us")
+        fields["forward_us"] = fields["backward_us"] / 2
+        fields["is_forward_guessed"] = True
+    if "buckets" in fields:
+        fields["groups"] = _groups(fields.pop("buckets"))
+    return Profile(
+        params=tuple(_spec(row, path) for row, path in rows),
+        ready_us=tuple(row["ready_us"] for row, _ in rows),
+        curves=_curves(fields.pop("costs", {})),
+        **fields,
     )
-    guess = {} if "forward_us" in given else {"forward_us": given["backward_us"] / 2, "is_forward_guessed": True}
-    return Profile(params=params, ready_us=ready_us, **given, **guess)
 
 
-def _with_ready_times(rows: list[Any], *, backward_us: float) -> list[Any]:
-    """Returns rows with ready times for rows with the time of each in backward, which runs from the last one to the first."""
-    if not rows or not all(isinstance(row, dict) and "backward_us" in row and "ready_us" not in row for row in rows):
-        return rows
-    indices = range(len(rows))[::-1]
-    ready_us = [*accumulate(_checked_us(rows[index]["backward_us"], f"params[{index}].backward_us") for index in indices)]
-    is_within = not ready_us[-1] > backward_us + _ROUNDING_US  # a time that is not a number is refused elsewhere
-    _require(is_within, "the sum of params[...].backward_us", f"at most backward_us, {brief(backward_us)}", ready_us[-1])
-    timed = [{**rows[index], "ready_us": at} for index, at in zip(indices, ready_us, strict=True)]
-    return [{name: value for name, value in row.items() if name != "backward_us"} for row in reversed(timed)]
+def _param_rows(rows: Any, required: Collection[str]) -> list[tuple[dict[str, Any], str]]:
+    """Returns the fields of each parameter, with its place for errors."""
+    found = []
+    for index, row in enumerate(_list(rows, "params")):
+        path = f"params[{index}]"
+        found.append((_object(row, path, PARAM_FIELDS, (*required, "shape")), path))
+    return found
 
 
-def _spec(row: Any, path: str, known: Collection[str], required: Collection[str]) -> ParamSpec:
-    fields = {"dtype": "float32", "device": "cpu", "sparse": False, **_checked_object(row, path, known, required)}
-    dtype = fields["dtype"]
+def _spec(row: Mapping[str, Any], path: str) -> ParamSpec:
+    dtype = row.get("dtype", "float32")
     if not isinstance(dtype, str) or dtype not in ITEMSIZES:
-        raise _wrong(f"{path}.dtype", f"one of {', '.join(ITEMSIZES)}", dtype, remedy=suggestion(dtype, ITEMSIZES))
-    return ParamSpec(
-        name=_checked(fields["name"], f"{path}.name", kind=str),
-        shape=_shape(fields, path, ITEMSIZES[dtype]),
-        dtype=dtype,
-        itemsize=ITEMSIZES[dtype],
-        device=_checked(fields["device"], f"{path}.device", kind=str),
-        is_sparse=_checked(fields["sparse"], f"{path}.sparse", kind=bool),
-    )
-
-
-def _shape(fields: dict[str, Any], path: str, itemsize: int) -> tuple[int, ...]:
-    require(
-        ("shape" in fields) != ("bytes" in fields),
-        f"{path} must have either shape or bytes, got {'both' if 'shape' in fields else 'neither'}.",
-        remedy='Write "shape": [64, 3, 7, 7], "shape": 9408 (elements) or "bytes": 37632.',
-    )
-    if "bytes" in fields:
-        num_bytes = _checked_integer(fields["bytes"], f"{path}.bytes", lowest=0)
-        _require(num_bytes % itemsize == 0, f"{path}.bytes", f"a multiple of the {itemsize} bytes of an element", num_bytes)
-        return (num_bytes // itemsize,)
-    given, path = fields["shape"], f"{path}.shape"
-    sizes = {f"{path}[{dim}]": size for dim, size in enumerate(given)} if isinstance(given, list) else {path: given}
-    shape = tuple(_checked_integer(size, path, lowest=0) for path, size in sizes.items())
-    _checked_integer(math.prod(shape) * itemsize, f"{path}, in bytes,", lowest=0)
-    return shape
-
-
-def _curves(costs: Any, path: str) -> dict[str, CostCurve]:
-    return {kind: _curve(points, f"{path}.{kind}") for kind, points in _checked_object(costs, path, COLLECTIVES).items()}
-
-
-def _curve(points: Any, path: str) -> CostCurve:
-    if isinstance(points, dict):
-        alpha_us, beta_us = (_checked_us(_checked_object(points, path, _LINE, _LINE)[name], f"{path}.{name}") for name in _LINE)
-        points = [[size, alpha_us + beta_us * size / 1e6] for size in (1, 1_000_000, 1_000_000_000)]
-    times: dict[float, list[float]] = defaultdict(list)  # by size: repeated ones count once, at their median
-    for index, row in enumerate(_checked(points, path, kind=list)):
-        _require(isinstance(row, list) and len(row) == 2, f"{path}[{index}]", "[bytes, microseconds]", row)
-        for position, number in enumerate(row):
-            is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            _require(is_number, f"{path}[{index}][{position}]", "a number", number)
-        times[row[0]].append(row[1])
+        what = f"{path}.dtype is unknown: {brief(dtype)}."
+        raise ConfigError(what, remedy=suggestion(dtype, ITEMSIZES))
+    shape = row["shape"]
+    if not isinstance(shape, list):
+        shape = [shape]  # of elements
     try:
-        # A median must not hide an impossible time: the curve refuses it.
-        middles = {size: next((us for us in it if not 0 < us < math.inf), median_low(it)) for size, it in times.items()}
-        return CostCurve(points=tuple(middles.items()))
+        return ParamSpec(
+            name=row["name"],
+            shape=tuple(shape),
+            dtype=dtype,
+            itemsize=ITEMSIZES[dtype],
+            device=row.get("device", "cpu"),
+            is_sparse=row.get("sparse", False),
+        )
     except ConfigError as error:
-        raise ConfigError(f"{path} is not a cost curve.", where=str(error)) from error
+        raise ConfigError(f"{path} is not a parameter.", where=str(error)) from error
 
 
-def _groups(buckets: Any, path: str, *, num_params: int) -> tuple[tuple[GroupEntry, ...], ...]:
-    rows = [_checked(row, f"{path}[{index}]", kind=list) for index, row in enumerate(_checked(buckets, path, kind=list))]
-    groups = tuple(
-        tuple(_member(value, f"{path}[{index}][{position}]", num_params) for position, value in enumerate(row))
-        for index, row in enumerate(rows)
-    )
-    path_of: dict[GroupEntry, str] = {}
-    for index, group in enumerate(groups):
-        for position, member in enumerate(group):
-            here = f"{path}[{index}][{position}]"
-            first = path_of.setdefault(member, here)
-            _require(isinstance(member, Piece) or first == here, here, f"of a parameter that {first} does not hold", member)
-    return groups
+def _curves(costs: Any) -> dict[str, CostCurve]:
+    curves = {}
+    for kind, value in _object(costs, "costs", COLLECTIVES).items():
+        points = _list(value, f"costs.{kind}")
+        try:
+            curves[kind] = CostCurve(points=tuple(points))
+        except ConfigError as error:
+            raise ConfigError(f"costs.{kind} is not a cost curve.", where=str(error)) from error
+    return curves
 
 
-def _member(value: Any, path: str, num_params: int) -> GroupEntry:
-    try:
-        member = member_from_json(value)
-    except ValueError as error:
-        raise _wrong(path, "a parameter's index or [index, first element, end]", value) from error
-    is_one = (member.param if isinstance(member, Piece) else member) in range(num_params)
-    _require(is_one, path, f"of one of the {num_params} parameters, counted from zero", value)
-    return member
+def _groups(buckets: Any) -> Groups:
+    groups = []
+    for index, row in enumerate(_list(buckets, "buckets")):
+        path = f"buckets[{index}]"
+        members = _list(row, path)
+        try:
+            groups.append(tuple(map(member_from_json, members)))
+        except ValueError as error:
+            expected = "a list of parameters' indices or [index, first element, end]"
+            raise ConfigError(f"{path} must be {expected}.", where=str(error), remedy=_REMEDY) from error
+    return tuple(groups)
 
 
-def _checked_object(data: Any, path: str, known: Collection[str], required: Collection[str] = ()) -> dict[str, Any]:
-    fields: dict[str, Any] = _checked(data, path or "a profile", kind=dict)
+def _object(data: Any, path: str, known: Collection[str], required: Collection[str] = ()) -> dict[str, Any]:
+    """Returns a copy of the fields of an object; raises ConfigError for others than `known`, and without `required` ones."""
+    _require(isinstance(data, dict), path or "a profile", "an object", data)
     prefix = f"{path}." if path else ""
-    for name, value in fields.items():
+    for name in data:
         if name not in known:
             raise ConfigError(f"{prefix}{name} is unknown.", remedy=suggestion(name, known))
-        require(value is not _GIVEN_TWICE, f"{prefix}{name} is given twice.", remedy="Leave one of the two out.")
-    missing = next((name for name in required if name not in fields), None)
-    require(missing is None, f"{prefix}{missing} is missing.", remedy=_REMEDY)
-    return fields
+    for name in required:
+        require(name in data, f"{prefix}{name} is missing.", remedy=_REMEDY)
+    return dict(data)
 
 
-def _checked(value: Any, path: str, *, kind: type) -> Any:
-    _require(isinstance(value, kind), path, _EXPECTED[kind], value)
-    return value
+def _list(value: Any, path: str) -> list[Any]:
+    _require(isinstance(value, list), path, "a list", value)
+    return list(value)
 
 
-def _require(holds: bool, path: str, expected: object, value: Any, *, remedy: str = _REMEDY) -> None:
-    if not holds:
-        raise _wrong(path, expected, value, remedy=remedy)
-
-
-def _wrong(path: str, expected: object, value: Any, *, remedy: str = _REMEDY) -> ConfigError:
-    return ConfigError(f"{path} must be {expected}, got {brief(value)}.", remedy=remedy)
+def _require(holds: bool, path: str, expected: object, value: Any) -> None:
+    require(holds, f"{path} must be {expected}, got {brief(value)}.", remedy=_REMEDY)

@@ -14,7 +14,7 @@ from undertow.cost import Costs
 from undertow.errors import require
 from undertow.plan import Plan, plan_from_groups
 from undertow.profile import Profile
-from undertow.schedule import Arrivals, Op, OpKind, Releases, Strategy, lower_data_parallel
+from undertow.schedule import Op, OpKind, Releases, Strategy, lower_data_parallel
 from undertow.trace import BucketRecord, StepRecord
 
 __all__ = ["DEFAULTS", "IDEAL", "Conditions", "simulate"]
@@ -24,7 +24,21 @@ _Times = NDArray[np.float64]  # by rank; one entry if all ranks are equal
 _WHERE = "conditions of a simulated step"
 # Values for a profile that nobody measured; docs/fidelity.md has the published rows that they come from.
 DEFAULTS = {"skew": 0.02, "contention": 0.12, "launch_us": 90.0, "copy_us_per_mb": 25.0}
-_MAX_SKEW = 0.2  # the fastest of a million ranks is 4.9 deviations below the mean: it must still take some time
+_LIMITS = {
+    # The fastest of a million ranks is 4.9 deviations below the mean: it must still take some time.
+    "skew": (
+        "0 to 0.2",
+        math.nextafter(0.2, 1),
+        "0.05 is a standard deviation of 5 % between ranks.",
+    ),
+    "contention": (
+        "0 or more and below 1",
+        1.0,
+        "0.1 slows computation by 10 % while the network works.",
+    ),
+    "launch_us": ("0 or more", math.inf, "Give microseconds per collective."),
+    "copy_us_per_mb": ("0 or more", math.inf, "Give microseconds per megabyte."),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +57,6 @@ class Conditions:
             busy; 0 to below 1.
         launch_us: Microseconds of computing time that a rank needs to launch one collective.
         copy_us_per_mb: Microseconds of computing time that a rank needs to copy a megabyte into a bucket.
-        rank: The rank whose record is returned. Ranks are sorted: 0 is the fastest and shows all
-            waiting, for the network and for other ranks.
 
     Raises:
         ConfigError: For impossible values.
@@ -55,42 +67,25 @@ class Conditions:
     contention: float | None = None
     launch_us: float | None = None
     copy_us_per_mb: float | None = None
-    rank: int = 0
 
     def __post_init__(self) -> None:
-        impossible = (
-            (
-                not 0 <= (self.skew or 0.0) <= _MAX_SKEW,
-                f"skew must be 0 to {_MAX_SKEW}, got {self.skew}.",
-                "0.05 is a standard deviation of 5 % between ranks.",
-            ),
-            (
-                not 0 <= (self.contention or 0.0) < 1,
-                f"contention must be 0 or more and below 1, got {self.contention}.",
-                "0.1 slows computation by 10 % while the network works.",
-            ),
-            (
-                not 0 <= (self.launch_us or 0.0) < math.inf,
-                f"launch_us must be 0 or more, got {self.launch_us}.",
-                "Give microseconds per collective.",
-            ),
-            (
-                not 0 <= (self.copy_us_per_mb or 0.0) < math.inf,
-                f"copy_us_per_mb must be 0 or more, got {self.copy_us_per_mb}.",
-                "Give microseconds per megabyte.",
-            ),
-            (self.rank < 0, f"rank {self.rank} does not exist.", "Ranks count from 0, the fastest."),
-        )
-        for is_wrong, what, remedy in impossible:
-            require(not is_wrong, what, where=_WHERE, remedy=remedy)
+        for name, (limit, least_impossible, remedy) in _LIMITS.items():
+            value = getattr(self, name)
+            require(
+                value is None or 0 <= value < least_impossible,
+                f"{name} must be {limit}, got {value}.",
+                where=_WHERE,
+                remedy=remedy,
+            )
 
     def of(self, profile: Profile) -> dict[str, float]:
         """Returns the numbers by name, with the values of `profile` and of `DEFAULTS` for None."""
-        given = {
-            name: (getattr(self, name), getattr(profile, name), 0.0 if profile.is_measured else assumed)
-            for name, assumed in DEFAULTS.items()
-        }
-        return {name: next(value for value in values if value is not None) for name, values in given.items()}
+        numbers = {}
+        for name, assumed in DEFAULTS.items():
+            given = (getattr(self, name), getattr(profile, name))
+            default = 0.0 if profile.is_measured else assumed
+            numbers[name] = next((value for value in given if value is not None), default)
+        return numbers
 
 
 IDEAL = Conditions(skew=0.0, contention=0.0, launch_us=0.0, copy_us_per_mb=0.0)
@@ -114,10 +109,11 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
         conditions: None is `Conditions()`.
 
     Returns:
-        The record of `conditions.rank`, as training would have recorded it.
+        The record of the fastest rank, which shows all waiting, for the network and for other
+        ranks; as training would have recorded it.
 
     Raises:
-        ConfigError: If the plan is for another model, or if `conditions.rank` is not in the plan.
+        ConfigError: If the plan is for another model.
 
     ```python
     from undertow.schedule import ZERO1
@@ -133,12 +129,6 @@ def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, con
         where=f"the plan has {len(plan.params)} parameters, the profile {len(profile.params)}",
         remedy="Make the plan from the parameters of this profile.",
     )
-    require(
-        conditions.rank < plan.num_ranks,
-        f"rank {conditions.rank} does not exist.",
-        where=_WHERE,
-        remedy=f"The plan is for ranks 0 to {plan.num_ranks - 1}.",
-    )
     return _Step(profile, plan, strategy, costs, conditions).run()
 
 
@@ -151,7 +141,8 @@ class _Clocks:
         self._contention = contention
         self._free_us = 0.0  # time from which the lane is free
         # Computation has lost this much to contention by these times; linear in between.
-        self._times_us, self._lost_us = array("d", [0.0]), array("d", [0.0])
+        self._times_us = array("d", [0.0])
+        self._lost_us = array("d", [0.0])
 
     def compute(self, us: float) -> None:
         """Advances every rank by a computation that takes a mean rank `us` while the lane is idle."""
@@ -174,9 +165,14 @@ class _Clocks:
         self._free_us = start_us + us
         if us > 0:
             lost_us = self._lost_us[-1]
-            begin = int(start_us == self._times_us[-1] and len(self._times_us) > 1)  # the lane stays busy: the last knot moves on
-            self._times_us[len(self._times_us) - begin :] = array("d", (start_us, self._free_us)[begin:])
-            self._lost_us[len(self._lost_us) - begin :] = array("d", (lost_us, lost_us + self._contention * us)[begin:])
+            if start_us == self._times_us[-1] and len(self._times_us) > 1:
+                self._times_us.pop()  # the lane stays busy: the last knot moves on
+                self._lost_us.pop()
+            else:
+                self._times_us.append(start_us)
+                self._lost_us.append(lost_us)
+            self._times_us.append(self._free_us)
+            self._lost_us.append(lost_us + self._contention * us)
         return self._free_us
 
 
@@ -184,13 +180,16 @@ class _Step:
     """Issues the ops of one step, from the end of the previous step's last bucket to the end of this step's."""
 
     def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
-        self._profile = profile = _without_packing(profile)
+        profile = _without_packing(profile)
+        self._profile = profile
         self._plan = plan
         effects = (conditions if plan.num_ranks > 1 else IDEAL).of(profile)
-        self._conditions = replace(conditions, launch_us=effects["launch_us"], copy_us_per_mb=effects["copy_us_per_mb"])
+        self._overlaps = conditions.overlap
+        self._effects = effects
         self._uses = _uses(profile, plan)
-        num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets], strategy.gather: _gathered_bytes(plan)}
-        self._num_bytes = {kind: sizes for kind, sizes in num_bytes.items() if kind is not None}
+        self._num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets]}
+        if strategy.gather is not None:
+            self._num_bytes[strategy.gather] = _gathered_bytes(plan)
         self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
         self._schedule = lower_data_parallel(
             len(plan.buckets),
@@ -216,7 +215,7 @@ class _Step:
         self._issue(releases.happen(releases.join))
         return StepRecord(
             step=0,
-            rank=self._conditions.rank,
+            rank=0,
             # Ranks begin their forwards at different times, but the last bucket ends on all of them at once.
             step_us=self._now_us - start_us,
             forwards=((0.0, forward_stop_us - begin_us),),
@@ -228,9 +227,8 @@ class _Step:
 
     @property
     def _now_us(self) -> float:
-        """Time of the recorded rank."""
-        times_us = self._clocks.now_us
-        return float(times_us[min(self._conditions.rank, len(times_us) - 1)])
+        """Time of the recorded rank, the fastest one."""
+        return float(self._clocks.now_us[0])
 
     def _update(self) -> float:
         """Runs the optimizer and launches the gathers. Returns when the forward begins."""
@@ -240,7 +238,7 @@ class _Step:
                 self._ready_us[op.bucket or 0] = self._now_us
                 self._issue([op])
         begin_us = self._now_us
-        if not self._conditions.overlap:
+        if not self._overlaps:
             for bucket in self._gathers:
                 self._wait(self._gathers, bucket)
         return begin_us
@@ -248,22 +246,24 @@ class _Step:
     def _forward(self) -> None:
         computed_us = 0.0
         for bucket, used_us in self._uses:
-            if bucket in self._gathers and self._conditions.overlap:
+            if bucket in self._gathers and self._overlaps:
                 self._clocks.compute(used_us - computed_us)
                 computed_us = used_us
                 self._wait(self._gathers, bucket)
         self._clocks.compute(self._profile.forward_us - computed_us)
 
     def _backward(self, releases: Releases) -> None:
-        profile, computed_us, full = self._profile, 0.0, list[int]()
-        buckets = [bucket.params for bucket in self._plan.buckets]
-        arrivals = Arrivals(buckets, range(len(self._plan.params)), on_full=full.append)
-        for param in profile.order:
-            arrivals.arrive(param)
-            ops = [op for bucket in full for op in releases.happen(releases.fills[bucket])]
-            full.clear()
+        profile = self._profile
+        place = {param: place for place, param in enumerate(profile.order)}
+        full: list[tuple[int, int]] = []  # the last gradient of each bucket, by its place, and the bucket
+        for bucket in self._plan.buckets:
+            if bucket.params:
+                full.append((max(place[param] for param in bucket.params), bucket.index))
+        computed_us = 0.0
+        for last, bucket_index in sorted(full):
+            ops = releases.happen(releases.fills[bucket_index])
             if ops:
-                ready_us = min(profile.ready_us[param], profile.backward_us)
+                ready_us = min(profile.ready_us[profile.order[last]], profile.backward_us)
                 self._clocks.compute(ready_us - computed_us)
                 computed_us = ready_us
                 self._issue(ops)
@@ -276,7 +276,7 @@ class _Step:
             match op.kind:
                 case OpKind.PACK:
                     self._ready_us[bucket] = self._now_us
-                    self._clocks.compute((self._conditions.copy_us_per_mb or 0.0) * self._plan.buckets[bucket].num_bytes / 1e6)
+                    self._clocks.compute(self._effects["copy_us_per_mb"] * self._plan.buckets[bucket].num_bytes / 1e6)
                 case OpKind.BIND:
                     self._wait(self._reductions, bucket)
                 case OpKind.ALL_GATHER:
@@ -285,11 +285,11 @@ class _Step:
                 case reduction if reduction in self._num_bytes:
                     self._reductions[bucket] = self._send(op)
                 case _:  # the second half of a hybrid reduction, whose cost the first half includes
-                    self._clocks.compute(self._conditions.launch_us or 0.0)
+                    self._clocks.compute(self._effects["launch_us"])
 
     def _send(self, op: Op) -> BucketRecord:
         bucket, launched_us = op.bucket or 0, self._now_us
-        self._clocks.compute(self._conditions.launch_us or 0.0)
+        self._clocks.compute(self._effects["launch_us"])
         return BucketRecord(
             bucket=bucket,
             num_bytes=self._num_bytes[op.kind][bucket],
@@ -307,16 +307,8 @@ class _Step:
 
 
 def _since(begin_us: float, records: Iterable[BucketRecord]) -> tuple[BucketRecord, ...]:
-    return tuple(
-        replace(
-            record,
-            ready_us=record.ready_us - begin_us,
-            launched_us=record.launched_us - begin_us,
-            done_us=record.done_us - begin_us,
-            waited=(record.waited[0] - begin_us, record.waited[1] - begin_us),
-        )
-        for record in records
-    )
+    """Returns the records with times since `begin_us`."""
+    return tuple(record.shifted(-begin_us) for record in records)
 
 
 def _slowness(num_ranks: int, skew: float, profile: Profile) -> _Times:

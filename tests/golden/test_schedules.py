@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.schedules import schedule_from_text
+from support.verify import verify
 from undertow.schedule import (
     DDP,
     HYBRID,
@@ -14,7 +15,6 @@ from undertow.schedule import (
     Strategy,
     lower_accumulation,
     lower_data_parallel,
-    verify,
 )
 
 GOLDEN = Path(__file__).parent

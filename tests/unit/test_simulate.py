@@ -223,12 +223,10 @@ def test_a_step_by_hand(
 
 def test_the_report_tells_the_wire_from_a_late_rank() -> None:
     plan = plan_from_groups(TWO.params, [[1], [0]], num_ranks=2)
-    fast, late = (summarize([simulated(DDP, skew=0.1, rank=rank)], plan, rank=rank) for rank in (0, 1))
-    # The slow rank waits 8 us for its last bucket; the fast one 8 us and the 35 us of computing times both deviations.
-    assert [(it.exposed_ms - it.late_rank_ms, it.late_rank_ms, it.slowest_rank) for it in (late, fast)] == [
-        (pytest.approx(0.008), 0, 1),
-        (pytest.approx(0.008), pytest.approx(0.035 * 2 * (SLOW - 1)), 1),
-    ]
+    fast = summarize([simulated(DDP, skew=0.1)], plan, rank=0)
+    # It waits 8 us for its last bucket, and the 35 us of computing times both deviations.
+    assert (fast.exposed_ms - fast.late_rank_ms, fast.slowest_rank) == (pytest.approx(0.008), 1)
+    assert fast.late_rank_ms == pytest.approx(0.035 * 2 * (SLOW - 1))
 
 
 # Random steps: gradient sizes, ready times and where buckets end, and a line of costs per kind.
@@ -320,14 +318,6 @@ WHERE = "\n  conditions of a simulated step\n  "
             lambda: Conditions(launch_us=-1.0),
             f"launch_us must be 0 or more, got -1.0.{WHERE}Give microseconds per collective.",
             id="a negative launch",
-        ),
-        pytest.param(
-            lambda: Conditions(rank=-1), f"rank -1 does not exist.{WHERE}Ranks count from 0, the fastest.", id="a negative rank"
-        ),
-        pytest.param(
-            lambda: simulated(DDP, rank=2),
-            f"rank 2 does not exist.{WHERE}The plan is for ranks 0 to 1.",
-            id="a rank that the plan does not have",
         ),
         pytest.param(
             lambda: simulate(NONE, plan_from_groups(TWO.params, [[1], [0]], num_ranks=2), DDP, FIXED),

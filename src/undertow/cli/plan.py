@@ -14,7 +14,7 @@ from undertow.plan import ParamSpec, Plan, first_plan, plan_from_groups, plan_in
 from undertow.profile import Profile, source_from_file
 from undertow.report.comparison import print_outcomes
 from undertow.report.what_if import NetworkOptions, WhatIf, require_rank
-from undertow.schedule import OpKind, Strategy, lower_accumulation, lower_data_parallel, strategy_named, verify
+from undertow.schedule import OpKind, Strategy, lower_accumulation, lower_data_parallel, strategy_named
 from undertow.shown import cell, print_line
 from undertow.simulate import Conditions
 
@@ -66,7 +66,6 @@ def show_plan(  # noqa: PLR0913  # one argument per option
     num_nodes = None if network.per_node is None else plan.num_ranks // min(network.per_node, plan.num_ranks)
     lower = lower_accumulation if is_accumulation else partial(lower_data_parallel, overlap=conditions.overlap)
     schedule = lower(len(plan.buckets), chosen)
-    verify(schedule, chosen, num_buckets=len(plan.buckets))
     console, megabytes = Console(), sum(bucket.num_bytes for bucket in plan.buckets) / 1e6
     sizes = f"parameters: {len(plan.params)}, MB: {megabytes:.2f}, buckets: {len(plan.buckets)}"
     console.print(f"{chosen.name}, ranks: {plan.num_ranks}, {sizes}", highlight=False)

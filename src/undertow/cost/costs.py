@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from undertow.errors import ConfigError, require
+from undertow.foreign import as_float
 
 Floats = NDArray[np.float64]
 
@@ -250,8 +251,8 @@ def _never_decreasing(groups: Iterable[list[float]]) -> list[float]:
 
 def _checked_point(point: Any, index: int, *, of: str = "a cost curve") -> tuple[float, float]:
     try:
-        size, time = map(float, point)
-    except (TypeError, ValueError, OverflowError):
+        size, time = map(as_float, point)
+    except (TypeError, ValueError):
         size, time = math.nan, math.nan
     if 0 <= size < math.inf and 0 < time < math.inf:
         return size, time

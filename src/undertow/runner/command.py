@@ -1,7 +1,6 @@
 """The command `undertow run`."""
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from undertow.runner.settings import RUN, settings_from, variables_of, with_abso
 
 _SITE = str(Path(__file__).with_name("site"))
 _COMMANDS = ("accelerate", "python", "python3", "torchrun", "ray", "fabric", "deepspeed")  # that start training
-_NOT_FOUND, _NOT_STARTED = 127, 126  # as shells exit
+_EXECUTABLE = "Make it executable, or name its interpreter."
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -27,15 +26,15 @@ def main(arguments: Sequence[str]) -> NoReturn:
         _become(options.command[options.command[:1] == ["--"] :], options.out, options.set)
     except UndertowError as error:
         print(f"undertow run: {error}", file=sys.stderr)
-        sys.exit(error.exit_code if isinstance(error, _NotStarted) else 2)
+        sys.exit(getattr(error, "exit_code", 2))
 
 
 class _NotStarted(ConfigError):
-    def __init__(
-        self, what: str, where: str, exit_code: int, remedy: str = "Make it executable, or name its interpreter."
-    ) -> None:
-        super().__init__(what, where=where, remedy=remedy)
-        self.exit_code = exit_code
+    exit_code = 126  # as of shells
+
+
+class _NotFound(_NotStarted):
+    exit_code = 127
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,8 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "  undertow run --set wire_dtype=bfloat16 --out out accelerate launch train.py\n"
         "  torchrun --nproc-per-node=2 -m undertow train.py\n\n"
         "Settings are SyncConfig's fields. They also come from variables,\n"
-        "UNDERTOW_BUCKET_CAP_MB=25, and from a JSON file, UNDERTOW_CONFIG=settings.json;\n"
-        "--set goes before variables, and variables before the file.\n\n"
+        "UNDERTOW_BUCKET_CAP_MB=25; --set goes before variables.\n\n"
         "Exit code: the program's. 2: an option cannot work. 126, 127: the command\n"
         "cannot be started, or is not found.",
     )
@@ -80,8 +78,6 @@ def _become(command: Sequence[str], out: Path | None, assignments: Sequence[str]
     if command[0].endswith(".py"):
         command = [sys.executable, *command]
     program = _found(command[0])
-    if Path(program).parent == Path(sys.executable).parent:  # another Python may read another syntax
-        _require_syntax(command)
     environment = {**os.environ, **variables_of(assignments)}
     environment |= with_absolute_paths(environment)
     settings_from(environment)
@@ -89,49 +85,30 @@ def _become(command: Sequence[str], out: Path | None, assignments: Sequence[str]
     if out is not None:
         make_directory(out, where=f"undertow run --out {out}", to="there", remedy="Name another folder.")
         outer["out"] = str(out.absolute())
-    environment[RUN] = json.dumps({"pid": os.getpid(), "mark": _mark(), "out": None, **outer})
+    # A process makes this file when a wrapper is made; the program removes it when it ends.
+    mark = os.path.join(tempfile.gettempdir(), f"undertow-run-{uuid.uuid4().hex}")
+    environment[RUN] = json.dumps({"pid": os.getpid(), "mark": mark, "out": None, **outer})
     others = [folder for folder in (environment.get("PYTHONPATH") or _SITE).split(os.pathsep) if folder != _SITE]
     environment["PYTHONPATH"] = os.pathsep.join([_SITE, *others])
     sys.stdout.flush()
     try:
         os.execve(program, [*command], environment)
     except OSError as error:
-        raise _NotStarted(f"{command[0]} cannot be started: {error.strerror}.", program, _NOT_STARTED) from error
-
-
-def _mark() -> str:
-    """Returns the path of this run's mark, a file that says that a wrapper was made; removes the marks of runs that are gone.
-
-    A Python program removes its own when it ends. One that is killed, or is not Python, does not.
-    """
-    folder = Path(tempfile.gettempdir())
-    for old in folder.glob("undertow-run-[0-9]*-*") if os.path.exists("/proc/self") else ():
-        with contextlib.suppress(OSError):  # of another user
-            if not os.path.exists(f"/proc/{old.name.split('-')[2]}"):
-                old.unlink()
-    return str(folder / f"undertow-run-{os.getpid()}-{uuid.uuid4().hex}")
+        what = f"{command[0]} cannot be started: {error.strerror}."
+        raise _NotStarted(what, where=program, remedy=_EXECUTABLE) from error
 
 
 def _found(name: str) -> str:
-    if program := shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable)):
+    program = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
+    if program is not None:
         return program
     if os.path.exists(name):
-        raise _NotStarted(f"{name} is not a program.", os.path.abspath(name), _NOT_STARTED)
-    raise _NotStarted(
+        where = os.path.abspath(name)
+        raise _NotStarted(f"{name} is not a program.", where=where, remedy=_EXECUTABLE)
+    others = [command for command in _COMMANDS if command != name]
+    instead = "Give the command as you would without `undertow run`."
+    raise _NotFound(
         f"command {name!r} is not found.",
-        "in the folders of PATH",
-        _NOT_FOUND,
-        suggestion(name, [it for it in _COMMANDS if it != name], instead="Give the command as you would without `undertow run`."),
+        where="in the folders of PATH",
+        remedy=suggestion(name, others, instead=instead),
     )
-
-
-def _require_syntax(command: Sequence[str]) -> None:
-    """Compiles the script, the first argument that is a Python file: better one error here than one of each rank."""
-    script = next((Path(it) for it in command if it.endswith(".py") and os.path.isfile(it)), None)
-    try:
-        if script is not None:
-            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        where = f"{script}, line {line}: {(getattr(error, 'text', None) or '').strip()}" if line else str(script)
-        raise _NotStarted(f"{script} is not Python: {getattr(error, 'msg', error)}.", where, 1, "Nothing was started.") from error

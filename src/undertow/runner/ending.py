@@ -40,33 +40,40 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
 
 def _write(sync: GradientSync, report: StepReport, profile: Profile | None, out: Path, number: int) -> None:
     """Writes this rank's report and, by the first rank of the model's group, profile and plan."""
-    rank, of_model = sync._group.user.ranks[sync.rank], f"-{number + 1}" if number else ""
+    rank = sync._group.user.ranks[sync.rank]
+    of_group = f"-rank{rank}" if rank else ""
     # Variables that are the same on all nodes of a run: reports of different ones are told apart.
     run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")]
     texts = {f"report-rank{rank}": json.dumps({"run": run, **report.to_dict()})}
     if sync.rank == 0:
-        of_group = f"-rank{rank}" if rank else ""
-        texts |= {f"plan{of_group}": sync.plan.to_json(), **({f"profile{of_group}": profile.to_json()} if profile else {})}
+        texts[f"plan{of_group}"] = sync.plan.to_json()
+        if profile is not None:
+            texts[f"profile{of_group}"] = profile.to_json()
+    of_model = f"-{number + 1}" if number else ""
     try:
         for name, text in texts.items():
-            write_whole(out / f"{name}{of_model}.json", f"{text}\n".encode(), where="undertow run --out DIR")
-        if sync.rank == 0:
-            print(f"The files are in {out}. A page about them: undertow report {shlex.quote(str(out))}", file=sys.stderr)
+            path = out / f"{name}{of_model}.json"
+            write_whole(path, f"{text}\n".encode(), where="undertow run --out DIR")
     except UndertowError as error:
         print(f"undertow run: {error}", file=sys.stderr)
+        return
+    if sync.rank == 0:
+        command = f"undertow report {shlex.quote(str(out))}"
+        print(f"The files are in {out}. A page about them: {command}", file=sys.stderr)
 
 
 def about_shards(profile: Profile) -> str:
     """Returns the advice to shard the optimizer; nothing if the simulator expects no shorter step."""
-    now_ms, then_ms = (
-        it.outcome("", it.planned).step_us / 1e3
-        for it in (WhatIf.of(profile, strategy, None, NetworkOptions(), Conditions()) for strategy in ("ddp", "zero1"))
-    )
+    step_ms = {}
+    for strategy in ("ddp", "zero1"):
+        what_if = WhatIf.of(profile, strategy, None, NetworkOptions(), Conditions())
+        step_ms[strategy] = round(what_if.outcome("", what_if.planned).step_us / 1e3, 1)
+    if step_ms["zero1"] >= step_ms["ddp"]:
+        return ""
     return (
         "AdamW, SGD and other elementwise optimizers are sharded by one line, after the optimizer and the wrapper are made:\n"
         "  optimizer = undertow.shard_optimizer(optimizer, model)\n"
-        f"The simulator expects {then_ms:.1f} ms a step instead of {now_ms:.1f} ms. Each rank would also hold and update only "
-        f"1/{profile.num_ranks} of the optimizer's state. The shorter update is not counted.\n"
-        if round(then_ms, 1) < round(now_ms, 1)
-        else ""
+        f"The simulator expects {step_ms['zero1']:.1f} ms a step instead of {step_ms['ddp']:.1f} ms. "
+        f"Each rank would also hold and update only 1/{profile.num_ranks} of the optimizer's state. "
+        "The shorter update is not counted.\n"
     )

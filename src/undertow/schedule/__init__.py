@@ -1,10 +1,9 @@
-"""The ops of one step: lowered from a plan, verified, printed, and released as gradients arrive."""
+"""The ops of one step: lowered from a plan, printed, and released as gradients arrive."""
 
 from undertow.schedule.lower import lower_accumulation, lower_data_parallel
 from undertow.schedule.op import Buffer, Op, OpKind, Schedule
-from undertow.schedule.strategies import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, Placement, Strategy, strategy_named
+from undertow.schedule.strategies import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, Strategy, strategy_named
 from undertow.schedule.tracker import Arrivals, Releases
-from undertow.schedule.verify import verify
 
 __all__ = [
     "DDP",
@@ -16,12 +15,10 @@ __all__ = [
     "Buffer",
     "Op",
     "OpKind",
-    "Placement",
     "Releases",
     "Schedule",
     "Strategy",
     "lower_accumulation",
     "lower_data_parallel",
     "strategy_named",
-    "verify",
 ]

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from undertow.errors import ConfigError
-
 COMPUTE = "compute"
 
 
@@ -33,14 +31,6 @@ class Buffer:
     name: str
     bucket: int | None
 
-    @property
-    def memory(self) -> str:
-        """Name of the memory that contains this buffer; the part of the parameters that a rank owns lies in theirs."""
-        return "param" if self.name == "own" else self.name
-
-    def overlaps(self, other: "Buffer") -> bool:
-        return self.memory == other.memory and (None in (self.bucket, other.bucket) or self.bucket == other.bucket)
-
     def __str__(self) -> str:
         return f"{self.name}[{_bucket_text(self.bucket)}]"
 
@@ -68,15 +58,6 @@ class Schedule:
     """The ops of one step; an op comes only after ops with smaller ids."""
 
     ops: tuple[Op, ...]
-
-    def __post_init__(self) -> None:
-        for position, op in enumerate(self.ops):
-            if op.id != position or any(not 0 <= earlier < op.id for earlier in op.after):
-                raise ConfigError(
-                    f"op {op.id} ({op.label}) is at position {position} and comes after {list(op.after)}.",
-                    where="schedule",
-                    remedy="Number ops from 0 in order; an op may only come after ops with smaller ids.",
-                )
 
     def to_text(self) -> str:
         """Returns a table with one line per op."""

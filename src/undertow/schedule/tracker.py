@@ -1,15 +1,13 @@
 """Tracks one synchronization: which gradients are ready, which buckets are full, and which ops of the schedule that releases.
 
-The runtime and the simulator share it.
+The runtime and the simulator share `Releases`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +15,6 @@ from undertow.errors import ConfigError
 from undertow.schedule.op import COMPUTE, EXTERNAL, Op, OpKind, Schedule
 
 _NO_TRAVERSAL = -2
-_MOST_REMEMBERED = 1024
 
 
 class _Bucket:
@@ -202,91 +199,66 @@ class Arrivals:
 HOOKS = (_Bucket.arrive, _Pieces.arrive)
 
 
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """How far a synchronization is: ops by id."""
-
-    happened: set[int]
-    num_blockers: list[int]  # of each op
-    queues: list[deque[int]]  # of each lane, the ops that have not been released
-
-
 class Releases:
     """Decides which ops of a schedule may be issued after others have happened.
 
-    An op is released when every op it follows has been released (or, for an external op, has happened). On a communication lane
-    every earlier op of that lane must also be released: ranks whose gradients arrive in different orders still issue the same
-    collectives in the same order. Released does not mean complete: the issuer of an op must ensure that its inputs are complete,
+    An op is released when every op that it follows has been released (or, for an external op, has
+    happened). An op of a communication lane also follows the one before it on the lane: ranks whose
+    gradients arrive in different orders still issue the same collectives in the same order.
+    Released does not mean complete: the issuer of an op must ensure that its inputs are complete,
     as a stream does.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self._ops = schedule.ops
         self._successors: list[list[int]] = [[] for _ in schedule.ops]
-        lanes: dict[str, list[int]] = {}  # by comm lane: its ops, in the order they are released
-        of_kind: dict[OpKind, list[Op]] = {}
+        self._num_awaited: list[int] = []  # of each op: the ops that it follows
+        fills: dict[int, int] = {}  # by bucket
+        last_of_lane: dict[str, set[int]] = {}
         for op in schedule.ops:
-            for earlier in op.after:
-                self._successors[earlier].append(op.id)
+            awaited = set(op.after)
             if op.lane != COMPUTE:
-                lanes.setdefault(op.lane, []).append(op.id)
-            of_kind.setdefault(op.kind, []).append(op)
-        self._lanes = tuple(lanes.values())
-        self._is_computed = [op.lane == COMPUTE and op.kind not in EXTERNAL for op in schedule.ops]
-        fills = tuple(op.id for op in sorted(of_kind[OpKind.FILL], key=lambda op: op.bucket or 0))
-        # Possible events: all gradients of a bucket have arrived; backward ends, so that gradients that have not arrived are
-        # unused on this rank and all remaining buckets are launched; and every engine of this process has launched.
-        self.fills = [(op_id,) for op_id in fills]
-        self.end, self.join = (*fills, of_kind[OpKind.END][0].id), (of_kind[OpKind.JOIN][0].id,)
-        # Most steps repeat the one before. Ops that have happened, as bits by id, and those that happen now -> the bits after
-        # them, and the ops that they release.
-        self._steps: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[Op, ...]]] = {}
+                awaited.update(last_of_lane.get(op.lane, ()))
+                last_of_lane[op.lane] = {op.id}
+            for earlier in awaited:
+                self._successors[earlier].append(op.id)
+            # An external op is never released: it happens.
+            self._num_awaited.append(-1 if op.kind in EXTERNAL else len(awaited))
+            match op.kind:
+                case OpKind.FILL:
+                    fills[op.bucket or 0] = op.id
+                case OpKind.END:
+                    end = op.id
+                case OpKind.JOIN:
+                    self.join = (op.id,)
+        # Possible events: all gradients of a bucket have arrived; backward ends, so that gradients
+        # that have not arrived are unused on this rank and all remaining buckets are launched; and
+        # every engine of this process has launched.
+        self.fills = [(fills[bucket],) for bucket in sorted(fills)]
+        self.end = (*fills.values(), end)
         self.reset()
 
     def reset(self) -> None:
         """Starts the next synchronization: nothing has happened."""
-        self._happened = 0
-        self._progress: _Progress | None = None  # from the first step on that is not remembered
-        if len(self._steps) > _MOST_REMEMBERED + 4 * len(self.fills):  # gradients arrive in another order in every step
-            self._steps.clear()
+        self._happened: set[int] = set()
+        self._num_blockers = self._num_awaited.copy()
 
-    def happen(self, op_ids: tuple[int, ...]) -> tuple[Op, ...]:
+    def happen(self, op_ids: tuple[int, ...]) -> list[Op]:
         """Marks one of `fills`, `end` or `join` as happened; returns the ops that this releases, in the order to issue them."""
-        key = self._happened, op_ids
-        if self._progress is None and key in self._steps:
-            self._happened, released = self._steps[key]
-            return released
-        if self._progress is None:
-            self._progress = self._as_of(self._happened)
-        released = self._released(self._progress, op_ids)
-        self._steps[key] = self._happened, released
-        return released
-
-    def _as_of(self, bits: int) -> _Progress:
-        happened = {op.id for op in self._ops if bits >> op.id & 1} if bits else set[int]()
-        return _Progress(
-            happened=happened,
-            num_blockers=[len(set(op.after) - happened) for op in self._ops],
-            queues=[deque(op_id for op_id in lane if op_id not in happened) for lane in self._lanes],
-        )
-
-    def _released(self, progress: _Progress, op_ids: Sequence[int]) -> tuple[Op, ...]:
-        released: list[Op] = []
+        num_blockers = self._num_blockers
+        # No comprehensions: each would be a frame in every step.
+        waiting: list[int] = []
         for op_id in op_ids:
-            # By id, so that a bucket is launched before the next one is packed.
-            worklist = [] if op_id in progress.happened else [op_id]
-            while worklist:
-                done = heappop(worklist)
-                progress.happened.add(done)
-                self._happened |= 1 << done
-                if done != op_id:
-                    released.append(self._ops[done])
-                for successor in self._successors[done]:
-                    progress.num_blockers[successor] -= 1
-                    if progress.num_blockers[successor] == 0 and self._is_computed[successor]:
-                        heappush(worklist, successor)
-                # The head of a queue holds back all later ops: launch order must not depend on arrival.
-                for queue in progress.queues:
-                    while queue and progress.num_blockers[queue[0]] == 0:
-                        heappush(worklist, queue.popleft())
-        return tuple(released)
+            if op_id not in self._happened:
+                self._happened.add(op_id)
+                waiting.append(op_id)
+        released: list[int] = []
+        while waiting:
+            for successor in self._successors[waiting.pop()]:
+                num_blockers[successor] -= 1
+                if num_blockers[successor] == 0:
+                    waiting.append(successor)
+                    released.append(successor)
+        # By id, so that a bucket is launched before the next one is packed.
+        released.sort()
+        return list(map(self._ops.__getitem__, released))

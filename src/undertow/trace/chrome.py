@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any
 
 from undertow.plan import Plan
@@ -53,15 +53,18 @@ def trace_text(
         about: Facts of the run for the file: "run", "model" (a number), "rank" (in the world), "ranks", "backend", "began_ns",
             "prediction".
         plan: The plan of the last step.
-        predicted: The step that the simulator expects; drawn beside steps of that plan, as many as do not overlap.
+        predicted: The step that the simulator expects; drawn beside the last step.
         wire_dtype: The dtype that gradients are sent in, if it differs from theirs.
     """
-    rows = [row for it in (*records[:1], predicted) if it is not None for row in it.gathers]  # which begin before their step
-    lead_ns = max([0, *(-_ns(min(row.ready_us, row.launched_us, row.waited[0])) for row in rows)])
-    steps = list(zip(accumulate((_ns(record.step_us) for record in records), initial=lead_ns), records, strict=False))
-    every = 1 if predicted is None else math.ceil(predicted.step_us / max(1.0, min(it.step_us for it in records))) or 1
-    of_plan = [at for at, it in steps if it.generation == records[-1].generation]
-    beside = [] if predicted is None else [(at, predicted) for at in of_plan[::every]]
+    lead_ns = 0  # gathers begin before their step
+    for record in (records[0], predicted or records[0]):
+        for row in record.gathers:
+            lead_ns = max(lead_ns, -_ns(min(row.ready_us, row.launched_us, row.waited[0])))
+    starts = accumulate((_ns(record.step_us) for record in records), initial=lead_ns)
+    steps = list(zip(starts, records, strict=False))
+    beside: list[tuple[int, StepRecord]] = []
+    if predicted is not None:
+        beside.append((steps[-1][0], predicted))
     # All ranks leave a synchronization together: these times align the clocks of different hosts.
     ends_us = {it.step: at / 1e3 + max(row.waited[1] for row in it.buckets) for at, it in steps if it.buckets}
     head = {
@@ -91,36 +94,47 @@ class _Process:
     is_measured: bool
 
     def events(self, steps: Sequence[tuple[int, StepRecord]]) -> Iterator[Json]:
-        for at, it in steps:
-            block = at, at + _ns(it.step_us), f"ProfilerStep#{it.step}" if self.is_measured else "predicted step", it.step
-            yield self._span(_STEPS, block, is_kernel=False, plan=it.generation, correlation=_CORRELATED + it.step)
-        sent = sorted(
-            ((it.step, _placed(row, at)) for at, it in steps for row in (*it.gathers, *it.buckets)), key=lambda it: it[1].waited
-        )
-        waits = list[Block]()
-        for step, row in sent:  # of some length, because a flow has to end in each
-            begin = max([int(row.waited[0]), *(wait[1] for wait in waits[-1:])])
-            waits.append((begin, max(int(row.waited[1]), begin + 1), f"wait b{row.bucket}", step))
+        if not steps:
+            return
+        name = "predicted step"
+        sent: list[tuple[int, BucketRecord]] = []  # with the step
+        for at, record in steps:
+            if self.is_measured:
+                name = f"ProfilerStep#{record.step}"
+            block = (at, at + _ns(record.step_us), name, record.step)
+            correlation = _CORRELATED + record.step
+            yield self._span(_STEPS, block, is_kernel=False, plan=record.generation, correlation=correlation)
+            for row in (*record.gathers, *record.buckets):
+                sent.append((record.step, _placed(row, at)))
+        sent.sort(key=lambda pair: pair[1].waited)
+        waits = _waits(sent)
         for block in _computed(steps, waits):
-            yield self._span(_COMPUTE, block, is_kernel=self.is_measured and not block[2].startswith("wait"))
+            is_kernel = self.is_measured and not block[2].startswith("wait")
+            yield self._span(_COMPUTE, block, is_kernel=is_kernel)
+        names = {_STEPS: "steps", _COMPUTE: "compute"}  # of threads
         free_ns: dict[int, float] = {}  # by thread: the end of its last collective
-        for number, ((step, row), wait) in enumerate(sorted(zip(sent, waits, strict=True), key=lambda it: it[0][1].launched_us)):
-            thread = next(it for it in count(_COMMUNICATION) if free_ns.get(it, row.launched_us) <= row.launched_us)
+        launched = sorted(zip(sent, waits, strict=True), key=lambda pair: pair[0][1].launched_us)
+        for number, ((step, row), wait) in enumerate(launched):
+            thread = _COMMUNICATION
+            while free_ns.get(thread, row.launched_us) > row.launched_us:
+                thread += 1
             free_ns[thread] = row.done_us
+            names[thread] = f"communication {thread - _COMMUNICATION + 1}"
             yield from self._collective(number, step, row, thread, wait)
-        in_flight = [(time, n) for _, it in sent for time, n in ((it.launched_us, it.num_bytes), (it.done_us, -it.num_bytes))]
-        exposed = [(wait[1], (wait[1] - wait[0]) / 1e6) for wait in waits]
-        for name, changes in (("bytes in flight", sorted(in_flight)), ("ms exposed so far", sorted(exposed))):
-            sums = accumulate(change for _, change in changes)
-            yield from (
-                self._event("C", _STEPS, at, name, args={name: round(n, 3)}) for (at, _), n in zip(changes, sums, strict=True)
-            )
-        model = f", model {self.about['model'] + 1}" if self.about["model"] else ""
-        process = f"rank {self.about['rank']}{model}{'' if self.is_measured else ', predicted'}"
-        names = {_STEPS: "steps", _COMPUTE: "compute", **{it: f"communication {it - _COMMUNICATION + 1}" for it in free_ns}}
-        about = [(_STEPS, "process_name", {"name": process}), (_STEPS, "process_sort_index", {"sort_index": self._pid})]
-        about += [(it, "thread_name", {"name": name}) for it, name in names.items()]
-        yield from (self._event("M", it, 0, kind, args=args) for it, kind, args in about if steps)
+        yield self._about(_STEPS, "process_name", name=self._name)
+        yield self._about(_STEPS, "process_sort_index", sort_index=self._pid)
+        for thread, name in names.items():
+            yield self._about(thread, "thread_name", name=name)
+
+    @property
+    def _name(self) -> str:
+        name = f"rank {self.about['rank']}"
+        if self.about["model"]:
+            name += f", model {self.about['model'] + 1}"
+        return name if self.is_measured else f"{name}, predicted"
+
+    def _about(self, thread: int, kind: str, **args: Any) -> Json:
+        return self._event("M", thread, 0, kind, args=args)
 
     def _collective(self, number: int, step: int, row: BucketRecord, thread: int, wait: Block) -> tuple[Json, ...]:
         numel, dtype = message(row.num_bytes, row.kind, row.bucket, self.plan, self.wire_dtype)
@@ -131,9 +145,11 @@ class _Process:
             "dtype": _DTYPES.get(dtype, dtype),
             "Process Group Name": "undertow",
             "Rank": self.about["rank"],
-            **({"Seq": sequence_number(step, row.bucket, row.kind)} if self.is_measured else {}),
         }
-        name = f"{'ncclKernel_' if self.is_measured else ''}{row.kind} b{row.bucket}"
+        name = f"{row.kind} b{row.bucket}"
+        if self.is_measured:
+            args["Seq"] = sequence_number(step, row.bucket, row.kind)
+            name = f"ncclKernel_{name}"
         flow: Json = {"cat": "bucket", "id": self._pid * FLOWS + number}
         end_ns = min(max(row.done_us, wait[0]), wait[1] - 1)
         return (
@@ -158,25 +174,44 @@ class _Process:
         return self._event("X", thread, block[0], block[2], dur=dur_us, cat=cat, args=args)
 
 
+def _waits(sent: Iterable[tuple[int, BucketRecord]]) -> list[Block]:
+    """Returns the wait for each collective, of some length, because a flow has to end in each."""
+    waits: list[Block] = []
+    free_ns = -(2**62)
+    for step, row in sent:
+        begin = max(int(row.waited[0]), free_ns)
+        free_ns = max(int(row.waited[1]), begin + 1)
+        waits.append((begin, free_ns, f"wait b{row.bucket}", step))
+    return waits
+
+
 def _placed(row: BucketRecord, start_ns: int) -> BucketRecord:
     """Returns the row with whole nanoseconds since the trace began in its fields, and with no collective that takes no time."""
-    ready, launched, done, at, stop = (
-        start_ns + _ns(time_us) for time_us in (row.ready_us, row.launched_us, row.done_us, *row.waited)
+    launched = start_ns + _ns(row.launched_us)
+    return replace(
+        row,
+        ready_us=min(start_ns + _ns(row.ready_us), launched),
+        launched_us=launched,
+        done_us=max(start_ns + _ns(row.done_us), launched + 1),
+        waited=(start_ns + _ns(row.waited[0]), start_ns + _ns(row.waited[1])),
     )
-    return replace(row, ready_us=min(ready, launched), launched_us=launched, done_us=max(done, launched + 1), waited=(at, stop))
 
 
 def _computed(steps: Iterable[tuple[int, StepRecord]], waits: Iterable[Block]) -> Iterator[Block]:
     """Yields the blocks of the compute thread, without gaps within a step: waits, else phases, else the rest of the step."""
-    blocks, free_ns = [(2, wait) for wait in waits], -(2**62)
-    for at, it in steps:
-        first = min([at, *(at + _ns(min(row.ready_us, row.launched_us, row.waited[0])) for row in it.gathers)])
-        rest = max(first, free_ns), at + _ns(it.step_us), "optimizer and rest", it.step
-        free_ns, phases = rest[1], {"forward": it.forwards, "backward": it.backwards}
-        blocks += [
-            (0, rest),
-            *((1, (at + _ns(a), at + _ns(b), name, it.step)) for name, spans in phases.items() for a, b in spans),
-        ]
+    blocks = [(2, wait) for wait in waits]
+    free_ns = -(2**62)
+    for at, record in steps:
+        first = at
+        for row in record.gathers:
+            first = min(first, at + _ns(min(row.ready_us, row.launched_us, row.waited[0])))
+        end = at + _ns(record.step_us)
+        blocks.append((0, (max(first, free_ns), end, "optimizer and rest", record.step)))
+        free_ns = end
+        for name, spans in (("forward", record.forwards), ("backward", record.backwards)):
+            for start_us, stop_us in spans:
+                block = (at + _ns(start_us), at + _ns(stop_us), name, record.step)
+                blocks.append((1, block))
     layers: list[Block | None] = [None, None, None]
     top, since_ns = None, 0
     real = [(layer, block) for layer, block in blocks if block[0] < block[1]]

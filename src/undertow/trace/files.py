@@ -102,7 +102,7 @@ def _read(path: Path) -> Json:
     """Returns the object in a file of JSON, which has all fields if it is an Undertow trace."""
     try:
         content = path.read_bytes()
-        trace: Json = parsed_json(gzip.decompress(content) if path.suffix == ".gz" else content, object_of=dict)
+        trace: Json = parsed_json(gzip.decompress(content) if path.suffix == ".gz" else content)
         if KEY in trace:
             _ = [trace[KEY][it] for it in ("run", "rank", "ranks", "model", "began_ns", "synchronized_us")], trace["traceEvents"]
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:

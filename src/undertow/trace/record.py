@@ -1,7 +1,7 @@
 """The measured times of one step, its events, how much of its communication is hidden, and lower bounds."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -62,6 +62,16 @@ class BucketRecord:
     launched_us: float
     done_us: float
     waited: Interval  # interval of the compute lane's wait for this bucket
+
+    def shifted(self, by_us: float) -> "BucketRecord":
+        """Returns the record with all times later by `by_us`."""
+        return replace(
+            self,
+            ready_us=self.ready_us + by_us,
+            launched_us=self.launched_us + by_us,
+            done_us=self.done_us + by_us,
+            waited=(self.waited[0] + by_us, self.waited[1] + by_us),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

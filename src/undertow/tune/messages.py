@@ -16,7 +16,6 @@ minus infinity.
 A decision is an array of numbers too: its rank sends it to the others.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -25,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.cost.costs import curve_from_samples, line_through
-from undertow.errors import require
 from undertow.plan import GroupEntry, Groups, ParamSpec, Piece, Plan
 from undertow.plan.choose import NUMS_OF_BUCKETS
 from undertow.plan.layout import member_of, piece_of
@@ -138,7 +136,6 @@ def _samples(
     return {kind: cost_samples(transfers) for kind in {row.kind for rows in steps for row in rows}}
 
 
-_NUM_NUMBERS = 4  # outcome, two times, and the number of rows
 # Pieces of cut parameters in a plan of the family: one for each bucket, twice where a bucket is at most a unit of shards.
 _MOST_PIECES = 2 * max(NUMS_OF_BUCKETS)
 
@@ -164,34 +161,25 @@ class Decision:
     groups: Groups | None = None  # None: keep the plan
 
     def to_array(self, params: tuple[ParamSpec, ...]) -> NDArray[np.float64]:
-        """Encodes the decision as numbers, a fixed count for these parameters. Exact: indices stay below 2^53."""
-        rows = [
-            (piece.param, piece.first, piece.stop, bucket)
-            for bucket, group in enumerate(self.groups or ())
-            for piece in (piece_of(member, params) for member in group)
-        ]
-        most = _most_rows(params)
-        require(
-            len(rows) <= most,
-            f"a plan of {len(rows)} slots is too long to send to the other ranks.",
-            where=f"{len(params)} parameters, at most {most} slots",
-            remedy="Cut parameters into fewer pieces.",
-        )
-        numbers = [self.outcome, self.present_us, self.predicted_us, len(rows)]
-        return np.concatenate([numbers, np.ravel(rows), np.zeros(4 * (most - len(rows)))])
-
-
-def _most_rows(params: Sequence[ParamSpec]) -> int:
-    return len(params) + _MOST_PIECES
+        """Encodes the decision as numbers, as many for any plan of the family. Exact: indices stay below 2^53."""
+        rows = np.full((len(params) + _MOST_PIECES, 4), -1.0)  # parameter, first, stop, bucket
+        place = 0
+        for bucket, group in enumerate(self.groups or ()):
+            for member in group:
+                piece = piece_of(member, params)
+                rows[place] = (piece.param, piece.first, piece.stop, bucket)
+                place += 1
+        return np.concatenate([[self.outcome, self.present_us, self.predicted_us], rows.ravel()])
 
 
 def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, ...]) -> Decision:
     """Decodes the numbers of `Decision.to_array`."""
-    single, rows = np.split(numbers, [_NUM_NUMBERS])
-    outcome, present_us, predicted_us, num_rows = single.tolist()
-    groups: dict[int, list[GroupEntry]] = defaultdict(list)
-    for param, first, stop, bucket in rows.astype(np.int64).reshape(-1, 4)[: int(num_rows)].tolist():
-        groups[bucket].append(member_of(Piece(param=param, first=first, stop=stop), params))
+    groups: dict[int, list[GroupEntry]] = {}
+    for param, first, stop, bucket in numbers[3:].astype(np.int64).reshape(-1, 4).tolist():
+        if bucket >= 0:
+            piece = Piece(param=param, first=first, stop=stop)
+            groups.setdefault(bucket, []).append(member_of(piece, params))
+    outcome, present_us, predicted_us = numbers[:3].tolist()
     return Decision(
         outcome=Outcome(int(outcome)),
         present_us=present_us,

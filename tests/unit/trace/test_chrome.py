@@ -94,11 +94,6 @@ def test_a_step_is_shown_as_it_was() -> None:
         "stream": 10,
         "correlation": 2**20 + 7,
     }
-    counted = [(it["ts"], it["args"]["bytes in flight"]) for it in trace["traceEvents"] if it["name"] == "bytes in flight"]
-    sizes = [bucket.num_bytes for bucket in two_buckets().buckets]
-    assert counted == [(3e4, sizes[0]), (5e4, 0), (6e4, sizes[1]), (8e4, 0)]
-    exposed = [(it["ts"], it["args"]["ms exposed so far"]) for it in trace["traceEvents"] if it["name"] == "ms exposed so far"]
-    assert exposed == [(60_000.001, 0.0), (8e4, 20.0)]
     assert [it["ts"] for it in trace["traceEvents"] if it["ph"] == "i"] == [3e4, 6e4]
     require_rules(trace)
 
@@ -114,11 +109,11 @@ def test_a_wire_dtype_is_what_is_sent() -> None:
     assert (args["dtype"], args["In msg nelems"]) == ("BFloat16", 2 * two_buckets().buckets[0].numel)
 
 
-def test_predicted_steps_lie_beside_measured_ones_of_the_same_plan_and_not_on_each_other() -> None:
+def test_a_predicted_step_lies_beside_the_last_measured_one() -> None:
     records = [record(step=step, generation=int(step > 0)) for step in range(4)]
     trace = trace_of(*records, predicted=record(step_us=120_000.0))
     require_rules(trace)
-    assert [start // 1_000_000 for start, *_ in spans(trace)[2, 1]] == [100, 300]
+    assert [start // 1_000_000 for start, *_ in spans(trace)[2, 1]] == [300]
     assert all("stream" not in it.get("args", {}) for it in trace["traceEvents"] if it["pid"] == 2)  # HTA counts none of it
     assert (trace["undertow_trace"]["prediction"], trace_of()["undertow_trace"]["prediction"]) == ("a note", "a note")
 

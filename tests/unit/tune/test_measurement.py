@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import refusal
 from support.strategies import plans, spec
 from undertow.cost import CostCurve
-from undertow.plan import ParamSpec, Piece, Plan, equal_groups, plan_from_groups
+from undertow.plan import ParamSpec, Plan, equal_groups, plan_from_groups
 from undertow.plan.choose import LAST_SHARES, NUMS_OF_BUCKETS
 from undertow.profile import Profile
 from undertow.trace import BucketRecord, StepRecord
@@ -228,14 +227,6 @@ def test_every_plan_of_the_family_can_be_sent(num_ranks: int) -> None:
             groups = equal_groups(params, range(len(params)), num_buckets=num_buckets, last_share=last_share, num_ranks=num_ranks)
             decision = Decision(outcome=Outcome.MOVE, groups=groups)
             assert decision_from_array(decision.to_array(params), params) == decision
-
-
-def test_a_plan_of_more_pieces_than_any_planner_makes_is_refused() -> None:
-    decision = Decision(outcome=Outcome.MOVE, groups=tuple((Piece(param=0, first=at, stop=at + 1),) for at in range(130)))
-    assert refusal(lambda: decision.to_array((spec("whole", 130, dtype="uint8"),))) == (
-        "a plan of 130 slots is too long to send to the other ranks.\n"
-        "  1 parameters, at most 129 slots\n  Cut parameters into fewer pieces."
-    )
 
 
 # Gradients of 1 MB come at 1, 2, 3 and 4 ms of backward, the last registered first; forward takes 2 ms.

@@ -15,11 +15,9 @@ from undertow.schedule import (
     DDP,
     OpKind,
     Releases,
-    Schedule,
     Strategy,
     lower_accumulation,
     lower_data_parallel,
-    verify,
 )
 
 _LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no smaller graphs
@@ -54,7 +52,7 @@ class CompiledPlan:
         self.present = Present(plan=plan, generation=generation, has_shards=sharding is not None)
         self._recorder = recorder
         # The same under every strategy: it sends nothing.
-        self.accumulating = Releases(verify(lower_accumulation(len(plan.buckets)), num_buckets=len(plan.buckets)))
+        self.accumulating = Releases(lower_accumulation(len(plan.buckets)))
         self.gather_in()
 
     @cached_property
@@ -70,7 +68,7 @@ class CompiledPlan:
     @cached_property
     def adding_up_shards(self) -> Releases:
         """The ops of a backward that accumulates, if the strategy reduces micro-batches."""
-        return self._verified(lower_accumulation(len(self.plan.buckets), self.strategy))
+        return Releases(lower_accumulation(len(self.plan.buckets), self.strategy))
 
     @cached_property
     def executor(self) -> Executor:
@@ -85,12 +83,9 @@ class CompiledPlan:
         if order is not None:  # a bucket without parameters is needed nowhere
             order = tuple(dict.fromkeys((*order, *range(num_buckets))))
         schedule = lower_data_parallel(num_buckets, self.strategy, overlap=self.reducer.overlap, gather_order=order)
-        self.synchronizing = self._verified(schedule)
+        self.synchronizing = Releases(schedule)
         self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 
     def gather(self) -> None:
         """Called after the optimizer has stepped, with or without a round: every rank gets the other ranks' updates."""
         self.executor.run(self._gathers)
-
-    def _verified(self, schedule: Schedule) -> Releases:
-        return Releases(verify(schedule, self.strategy, num_buckets=len(self.plan.buckets)))
