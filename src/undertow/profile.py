@@ -30,8 +30,9 @@ _REQUIRED = (FORMAT_FIELD, "backward_us", "params")
 _TEXTS = ("name", "strategy")
 _TIMES = ("forward_us", "backward_us", "update_us", "step_us")
 # Of the run: a rank's computing time per collective and per megabyte of a bucket, the standard deviation of computing times
-# between ranks, and of steps, both relative, and the share of its speed that computation loses to communication.
-EFFECTS = ("launch_us", "copy_us_per_mb", "skew", "spread", "contention")
+# between ranks, and of steps, both relative, the share of its speed that computation loses to communication, and the time that
+# processors and the network add to a step.
+EFFECTS = ("launch_us", "copy_us_per_mb", "skew", "spread", "contention", "processors_us", "network_us")
 FIELDS = (*_REQUIRED, *_TEXTS, "forward_us", "update_us", "step_us", "num_ranks", *EFFECTS, "costs", "buckets")
 _RENAMED = {"costs": "curves", "buckets": "groups"}  # fields of a file with another name in a Profile
 _TABLE_FIELDS = ("name", "shape", "bytes", "dtype", "device", "sparse")
@@ -74,6 +75,8 @@ class Profile:
     skew: float | None = None  # standard deviation of computing times between ranks, relative
     spread: float | None = None  # standard deviation between steps, relative
     contention: float | None = None  # share of its speed that computation loses while the network works
+    processors_us: float | None = None  # time that packing and copying add to the step
+    network_us: float | None = None  # time that waiting for the network adds
     is_forward_guessed: bool = False  # as half of backward
 
     def __post_init__(self) -> None:
@@ -111,6 +114,11 @@ class Profile:
     def is_measured(self) -> bool:
         """True if its times are of a run of several ranks, so that waiting and contention are part of them."""
         return self.num_ranks > 1 and bool(self.curves)
+
+    @property
+    def is_bound_by_processors(self) -> bool:
+        """True if communication took more time from processors than the network added, in the measured run."""
+        return (self.processors_us or 0.0) > (self.network_us or 0.0)
 
     @property
     def is_of_one_size(self) -> bool:

@@ -10,7 +10,7 @@ from undertow.tune.messages import (
     measurement_from_array,
     measurement_of_one_rank,
 )
-from undertow.tune.tuner import Tuner
+from undertow.tune.tuner import Tuner, bucket_us_of, choice_for
 
 __all__ = [
     "Decision",
@@ -19,6 +19,8 @@ __all__ = [
     "Outcome",
     "Tuner",
     "array_of_records",
+    "bucket_us_of",
+    "choice_for",
     "decision_from_array",
     "explanation",
     "measurement_from_array",

@@ -164,7 +164,7 @@ HUGE = "100000000000000000...0000000000000000000"  # 10**400, shortened
 SHAPES = 'Write "shape": [64, 3, 7, 7], "shape": 9408 (elements) or "bytes": 37632.'
 FIELDS = (
     "undertow_profile, backward_us, params, name, strategy, forward_us, update_us, step_us, num_ranks, launch_us, "
-    "copy_us_per_mb, skew, spread, contention, costs, buckets"
+    "copy_us_per_mb, skew, spread, contention, processors_us, network_us, costs, buckets"
 )
 
 WHOLE_PROFILE = Profile(
@@ -490,6 +490,7 @@ def test_costs_may_be_a_line_or_have_a_size_several_times() -> None:
 
 def test_what_a_run_says_of_its_ranks_is_in_the_file() -> None:
     said = {"launch_us": 90.5, "copy_us_per_mb": 200, "skew": 0.01, "spread": 0.02, "contention": 0.1}
+    said |= {"processors_us": 3.5, "network_us": 700}
     found = read_with(**said)
     assert {name: getattr(found, name) for name in said} == said
     assert profile_from_json(found.to_json(), "run.json") == found
