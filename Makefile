@@ -1,16 +1,18 @@
-# Every target makes what it needs: a virtual environment in .venv, with the versions of constraints.txt.
+# Every target installs what it needs, and no more, in a virtual environment in .venv: the versions of constraints.txt.
 # Needs only make and Python 3.11 or newer; another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
-READY := $(VENV)/.ready
-READY_FOR_DOCS := $(VENV)/.ready-for-docs
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+READY := $(VENV)/.ready-
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
+# pip compiles nothing, for it would take 15 seconds: modules are compiled and kept when they are first imported.
+unexport PYTHONDONTWRITEBYTECODE
 # What `make test` runs: every behavior once. tests/README.md says what each marker means.
 QUICK := not (slow or waits or alone or root or bench or gpu) or smoke
 PYTEST := $(BIN)/python -m pytest
@@ -20,62 +22,73 @@ PYTEST := $(BIN)/python -m pytest
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
-demo: $(READY) ## Train with and without overlap on this machine and compare; make demo ARGS="--nproc 3"
+demo: $(READY)cli ## Train with and without overlap on this machine and compare; make demo ARGS="--nproc 3"
 	$(BIN)/undertow demo $(ARGS)
 
-test: $(READY) ## Run every behavior once (5 minutes); make test ARGS="tests/unit -k plan"
+test: $(READY)test ## Run every behavior once (5 minutes); make test ARGS="tests/unit -k plan"
 	$(PYTEST) -n 3 --dist worksteal -m "$(QUICK)" $(ARGS)
 
-test-all: $(READY) ## Run everything, torch's own tests of its class too (20 minutes)
+test-all: $(READY)test $(READY)viewers ## Run everything, torch's own tests of its class too (20 minutes)
 	$(PYTEST) -n 3 --dist worksteal --thorough --no-unexpected-skips -m "not alone"
 	$(PYTEST) --thorough --no-unexpected-skips -m alone
 	$(MAKE) test-torch
 
-test-torch: $(READY) ## Run torch's own tests of its class with ours in its place, and compare with what is recorded
+test-torch: $(READY)test ## Run torch's own tests of its class with ours in its place, and compare with what is recorded
 	PYTHONPATH=tests $(BIN)/python -m torch_suite $(ARGS)
 
-test-oldest: $(READY) ## Run a short set of tests with the oldest torch and numpy that are supported
+test-oldest: $(READY)test ## Run a short set of tests with the oldest torch and numpy that are supported
 	$(BIN)/python .ci/oldest.py $(ARGS)
 
-works-with: $(READY) ## Run the tests with frameworks, and write docs/integrations/works-with.md from their results
+works-with: $(READY)test $(READY)integrations ## Run the tests with frameworks, and write docs/integrations/works-with.md from their results
 	$(PYTEST) -n 2 --dist worksteal --junitxml out/frameworks.xml tests/frameworks tests/runner tests/faults/test_nodes.py
 	PYTHONPATH=tests $(BIN)/python -m frameworks out/frameworks.xml
 
-mutants: $(READY) ## Change the source in one place after the other, and tell which tests notice (hours)
+mutants: $(READY)test ## Change the source in one place after the other, and tell which tests notice (hours)
 	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
-soak: $(READY) ## Train with 200 faults at random places; make soak ARGS="--seed 7 --injections 20"
+soak: $(READY)test ## Train with 200 faults at random places; make soak ARGS="--seed 7 --injections 20"
 	PYTHONPATH=tests $(BIN)/python -m soak $(ARGS)
 
-bench: $(READY) ## Measure everything, the matrix too (hours); make bench ARGS="--quick"
+bench: $(READY)bench ## Measure everything, the matrix too (hours); make bench ARGS="--quick"
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-peers: $(READY) ## Make the virtual environments of the systems that bench compares with; make bench-peers ARGS="megatron"
+bench-peers: $(READY)bench ## Make the virtual environments of the systems that bench compares with; make bench-peers ARGS="megatron"
 	$(BIN)/python -m benchmarks.matrix.install $(ARGS)
 
-figures: $(READY) ## Write the tables of README and docs/benchmarks.md from recorded results; make figures ARGS="--pictures"
+figures: $(READY)bench ## Write the tables of README and docs/benchmarks.md from recorded results; make figures ARGS="--pictures"
 	$(BIN)/python -m benchmarks figures $(ARGS)
 
-lint: $(READY) ## Check style, types and the layers of the architecture
+lint: $(READY)lint ## Check style, types and the layers of the architecture
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(READY) ## Rewrite the sources in the project's format
+format: $(READY)lint ## Rewrite the sources in the project's format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: $(READY_FOR_DOCS) ## Build the documentation in out/site; a warning is an error
+docs: $(READY)docs ## Build the documentation in out/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 clean: ## Remove outputs and caches; the virtual environment stays
 	rm -rf out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# .ready-EXTRA: the packages of that extra are in the environment.
+$(READY)%: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "Installing Undertow with its extra $* ..."
+	@$(PIP_INSTALL) $(TORCH) --editable '.[$*]'
+	@touch $@
+
+# HolisticTraceAnalysis, without the Jupyter that it asks for: analyzing needs none, and the frameworks bring the rest.
+$(READY)viewers: $(READY)integrations
+	@$(PIP_INSTALL) --no-deps HolisticTraceAnalysis
+	@touch $@
+
 # torch goes in first and alone: left to the resolver among the others, another build of it with gigabytes of CUDA
 # packages may be chosen and fetched before the wheel that is already here is looked at.
-$(READY): pyproject.toml constraints.txt
+$(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "Undertow needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
 		echo "Name another interpreter, for example: make $(or $(MAKECMDGOALS),help) PYTHON=python3.12" >&2; \
@@ -83,14 +96,6 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || { echo "Making a virtual environment in $(VENV) ..."; $(PYTHON) -m venv $(VENV); } || { \
 		echo "Python cannot make virtual environments here. On Debian and Ubuntu: apt-get install python3-venv" >&2; \
 		exit 1; }
-	@echo "Installing $(TORCH) (large; the first time takes minutes) ..."
-	@$(PIP) install --quiet $(TORCH)
-	@echo "Installing everything else ..."
-	@$(PIP) install --quiet --constraint constraints.txt $(TORCH) --editable '.[dev,integrations]'
-	@$(PIP) install --quiet --constraint constraints.txt --no-deps HolisticTraceAnalysis  # needs no Jupyter to analyze
-	@touch $@
-
-$(READY_FOR_DOCS): $(READY)
-	@echo "Installing what builds the documentation ..."
-	@$(PIP) install --quiet --constraint constraints.txt $(TORCH) --editable '.[docs]'
+	@echo "Installing $(TORCH) (large; the first time takes a minute or more) ..."
+	@$(PIP_INSTALL) $(TORCH)
 	@touch $@

@@ -25,6 +25,7 @@ from undertow import DistributedDataParallel, SyncConfig
 from undertow.cost import link_from_text
 from undertow.emulation.link import BACKEND, emulated_backend
 from undertow.runtime.replan.current_plan import CurrentPlan
+from undertow.runtime.replan.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 
 LINK = "1gbit"
 NUM_RANKS = (2, 4)
@@ -54,6 +55,8 @@ def measure_rank(rank: int, num_ranks: int) -> Row:
             wrapped.close()
         dist.destroy_process_group(group)
     moved = [step for step in range(1, NUM_STEPS) if num_buckets[step] != num_buckets[step - 1]]
+    measured, later = slice(NUM_STEPS_BEFORE, NUM_STEPS_BEFORE + NUM_STEPS_MEASURED + 3), slice(20, None)
+    beside = [tuned / untuned for tuned, untuned in zip(tuned_s[measured], untuned_s[measured], strict=True)]
     settling_s = sum(tuned_s[step] - median(tuned_s[step + 1 : step + 1 + _NUM_AFTER_A_MOVE]) for step in moved)
     return {
         "ranks": num_ranks,
@@ -67,6 +70,8 @@ def measure_rank(rank: int, num_ranks: int) -> Row:
         "last_50_untuned_ms": round(median(untuned_s[50:]) * 1e3, 1),
         "first_10_tuned_ms": [round(step_s * 1e3) for step_s in tuned_s[:10]],
         "first_10_untuned_ms": [round(step_s * 1e3) for step_s in untuned_s[:10]],
+        "measured_over_later": round(median(tuned_s[measured]) / median(tuned_s[later]), 4),
+        "measured_over_untuned": round(median(beside), 4),
         "decision": decision,
     }
 
@@ -131,5 +136,7 @@ def judge(rows: Sequence[Row]) -> list[Figure]:
         for name, key, scale, unit, bound in (
             ("tuning's share of the first 100 steps", "own_share", 100, "%", 1.0),
             ("first 100 steps, tuned over untuned", "ratio", 1, "x", 1.01),
+            ("steps 3 to 10, in which it measures, over later ones", "measured_over_later", 1, "x", 1.03),
+            ("the same steps over untuned ones in turn, with equal buckets", "measured_over_untuned", 1, "x", 1.03),
         )
     ]

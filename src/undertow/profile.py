@@ -31,6 +31,8 @@ _NUMBERS = {
     "skew": 0.2,
     "spread": math.inf,
     "contention": 0.99,
+    "processors_us": math.inf,
+    "network_us": math.inf,
 }
 _REQUIRED = (FORMAT_FIELD, "backward_us", "params")
 FIELDS = (
@@ -72,6 +74,8 @@ class Profile:
     skew: float | None = None  # standard deviation of computing times between ranks, relative
     spread: float | None = None  # standard deviation between steps, relative
     contention: float | None = None  # share of its speed that computation loses while the network works
+    processors_us: float | None = None  # time that packing and copying add to the step
+    network_us: float | None = None  # time that waiting for the network adds
     is_forward_guessed: bool = False  # as half of backward
 
     def __post_init__(self) -> None:
@@ -116,6 +120,11 @@ class Profile:
     def is_measured(self) -> bool:
         """True if its times are of a run of several ranks, so that waiting and contention are part of them."""
         return self.num_ranks > 1 and bool(self.curves)
+
+    @property
+    def is_bound_by_processors(self) -> bool:
+        """True if communication took more time from processors than the network added, in the measured run."""
+        return (self.processors_us or 0.0) > (self.network_us or 0.0)
 
     @property
     def is_of_one_size(self) -> bool:

@@ -1,5 +1,6 @@
 """Runs of the harness: the entry and ranks of `make bench`, cells of the matrix, and with root what shaped links carry."""
 
+import importlib
 import json
 import os
 import signal
@@ -22,8 +23,10 @@ from benchmarks.matrix.catalog import SYSTEMS, SystemSpec
 from benchmarks.matrix.cell import Effort
 from benchmarks.matrix.environments import peers, python_of, why_absent
 from benchmarks.matrix.links import PREFIX, remove_abandoned, shaped_network
+from benchmarks.older import copy_renamed
 from benchmarks.ranks import run_ranks
 
+import undertow
 from support.project import ROOT
 from undertow import DistributedDataParallel
 
@@ -40,6 +43,24 @@ def test_a_part_is_measured_judged_and_written(tmp_path: Path, capsys: pytest.Ca
     assert figures["planning, data-parallel, 300 parameters"] == "< 200 ms"
     for told in (capsys.readouterr().out, (tmp_path / "bench.md").read_text()):
         assert "planning, data-parallel, 10,000 parameters" in told
+
+
+def _trains_beside_itself(_rank: int, folder: str) -> list[bool]:
+    sys.path.insert(0, folder)
+    older = importlib.import_module("older_undertow")
+    models = [made(torch.nn.Linear(8, 8)) for made in (DistributedDataParallel, older.DistributedDataParallel)]
+    for model in models:
+        model(torch.ones(1, 8)).sum().backward()
+    are_apart = not isinstance(models[1], DistributedDataParallel)
+    for model in models:
+        model.close()
+    importlib.import_module("older_ours_sharded")
+    return [are_apart, older.ConfigError is not undertow.ConfigError]
+
+
+def test_another_checkout_is_imported_beside_this_one(tmp_path: Path) -> None:
+    copy_renamed(ROOT, tmp_path)
+    assert run_ranks(_trains_beside_itself, 2, str(tmp_path)) == [True, True]
 
 
 def _tunes(_rank: int) -> list[float]:

@@ -24,6 +24,7 @@ BLOCKS = [re.sub(r"\\\n +", "", it.code) for it in ALL if it.language == ""]
 COMMANDS = [line.split("  ")[0] for block in BLOCKS for line in block.splitlines()]
 (SCRIPT,) = (snippet for snippet in ALL if snippet.mark == "script")
 TABLES = figures.tables()
+TORCH = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
 # Tests elsewhere run these, in forms that take less time: tests/arch/test_wheel.py, tests/dist/test_scripts.py, tests/bench.
 INSTALLED = ["python3 -m venv .venv", ".venv/bin/pip install '.[cli,page]'"]
 STARTED = [".venv/bin/torchrun --nproc-per-node=2 quickstart.py", ".venv/bin/undertow demo"]
@@ -80,6 +81,25 @@ def test_the_quickstart_trains(tmp_path: Path) -> None:
 def test_make_knows_its_targets(command: str) -> None:
     done = subprocess.run(["make", "-n", *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout == "") == (0, False), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    {
+        "demo": ["cli"],
+        "test": ["test"],
+        "test-all": ["test", "integrations"],
+        "works-with": ["test", "integrations"],
+        "lint": ["lint"],
+        "docs": ["docs"],
+        "bench": ["bench"],
+    }.items(),
+)
+def test_a_target_installs_torch_alone_and_then_its_own_extras(target: str, extras: list[str], tmp_path: Path) -> None:
+    command = ["make", "-n", f"VENV={tmp_path / 'none'}", target]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    installed = re.findall(r"-m pip .* (torch==\S+.*)$", done.stdout, re.MULTILINE)
+    assert list(dict.fromkeys(installed)) == [TORCH, *(f"{TORCH} --editable '.[{extra}]'" for extra in extras)]
 
 
 @pytest.mark.slow

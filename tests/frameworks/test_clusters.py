@@ -24,7 +24,7 @@ def test_the_batch_script_is_bash() -> None:
 
 def test_shellcheck_finds_nothing_in_the_batch_script() -> None:
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}")
-    assert shellcheck is not None, "the extra dev has it"
+    assert shellcheck is not None, "the extra test has it"
     done = subprocess.run([shellcheck, SBATCH], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 

@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("pattern", nargs="?", default="", help="a regular expression: only tests whose name it matches")
     pattern = re.compile(parser.parse_args().pattern)
     if importlib.util.find_spec("expecttest") is None:
-        print("torch's tests need the package expecttest: pip install 'undertow[dev]'", file=sys.stderr)
+        print("torch's tests need the package expecttest: pip install 'undertow[test]'", file=sys.stderr)
         return 2
     print(f"torch {torch.__version__}; {record.RECORD.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}", flush=True)
     began_s = time.monotonic()

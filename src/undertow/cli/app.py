@@ -70,7 +70,7 @@ def undertow(
 
 @app.command(
     help="Train a small GPT five ways over an emulated network and compare them.\n\n"
-    "Starts the ranks itself, takes about a minute, and checks that every way finds the same gradients and, with two ranks "
+    "Starts the ranks itself, takes about 20 seconds, and checks that every way finds the same gradients and, with two ranks "
     "or one, ends with the same parameters. Prints a table and draws where each step's time went, in OUT/demo.png.\n\n"
     "Exit code 0: all ways agree. 1: they do not, or a rank failed. 2: an option cannot work."
 )
@@ -82,8 +82,8 @@ def demo(  # noqa: PLR0913  # one argument per option
     text: Annotated[
         Path | None, typer.Option(help="File to train on; without it, the standard library's source.", show_default=False)
     ] = None,
-    steps: Annotated[int, typer.Option(help="Measured steps per way, after two to warm up.")] = 8,
-    out: Annotated[Path, typer.Option(help="Directory for the pictures.")] = Path("out"),
+    steps: Annotated[int, typer.Option(help="Measured steps per way, after ten to warm up.")] = 8,
+    out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     strategy: Annotated[
         str, typer.Option(help='"zero1" or "zero2" adds a sixth way, with a sharded optimizer; "ddp" does not.')

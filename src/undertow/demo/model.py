@@ -14,7 +14,7 @@ CONTEXT = 128  # bytes that the model sees
 class Gpt(nn.Module):
     """Predicts each next byte of a text."""
 
-    def __init__(self, *, num_layers: int = 6, num_heads: int = 4, width: int = 256, context: int = CONTEXT) -> None:
+    def __init__(self, *, num_layers: int = 6, num_heads: int = 4, width: int = 128, context: int = CONTEXT) -> None:
         super().__init__()
         self.byte_embedding = nn.Embedding(_NUM_BYTE_VALUES, width)
         self.position_embedding = nn.Embedding(context, width)

@@ -29,17 +29,17 @@ from undertow.profile import Profile
 from undertow.schedule import STRATEGIES
 from undertow.trace import Event, Trace
 
-_BATCH = 6  # sequences per rank and step
+_BATCH = 4  # sequences per rank and step
 
 # Torch's fused kernel rounds differently after the last whole vector of a piece. The sizes of this model's parameters are
-# multiples of 256, so that with two ranks all pieces consist of whole vectors and the result is bit-identical to training without
+# multiples of 128, so that with two ranks all pieces consist of whole vectors and the result is bit-identical to training without
 # shards.
 _ADAMW: dict[str, Any] = {"lr": 1e-3, "fused": True}
 
 # The variants that Undertow synchronizes.
 _CONFIGS: Mapping[str, SyncConfig] = {
-    "bucketed": SyncConfig(overlap=False, bucket_cap_mb=4.0, order="reverse"),
-    "overlapped": SyncConfig(bucket_cap_mb=4.0, order="reverse"),
+    "bucketed": SyncConfig(overlap=False, bucket_cap_mb=1.0, order="reverse"),
+    "overlapped": SyncConfig(bucket_cap_mb=1.0, order="reverse"),
     "undertow": SyncConfig(),
     "zero1": SyncConfig(strategy="zero1"),
     "zero2": SyncConfig(strategy="zero2"),

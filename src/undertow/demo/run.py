@@ -145,7 +145,7 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
 
 
 def _save(settings: DemoSettings, results: Sequence[WayDone], console: Console) -> None:
-    """Saves pictures of a typical step, and the profiles of Undertow's variants for `undertow plan` and `undertow simulate`."""
+    """Saves a picture of a typical step, and the profiles of Undertow's variants for `undertow plan` and `undertow simulate`."""
     picture, profiles = settings.out / "demo.png", {}
     save_timeline(
         {WAYS[done.way]: done.typical for done in results},
@@ -154,11 +154,10 @@ def _save(settings: DemoSettings, results: Sequence[WayDone], console: Console) 
         conditions=f"{settings.num_ranks} ranks on one machine, {settings.link} emulated, typical of {settings.num_steps} steps",
     )
     for done in results:
-        save_timeline({WAYS[done.way]: done.typical}, settings.out / f"demo-{done.way}.png")
         if done.profile is not None:
             profiles[done.way] = settings.out / f"profile-{done.way}.json"
             done.profile.save(profiles[done.way])
-    print_line(console, f"A typical step as a picture: {picture}, each way alone: {settings.out / 'demo-*.png'}")
+    print_line(console, f"A typical step as a picture: {picture}")
     if "undertow" in profiles:
         ask = f"undertow simulate {profiles['undertow']} --ranks 64 --per-node 8 --link 100gbit"
         print_line(console, f"What other networks would make of it: {ask}")

@@ -8,13 +8,13 @@ from typing import Self
 
 from undertow.cost import NODE_LINK, Costs, MeasuredCosts, RingCosts, costs_for, link_from_curve, scaled_curve
 from undertow.errors import ConfigError, require
-from undertow.plan import Choice, GroupEntry, Plan, SizeCaps, choose, group_by_size, group_in_pieces, plan_from_groups
-from undertow.plan.choose import SLACK
+from undertow.plan import Choice, GroupEntry, Plan, SizeCaps, group_by_size, group_in_pieces, plan_from_groups
 from undertow.profile import Profile
 from undertow.report.comparison import Outcome
 from undertow.schedule import Strategy, strategy_named
 from undertow.simulate import Conditions, simulate
 from undertow.trace import summarize
+from undertow.tune import bucket_us_of, choice_for
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # kinds whose curve may determine the link
 _MIB = 1024 * 1024
@@ -155,16 +155,15 @@ class WhatIf:
 
     @cached_property
     def choice(self) -> Choice:
-        """The best plan of the family that training chooses from."""
-        profile = self.profile
-        return choose(
-            profile.params,
-            profile.order,
-            profile.timing,
+        """The plan that training would choose."""
+        is_as_measured = self.profile.is_measured and self.conditions.launch_us is None
+        launch_us = self.conditions.of(self.profile)["launch_us"]
+        return choice_for(
+            self.profile,
             self.network.costs,
             num_ranks=self.num_ranks,
             has_shards=self.strategy.gather is not None,
-            bucket_us=self.conditions.of(profile)["launch_us"],
+            bucket_us=bucket_us_of(self.profile) if is_as_measured else launch_us,
         )
 
     @property
@@ -179,21 +178,8 @@ class WhatIf:
 
     @cached_property
     def planned(self) -> Plan:
-        """The planner's, or another row's that is faster: the planner knows nothing of skew, contention and copies."""
-        planned = self._plan(self.choice.best.groups)
-        # Others have more buckets: they must be faster by more than the planner gives up for few.
-        steps_us = {name: SLACK * outcome.step_us for name, outcome in self._fixed.items()}
-        fastest = min(steps_us, key=lambda name: steps_us[name])
-        return planned if self.outcome(PLANNED, planned).step_us <= steps_us[fastest] else self._fixed_plans[fastest]
-
-    @cached_property
-    def _fixed_plans(self) -> Mapping[str, Plan]:
-        alone = self._plan([[param] for param in self.profile.order])
-        return {PER_PARAMETER: alone, **{name: self.plan_of_size(caps) for name, caps in _FIXED_CAPS.items()}}
-
-    @cached_property
-    def _fixed(self) -> Mapping[str, Outcome]:
-        return {name: self.outcome(name, plan) for name, plan in self._fixed_plans.items()}
+        """The best plan, which knows nothing of skew, contention and copies: a row of fixed sizes may be faster."""
+        return self._plan(self.choice.best.groups)
 
     def plan_of_size(self, caps: SizeCaps) -> Plan:
         """Returns buckets of fixed size, in ready order; with shards large parameters are cut."""
@@ -206,7 +192,9 @@ class WhatIf:
         """Returns the outcome of every method."""
         own = self.profile.groups if self.strategy.name == self.profile.strategy else None
         measured = [] if own is None else [self.outcome(MEASURED, self._plan(own))]
-        return (*measured, *self._fixed.values(), self.outcome(PLANNED, self.planned))
+        alone = self.outcome(PER_PARAMETER, self._plan([[param] for param in self.profile.order]))
+        fixed = [self.outcome(name, self.plan_of_size(caps)) for name, caps in _FIXED_CAPS.items()]
+        return (*measured, alone, *fixed, self.outcome(PLANNED, self.planned))
 
     def outcome(self, method: str, plan: Plan) -> Outcome:
         """Simulates a step under `plan`."""

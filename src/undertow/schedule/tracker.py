@@ -34,8 +34,9 @@ class _Bucket:
     def arrive(self, param: object) -> None:
         """The hook of every parameter that is in no other bucket."""
         # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
-        self.seen.append(param)
-        if len(self.seen) >= self.looks_at:
+        seen = self.seen
+        seen.append(param)
+        if len(seen) >= self.looks_at:
             self.arrivals.look(param, (self,))
 
     def num_counted(self) -> int:

@@ -9,7 +9,7 @@ from undertow.tune.messages import (
     decision_from_array,
     measurement_from_array,
 )
-from undertow.tune.tuner import Tuner
+from undertow.tune.tuner import Tuner, bucket_us_of, choice_for
 
 __all__ = [
     "Decision",
@@ -18,6 +18,8 @@ __all__ = [
     "Outcome",
     "Tuner",
     "array_of_records",
+    "bucket_us_of",
+    "choice_for",
     "decision_from_array",
     "explanation",
     "measurement_from_array",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from undertow.plan import Candidate, Plan
 from undertow.profile import Profile
 from undertow.shown import Shown, cell, with_experts
-from undertow.tune.messages import Decision, Measurement, Outcome
+from undertow.tune.messages import Decision, Outcome
 from undertow.tune.tuner import Tuner, kinds_needed
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def explanation(plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, dec
     kinds = [kind for kind in kinds_needed(has_shards=has_shards) if kind in profile.curves]
     known = replace(
         known,
-        bound_by=_bound_text(tuner.is_bound_by_processors, tuner.measurement),
+        bound_by=_bound_text(profile),
         measured_ms=tuner.measurement.synchronized_us * _MS,
         network=tuple(_curve_text(profile, kind) for kind in kinds),
     )
@@ -106,11 +106,10 @@ def _row(candidate: Candidate, plan: Plan) -> str:
     return f"{candidate.finish_us * _MS:.2f} ms: {buckets}{last}{' (this plan)' if is_present else ''}"
 
 
-def _bound_text(by_processors: bool, it: Measurement) -> str:
-    return (
-        f"bound by {'processors' if by_processors else 'the network'}: "
-        f"packing and copying add {it.processors_us * _MS:.2f} ms to a step, the network {it.network_us * _MS:.2f} ms"
-    )
+def _bound_text(it: Profile) -> str:
+    by = "processors" if it.is_bound_by_processors else "the network"
+    processors_ms, network_ms = ((us or 0.0) * _MS for us in (it.processors_us, it.network_us))
+    return f"bound by {by}: packing and copying add {processors_ms:.2f} ms to a step, the network {network_ms:.2f} ms"
 
 
 def _num_buckets_text(num_buckets: int) -> str:

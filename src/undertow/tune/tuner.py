@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from undertow.cost import CostCurve, curve_from_samples
+from undertow.cost import CostCurve, Costs, curve_from_samples
 from undertow.plan import Choice, Plan, choose, finish_us
 from undertow.profile import Profile
 from undertow.tune.messages import Decision, Measurement, Outcome
@@ -36,11 +36,6 @@ class Tuner:
         """Costs of collectives by kind."""
         return {kind: curve_from_samples(samples) for kind, samples in self._samples.items()}
 
-    @property
-    def is_bound_by_processors(self) -> bool:
-        """True if communication takes more time from processors than the network adds; the same on all ranks."""
-        return self.measurement is not None and self.measurement.processors_us > self.measurement.network_us
-
     def learn(self, measurement: Measurement) -> None:
         """Takes over a measurement of the present plan."""
         for kind, samples in measurement.samples.items():
@@ -70,6 +65,8 @@ class Tuner:
             launch_us=now.launch_us,
             copy_us_per_mb=now.copy_us_per_mb,
             skew=now.skew,
+            processors_us=round(now.processors_us, _DIGITS),
+            network_us=round(now.network_us, _DIGITS),
             # Between the quartiles of a normal distribution are 1.349 standard deviations.
             spread=round(now.spread_us / 1.349 / max(1.0, now.synchronized_us), _DIGITS_OF_SHARES),
         )
@@ -79,20 +76,11 @@ class Tuner:
         profile = self.profile(plan, strategy="zero1" if has_shards else "ddp")
         if profile is None or not knows_enough(profile.curves, has_shards=has_shards):
             return None
-        bucket_us = _HOST_US if self.is_bound_by_processors else profile.launch_us or 0.0
-        chosen = choose(
-            plan.params,
-            profile.order if self._order is None else self._order,
-            profile.timing,
-            profile.costs(),
-            num_ranks=plan.num_ranks,
-            has_shards=has_shards,
-            max_bucket_bytes=max(_LEAST_CAP_BYTES, num_bytes_of(plan) / _LARGEST_SHARE),
-            bucket_us=bucket_us,
+        costs, bucket_us = profile.costs(), bucket_us_of(profile)
+        chosen = choice_for(
+            profile, costs, num_ranks=plan.num_ranks, has_shards=has_shards, bucket_us=bucket_us, order=self._order
         )
-        present_us = finish_us(
-            plan.params, plan.groups, profile.timing, profile.costs(), has_shards=has_shards, bucket_us=bucket_us
-        )
+        present_us = finish_us(plan.params, plan.groups, profile.timing, costs, has_shards=has_shards, bucket_us=bucket_us)
         return chosen, present_us
 
     def decide(self, plan: Plan, *, has_shards: bool) -> Decision:
@@ -113,6 +101,34 @@ class Tuner:
             predicted_us=best.finish_us,
             groups=best.groups if outcome is Outcome.MOVE else None,
         )
+
+
+def bucket_us_of(profile: Profile) -> float:
+    """Returns the processor time that a bucket costs in backward, in microseconds."""
+    return _HOST_US if profile.is_bound_by_processors else profile.launch_us or 0.0
+
+
+def choice_for(
+    profile: Profile,
+    costs: Costs,
+    *,
+    num_ranks: int,
+    has_shards: bool,
+    bucket_us: float,
+    order: Sequence[int] | None = None,
+) -> Choice:
+    """Returns the best plan of a profile on a network with `costs`, as training chooses it and `undertow plan` shows it."""
+    num_bytes = sum(spec.num_bytes for spec in profile.params)
+    return choose(
+        profile.params,
+        profile.order if order is None else order,
+        profile.timing,
+        costs,
+        num_ranks=num_ranks,
+        has_shards=has_shards,
+        max_bucket_bytes=max(_LEAST_CAP_BYTES, num_bytes / _LARGEST_SHARE),
+        bucket_us=bucket_us,
+    )
 
 
 def kinds_needed(*, has_shards: bool) -> tuple[str, ...]:

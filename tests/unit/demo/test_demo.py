@@ -17,8 +17,9 @@ from undertow.demo import DemoSettings
 from undertow.demo.launch import RanksLost, _interrupts_postponed, messages_of_ranks
 from undertow.demo.rank import trace_of
 from undertow.demo.run import comparison_table, complaints_of
-from undertow.demo.settings import WayDone, load_corpus
+from undertow.demo.settings import NUM_WARM_UP_STEPS, WayDone, load_corpus
 from undertow.emulation.link import Transfer
+from undertow.runtime.replan.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.trace import Event, Trace, overlap_of
 
 TRACE = Trace(
@@ -82,6 +83,11 @@ REFUSALS: dict[str, Call] = {
 @pytest.mark.parametrize("text", REFUSALS)
 def test_impossible_settings_are_refused(text: str) -> None:
     assert refusal(REFUSALS[text]).startswith(text)
+
+
+def test_the_plan_is_chosen_before_steps_are_measured() -> None:
+    # Two rounds exchange times and the decision; the first step under a new plan allocates its buckets.
+    assert NUM_WARM_UP_STEPS == NUM_STEPS_BEFORE + NUM_STEPS_MEASURED + 2 + 1
 
 
 def test_a_strategy_with_shards_adds_a_way() -> None:

@@ -131,7 +131,7 @@ def test_a_profile_of_no_model_is_refused_by_its_field(changes: dict[str, Any], 
 
 FIELDS = (
     "undertow_profile, backward_us, params, name, strategy, forward_us, update_us, num_ranks, step_us, launch_us, "
-    "copy_us_per_mb, skew, spread, contention, costs, buckets"
+    "copy_us_per_mb, skew, spread, contention, processors_us, network_us, costs, buckets"
 )
 POINT = "A point is a size of zero bytes or more and a time of more than zero microseconds."
 SIZES = "Sizes are zero or more, an element has at least one byte, and all of them fit into 64 bits."
@@ -359,6 +359,7 @@ def test_a_forward_that_is_not_given_is_a_guess() -> None:
 
 def test_measurements_of_the_ranks_are_in_the_file() -> None:
     measured = {"launch_us": 90.5, "copy_us_per_mb": 200, "skew": 0.01, "spread": 0.02, "contention": 0.1}
+    measured |= {"processors_us": 3.5, "network_us": 700}
     found = read(small(**measured))
     assert {name: getattr(found, name) for name in measured} == measured
     assert profile_from_json(found.to_json(), "run.json") == found

@@ -263,8 +263,9 @@ def explained(
     plan: Plan, measured: Profile | None, *, measured_us: float = 8000.0, processors_us: float = 500.0, **changes: Any
 ) -> Explanation:
     known: dict[str, Any] = {"why": WHY, "strategy": "ddp", "decision": None, **changes}
-    measurement = SimpleNamespace(synchronized_us=measured_us, processors_us=processors_us, network_us=1000.0)
-    tuner = Tuner()
+    measurement, tuner = SimpleNamespace(synchronized_us=measured_us), Tuner()
+    if measured is not None:
+        measured = replace(measured, processors_us=processors_us, network_us=1000.0)
     vars(tuner).update(profile=lambda _plan, strategy: measured, measurement=measurement)  # as if it had learned this
     return explanation(plan, None if measured is None else tuner, **known)
 

@@ -1,13 +1,17 @@
 """A tuner with a simulated model and network: one measurement, one decision."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.world import Cost, World, line, model, stairs
-from undertow.plan import Plan, SizeCaps
+from undertow.plan import ParamSpec, Plan, SizeCaps
+from undertow.profile import profile_from_file
+from undertow.report.what_if import NetworkOptions, WhatIf
+from undertow.simulate import Conditions
 from undertow.tune import Decision, Outcome, Tuner
 
 # 24 MB: backward takes 40 ms, all bytes at once 24 ms, 96 ms, 14 ms and 24 ms; 48 parameters one by one 10, 10, 96 and 14 more.
@@ -95,6 +99,22 @@ def test_processors_that_are_short_get_fewer_buckets() -> None:
         chosen, _ = tuner.choice(plan, has_shards=False)
         numbers.append(len(chosen.best.groups))
     assert numbers[1] < numbers[0]
+
+
+@pytest.mark.parametrize("has_shards", [False, True], ids=["whole", "in shards"])
+@pytest.mark.parametrize("processors_us", [0.0, 1e5], ids=["bound by the network", "bound by processors"])
+@pytest.mark.parametrize("params", [SLOW.params, LARGE], ids=["small", "so large that the cap counts"])
+def test_the_choice_from_a_saved_profile_is_that_of_training(
+    params: tuple[ParamSpec, ...], processors_us: float, has_shards: bool, tmp_path: Path
+) -> None:
+    cost = line(20, 0.001)
+    world = World(cost=cost, params=params, has_shards=has_shards, processors_us=processors_us, network_us=1.0)
+    plan, tuner = world.first_plan(), Tuner()
+    tuner.learn(replace(world.measure(plan), launch_us=40.0))
+    online, _ = tuner.choice(plan, has_shards=has_shards)
+    tuner.profile(plan, strategy="zero1" if has_shards else "ddp").save(tmp_path / "profile.json")
+    saved = profile_from_file(tmp_path / "profile.json")
+    assert WhatIf.of(saved, None, None, NetworkOptions(), Conditions()).choice == online
 
 
 def test_the_users_order_is_kept() -> None:
