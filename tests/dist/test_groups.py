@@ -284,6 +284,19 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@in_ranks(1)
+@pytest.mark.parametrize("name", WRAP)
+def test_a_single_rank_has_no_hooks(name: str) -> None:
+    net = MLP.model()
+    with contextlib.closing(WRAP[name](net)) as model:
+        loss = MLP.loss(model if isinstance(model, DistributedDataParallel) else net, 0)
+        assert hooks_of(net) == []
+        loss.backward()
+        assert model.unused_parameters == ()
+        net.zero_grad()
+        assert set(model.unused_parameters) == {name for name, _ in net.named_parameters()}
+
+
 @in_ranks(2)
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 @pytest.mark.parametrize("way", WAYS)

@@ -200,21 +200,6 @@ def test_a_single_rank_has_nothing_to_report_plan_or_measure(tmp_path: Path) -> 
         assert text_of(PhaseError, lambda: sync.save_trace(tmp_path / "trace.json")).startswith("no step is recorded.")
 
 
-@in_ranks(1)
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, undertow.attach])
-def test_a_single_rank_has_no_hooks(wrap: Callable[[nn.Module], Any]) -> None:
-    net = MLP.model()
-    with contextlib.closing(wrap(net)) as model:
-        loss = MLP.loss(model if isinstance(model, DistributedDataParallel) else net, 0)
-        for module in net.modules():
-            assert [*module._forward_hooks, *module._forward_pre_hooks, *module._load_state_dict_pre_hooks] == []
-        assert [param._post_accumulate_grad_hooks for param in net.parameters()] == [None] * len(list(net.parameters()))
-        loss.backward()
-        assert model.unused_parameters == ()
-        net.zero_grad()
-        assert set(model.unused_parameters) == {name for name, _ in net.named_parameters()}
-
-
 # With nothing but what is measured: it is looked, decided and explained.
 @pytest.mark.slow
 @in_ranks(2, 3)
