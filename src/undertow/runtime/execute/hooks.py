@@ -59,7 +59,17 @@ class GradientFactor:
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
+        self.params: Sequence[Tensor] = ()
         self._hooks: list[tuple[object, RemovableHandle]] = []  # each with a node that must stay alive
+
+    @torch.no_grad()
+    def apply(self, params: Iterable[Tensor]) -> None:
+        """Multiplies gradients that arrived before these parameters were followed."""
+        if self._factor == 1:
+            return
+        for param in params:
+            if param.grad is not None:
+                param.grad.mul_(self._factor)
 
     def follow(self, params: Iterable[Tensor]) -> None:
         """Applies to the gradients of these parameters only, frozen ones included: they may be unfrozen for a backward."""
@@ -68,7 +78,8 @@ class GradientFactor:
         for _, hook in self._hooks:
             hook.remove()
         different = dict.fromkeys(params)  # tensors are keys by identity
-        self._hooks = [private.scale_gradients(param, self._factor) for param in different if private.may_train(param)]
+        self.params = tuple(filter(private.may_train, different))
+        self._hooks = [private.scale_gradients(param, self._factor) for param in self.params]
 
 
 def remove_all(hooks: list[RemovableHandle]) -> None:

@@ -165,6 +165,7 @@ class CurrentPlan:
         of the other parts are unused.
         """
         announced = self._before  # by a forward, since which gradients of new parameters are counted
+        followed = self._factor.params
         if not self.is_stale:  # as it stays until this has run without an error
             return
         if self.members.has_changed():
@@ -185,6 +186,7 @@ class CurrentPlan:
             hooks.arrived_before |= {
                 index for index, param in enumerate(hooks.params) if id(param) not in before.ids and param.grad is not None
             }
+            self._factor.apply(set(hooks.params) - set(followed))
         self._before, self.is_stale = None, False
         self._apply_factor()
         before.close()
