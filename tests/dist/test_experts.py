@@ -280,6 +280,25 @@ def test_several_groups_go_side_by_side_and_a_rank_alone_divides_too() -> None:
             require_equal_gradients(model, bare)
 
 
+@in_ranks(2)
+@pytest.mark.parametrize("change", ["thawed", "replaced"])
+def test_the_first_gradient_after_a_change_is_divided_too(change: str) -> None:
+    model = nn.ModuleDict({"dense": nn.Linear(2, 2), "expert": nn.Linear(2, 1, bias=False)})
+    expert = model["expert"].requires_grad_(change != "thawed")
+    groups = (ExpertGroup(match="expert.*", process_group=dist.group.WORLD, divisor=4),)
+    with contextlib.closing(attach(model, config=SyncConfig(experts=groups))):
+        rows = torch.full((1, 2), 1.0 + dist.get_rank())
+        expert(model["dense"](rows)).sum().backward()
+        model.zero_grad()
+        if change == "thawed":
+            expert.requires_grad_(True)
+        else:
+            expert.weight = nn.Parameter(torch.ones(1, 2))
+        expert(rows).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.0).step()  # which finds a parameter that no forward has found
+        assert expert.weight.grad.tolist() == [[3 / 4, 3 / 4]]
+
+
 @in_ranks(4)
 def test_after_a_failure_on_one_rank_all_go_on() -> None:
     with wrapped_mixture(mixture()) as (ddp, bare, group):

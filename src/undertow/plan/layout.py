@@ -174,8 +174,8 @@ def trailer_at(start: int, *, num_slots: int, num_late: int = 0, num_ranks: int 
 def signature_of(*, generation: int, mode: int | None, has_other_op: bool = False) -> int:
     """Returns an integer whose bits encode generation and mode, and above them their complements; the step's bits are 0.
 
-    A rank whose mode is None accepts the mode of the others. `has_other_op` marks a synchronization with another op than the
-    settings'. Summed over ranks, a bit and its complement are both non-zero exactly if ranks differ.
+    A rank whose mode is None accepts the mode of the others. `has_other_op` marks a reduction by hand that is not a mean.
+    Summed over ranks, a bit and its complement are both non-zero exactly if ranks differ.
     """
     generation ^= has_other_op << (_GENERATION_BITS - 1)  # ranks have the same generation
     bits = generation % (1 << _GENERATION_BITS) << STEP_BITS | (mode or 0) % (1 << _MODE_BITS) << STEP_BITS + _GENERATION_BITS
