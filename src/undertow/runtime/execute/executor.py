@@ -352,7 +352,8 @@ class ShardedExecutor(Executor):
         super().begin(result)
         for split in self._sharding.splits.values():
             split.begin_round()
-        self._sharding.gathers.round_begins()
+        # If no forward has: autograd then detects most parameters that were read too early.
+        self._sharding.gathers.wait_for_all()
 
     def _binding(self, bucket: Bucket) -> Any:
         return self._sharding.binding(bucket)
@@ -395,9 +396,7 @@ class ShardedExecutor(Executor):
             binding.bind(self._used_elsewhere(bucket, result))
 
     def _all_gather(self, bucket: LiveBucket) -> None:
-        # After a change the result belongs to the old plan, whose parameters may have become others.
-        is_read = self._result is None or self._result.round.kind is not RoundKind.RETIRE
-        self._sharding.gathers.launch(bucket.layout.index, is_read=is_read)
+        self._sharding.gathers.launch(bucket.layout.index)
 
     ops = Executor.ops | {
         OpKind.REDUCE_SCATTER: _reduce_scatter,

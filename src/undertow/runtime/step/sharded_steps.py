@@ -97,14 +97,26 @@ class ShardedSteps:
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """Context for updating this rank's shards; at its end they are sent, and the other ranks' shards received."""
+        """Context for updating this rank's shards; at its end they are sent, and the other ranks' shards received.
+
+        Waits for these if a read could not be seen, or would cut a graph.
+        """
         try:
             yield
         except BaseException:  # also Ctrl-C: the other ranks need the half that is updated too
             with contextlib.suppress(Exception):
                 self._send()
             raise
+        is_waited = not self._config.overlap or self._is_compiled or self._is_read_unseen()
         self._send()
+        if is_waited:
+            self._engine.current_plan.wait_for_parameters()
+
+    def _is_read_unseen(self) -> bool:
+        """Returns True if other tensors share the memory of parameters, or compiled code guards their class."""
+        sharding = self.sharding
+        assert sharding is not None  # `begin` has made it
+        return sharding.gathers.is_compiled_in or any(flat.is_shared() for flat in sharding.flats)
 
     def _send(self) -> None:
         assert self.sharding is not None  # `begin` has made it
@@ -117,15 +129,6 @@ class ShardedSteps:
         except BaseException:
             self.sharding.gathers.are_cut_off()
             raise
-
-    def step_ends(self) -> None:
-        """Called after a step. Waits if a read could not be seen, or would cut a graph."""
-        if (
-            not self._config.overlap
-            or self._is_compiled
-            or (self.sharding is not None and self.sharding.gathers.is_read_unseen())
-        ):
-            self._engine.current_plan.wait_for_parameters()
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Returns True if the step is to change nothing, on every rank; may raise NonFiniteGradient on every rank."""
