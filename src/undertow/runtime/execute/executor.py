@@ -20,7 +20,7 @@ from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.agreed_errors import Misuse
 from undertow.runtime.execute.hooks import users_hooks
 from undertow.runtime.execute.round import RoundKind, RoundResult
-from undertow.runtime.gradients.binding import DenseBinding, SparseBinding
+from undertow.runtime.gradients.binding import Binding, DenseBinding, SparseBinding
 from undertow.runtime.gradients.finite import FiniteCheck
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.storage import BucketStorage
@@ -42,7 +42,7 @@ class LiveBucket:
     """One bucket of a plan in training: its `.grad` and memory, its trailer, and its collective in flight."""
 
     layout: Bucket
-    binding: Any  # a Binding
+    binding: Binding
     trailer: TrailerCodec
     label: str  # in messages
     wire_bytes: int
@@ -150,7 +150,7 @@ class Executor:
         return {
             param: (grad, bucket.binding.is_unchanged(position))
             for bucket in self.buckets
-            if bucket.own is not None
+            if bucket.own is not None and isinstance(bucket.binding, DenseBinding)
             for position, (param, grad) in enumerate(
                 zip(bucket.layout.params, bucket.binding.storage.views_of(bucket.own), strict=True)
             )
@@ -178,7 +178,7 @@ class Executor:
             self._rescale(values)
             bucket.binding.add_late(values)
 
-    def _live(self, layout: Bucket, plan: Plan, binding: Any) -> LiveBucket:
+    def _live(self, layout: Bucket, plan: Plan, binding: Binding) -> LiveBucket:
         flat, start = binding.storage.flat, layout.trailer.start
         trailer = TrailerCodec(
             layout, binding.storage, divisor=self._reducer.trailer_divisor(flat.dtype), rank=self._reducer.group.rank
@@ -186,7 +186,7 @@ class Executor:
         reduce, num_bytes = self._reducer.reducing(flat.dtype, numel=start), self._reducer.wire_bytes(layout)
         return LiveBucket(layout, binding, trailer, label_of(layout, plan), num_bytes, start, reduce, flat.device.type == "cpu")
 
-    def _binding(self, bucket: Bucket) -> Any:
+    def _binding(self, bucket: Bucket) -> Binding:
         params = [self._params[index] for index in bucket.params]
         if bucket.is_sparse:
             return SparseBinding(BucketStorage(bucket, ()), params)
@@ -250,8 +250,11 @@ class Executor:
             if not self._await(bucket):
                 return
             if result.round.weights is not None or result.round.rescale != 1.0:
-                self._rescale(bucket.binding.values())
+                self._weigh(bucket)
             bucket.binding.bind(self._used_elsewhere(bucket, result))
+
+    def _weigh(self, bucket: LiveBucket) -> None:
+        self._rescale(bucket.binding.values())
 
     def _await(self, bucket: LiveBucket) -> bool:
         """Waits for the collective of a bucket; returns False if it was only packed, and is bound now, or not at all."""
@@ -355,11 +358,12 @@ class ShardedExecutor(Executor):
         # If no forward has: autograd then detects most parameters that were read too early.
         self._sharding.gathers.wait_for_all()
 
-    def _binding(self, bucket: Bucket) -> Any:
+    def _binding(self, bucket: Bucket) -> Binding:
         return self._sharding.binding(bucket)
 
     def _reduce_scatter(self, bucket: LiveBucket) -> None:
-        binding, layout, result = bucket.binding, bucket.layout, self._result
+        layout, result = bucket.layout, self._result
+        binding = self._sharding.bindings[layout.index]
         is_apart = result.has_failed or result.round.rebinds is not None or binding.live
         binding.reduced = torch.empty_like(binding.shard) if is_apart else binding.shard
         bucket.marks.launched = self._recorder.mark()
@@ -378,22 +382,18 @@ class ShardedExecutor(Executor):
         """Sums the shards of all replicas, after the reduce-scatter inside this one."""
         layout, replicate = bucket.layout, self._sharding.groups.replicate
         assert replicate is not None  # the schedule of a strategy with two axes
+        reduced = self._sharding.bindings[layout.index].reduced
         trailer = bucket.binding.storage.flat[bucket.trailer_start : layout.storage_numel]
-        bucket.handles = [replicate.all_reduce_behind(bucket.handles[0], bucket.binding.reduced, trailer=trailer)]
+        bucket.handles = [replicate.all_reduce_behind(bucket.handles[0], reduced, trailer=trailer)]
         self._recorder.completes(bucket.marks, bucket.handles[0])
 
-    def _bind(self, bucket: LiveBucket) -> None:
-        binding, result = bucket.binding, self._result
-        this_round = result.round
-        with Waiting(self._group.member, bucket.label):
-            if not self._await(bucket):
-                return
-            if this_round.weights is not None and not result.has_failed:
-                sums = this_round.weights.sums()
-                binding.weigh(divisor=sums.divisor, keep=sums.keep)
-            elif this_round.rescale != 1.0:
-                binding.reduced.mul_(this_round.rescale)
-            binding.bind(self._used_elsewhere(bucket, result))
+    def _weigh(self, bucket: LiveBucket) -> None:
+        this_round = self._result.round
+        if this_round.weights is not None and not self._result.has_failed:
+            sums = this_round.weights.sums()
+            self._sharding.bindings[bucket.layout.index].weigh(divisor=sums.divisor, keep=sums.keep)
+        elif this_round.rescale != 1.0:
+            super()._weigh(bucket)
 
     def _all_gather(self, bucket: LiveBucket) -> None:
         self._sharding.gathers.launch(bucket.layout.index)
@@ -401,6 +401,5 @@ class ShardedExecutor(Executor):
     ops = Executor.ops | {
         OpKind.REDUCE_SCATTER: _reduce_scatter,
         OpKind.ALL_REDUCE: _all_reduce_shard,
-        OpKind.BIND: _bind,
         OpKind.ALL_GATHER: _all_gather,
     }

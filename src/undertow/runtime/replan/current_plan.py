@@ -52,7 +52,7 @@ class InForce:
     hooks: ParamHooks
     retiring: CompiledPlan | None = None
     retiring_hooks: ParamHooks | None = None  # until a round has begun
-    groups: Groups | None = None  # of the plan to which the next step of a sharded optimizer moves
+    groups: Groups | None = None  # of the plan to which a sharded optimizer moves
     has_more: bool = False  # parameters than the plan before, as a forward has found
 
 
@@ -223,7 +223,8 @@ class CurrentPlan:
     def adopt_plan(self) -> None:
         """Called when a round begins: moves to the plan that rank 0 has sent, if it differs.
 
-        With a sharded optimizer, parameters are laid out anew at its next step.
+        With a sharded optimizer, the plan moves as it does when parameters change: from a round without shards of gradients on,
+        gradients are whole until its next step lays parameters out anew.
         """
         now = self.now
         if now.retiring is not None:
@@ -235,14 +236,29 @@ class CurrentPlan:
         order, tuning = now.hooks.order, now.hooks.tuning
         is_sent = (order is not None and order.sent is not None) or (tuning is not None and tuning.sent is not None)
         plan = planned(compiled, now.hooks, self._config) if is_sent else None
-        if plan is None:
-            return
         if compiled.sharding is not None:
-            self.now = dataclasses.replace(now, groups=plan.groups)
+            groups = now.groups if plan is None else plan.groups
+            self.now = dataclasses.replace(now, groups=groups)
+            if groups is not None and not compiled.sharding.holds_gradients:
+                self._leave_shards(compiled)
+            return
+        if plan is None:
             return
         now.hooks.arrived_before |= compiled.executor.written(range(len(compiled.params)))  # which the new plan cannot tell
         self.now = dataclasses.replace(now, compiled=self._moved(compiled, plan))
         now.hooks.regroup(plan)
+
+    def _leave_shards(self, compiled: CompiledPlan) -> None:
+        hooks = self.now.hooks
+        self.wait_for_parameters()
+        hooks.arrived_before |= compiled.executor.written(range(len(compiled.params)))
+        make_gradients_whole(hooks.named_params, rank=self.group.rank)
+        reducer = dataclasses.replace(compiled.reducer, shard_exchanges=None)
+        whole = self._compile(hooks.named_params, reducer, generation=compiled.generation + 1)
+        compiled.executor.let_go()
+        whole.executor.take_over_readings(compiled.executor)
+        self.now = dataclasses.replace(self.now, compiled=whole)
+        hooks.regroup(whole.plan)
 
     def _moved(self, compiled: CompiledPlan, plan: Plan | None) -> CompiledPlan:
         if plan is None or compiled.sharding is not None:
@@ -268,7 +284,7 @@ class CurrentPlan:
         the layout stays.
         """
         now, compiled, hooks = self.now, self.now.compiled, self.now.hooks
-        if compiled.sharding is not None and now.groups is None:
+        if compiled.sharding is not None:
             return compiled.sharding
         require(
             now.retiring is None,
@@ -282,8 +298,6 @@ class CurrentPlan:
         if hooks.order is not None:
             hooks.order.close()
             hooks.order = None
-        if compiled.sharding is not None:
-            compiled.executor.let_go()
         self._recorder.forgets_gathers()
         sharding = Sharding(plan, compiled.params, strategy, groups, self._recorder)
         reducer = dataclasses.replace(compiled.reducer, shard_exchanges=sharding.groups.shard)
@@ -293,7 +307,6 @@ class CurrentPlan:
         self.now = InForce(sharded, hooks)
         if self.is_active:
             _ = sharded.executor
-        sharding.take_over(() if compiled.sharding is None else compiled.sharding.held())
         sharding.adopt_gradients()
         sharding.reduce_again(own)
         hooks.regroup(plan)

@@ -19,7 +19,7 @@ from undertow.errors import PhaseError, ShardedGradientError, require
 from undertow.plan import Bucket, Slot
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.gradients.binding import DenseBinding, Known, has_values
+from undertow.runtime.gradients.binding import Binding, DenseBinding, has_values
 from undertow.runtime.gradients.storage import BucketStorage
 from undertow.runtime.sharded.shards import ShardPart, in_memory_order
 from undertow.runtime.torch_private import private
@@ -48,6 +48,12 @@ class GradientPlaceholder(Tensor):
         made.parts, made.param_name, made.group = {}, name, group
         made.added, made.is_cleared = None, False
         return made
+
+    def bind_to(self, param: Tensor) -> None:
+        """Becomes the gradient of `param`; `parts` have its values."""
+        self.added = None
+        self.is_cleared = False
+        param.grad = self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's method is untyped
         return f"GradientPlaceholder({self.param_name!r}, shape={tuple(self.shape)}, dtype={self.dtype}): a shard of it is here"
@@ -148,7 +154,7 @@ def _new_gradient(grad: Tensor | None) -> Tensor | None:
     return added
 
 
-class ShardedBinding:
+class ShardedBinding(Binding):
     """The `.grad` of a bucket's parameters, whose gradients are reduced to `parts`.
 
     `placeholders` belong to the parameters, and `splits` to those that also lie in other buckets; both are by position.
@@ -166,12 +172,10 @@ class ShardedBinding:
     ) -> None:
         dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
         # A split parameter has a stand-in of its piece's size, without memory for it, whose `.grad` is the piece.
-        packed = [
-            torch.empty(1, dtype=dtype, device=device).expand(slot.numel) if position in splits else param
-            for position, (slot, param) in enumerate(zip(bucket.slots, params, strict=True))
-        ]
-        self.storage = BucketStorage(bucket, packed)
-        self.params: Sequence[Tensor] = tuple(params)
+        packed = list(params)
+        for position in splits:
+            packed[position] = torch.empty(1, dtype=dtype, device=device).expand(bucket.slots[position].numel)
+        super().__init__(BucketStorage(bucket, packed), params)
         self._dense = DenseBinding(self.storage, packed)
         self._own = tuple(zip(placeholders, parts, strict=True))
         self._splits = {position: (split, bucket.slots[position]) for position, split in splits.items()}
@@ -179,32 +183,24 @@ class ShardedBinding:
         self.reduced = self.shard  # the executor sets it to other memory if `shard` may have values that must be kept
         self.live: set[int] = set()  # positions with an earlier part, to which the result is added
         self._before: dict[int, Any] = {}  # by position, the former `.grad`: placeholders, and gradients of split parameters
-        self._unused: set[int] = set()
         self.look()
         for placeholder, part in self._own:
             placeholder.parts[bucket.index] = part.of_shard(self.shard)
 
-    def pack(self, not_arrived: Collection[int] = (), *, takes_pieces: bool = True) -> list[int]:
-        before = dict[int, Any]()
-        for position, (split, slot) in self._splits.items() if takes_pieces else ():
-            before[position], grad = split.take()
+    def values(self) -> Sequence[Tensor]:
+        return (self.reduced,)
+
+    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+        self._before = {}
+        for position, (split, slot) in self._splits.items():
+            self._before[position], grad = split.take()
             self._pack_piece(position, slot, grad)
-        for position, param in enumerate(self.params):
-            if isinstance(param.grad, GradientPlaceholder) and position not in self._splits:
-                before[position] = param.grad
-                param.grad = _new_gradient(param.grad)
-        self._before = before
-        self.live = {
-            position for position, grad in before.items() if isinstance(grad, GradientPlaceholder) and not grad.is_cleared
-        }
-        self._dense.postponed = []
-        unused = self._dense.pack(not_arrived)
-        self._unused = set(unused)
-        return unused
+        return self._pack_others(not_arrived)
 
     def pack_local(self) -> None:
         """Like `pack`, but a gradient with pieces in other buckets stays in place until all of them take it."""
-        self.pack(takes_pieces=False)
+        self._before = {}
+        self._pack_others(())
 
     def packing(self) -> Callable[[], None]:
         """Returns a function that copies the taken gradients into the bucket, for another thread, so that backward continues."""
@@ -230,19 +226,21 @@ class ShardedBinding:
     def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         """Moves the reduced values to their final place, and puts placeholders into `.grad`."""
         reduced, self.reduced = self.reduced, self.shard
-        restored = {**self._dense.release(), **self._before} if self._unused else {}
+        unused = self._dense.release()
+        restored = (unused | self._before) if unused else {}
         for position, (placeholder, part) in enumerate(self._own):
-            if position in self._unused and position not in used_elsewhere:
+            if position in unused and position not in used_elsewhere:
                 self.params[position].grad = restored[position]
                 continue
             if reduced is not self.shard:
                 own = part.of_shard(self.shard)
                 write = own.add_ if position in self.live else own.copy_
                 write(part.of_shard(reduced))
-            placeholder.added, placeholder.is_cleared = None, False
+            placeholder.added = None
+            placeholder.is_cleared = False
             self.params[position].grad = placeholder
         self._before = {}
-        if self._unused:
+        if unused:
             self.look()
 
     @torch.no_grad()
@@ -256,24 +254,25 @@ class ShardedBinding:
             param.grad, placeholder.added = placeholder, param.grad
 
     def has_result(self) -> bool:
-        return any(
-            grad is not None and not (isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None)
-            for grad in map(_grad_of, self.params)
-        )
+        for grad in map(_grad_of, self.params):
+            is_cleared = isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None
+            if grad is not None and not is_cleared:
+                return True
+        return False
 
     def look(self) -> None:
         with private.as_plain_tensors():  # parameters may be on their way
             grads = list(map(_grad_of, self.params))
-        self._known: Known | None = None  # known tensors in `.grad` that are not placeholders
-        if not all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
-            self._known = Known()
+        if all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
+            self._known.entries.clear()
+        else:
             self._known.look(enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
 
     def is_written(self, position: int) -> bool:
         grad = self.params[position].grad
         if isinstance(grad, GradientPlaceholder):
             return grad.added is not None and has_values(grad.added)
-        return grad is not None and not (self._known is not None and self._known.has(position, grad)) and has_values(grad)
+        return grad is not None and not self._known.has(position, grad) and has_values(grad)
 
     def catch_late(self) -> bool:
         for position, (split, slot) in self._splits.items():
@@ -289,11 +288,21 @@ class ShardedBinding:
         for param, (placeholder, part) in zip(self.params, self._own, strict=True):
             own = part.of_shard(self.shard)
             if not isinstance(param.grad, GradientPlaceholder):
-                param.grad = placeholder
-                placeholder.added, placeholder.is_cleared = None, False
+                placeholder.bind_to(param)
                 own.zero_()
             own.add_(part.of_bucket(values[0]))
 
     def _pack_piece(self, position: int, slot: Slot, grad: Tensor | None) -> None:
         whole = None if grad is None else in_memory_order(grad, self._own[position][0].stride())
         self._dense.params[position].grad = None if whole is None else whole[slot.first : slot.first + slot.numel]
+
+    def _pack_others(self, not_arrived: Collection[int]) -> list[int]:
+        for position, param in enumerate(self.params):
+            if isinstance(param.grad, GradientPlaceholder) and position not in self._splits:
+                self._before[position] = param.grad
+                param.grad = _new_gradient(param.grad)
+        self.live = {
+            position for position, grad in self._before.items() if isinstance(grad, GradientPlaceholder) and not grad.is_cleared
+        }
+        self._dense.postponed = []
+        return self._dense.pack(not_arrived)

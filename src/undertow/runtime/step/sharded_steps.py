@@ -47,9 +47,9 @@ class ShardedSteps:
 
         Raises ConfigError while an earlier one exists.
         """
-        if self._stepper is not None and self._stepper() is not None:
+        if self.stepper is not None:
             gc.collect()  # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
-        earlier: Any = None if self._stepper is None else self._stepper()
+        earlier: Any = self.stepper
         group = self._engine.current_plan.group
         if group.num_ranks > 1:
             described = {"there is an earlier ShardedOptimizer": earlier is not None, **settings, **self._config.to_dict()}
@@ -64,8 +64,10 @@ class ShardedSteps:
             )
         self._stepper = weakref.ref(stepper)
 
-    def is_stepper(self, optimizer: Optimizer) -> bool:
-        return self._stepper is not None and self._stepper() is optimizer
+    @property
+    def stepper(self) -> Optimizer | None:
+        """The ShardedOptimizer, while it exists."""
+        return None if self._stepper is None else self._stepper()
 
     def require_stepper(self, optimizer: Optimizer) -> None:
         if self._stepper is not None and self._stepper() is not optimizer:
