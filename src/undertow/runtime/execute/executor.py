@@ -355,8 +355,9 @@ class ShardedExecutor(Executor):
         super().begin(result)
         for split in self._sharding.splits.values():
             split.begin_round()
-        # If no forward has: autograd then detects most parameters that were read too early.
-        self._sharding.gathers.wait_for_all()
+        gathers = self._sharding.gathers
+        if gathers.in_flight:  # no forward has waited; autograd then detects most parameters that were read too early
+            gathers.wait_for_all()
 
     def _binding(self, bucket: Bucket) -> Binding:
         return self._sharding.binding(bucket)

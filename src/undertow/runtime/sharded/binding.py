@@ -129,21 +129,24 @@ def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:
 class SplitParam:
     """A parameter in several buckets: each takes the same gradient out of `.grad`, and the same late one."""
 
-    def __init__(self, param: Tensor, num_pieces: int) -> None:
-        self._param, self._num_pieces = param, num_pieces
+    def __init__(self, param: Tensor, strides: tuple[int, ...], num_pieces: int) -> None:
+        self._param, self._strides, self._num_pieces = param, strides, num_pieces
         self.begin_round()
 
     def begin_round(self) -> None:
         # In time, and late: the former `.grad` and the gradient, once for each bucket that has not taken them yet.
         self._taken: tuple[list[tuple[Any, Tensor | None]], ...] = ([], [])
 
-    def take(self, *, is_late: bool = False) -> tuple[Any, Tensor | None]:
-        """Returns the former `.grad`, and the gradient; of a placeholder, the gradient that was added to it."""
+    def take(self, piece: Slot, *, is_late: bool = False) -> tuple[Any, Tensor | None]:
+        """Returns the former `.grad`, and a piece of the gradient; of a placeholder, of the gradient that was added to it."""
         taken = self._taken[is_late]
         if not taken:
             before, self._param.grad = self._param.grad, None
             taken += [(before, _new_gradient(before))] * self._num_pieces
-        return taken.pop()
+        before, grad = taken.pop()
+        if grad is not None:
+            grad = in_memory_order(grad, self._strides)[piece.first : piece.first + piece.numel]
+        return before, grad
 
 
 def _new_gradient(grad: Tensor | None) -> Tensor | None:
@@ -190,17 +193,23 @@ class ShardedBinding(Binding):
     def values(self) -> Sequence[Tensor]:
         return (self.reduced,)
 
-    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def pack(self, not_arrived: Collection[int] = (), *, takes_pieces: bool = True) -> list[int]:
         self._before = {}
-        for position, (split, slot) in self._splits.items():
-            self._before[position], grad = split.take()
-            self._pack_piece(position, slot, grad)
-        return self._pack_others(not_arrived)
+        for position, (split, slot) in self._splits.items() if takes_pieces else ():
+            self._before[position], self._dense.params[position].grad = split.take(slot)
+        for position, param in enumerate(self.params):
+            if isinstance(param.grad, GradientPlaceholder) and position not in self._splits:
+                self._before[position] = param.grad
+                param.grad = _new_gradient(param.grad)
+        self.live = {
+            position for position, grad in self._before.items() if isinstance(grad, GradientPlaceholder) and not grad.is_cleared
+        }
+        self._dense.postponed = []
+        return self._dense.pack(not_arrived)
 
     def pack_local(self) -> None:
         """Like `pack`, but a gradient with pieces in other buckets stays in place until all of them take it."""
-        self._before = {}
-        self._pack_others(())
+        self.pack(takes_pieces=False)
 
     def packing(self) -> Callable[[], None]:
         """Returns a function that copies the taken gradients into the bucket, for another thread, so that backward continues."""
@@ -276,8 +285,7 @@ class ShardedBinding(Binding):
 
     def catch_late(self) -> bool:
         for position, (split, slot) in self._splits.items():
-            _, late = split.take(is_late=True)
-            self._pack_piece(position, slot, late)
+            _, self._dense.params[position].grad = split.take(slot, is_late=True)
         return self._dense.catch_late()
 
     def late_values(self) -> Sequence[Tensor]:
@@ -291,18 +299,3 @@ class ShardedBinding(Binding):
                 placeholder.bind_to(param)
                 own.zero_()
             own.add_(part.of_bucket(values[0]))
-
-    def _pack_piece(self, position: int, slot: Slot, grad: Tensor | None) -> None:
-        whole = None if grad is None else in_memory_order(grad, self._own[position][0].stride())
-        self._dense.params[position].grad = None if whole is None else whole[slot.first : slot.first + slot.numel]
-
-    def _pack_others(self, not_arrived: Collection[int]) -> list[int]:
-        for position, param in enumerate(self.params):
-            if isinstance(param.grad, GradientPlaceholder) and position not in self._splits:
-                self._before[position] = param.grad
-                param.grad = _new_gradient(param.grad)
-        self.live = {
-            position for position, grad in self._before.items() if isinstance(grad, GradientPlaceholder) and not grad.is_cleared
-        }
-        self._dense.postponed = []
-        return self._dense.pack(not_arrived)

@@ -12,7 +12,8 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
+from operator import attrgetter
 from traceback import walk_stack
 from typing import Any
 
@@ -32,6 +33,7 @@ from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.torch_private import private, tables
 from undertow.runtime.torch_private.module_hook import ModuleHook
 
+_addresses_of = attrgetter("addresses")
 _T: Any = Tensor  # its attributes are descriptors on the class
 
 # These read no values of a parameter. Every `zero_grad()` uses the first two, and forwards use devices and dtypes. `dim()` is not
@@ -116,7 +118,7 @@ class Gathers:
     def __init__(self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder) -> None:
         self.in_flight: dict[int, Handle] = {}
         self.waited: dict[int, None] = {}  # buckets in the order of the waits for them, since the last launch
-        self.is_compiled_in = False  # code of torch.compile reads the parameters, and guards their class
+        self._is_compiled_in = False  # code of torch.compile reads the parameters, and guards their class
         self.flats, self._exchanges, self._recorder = flats, exchanges, recorder
         self._buckets_of: dict[int, list[int]] = {}  # by id of the parameter
         for bucket, flat in enumerate(flats):
@@ -176,6 +178,14 @@ class Gathers:
     def wait_for_all(self) -> None:
         self.wait(tuple(self.in_flight))  # at once: a signal handler may change it
 
+    def is_read_unseen(self) -> bool:
+        """Returns True if other tensors share the memory of parameters, or compiled code guards their class.
+
+        Asked before gathers start, because their threads refer to that memory too.
+        """
+        addresses = list(chain.from_iterable(map(_addresses_of, self.flats)))
+        return self._is_compiled_in or private.are_shared(addresses)
+
     def let_go(self) -> None:
         """Called when nothing will be gathered any more: reads of parameters whose gathers have failed still raise."""
         for kind in self._classes.values() if self.in_flight else ():
@@ -204,7 +214,7 @@ class Gathers:
             error=PhaseError,
         )
         # Compiled code would be compiled again each time for the class of a parameter in flight.
-        self.is_compiled_in |= private.is_compiling()
+        self._is_compiled_in |= private.is_compiling()
         for param in params:
             # torch.utils.swap_tensors gives the class to tensors that nothing gathers: these wait for everything.
             self.wait(self._buckets_of.get(id(param), tuple(self.in_flight)))
@@ -294,7 +304,8 @@ class ForwardWaits:
 
     def root_ends(self) -> None:
         # This increments versions, so autograd detects a parameter that was read too early.
-        self._gathers.wait_for_all()
+        if self._gathers.in_flight:
+            self._gathers.wait_for_all()
         if self._is_watched and self._on_order is not None and self._gathers.waited:
             self._on_order(tuple(self._gathers.waited))
             self._on_order = None

@@ -90,7 +90,7 @@ class Sharding:
             GradientPlaceholder(param, name=spec.name, group=self.group) for spec, param in zip(plan.params, params, strict=True)
         ]
         self.splits = {
-            index: SplitParam(params[index], sum(bucket.params.count(index) for bucket in plan.buckets))
+            index: SplitParam(params[index], self.strides[index], sum(bucket.params.count(index) for bucket in plan.buckets))
             for index in plan.split_params
         }
         self.gathers = Gathers(self.flats, groups.shard, recorder)
@@ -232,9 +232,10 @@ class Sharding:
             return param.grad
         whole = torch.zeros(param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device)
         for bucket in () if param.grad.is_cleared else self.plan.buckets:
-            if index in bucket.params:
-                slot = bucket.slots[bucket.params.index(index)]
+            slots = [slot for slot in bucket.slots if slot.param == index]
+            if slots:
                 flat = self.gathered(bucket.index, self.bindings[bucket.index].shard)
+            for slot in slots:
                 whole[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
         return whole.as_strided(param.shape, self.strides[index]).to(param.grad.dtype)
 

@@ -122,7 +122,9 @@ class FlatParams:
         self._apart = self._whole  # of these, the parameters with separate memory
         self._pointers: list[int] = []  # of the parameters, at the last look
         self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay valid
-        self._addresses: list[int] = []
+        self.addresses: list[
+            int
+        ] = []  # of the parameters' memory, for `private.are_shared`; while `copy_out` runs, it shares too
         self.follow()
 
     @torch.no_grad()
@@ -133,13 +135,9 @@ class FlatParams:
             self._apart = [slot for slot in self._whole if not slot.moves_in()]
             self._pointers = list(map(Tensor.data_ptr, self.params))
             self._storages = [param.untyped_storage() for param in self.params]
-            self._addresses = private.addresses_of(self._storages)
+            self.addresses = private.addresses_of(self._storages)
         for slot in (*self._pieces, *self._apart):  # the other ranks' parts of these come with the next gather
             slot.read_part()
-
-    def is_shared(self) -> bool:
-        """Returns True if other tensors share a parameter's memory. While `copy_out` runs, it does too."""
-        return private.are_shared(self._addresses)
 
     def copy_out(self) -> None:
         """Copies gathered values to parameters with separate memory, maybe from another thread; all of `flat` must be there."""

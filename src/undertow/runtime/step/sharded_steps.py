@@ -109,16 +109,11 @@ class ShardedSteps:
             with contextlib.suppress(Exception):
                 self._send()
             raise
-        is_waited = not self._config.overlap or self._is_compiled or self._is_read_unseen()
+        assert self.sharding is not None  # `begin` has made it
+        is_unseen = self.sharding.gathers.is_read_unseen()
         self._send()
-        if is_waited:
+        if is_unseen or self._is_compiled or not self._config.overlap:
             self._engine.current_plan.wait_for_parameters()
-
-    def _is_read_unseen(self) -> bool:
-        """Returns True if other tensors share the memory of parameters, or compiled code guards their class."""
-        sharding = self.sharding
-        assert sharding is not None  # `begin` has made it
-        return sharding.gathers.is_compiled_in or any(flat.is_shared() for flat in sharding.flats)
 
     def _send(self) -> None:
         assert self.sharding is not None  # `begin` has made it
