@@ -454,7 +454,7 @@ def _before_step(
     if len(params) < len(stepped):  # TorchScript may have parameters that are plain tensors
         params |= sync._members.ids & set(map(id, stepped))
     if steps and sync._members.replaced.former:  # hence never in a run without such changes
-        is_sharded = sync._steps is not None and sync._steps.is_stepper(optimizer)
+        is_sharded = sync._steps is not None and sync._steps.stepper is optimizer
         sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
     if engine.phase >= Phase.CLOSED or not engine.current_plan.owns_any(params):
         return None

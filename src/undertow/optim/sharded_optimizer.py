@@ -137,7 +137,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             if self._inner is not None:
                 self._inner.step(self._settings(), sharding.gradients)
             self._stepped.update(compress(params, map(is_not, map(_grad_of, params), repeat(None))))
-        self._steps.step_ends()
         return loss
 
     @private.untraced

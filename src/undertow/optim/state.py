@@ -348,7 +348,7 @@ def full_states(
             for part, state in mine.items():
                 if part.bucket == bucket.index and key in state and state[key].dtype == own.dtype:
                     part.of_shard(own).copy_(state[key])
-            flat = sharding.gathering(bucket.index, own)()
+            flat = sharding.gathered(bucket.index, own)
             for slot in bucket.slots:
                 if slot.param in found and described[slot.param].get(key) == [_TENSOR, dtype]:
                     whole = in_memory_order(found[slot.param][key], sharding.strides[slot.param])

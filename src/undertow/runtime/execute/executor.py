@@ -19,7 +19,7 @@ from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.hooks import users_hooks
 from undertow.runtime.execute.round import RoundKind, RoundResult
-from undertow.runtime.gradients.binding import DenseBinding, SparseBinding
+from undertow.runtime.gradients.binding import Binding, DenseBinding, SparseBinding
 from undertow.runtime.gradients.finite import FiniteCheck
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.storage import BucketStorage
@@ -41,7 +41,7 @@ class LiveBucket:
     """One bucket of a plan in training: its `.grad` and memory, its trailer, and its collective in flight."""
 
     layout: Bucket
-    binding: Any  # a Binding
+    binding: Binding
     trailer: TrailerCodec
     label: str  # in messages
     wire_bytes: int
@@ -149,7 +149,7 @@ class Executor:
         return {
             param: (grad, bucket.binding.is_unchanged(position))
             for bucket in self.buckets
-            if bucket.own is not None
+            if bucket.own is not None and isinstance(bucket.binding, DenseBinding)
             for position, (param, grad) in enumerate(
                 zip(bucket.layout.params, bucket.binding.storage.views_of(bucket.own), strict=True)
             )
@@ -178,7 +178,7 @@ class Executor:
                 self._rescale(values)
             bucket.binding.add_late(values)
 
-    def _live(self, layout: Bucket, plan: Plan, binding: Any) -> LiveBucket:
+    def _live(self, layout: Bucket, plan: Plan, binding: Binding) -> LiveBucket:
         flat, start = binding.storage.flat, layout.trailer.start
         trailer = TrailerCodec(
             layout, binding.storage, divisor=self._reducer.trailer_divisor(flat.dtype), rank=self._reducer.group.rank
@@ -186,7 +186,7 @@ class Executor:
         reduce, num_bytes = self._reducer.reducing(flat.dtype, numel=start), self._reducer.wire_bytes(layout)
         return LiveBucket(layout, binding, trailer, label_of(layout, plan), num_bytes, start, reduce, flat.device.type == "cpu")
 
-    def _binding(self, bucket: Bucket) -> Any:
+    def _binding(self, bucket: Bucket) -> Binding:
         params = [self._params[index] for index in bucket.params]
         if bucket.is_sparse:
             return SparseBinding(BucketStorage(bucket, ()), params)
@@ -346,13 +346,16 @@ class ShardedExecutor(Executor):
         super().begin(result)
         for split in self._sharding.splits.values():
             split.begin_round()
-        self._sharding.gathers.round_begins()
+        gathers = self._sharding.gathers
+        if gathers.in_flight:  # no forward has waited; autograd then detects most parameters that were read too early
+            gathers.wait_for_all()
 
-    def _binding(self, bucket: Bucket) -> Any:
+    def _binding(self, bucket: Bucket) -> Binding:
         return self._sharding.binding(bucket)
 
     def _reduce_scatter(self, bucket: LiveBucket) -> None:
-        binding, layout, result = bucket.binding, bucket.layout, self._result
+        layout, result = bucket.layout, self._result
+        binding = self._sharding.bindings[layout.index]
         is_apart = result.has_failed or result.round.kind is RoundKind.RETIRE or binding.live
         binding.reduced = torch.empty_like(binding.shard) if is_apart else binding.shard
         bucket.marks.launched = self._recorder.mark()
@@ -371,27 +374,16 @@ class ShardedExecutor(Executor):
         """Sums the shards of all replicas, after the reduce-scatter inside this one."""
         layout, replicate = bucket.layout, self._sharding.groups.replicate
         assert replicate is not None  # the schedule of a strategy with two axes
+        reduced = self._sharding.bindings[layout.index].reduced
         trailer = bucket.binding.storage.flat[bucket.trailer_start : layout.storage_numel]
-        bucket.handles = [replicate.all_reduce_behind(bucket.handles[0], bucket.binding.reduced, trailer=trailer)]
+        bucket.handles = [replicate.all_reduce_behind(bucket.handles[0], reduced, trailer=trailer)]
         self._recorder.completes(bucket.marks, bucket.handles[0])
 
-    def _bind(self, bucket: LiveBucket) -> None:
-        binding, result = bucket.binding, self._result
-        with Waiting(self._group.member, bucket.label):
-            if not self._await(bucket):
-                return
-            if result.round.rescale != 1.0:
-                binding.reduced.mul_(result.round.rescale)
-            binding.bind(self._used_elsewhere(bucket, result))
-
     def _all_gather(self, bucket: LiveBucket) -> None:
-        # After a change the result belongs to the old plan, whose parameters may have become others.
-        is_read = self._result is None or self._result.round.kind is not RoundKind.RETIRE
-        self._sharding.gathers.launch(bucket.layout.index, is_read=is_read)
+        self._sharding.gathers.launch(bucket.layout.index)
 
     ops = Executor.ops | {
         OpKind.REDUCE_SCATTER: _reduce_scatter,
         OpKind.ALL_REDUCE: _all_reduce_shard,
-        OpKind.BIND: _bind,
         OpKind.ALL_GATHER: _all_gather,
     }

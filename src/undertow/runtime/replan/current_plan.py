@@ -25,6 +25,7 @@ from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.model.module_params import ModuleParams, first_change
 from undertow.runtime.replan.param_hooks import Listeners, ObservedOrder, ParamHooks
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
+from undertow.runtime.sharded.binding import make_gradients_whole
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
 from undertow.schedule import Strategy, strategy_named
 
@@ -35,7 +36,7 @@ class InForce:
 
     compiled: CompiledPlan
     hooks: ParamHooks
-    groups: Groups | None = None  # of the plan to which the next step of a sharded optimizer moves
+    groups: Groups | None = None  # of the plan to which a sharded optimizer moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,25 +213,34 @@ class CurrentPlan:
     def adopt_plan(self) -> None:
         """Called when a round begins: moves to the plan that rank 0 has sent, if it differs.
 
-        With a sharded optimizer, parameters are laid out anew at its next step.
+        With a sharded optimizer, the plan moves as it does when parameters change: from a round without shards of gradients on,
+        gradients are whole until its next step lays parameters out anew.
         """
         now = self.now
         compiled = now.compiled
         order, tuning = now.hooks.order, now.hooks.tuning
         is_sent = (order is not None and order.sent is not None) or (tuning is not None and tuning.sent is not None)
         plan = planned(compiled, now.hooks, self._config) if is_sent else None
-        if plan is None:
-            return
         if compiled.sharding is not None:
-            self.now = dataclasses.replace(now, groups=plan.groups)
-            return
-        now.hooks.arrived_before |= compiled.executor.written(range(len(compiled.params)))  # which the new plan cannot tell
-        moved = CompiledPlan(plan, compiled.params, compiled.reducer, self._recorder, generation=compiled.generation + 1)
+            groups = now.groups if plan is None else plan.groups
+            self.now = dataclasses.replace(now, groups=groups)
+            if groups is not None and not compiled.sharding.holds_gradients:
+                self.wait_for_parameters()
+                make_gradients_whole(now.hooks.named_params, rank=self.group.rank)
+                self._move(self._planned(now.hooks.named_params, compiled.reducer))
+        elif plan is not None:
+            self._move(Change(now.hooks.named_params, plan, compiled.reducer))
+
+    def _move(self, change: Change) -> None:
+        """Puts another plan of the same parameters in force."""
+        before, hooks = self.now.compiled, self.now.hooks
+        hooks.arrived_before |= hooks.indices(self.written_ids())  # which the new plan cannot tell
+        moved = CompiledPlan(change.plan, before.params, change.reducer, self._recorder, generation=before.generation + 1)
         # A `.grad` that lies in an old bucket keeps its memory until it has moved into the new one.
-        compiled.executor.let_go()
-        moved.executor.take_over_readings(compiled.executor)
-        self.now = dataclasses.replace(now, compiled=moved)
-        now.hooks.regroup(plan)
+        before.executor.let_go()
+        moved.executor.take_over_readings(before.executor)
+        self.now = dataclasses.replace(self.now, compiled=moved)
+        hooks.regroup(change.plan)
 
     def round_ended(self, result: RoundResult) -> None:
         """Called after a round that all ranks have found sound: sends measurements."""
@@ -254,15 +264,13 @@ class CurrentPlan:
             remedy="Run a forward and a backward between the change and the step.",
             error=PhaseError,
         )
-        if compiled.sharding is not None and now.groups is None:
+        if compiled.sharding is not None:
             return compiled.sharding
         plan = sharded_plan(compiled.plan, hooks, now.groups, self._config)
         own = compiled.executor.own_gradients() if self.is_active else {}
         if hooks.order is not None:
             hooks.order.close()
             hooks.order = None
-        if compiled.sharding is not None:
-            compiled.executor.let_go()
         self._recorder.forgets_gathers()
         sharding = Sharding(plan, compiled.params, strategy, groups, self._recorder)
         reducer = dataclasses.replace(compiled.reducer, shard_exchanges=sharding.groups.shard)
@@ -272,7 +280,6 @@ class CurrentPlan:
         self.now = InForce(sharded, hooks)
         if self.is_active:
             _ = sharded.executor
-        sharding.take_over(() if compiled.sharding is None else compiled.sharding.held())
         sharding.adopt_gradients()
         sharding.reduce_again(own)
         hooks.regroup(plan)

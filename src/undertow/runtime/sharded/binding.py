@@ -19,7 +19,7 @@ from undertow.errors import PhaseError, ShardedGradientError, require
 from undertow.plan import Bucket, Slot
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.gradients.binding import DenseBinding, Known, has_values
+from undertow.runtime.gradients.binding import Binding, DenseBinding, has_values
 from undertow.runtime.gradients.storage import BucketStorage
 from undertow.runtime.sharded.shards import ShardPart, in_memory_order
 from undertow.runtime.torch_private import private
@@ -48,6 +48,12 @@ class GradientPlaceholder(Tensor):
         made.parts, made.param_name, made.group = {}, name, group
         made.added, made.is_cleared = None, False
         return made
+
+    def bind_to(self, param: Tensor) -> None:
+        """Becomes the gradient of `param`; `parts` have its values."""
+        self.added = None
+        self.is_cleared = False
+        param.grad = self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's method is untyped
         return f"GradientPlaceholder({self.param_name!r}, shape={tuple(self.shape)}, dtype={self.dtype}): a shard of it is here"
@@ -123,21 +129,24 @@ def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:
 class SplitParam:
     """A parameter in several buckets: each takes the same gradient out of `.grad`, and the same late one."""
 
-    def __init__(self, param: Tensor, num_pieces: int) -> None:
-        self._param, self._num_pieces = param, num_pieces
+    def __init__(self, param: Tensor, strides: tuple[int, ...], num_pieces: int) -> None:
+        self._param, self._strides, self._num_pieces = param, strides, num_pieces
         self.begin_round()
 
     def begin_round(self) -> None:
         # In time, and late: the former `.grad` and the gradient, once for each bucket that has not taken them yet.
         self._taken: tuple[list[tuple[Any, Tensor | None]], ...] = ([], [])
 
-    def take(self, *, is_late: bool = False) -> tuple[Any, Tensor | None]:
-        """Returns the former `.grad`, and the gradient; of a placeholder, the gradient that was added to it."""
+    def take(self, piece: Slot, *, is_late: bool = False) -> tuple[Any, Tensor | None]:
+        """Returns the former `.grad`, and a piece of the gradient; of a placeholder, of the gradient that was added to it."""
         taken = self._taken[is_late]
         if not taken:
             before, self._param.grad = self._param.grad, None
             taken += [(before, _new_gradient(before))] * self._num_pieces
-        return taken.pop()
+        before, grad = taken.pop()
+        if grad is not None:
+            grad = in_memory_order(grad, self._strides)[piece.first : piece.first + piece.numel]
+        return before, grad
 
 
 def _new_gradient(grad: Tensor | None) -> Tensor | None:
@@ -148,7 +157,7 @@ def _new_gradient(grad: Tensor | None) -> Tensor | None:
     return added
 
 
-class ShardedBinding:
+class ShardedBinding(Binding):
     """The `.grad` of a bucket's parameters, whose gradients are reduced to `parts`.
 
     `placeholders` belong to the parameters, and `splits` to those that also lie in other buckets; both are by position.
@@ -166,12 +175,10 @@ class ShardedBinding:
     ) -> None:
         dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
         # A split parameter has a stand-in of its piece's size, without memory for it, whose `.grad` is the piece.
-        packed = [
-            torch.empty(1, dtype=dtype, device=device).expand(slot.numel) if position in splits else param
-            for position, (slot, param) in enumerate(zip(bucket.slots, params, strict=True))
-        ]
-        self.storage = BucketStorage(bucket, packed)
-        self.params: Sequence[Tensor] = tuple(params)
+        packed = list(params)
+        for position in splits:
+            packed[position] = torch.empty(1, dtype=dtype, device=device).expand(bucket.slots[position].numel)
+        super().__init__(BucketStorage(bucket, packed), params)
         self._dense = DenseBinding(self.storage, packed)
         self._own = tuple(zip(placeholders, parts, strict=True))
         self._splits = {position: (split, bucket.slots[position]) for position, split in splits.items()}
@@ -179,28 +186,26 @@ class ShardedBinding:
         self.reduced = self.shard  # the executor sets it to other memory if `shard` may have values that must be kept
         self.live: set[int] = set()  # positions with an earlier part, to which the result is added
         self._before: dict[int, Any] = {}  # by position, the former `.grad`: placeholders, and gradients of split parameters
-        self._unused: set[int] = set()
         self.look()
         for placeholder, part in self._own:
             placeholder.parts[bucket.index] = part.of_shard(self.shard)
 
+    def values(self) -> Sequence[Tensor]:
+        return (self.reduced,)
+
     def pack(self, not_arrived: Collection[int] = (), *, takes_pieces: bool = True) -> list[int]:
-        before = dict[int, Any]()
+        self._before = {}
         for position, (split, slot) in self._splits.items() if takes_pieces else ():
-            before[position], grad = split.take()
-            self._pack_piece(position, slot, grad)
+            self._before[position], self._dense.params[position].grad = split.take(slot)
         for position, param in enumerate(self.params):
             if isinstance(param.grad, GradientPlaceholder) and position not in self._splits:
-                before[position] = param.grad
+                self._before[position] = param.grad
                 param.grad = _new_gradient(param.grad)
-        self._before = before
         self.live = {
-            position for position, grad in before.items() if isinstance(grad, GradientPlaceholder) and not grad.is_cleared
+            position for position, grad in self._before.items() if isinstance(grad, GradientPlaceholder) and not grad.is_cleared
         }
         self._dense.postponed = []
-        unused = self._dense.pack(not_arrived)
-        self._unused = set(unused)
-        return unused
+        return self._dense.pack(not_arrived)
 
     def pack_local(self) -> None:
         """Like `pack`, but a gradient with pieces in other buckets stays in place until all of them take it."""
@@ -223,19 +228,21 @@ class ShardedBinding:
     def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         """Moves the reduced values to their final place, and puts placeholders into `.grad`."""
         reduced, self.reduced = self.reduced, self.shard
-        restored = {**self._dense.release(), **self._before} if self._unused else {}
+        unused = self._dense.release()
+        restored = (unused | self._before) if unused else {}
         for position, (placeholder, part) in enumerate(self._own):
-            if position in self._unused and position not in used_elsewhere:
+            if position in unused and position not in used_elsewhere:
                 self.params[position].grad = restored[position]
                 continue
             if reduced is not self.shard:
                 own = part.of_shard(self.shard)
                 write = own.add_ if position in self.live else own.copy_
                 write(part.of_shard(reduced))
-            placeholder.added, placeholder.is_cleared = None, False
+            placeholder.added = None
+            placeholder.is_cleared = False
             self.params[position].grad = placeholder
         self._before = {}
-        if self._unused:
+        if unused:
             self.look()
 
     @torch.no_grad()
@@ -249,29 +256,29 @@ class ShardedBinding:
             param.grad, placeholder.added = placeholder, param.grad
 
     def has_result(self) -> bool:
-        return any(
-            grad is not None and not (isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None)
-            for grad in map(_grad_of, self.params)
-        )
+        for grad in map(_grad_of, self.params):
+            is_cleared = isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None
+            if grad is not None and not is_cleared:
+                return True
+        return False
 
     def look(self) -> None:
         with private.as_plain_tensors():  # parameters may be on their way
             grads = list(map(_grad_of, self.params))
-        self._known: Known | None = None  # known tensors in `.grad` that are not placeholders
-        if not all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
-            self._known = Known()
+        if all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
+            self._known.entries.clear()
+        else:
             self._known.look(enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
 
     def is_written(self, position: int) -> bool:
         grad = self.params[position].grad
         if isinstance(grad, GradientPlaceholder):
             return grad.added is not None and has_values(grad.added)
-        return grad is not None and not (self._known is not None and self._known.has(position, grad)) and has_values(grad)
+        return grad is not None and not self._known.has(position, grad) and has_values(grad)
 
     def catch_late(self) -> bool:
         for position, (split, slot) in self._splits.items():
-            _, late = split.take(is_late=True)
-            self._pack_piece(position, slot, late)
+            _, self._dense.params[position].grad = split.take(slot, is_late=True)
         return self._dense.catch_late()
 
     def late_values(self) -> Sequence[Tensor]:
@@ -282,11 +289,6 @@ class ShardedBinding:
         for param, (placeholder, part) in zip(self.params, self._own, strict=True):
             own = part.of_shard(self.shard)
             if not isinstance(param.grad, GradientPlaceholder):
-                param.grad = placeholder
-                placeholder.added, placeholder.is_cleared = None, False
+                placeholder.bind_to(param)
                 own.zero_()
             own.add_(part.of_bucket(values[0]))
-
-    def _pack_piece(self, position: int, slot: Slot, grad: Tensor | None) -> None:
-        whole = None if grad is None else in_memory_order(grad, self._own[position][0].stride())
-        self._dense.params[position].grad = None if whole is None else whole[slot.first : slot.first + slot.numel]

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
@@ -21,20 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.compiler import is_exporting
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from undertow.errors import PhaseError, UndertowError, require
 from undertow.runtime.comm.collectives import Collectives
-from undertow.runtime.comm.handles import Handle
+from undertow.runtime.comm.handles import Handle, ThreadHandle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.peers.threads import WorkerThread
 from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.torch_private import private, tables
 from undertow.runtime.torch_private.module_hook import ModuleHook
 
-_addresses_of, _is_shared_apart = attrgetter("addresses"), attrgetter("is_shared_apart")
+_addresses_of = attrgetter("addresses")
 _T: Any = Tensor  # its attributes are descriptors on the class
 
 # These read no values of a parameter. Every `zero_grad()` uses the first two, and forwards use devices and dtypes. `dim()` is not
@@ -56,13 +55,12 @@ def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
 
     def arrive(cls: type[Tensor], values: Any) -> None:
         gathers = weak()
+        params = [leaf for leaf in tree_leaves(values) if isinstance(leaf, cls)]
         if gathers is not None:
-            gathers.before_read()
-        # Whatever left the class on them, so that the read does not come here again: for example,
-        # torch.utils.swap_tensors gives the class to tensors that nothing gathers.
-        for leaf in tree_leaves(values):
-            if isinstance(leaf, cls):
-                (_let_read if gathers is None else gathers.let_read)(leaf)
+            gathers.before_read(params)
+        else:
+            for param in params:
+                _let_read(param)
 
     def read(
         cls: type[Tensor], function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -109,62 +107,55 @@ def _let_read(param: Tensor) -> None:
 
 
 class Gathers:
-    """The gathers of a plan's buckets; a read of a parameter first waits for its bucket.
+    """The gathers of a plan's buckets; a read of a parameter first waits for its buckets.
 
-    `unsent` are buckets whose gathers could not be started: every read of their parameters raises.
+    A gather that could not be started is in flight too, and has failed: every read of its parameters raises.
 
-    A signal handler or `__del__` may run between any two lines. It may read parameters, which waits for
-    all that is in flight and gives all of them their class back. Ctrl-C may end any function here.
+    A signal handler or `__del__` may run between any two lines. It may read parameters, which waits for them and gives them
+    their class back. Ctrl-C may end any function here.
     """
 
     def __init__(self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder) -> None:
         self.in_flight: dict[int, Handle] = {}
-        self.unsent: set[int] = set()
+        self.waited: dict[int, None] = {}  # buckets in the order of the waits for them, since the last launch
+        self._is_compiled_in = False  # code of torch.compile reads the parameters, and guards their class
         self.flats, self._exchanges, self._recorder = flats, exchanges, recorder
+        self._buckets_of: dict[int, list[int]] = {}  # by id of the parameter
+        for bucket, flat in enumerate(flats):
+            for param in flat.params:
+                self._buckets_of.setdefault(id(param), []).append(bucket)
         self._process = os.getpid()
         self._classes: dict[type, Any] = {}  # of parameters in flight, by their own class
-        self._is_compiled_in = False  # code of torch.compile reads the parameters
         # `in_flight` and the classes change together, because other threads read them.
         self._lock = threading.RLock()
 
-    def launch(self, bucket: int, *, is_read: bool = True) -> None:
-        """Sends this rank's shard of a bucket to all others, and receives theirs.
-
-        The result is copied to the parameters only if it `is_read`.
-        """
-        params = self.flats[bucket]
-        increment_version(params.params)
-        if params.flat.numel() == 0:
+    def launch(self, bucket: int) -> None:
+        """Sends this rank's shard of a bucket to all others, and receives theirs."""
+        flat = self.flats[bucket]
+        increment_version(flat.params)
+        if flat.flat.numel() == 0:
             return
-        marks = self._recorder.gather_launches(bucket, num_bytes=params.flat.nbytes)
-        handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else int)
+        marks = self._recorder.gather_launches(bucket, num_bytes=flat.flat.nbytes)
+        handle = self._exchanges.all_gather(flat.flat, number=bucket, then=flat.copy_out)
         self._recorder.completes(marks, handle)
-        with self._lock:
-            self.in_flight[bucket] = handle
-            self._watch(bucket)
-            if bucket not in self.in_flight:  # a signal handler has waited for it in between
-                self._release(bucket)
+        self._watch(bucket, handle)
 
     def are_cut_off(self) -> None:
-        """Called if gathers could not be started after a step: every read of their parameters raises."""
-        with self._lock:
-            self.unsent.update(set(range(len(self.flats))) - self.in_flight.keys())
-            for bucket in self.unsent:
-                self._watch(bucket)
-
-    def round_begins(self) -> None:
-        """Waits if no forward has; autograd then detects most parameters that were read too early."""
-        if self.in_flight:
-            self.wait(tuple(self.in_flight))
+        """Called if gathers could not be started after a step."""
+        for bucket in range(len(self.flats)):
+            if bucket not in self.in_flight:
+                handle = ThreadHandle(self._exchanges.group.result)
+                handle.fail(self._torn(bucket))
+                self._recorder.gather_launches(bucket, num_bytes=0)
+                self._watch(bucket, handle)
 
     def wait(self, buckets: Collection[int]) -> None:
         """Waits until the parameters of these buckets have the optimizer's new values."""
         for bucket in buckets:
             handle = self.in_flight.get(bucket)
             if handle is None:
-                if bucket in self.unsent:
-                    raise self._torn(bucket)
                 continue
+            self.waited[bucket] = None
             self._recorder.mark_gather(bucket, "wait_start")
             try:
                 with self._exchanges.group.waiting(f"the parameters of bucket {bucket}"):
@@ -185,65 +176,29 @@ class Gathers:
                     self.in_flight.pop(bucket, None)
 
     def wait_for_all(self) -> None:
-        self.wait(self._awaited())
-
-    def let_go(self) -> None:
-        """Ends the waits for parameters that nothing will gather. Reads of parameters in flight wait or raise as before."""
-        for kind in self._classes.values() if self.in_flight or self.unsent else ():
-            kind.awaited_from = self  # holds these gathers until the last parameter arrives
-        with self._lock:
-            coming = {id(param) for bucket in self._awaited() for param in self.flats[bucket].params}
-            for param in chain.from_iterable(flat.params for flat in self.flats):
-                if id(param) not in coming:
-                    _let_read(param)
+        self.wait(tuple(self.in_flight))  # at once: a signal handler may change it
 
     def is_read_unseen(self) -> bool:
-        """Returns True if other tensors share the memory of parameters in flight, or compiled code guards their class."""
-        flats = list(map(self.flats.__getitem__, self.in_flight))
-        return (
-            self._is_compiled_in
-            or any(map(_is_shared_apart, flats))
-            or private.are_shared(list(chain.from_iterable(map(_addresses_of, flats))))
-        )
+        """Returns True if other tensors share the memory of parameters, or compiled code guards their class.
 
-    def _awaited(self) -> tuple[int, ...]:
-        return *tuple(self.in_flight), *self.unsent  # at once: a signal handler may change either
+        Asked before gathers start, because their threads refer to that memory too.
+        """
+        addresses = list(chain.from_iterable(map(_addresses_of, self.flats)))
+        return self._is_compiled_in or private.are_shared(addresses)
 
-    def _torn(self, bucket: int) -> PhaseError:
-        return PhaseError(
-            "the parameters are torn: this rank's shards have the values of the last step, and the other shards still have the "
-            "values of the step before.",
-            where=f"bucket {bucket}, rank {self._exchanges.group.rank}",
-            remedy="Call model.wait() on every rank after the last step, before a rank ends or calls "
-            "torch.distributed.destroy_process_group(). Now, call close(), then load other values: "
-            "module.load_state_dict(state, assign=True).",
-        )
+    def let_go(self) -> None:
+        """Called when nothing will be gathered any more: reads of parameters whose gathers have failed still raise."""
+        for kind in self._classes.values() if self.in_flight else ():
+            kind.awaited_from = self  # holds these gathers until the last parameter arrives
 
-    def _watch(self, bucket: int) -> None:
-        for param in self.flats[bucket].params:
-            kind = getattr(type(param), "arrived_class", type(param))
-            if kind not in self._classes:
-                self._classes[kind] = _awaited_class(kind, weakref.ref(self))
-            param.__class__ = self._classes[kind]
+    def buckets_of(self, params: Iterator[Tensor | None]) -> tuple[int, ...]:
+        found: dict[int, None] = {}
+        for param in params:
+            found.update(dict.fromkeys(self._buckets_of.get(id(param), ())))
+        return tuple(found)
 
-    def _release(self, bucket: int) -> None:
-        flat, coming = self.flats[bucket], set[int]()  # parameters with another bucket to come stay watched
-        if flat.split_params:
-            others = [self.flats[other] for other in self._awaited() if other != bucket]
-            coming.update(id(param) for other in others for param in other.split_params)
-        for param in flat.params:
-            if id(param) not in coming:
-                param.__class__ = getattr(type(param), "arrived_class", type(param))
-
-    def let_read(self, param: Tensor) -> None:
-        """Gives a parameter its class back, unless another thread has launched a gather of it again."""
-        with self._lock:
-            flats = [self.flats[bucket] for bucket in self._awaited()]
-            if not any(param is coming for flat in flats for coming in flat.params):
-                _let_read(param)
-
-    def before_read(self) -> None:
-        """Called before a parameter in flight is read; afterwards none of the model's is."""
+    def before_read(self, params: Sequence[Tensor]) -> None:
+        """Called before parameters in flight are read."""
         require(
             os.getpid() == self._process,
             "a child process reads a parameter that had not arrived when the process was started.",
@@ -260,69 +215,44 @@ class Gathers:
         )
         # Compiled code would be compiled again each time for the class of a parameter in flight.
         self._is_compiled_in |= private.is_compiling()
-        self.wait_for_all()
+        for param in params:
+            # torch.utils.swap_tensors gives the class to tensors that nothing gathers: these wait for everything.
+            self.wait(self._buckets_of.get(id(param), tuple(self.in_flight)))
+            with self._lock:
+                # Whatever left the class on it, so that the read does not come here again.
+                if self.in_flight.keys().isdisjoint(self._buckets_of.get(id(param), ())):
+                    _let_read(param)
 
+    def _torn(self, bucket: int) -> PhaseError:
+        return PhaseError(
+            "the parameters are torn: this rank's shards have the values of the last step, and the other shards still have the "
+            "values of the step before.",
+            where=f"bucket {bucket}, rank {self._exchanges.group.rank}",
+            remedy="Call model.wait() on every rank after the last step, before a rank ends or calls "
+            "torch.distributed.destroy_process_group(). Now, call close(), then load other values: "
+            "module.load_state_dict(state, assign=True).",
+        )
 
-class _Reads(TorchFunctionMode):
-    """Records when parameters are needed; `order` has them by id, in that order.
+    def _watch(self, bucket: int, handle: Handle) -> None:
+        with self._lock:
+            self.waited.pop(bucket, None)
+            self.in_flight[bucket] = handle
+            for param in self.flats[bucket].params:
+                kind = getattr(type(param), "arrived_class", type(param))
+                if kind not in self._classes:
+                    self._classes[kind] = _awaited_class(kind, weakref.ref(self))
+                param.__class__ = self._classes[kind]
+            if bucket not in self.in_flight:  # a signal handler has waited for it in between
+                self._release(bucket)
 
-    A module needs its own parameters when its forward begins: reads by C++ code of an extension cannot be seen.
-    Other parameters are needed when they are read; reads while no module runs do not count, because Undertow itself looks at
-    every parameter before the model's forward.
-    """
-
-    def __init__(self, module: nn.Module, params: Container[int]) -> None:
-        super().__init__()
-        self.order: dict[int, Tensor] = {}
-        self.is_on = False
-        self._places: dict[tuple[int, nn.Module], None] = {}
-        self._params, self._running = params, list[nn.Module]()
-        self._hooks = [
-            hook
-            for _, part in tables.named_modules(module)
-            for hook in (
-                part.register_forward_pre_hook(ModuleHook(part, partial(self._begins, part)), prepend=True),
-                part.register_forward_hook(ModuleHook(part, self._ends), always_call=True),
-            )
-        ]
-
-    def begin(self) -> None:
-        if not self.is_on:
-            self.is_on = True
-            self.__enter__()  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        for argument in chain(args, (kwargs or {}).values()) if self._running else ():
-            for tensor in argument if isinstance(argument, list | tuple) else (argument,):
-                if id(tensor) in self._params:
-                    self.order.setdefault(id(tensor), tensor)
-                    self._places[id(tensor), self._running[-1]] = None
-        return func(*args, **(kwargs or {}))
-
-    def beyond_own(self) -> list[tuple[nn.Module, list[Tensor]]]:
-        """Returns modules with the parameters of other modules that they have read."""
-        found: dict[nn.Module, list[Tensor]] = {}
-        for param, part in self._places:
-            if param not in map(id, part._parameters.values()):
-                found.setdefault(part, []).append(self.order[param])
-        return list(found.items())
-
-    def close(self) -> None:
-        if self.is_on:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
-
-    def _begins(self, part: nn.Module) -> None:
-        self._running.append(part)
-        for param in part._parameters.values():
-            if self.is_on and id(param) in self._params:  # an evaluation may run other modules
-                self.order.setdefault(id(param), param)  # type: ignore[arg-type]  # None has no bucket
-
-    def _ends(self) -> None:
-        del self._running[-1:]  # empty if an earlier hook has raised
+    def _release(self, bucket: int) -> None:
+        flat, coming = self.flats[bucket], set[int]()  # parameters with another bucket to come stay watched
+        for param in flat.split_params:
+            if any(other != bucket and other in self.in_flight for other in self._buckets_of[id(param)]):
+                coming.add(id(param))
+        for param in flat.params:
+            if id(param) not in coming:
+                param.__class__ = getattr(type(param), "arrived_class", type(param))
 
 
 class _WaitHook(ModuleHook):
@@ -338,14 +268,13 @@ class _WaitHook(ModuleHook):
 
 
 class ForwardWaits:
-    """Makes every module wait for the parameters that its forward reads. Any other read waits for all of them.
+    """Makes every module wait for its own parameters before its forward, because reads by C++ code cannot be seen.
 
-    A module waits for its own parameters. The first training forward shows which others it reads (tied weights, or a layer that
-    computes with another one's parameters). Until then, and for parameters that this forward did not read and whose module did
-    not run, the forward of the whole model waits.
+    Reads of other modules' parameters wait by themselves.
 
-    `on_order` is called with all buckets in the order of their use. If parts of the model are compiled (`only_root`) or scripted,
-    only the whole model waits: hooks would split compiled graphs, and TorchScript calls none.
+    `on_order` is called once, with all buckets in the order in which a training forward has waited for them. If parts of the
+    model are compiled (`only_root`) or scripted, the whole model waits for everything: hooks would split compiled graphs, and
+    TorchScript calls none.
     """
 
     def __init__(
@@ -357,57 +286,38 @@ class ForwardWaits:
         only_root: bool,
     ) -> None:
         self._gathers, self._on_order = gathers, on_order
-        self._buckets_of: dict[int, list[int]] = {}  # by id of the parameter
-        for bucket, flat in enumerate(gathers.flats):
-            for param in flat.params:
-                self._buckets_of.setdefault(id(param), []).append(bucket)
-        self._at_root = _in_order(self._buckets_of.values())
-        self._reads: _Reads | None = None
+        self._is_watched = False
         self._hooks: list[RemovableHandle] = []
         parts = [part for _, part in tables.named_modules(module)]
-        if not only_root and not any(map(private.is_compiled, parts)) and not any(map(private.is_script, parts)):
-            self._reads = _Reads(module, self._buckets_of)
-            for part in parts:
-                self._wait_in(part, part._parameters.values())
+        self._only_root = only_root or any(private.is_compiled(part) or private.is_script(part) for part in parts)
+        for part in () if self._only_root else parts:
+            buckets = gathers.buckets_of(_own_params(part))
+            if buckets:
+                # First, because other hooks may read parameters, such as weight_norm's.
+                hook = part.register_forward_pre_hook(_WaitHook(part, gathers, buckets), prepend=True)
+                self._hooks.append(hook)
 
     def root_begins(self, *, is_training: bool) -> None:
-        if not is_training:
-            self._gathers.wait_for_all()  # an evaluation may read other parameters than the training forward showed
-            return
-        if self._at_root:
-            self._gathers.wait(self._at_root)
-        if self._reads is not None:
-            self._reads.begin()
+        if self._only_root or not is_training:
+            self._gathers.wait_for_all()
+        self._is_watched = self._on_order is not None and not self._gathers.waited
 
     def root_ends(self) -> None:
-        # This increments versions, so autograd detects a parameter read too early where no earlier training forward read it.
+        # This increments versions, so autograd detects a parameter that was read too early.
         if self._gathers.in_flight:
             self._gathers.wait_for_all()
-        reads = self._reads
-        if reads is None or not reads.is_on:
-            return
-        reads.close()
-        self._reads = None
-        for part, params in reads.beyond_own():
-            self._wait_in(part, params)
-        read = _in_order(self._buckets_of[param] for param in reads.order)
-        self._at_root = _in_order(self._buckets_of[param] for param in self._buckets_of if param not in reads.order)
-        if self._on_order is not None:
-            self._on_order(_in_order([self._at_root, read]))
+        if self._is_watched and self._on_order is not None and self._gathers.waited:
+            self._on_order(tuple(self._gathers.waited))
+            self._on_order = None
 
     def close(self) -> None:
-        if self._reads is not None:
-            self._reads.close()
-            self._reads = None
         for hook in self._hooks:
             hook.remove()
 
-    def _wait_in(self, part: nn.Module, params: Iterable[Tensor | None]) -> None:
-        buckets = _in_order(self._buckets_of.get(id(param), ()) for param in params)
-        if buckets:
-            # First, because other hooks may read parameters, such as weight_norm's.
-            self._hooks.append(part.register_forward_pre_hook(_WaitHook(part, self._gathers, buckets), prepend=True))
 
-
-def _in_order(groups: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(chain.from_iterable(groups)))
+def _own_params(module: nn.Module) -> Iterator[Tensor | None]:
+    """Yields the parameters of a module, and of parts without a forward, such as nn.ParameterList, which nothing calls."""
+    yield from module._parameters.values()
+    for part in module.children():
+        if type(part).forward is nn.Module.forward:
+            yield from _own_params(part)

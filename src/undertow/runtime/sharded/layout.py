@@ -6,8 +6,8 @@ replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, then all
     v
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby, pairwise, repeat
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, repeat
 from operator import attrgetter
 from types import NoneType
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, require
-from undertow.plan import Bucket, Plan, Slot
+from undertow.plan import Bucket, Plan
 from undertow.runtime.comm.collectives import accumulation_dtype, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle
@@ -84,12 +84,13 @@ class Sharding:
             for bucket in plan.buckets
         ]
         self.parts = [part for flat in self.flats for part in flat.parts if part.numel]
-        self._bindings: list[ShardedBinding] = []
+        self.bindings: list[ShardedBinding] = []  # by bucket; a single rank has none
+        self._index_of = {id(param): index for index, param in enumerate(params)}
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=self.group) for spec, param in zip(plan.params, params, strict=True)
         ]
         self.splits = {
-            index: SplitParam(params[index], sum(bucket.params.count(index) for bucket in plan.buckets))
+            index: SplitParam(params[index], self.strides[index], sum(bucket.params.count(index) for bucket in plan.buckets))
             for index in plan.split_params
         }
         self.gathers = Gathers(self.flats, groups.shard, recorder)
@@ -108,7 +109,7 @@ class Sharding:
             {position: self.splits[index] for position, index in enumerate(bucket.params) if index in self.splits},
             shard_numel=self.shard_numel(bucket),
         )
-        self._bindings.append(made)
+        self.bindings.append(made)
         return made
 
     def shard_numel(self, bucket: Bucket) -> int:
@@ -120,36 +121,23 @@ class Sharding:
         for flat in self.flats:
             flat.follow()
 
+    @torch.no_grad()
     def adopt_gradients(self) -> None:
         """Replaces whole gradients, which are the same on every rank, by placeholders; a single rank keeps them."""
         grads = list(map(_grad_of, self.params))
-        if self._bindings and not all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
-            self.take_over(
-                (Slot(param=index, start=0, stop=grad.numel()), in_memory_order(grad, self.strides[index]))
-                for index, grad in enumerate(grads)
-                if grad is not None and not isinstance(grad, GradientPlaceholder)
-            )
-
-    @torch.no_grad()
-    def take_over(self, pieces: Iterable[tuple[Slot, Tensor]]) -> None:
-        """Replaces gradients by placeholders with this rank's parts of `pieces`: slots, and gradients in memory order in them.
-
-        The `.grad` of such a parameter is whole, or a placeholder of an earlier layout.
-        """
-        of_param, taken = attrgetter("param"), set[int]()
-        parts = {param: tuple(own) for param, own in groupby(sorted(self.parts, key=of_param), of_param)}
-        for slot, values in pieces:
-            taken.add(slot.param)
-            for part in parts.get(slot.param, ()):
-                start = max(part.start, slot.first)
-                stop = max(start, min(part.stop, slot.first + slot.numel))
-                self._placeholders[part.param].parts[part.bucket][start - part.start : stop - part.start].copy_(
-                    values[start - slot.first : stop - slot.first]
-                )
-        for index in taken:
-            mine, before = self._placeholders[index], self.params[index].grad
-            mine.added, mine.is_cleared = getattr(before, "added", None), getattr(before, "is_cleared", False)
-            self.params[index].grad = mine
+        if not self.bindings or all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
+            return
+        whole = {
+            index: in_memory_order(grad, self.strides[index])
+            for index, grad in enumerate(grads)
+            if grad is not None and not isinstance(grad, GradientPlaceholder)
+        }
+        for part in self.parts:
+            if part.param in whole:
+                values = whole[part.param][part.start : part.stop]
+                self._placeholders[part.param].parts[part.bucket].copy_(values)
+        for index in whole:
+            self._placeholders[index].bind_to(self.params[index])
 
     @torch.no_grad()
     def reduce_again(self, own: Mapping[int, tuple[Tensor, bool]]) -> None:
@@ -160,7 +148,7 @@ class Sharding:
         for bucket in self.plan.buckets:
             if own.keys().isdisjoint(bucket.params):  # of another dtype, or without parameters
                 continue
-            binding, trailer = self._bindings[bucket.index], range(bucket.trailer.start, bucket.storage_numel)
+            binding, trailer = self.bindings[bucket.index], range(bucket.trailer.start, bucket.storage_numel)
             sent, shard = torch.zeros_like(binding.storage.flat), torch.zeros_like(binding.shard)
             for slot in bucket.slots:
                 values = in_memory_order(own[slot.param][0], self.strides[slot.param])
@@ -199,18 +187,17 @@ class Sharding:
         Also raises it if a parameter has a gradient but no part in the layout, because it was frozen when gradients were
         synchronized.
         """
-        others = dict(zip(map(id, params), params, strict=True))
-        mine = list(map(others.pop, map(id, self.params), repeat(None)))
-        for param in others.values():
-            require(
-                not param.requires_grad or param.grad is None,
-                "the optimizer steps on a gradient that is not synchronized: its parameter was frozen in the meantime.",
-                where=f"a parameter of shape {tuple(param.shape)}, rank {self.groups.rank}",
-                remedy="Freeze and unfreeze parameters between a step and its next forward, or call zero_grad() then.",
-                error=PhaseError,
-            )
-        for index, stepped in enumerate(mine):
-            if stepped is not None and getattr(stepped.grad, "added", None) is not None:
+        for param in params:
+            index = self._index_of.get(id(param))
+            if index is None:
+                require(
+                    not param.requires_grad or param.grad is None,
+                    "the optimizer steps on a gradient that is not synchronized: its parameter was frozen in the meantime.",
+                    where=f"a parameter of shape {tuple(param.shape)}, rank {self.groups.rank}",
+                    remedy="Freeze and unfreeze parameters between a step and its next forward, or call zero_grad() then.",
+                    error=PhaseError,
+                )
+            elif getattr(param.grad, "added", None) is not None:
                 raise self._not_synchronized(index)
 
     def _not_synchronized(self, index: int) -> PhaseError:
@@ -240,47 +227,28 @@ class Sharding:
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """Returns the mean gradient of a parameter, of its shape, or None if it has none; a collective call."""
-        index = next((index for index, each in enumerate(self.params) if each is param), None)
+        index = self._index_of.get(id(param))
         if index is None or not isinstance(param.grad, GradientPlaceholder):
             return param.grad
-        buckets = () if param.grad.is_cleared else [bucket for bucket in self.plan.buckets if index in bucket.params]
         whole = torch.zeros(param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device)
-        for slot, values in self._whole_slots([index], buckets):
-            whole[slot.first : slot.first + slot.numel] = values
+        for bucket in () if param.grad.is_cleared else self.plan.buckets:
+            slots = [slot for slot in bucket.slots if slot.param == index]
+            if slots:
+                flat = self.gathered(bucket.index, self.bindings[bucket.index].shard)
+            for slot in slots:
+                whole[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
         return whole.as_strided(param.shape, self.strides[index]).to(param.grad.dtype)
 
-    def held(self) -> Iterator[tuple[Slot, Tensor]]:
-        """Returns the slots of the placeholders, and the whole gradients in them, in memory order; a collective call."""
-        # Bucket by bucket: memory for all gradients at once would be new to the process, and pages that are new are slow.
-        held = {index for index, param in enumerate(self.params) if isinstance(param.grad, GradientPlaceholder)}
-        return self._whole_slots(held, self.plan.buckets)
-
-    def _whole_slots(self, held: Collection[int], buckets: Iterable[Bucket]) -> Iterator[tuple[Slot, Tensor]]:
-        # A single rank has no placeholders. The next bucket is on its way while this one is waited for and used.
-        begun = (
-            (bucket, self.gathering(bucket.index, self._bindings[bucket.index].shard)) for bucket in buckets if self._bindings
-        )
-        for (bucket, wait), _ in pairwise(chain(begun, (None,))):  # type: ignore[misc]  # the first of two is never None
-            whole = wait()
-            yield from ((slot, whole[slot.start : slot.stop]) for slot in bucket.slots if slot.param in held)
-
-    def gathering(self, bucket: int, own: Tensor) -> Callable[[], Tensor]:
-        """Starts to gather every rank's shard of data in that bucket's layout; returns a function that waits for the whole.
-
-        A collective call. [ranks * shard]
-        """
-        whole = own.new_empty(self.group.num_ranks * own.numel())
-        whole.view(self.group.num_ranks, -1)[self.group.rank].copy_(own)
-        if self.group.num_ranks == 1:
-            return lambda: whole
-        handle = self.groups.shard.all_gather(whole, number=len(self.plan.buckets) + bucket, then=int)
-
-        def wait() -> Tensor:
+    def gathered(self, bucket: int, own: Tensor) -> Tensor:
+        """Returns every rank's shard of data in that bucket's layout; a collective call. [ranks * shard]"""
+        num_ranks = self.group.num_ranks
+        whole = own.new_empty(num_ranks * own.numel())
+        whole.view(num_ranks, -1)[self.group.rank].copy_(own)
+        if num_ranks > 1:
+            handle = self.groups.shard.all_gather(whole, number=len(self.plan.buckets) + bucket, then=int)
             with self.group.waiting(f"the shards of bucket {bucket}"):
                 handle.wait()
-            return whole
-
-        return wait
+        return whole
 
 
 def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:

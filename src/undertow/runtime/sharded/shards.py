@@ -60,23 +60,43 @@ def shard_parts(bucket: Bucket, *, rank: int, num_replicas: int = 1) -> list[Sha
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
+    """One parameter in `flat`, or the piece of it that lies in this bucket."""
+
     piece: Slot
     part: ShardPart
     param: Tensor
     memory: Tensor  # [piece.numel] of `flat`
-    strides: tuple[int, ...]  # the strides to give it
-    is_whole: bool  # no other bucket has a piece of it
+    strides: tuple[int, ...]  # of the parameter's memory order
 
-    @property
-    def place(self) -> Tensor:
-        return self.memory.as_strided(self.param.shape, self.strides)
+    def read_part(self) -> None:
+        """Copies this rank's part from the parameter, which has separate memory."""
+        own = self.part.start - self.piece.first
+        values = in_memory_order(self.param, self.strides)[self.part.start : self.part.stop]
+        self.memory[own : own + self.part.numel].copy_(values)
 
-    def in_memory(self) -> Tensor:
-        """Returns the parameter's elements in memory order, in place, and gives it its strides. [numel]"""
-        param, strides = self.param, self.strides
-        if param.stride() != strides:
-            param.data = torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device).copy_(param.data)
-        return param.detach().as_strided((param.numel(),), (1,))
+    def write(self) -> None:
+        """Copies all of it to the parameter, which has separate memory."""
+        values = in_memory_order(self.param, self.strides)
+        values[self.piece.first : self.piece.first + self.piece.numel].copy_(self.memory)
+        if self.param.stride() != self.strides:  # `values` is a copy
+            self.param.copy_(values.as_strided(self.param.shape, self.strides))
+
+    def moves_in(self) -> bool:
+        """Gives the whole parameter its place in `flat`, unless other code refers to its memory; returns True if it is there."""
+        param = self.param
+        if param.data_ptr() == self.memory.data_ptr():
+            return True
+        storage = param.untyped_storage()
+        is_of_processes = param.device.type == "cpu" and storage.is_shared()  # on GPUs this is always True
+        if is_of_processes or private.are_shared(private.addresses_of([storage])):
+            return False
+        self.memory.as_strided(param.shape, self.strides).copy_(param)
+        # A storage of exactly its size over the same memory, which it keeps alive: savers write whole storages, and safetensors
+        # refuses tensors that cover only part of theirs. As bytes, because DLPack does not support every dtype.
+        memory = from_dlpack(self.memory.view(torch.uint8)).view(self.memory.dtype)
+        # This keeps the version counter: the values have not changed, and autograd must not see a change.
+        param.data = memory.as_strided(param.shape, self.strides)
+        return True
 
 
 class FlatParams:
@@ -92,62 +112,38 @@ class FlatParams:
         dtype = params[0].dtype if params else getattr(torch, bucket.dtype)
         self.flat = torch.empty(num_ranks * bucket.shard_numel, dtype=dtype, device=bucket.device)  # [ranks * shard]
         self.flat[bucket.numel :].zero_()  # padding
-        self._slots = [
-            _Slot(slot, part, param, self.flat[slot.start : slot.stop], strides_of_gradient(param), slot.numel == param.numel())
+        slots = [
+            _Slot(slot, part, param, self.flat[slot.start : slot.stop], strides_of_gradient(param))
             for slot, part, param in zip(bucket.slots, parts, params, strict=True)
         ]
-        self.split_params = tuple(slot.param for slot in self._slots if not slot.is_whole)
-        self._apart: dict[int, _Slot] = {}  # by position, parameters with separate memory
-        self._pointers = [-1] * len(params)  # data pointers at the last look
+        self._whole = [slot for slot in slots if slot.piece.numel == slot.param.numel()]
+        self._pieces = [slot for slot in slots if slot.piece.numel != slot.param.numel()]
+        self.split_params = tuple(slot.param for slot in self._pieces)
+        self._apart = self._whole  # of these, the parameters with separate memory
+        self._pointers: list[int] = []  # of the parameters, at the last look
         self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay valid
-        # Of these, for `private.are_shared`; parameters with separate memory are apart.
-        self.addresses: list[int] = []
-        self._addresses_apart: list[int] = []
+        self.addresses: list[
+            int
+        ] = []  # of the parameters' memory, for `private.are_shared`; while `copy_out` runs, it shares too
         self.follow()
 
     @torch.no_grad()
     def follow(self) -> None:
         """Takes over values written from outside, in new memory (`param.data = ...`) or in the separate memory of parameters."""
-        # Other code may have released these.
-        moved = {position for position, slot in self._apart.items() if slot.is_whole} if self._apart else set()
-        if moved or list(map(Tensor.data_ptr, self.params)) != self._pointers:
-            for position, slot in enumerate(self._slots):
-                if position in moved or slot.param.data_ptr() != self._pointers[position]:
-                    self._take_over(position, slot)
+        # Other code may have released the memory of those that are apart.
+        if self._apart or list(map(Tensor.data_ptr, self.params)) != self._pointers:
+            self._apart = [slot for slot in self._whole if not slot.moves_in()]
             self._pointers = list(map(Tensor.data_ptr, self.params))
             self._storages = [param.untyped_storage() for param in self.params]
-            addresses = private.addresses_of(self._storages)
-            self.addresses = [each for at, each in enumerate(addresses) if at not in self._apart]
-            self._addresses_apart = list(map(addresses.__getitem__, self._apart))
-        # True if other tensors share that memory. Later, a thread that copies out refers to it too.
-        apart = self._addresses_apart
-        self.is_shared_apart = bool(apart) and private.are_shared(apart)
-        for slot in self._apart.values():  # the other ranks' parts of these come with the next gather
-            values = in_memory_order(slot.param, slot.strides) if slot.is_whole else slot.in_memory()
-            slot.part.of_bucket(self.flat).copy_(values[slot.part.start : slot.part.stop])
+            self.addresses = private.addresses_of(self._storages)
+        for slot in (*self._pieces, *self._apart):  # the other ranks' parts of these come with the next gather
+            slot.read_part()
 
     def copy_out(self) -> None:
         """Copies gathered values to parameters with separate memory, maybe from another thread; all of `flat` must be there."""
         with private.as_plain_tensors():  # the parameters are in flight until this returns
-            for slot in self._apart.values():
-                if slot.is_whole:
-                    slot.param.copy_(slot.place)
-                else:
-                    slot.in_memory()[slot.piece.first : slot.piece.first + slot.piece.numel] = slot.memory
-
-    def _take_over(self, position: int, slot: _Slot) -> None:
-        param, storage = slot.param, slot.param.untyped_storage()
-        is_of_processes = param.device.type == "cpu" and storage.is_shared()  # on GPUs this is always True
-        if is_of_processes or private.are_shared(private.addresses_of([storage])) or not slot.is_whole:
-            self._apart[position] = slot
-            return
-        self._apart.pop(position, None)
-        slot.place.copy_(param)
-        # A storage of exactly its size over the same memory, which it keeps alive: savers write whole storages, and safetensors
-        # refuses tensors that cover only part of theirs. As bytes, because DLPack does not support every dtype.
-        memory = from_dlpack(slot.memory.view(torch.uint8)).view(slot.memory.dtype)
-        # This keeps the version counter: the values have not changed, and autograd must not see a change.
-        param.data = memory.as_strided(param.shape, slot.strides)
+            for slot in (*self._pieces, *self._apart):
+                slot.write()
 
 
 def in_memory_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

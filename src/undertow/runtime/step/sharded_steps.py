@@ -46,9 +46,9 @@ class ShardedSteps:
 
         Raises ConfigError while an earlier one exists.
         """
-        if self._stepper is not None and self._stepper() is not None:
+        if self.stepper is not None:
             gc.collect()  # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
-        earlier: Any = None if self._stepper is None else self._stepper()
+        earlier: Any = self.stepper
         group = self._engine.current_plan.group
         if group.num_ranks > 1:
             described = {"there is an earlier ShardedOptimizer": earlier is not None, **settings, **self._config.to_dict()}
@@ -63,8 +63,10 @@ class ShardedSteps:
             )
         self._stepper = weakref.ref(stepper)
 
-    def is_stepper(self, optimizer: Optimizer) -> bool:
-        return self._stepper is not None and self._stepper() is optimizer
+    @property
+    def stepper(self) -> Optimizer | None:
+        """The ShardedOptimizer, while it exists."""
+        return None if self._stepper is None else self._stepper()
 
     def require_stepper(self, optimizer: Optimizer) -> None:
         if self._stepper is not None and self._stepper() is not optimizer:
@@ -96,14 +98,21 @@ class ShardedSteps:
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """Context for updating this rank's shards; at its end they are sent, and the other ranks' shards received."""
+        """Context for updating this rank's shards; at its end they are sent, and the other ranks' shards received.
+
+        Waits for these if a read could not be seen, or would cut a graph.
+        """
         try:
             yield
         except BaseException:  # also Ctrl-C: the other ranks need the half that is updated too
             with contextlib.suppress(Exception):
                 self._send()
             raise
+        assert self.sharding is not None  # `begin` has made it
+        is_unseen = self.sharding.gathers.is_read_unseen()
         self._send()
+        if is_unseen or self._is_compiled or not self._config.overlap:
+            self._engine.current_plan.wait_for_parameters()
 
     def _send(self) -> None:
         assert self.sharding is not None  # `begin` has made it
@@ -116,15 +125,6 @@ class ShardedSteps:
         except BaseException:
             self.sharding.gathers.are_cut_off()
             raise
-
-    def step_ends(self) -> None:
-        """Called after a step. Waits if a read could not be seen, or would cut a graph."""
-        if (
-            not self._config.overlap
-            or self._is_compiled
-            or (self.sharding is not None and self.sharding.gathers.is_read_unseen())
-        ):
-            self._engine.current_plan.wait_for_parameters()
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Returns True if the step is to change nothing, on every rank; may raise NonFiniteGradient on every rank."""

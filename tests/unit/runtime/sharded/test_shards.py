@@ -1,9 +1,7 @@
 """Parameters in the memory of their bucket, the optimizer over the parts of a rank, and placeholders of gradients."""
 
 import re
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,9 +14,8 @@ from support.errors import text_of
 from support.strategies import spec
 from undertow import ShardedGradientError, SyncConfig
 from undertow.optim.state import InnerOptimizer, Owned
-from undertow.plan import Piece, first_plan, plan_from_groups
+from undertow.plan import Piece, Slot, first_plan, plan_from_groups
 from undertow.runtime.replan.planning import sharded_plan
-from undertow.runtime.sharded import shards
 from undertow.runtime.sharded.binding import GradientPlaceholder, SplitParam
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, shard_parts
 from undertow.runtime.torch_private import private
@@ -32,32 +29,13 @@ def in_pieces() -> FlatParams:
     return FlatParams(bucket, [nn.Parameter(torch.ones(8))], shard_parts(bucket, rank=0), num_ranks=2)
 
 
-def is_referred_to(flat: FlatParams) -> bool:
-    return flat.is_shared_apart or private.are_shared(flat.addresses)
-
-
-def test_copying_out_does_not_count_as_a_reference() -> None:
-    flat, is_copying, is_asked = in_pieces(), threading.Event(), threading.Event()
-    in_memory = shards._Slot.in_memory
-
-    def slow(slot: shards._Slot) -> torch.Tensor:
-        memory = in_memory(slot)
-        is_copying.set()
-        is_asked.wait()
-        return memory
-
-    with mock.patch.object(shards._Slot, "in_memory", slow), ThreadPoolExecutor(1) as threads:
-        copies = threads.submit(flat.copy_out)
-        is_copying.wait()
-        assert not is_referred_to(flat)
-        is_asked.set()
-        copies.result()
+def test_a_parameter_in_pieces_is_shared_while_another_tensor_has_its_memory() -> None:
+    flat = in_pieces()
+    assert not private.are_shared(flat.addresses)
     kept = flat.params[0].data
-    flat.follow()
-    assert is_referred_to(flat)
+    assert private.are_shared(flat.addresses)
     del kept
-    flat.follow()
-    assert not is_referred_to(flat)
+    assert not private.are_shared(flat.addresses)
 
 
 def sixteen_bits() -> tuple[InnerOptimizer, Owned]:
@@ -175,15 +153,12 @@ def test_a_scaler_unscales_the_parts() -> None:
 
 def test_every_bucket_of_a_split_parameter_takes_the_same_gradient() -> None:
     param, added, late = nn.Parameter(torch.ones(4)), torch.full((4,), 2.0), torch.full((4,), 3.0)
-    held, split = GradientPlaceholder(param, name="weight"), SplitParam(param, 2)
+    held, split = GradientPlaceholder(param, name="weight"), SplitParam(param, (1,), 2)
     param.grad, held.added = held, added
-    taken = [split.take(), split.take()]
+    pieces = [Slot(param=0, start=0, stop=3, first=0), Slot(param=0, start=0, stop=1, first=3)]
+    taken = [split.take(piece) for piece in pieces]
     param.grad = late
-    taken += [split.take(is_late=True), split.take(is_late=True)]
+    taken += [split.take(piece, is_late=True) for piece in pieces]
     before, gradients = zip(*taken, strict=True)
-    assert (list(map(id, before)), list(map(id, gradients)), param.grad, held.added) == (
-        list(map(id, (held, held, late, late))),
-        list(map(id, (added, added, late, late))),
-        None,
-        None,
-    )
+    assert (list(map(id, before)), param.grad, held.added) == (list(map(id, (held, held, late, late))), None, None)
+    assert [gradient.tolist() for gradient in gradients] == [[2.0] * 3, [2.0], [3.0] * 3, [3.0]]
