@@ -46,6 +46,7 @@ class Change:
     named_params: Sequence[tuple[str, Tensor]]
     plan: Plan
     reducer: Reducer
+    has_more: bool = False  # modules or parameters, as a forward has found: the change is meant to last
 
     @property
     def ids(self) -> set[int]:
@@ -72,7 +73,6 @@ class CurrentPlan:
         self._config, self._recorder, self._listeners = config, recorder, listeners
         self.change: Change | None = None
         self.is_stale = False  # the module is to be looked at when the next round begins
-        self._has_more = False  # the change adds parameters, as a forward has found
         self._left: frozenset[int] = frozenset()  # parameters of the plan, by id, that the last forward has found frozen or gone
         named_params, reducer = members.trained(), Reducer.of(group, config)
         self.is_active = reducer.is_active
@@ -118,11 +118,11 @@ class CurrentPlan:
         self.is_stale = False
         if not self.members.has_changed():
             return
-        self._has_more = self.members.has_more() or (self.change is not None and self._has_more)
+        has_more = self.members.has_more()
         hooks = self.now.hooks
         trained = {id(param) for _, param in self.members.trained_now()}
         self._left = hooks.ids - trained - hooks.accumulated_ids()
-        self._find_change()
+        self._find_change(has_more=has_more)
         if not self.is_active and self.change is not None:  # one rank agrees with nobody
             self.follow()
 
@@ -137,7 +137,7 @@ class CurrentPlan:
                 self._find_change()
             self.is_stale = False
 
-    def _find_change(self) -> None:
+    def _find_change(self, *, has_more: bool = False) -> None:
         hooks, now = self.now.hooks, self.now.compiled
         reducer = now.reducer if self.change is None else self.change.reducer
         try:
@@ -145,11 +145,15 @@ class CurrentPlan:
             for name in earlier_watchers(named_params, but=self._listeners.on_full):
                 raise part_of_another(name)  # else gradients would be averaged twice
             is_other = reducer.hook is not now.reducer.hook or not self._is_in_force(named_params, of=now)
-            self.change = self._planned(named_params, reducer) if is_other else None
+            has_more |= self.change is not None and self.change.has_more
+            change = self._planned(named_params, reducer)
+            self.change = dataclasses.replace(change, has_more=has_more) if is_other else None
         except BaseException:  # a change that cannot be followed is refused again, and not forgotten
             self.is_stale = True
             self.members.is_unseen = True
             raise
+        # A frozen parameter that stays in the plan leaves it when a forward finds it frozen still.
+        self.members.is_unseen = not all(param.requires_grad for _, param in named_params)
         hooks.watch([param for _, param in self.members.named_params()])
         self._apply_factor()
 
@@ -160,7 +164,7 @@ class CurrentPlan:
         Not while a sharded optimizer's gradients are there, which the user may clear until then: ranks meet after the backward,
         and compare the values.
         """
-        if self.change is None or not self._has_more or self.group.num_ranks == 1:
+        if self.change is None or not self.change.has_more or self.group.num_ranks == 1:
             return False
         is_new = not self.change.ids <= self.now.hooks.ids
         return is_new and not (self.now.compiled.sharding is not None and self.has_result)
@@ -175,7 +179,7 @@ class CurrentPlan:
         before.hooks.close()
         self.now = self._ready(change, generation=before.compiled.generation + 1, before=before)
         self.now.hooks.arrived_before |= self.now.hooks.indices(arrived)
-        self.change, self._left, self._has_more = None, frozenset(), False
+        self.change, self._left = None, frozenset()
         self._apply_factor()
 
     def forget_buckets(self) -> None:
