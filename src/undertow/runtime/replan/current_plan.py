@@ -341,7 +341,7 @@ class CurrentPlan:
             yield
             old.executor.run(releases.happen(releases.join))
         self._recorder.forgets_buckets()
-        require_sound(result, rank=self.group.rank, places=self.group.places)
+        require_sound(result, rank=self.group.rank, places=self.group.watch.ask)
         change = (
             first_change(old.plan.params, self.now.compiled.plan.params)
             if self.is_counted_apart

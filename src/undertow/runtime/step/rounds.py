@@ -531,7 +531,7 @@ class RoundRunner:
         if result.readings or result.taken:
             named = hooks.named_params[min(result.taken)] if result.taken else None
             taken = "" if named is None else f"parameter {named[0]!r} with the hook {', '.join(users_hooks(named[1]))}"
-            agreed_errors.require_sound(result, rank=current_plan.group.rank, places=current_plan.group.places, taken=taken)
+            agreed_errors.require_sound(result, rank=current_plan.group.rank, places=current_plan.group.watch.ask, taken=taken)
         if this_round.weights is not None and not result.has_failed:  # a backward that has failed has another error to raise
             this_round.weights.require_sound(f"synchronization {this_round.number}, rank {current_plan.group.rank}")
         if result.readings:
