@@ -21,17 +21,15 @@ import json
 import os
 import platform
 import secrets
-import selectors
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from torch.distributed.distributed_c10d import Store
 
@@ -44,12 +42,16 @@ _MAX_MESSAGE = 1 << 16
 _MAX_UNSENT = 1 << 20  # bytes for a neighbor that does not read; further messages to it are dropped
 _READ = 1 << 18
 _BACKLOG = 128
-_MAX_STRANGERS = 64  # connections without a proof at one time
-_PROOF = hashlib.sha256().digest_size
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved for documents: the route to them is the default one
 _GET_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
-_KEEPALIVE_S = 15  # firewalls forget connections that say nothing for minutes
-_OUT_OF_REACH_S = 1800  # then the kernel ends a connection whose other machine does not answer
+# Firewalls forget connections that say nothing for minutes, so the kernel says something, also while
+# Python does not run. It ends a connection whose other machine has not answered for half an hour.
+_OPTIONS = {
+    "TCP_NODELAY": 1,
+    "TCP_KEEPIDLE": 15,
+    "TCP_KEEPINTVL": 15,
+    "TCP_USER_TIMEOUT": 1_800_000,
+}
 
 
 class Connection:
@@ -63,9 +65,12 @@ class Connection:
         self._is_sending = False
         self._unsent = bytearray()
         self._received = bytearray()
-        self._makes_sense = True
-        _keep_alive(link)
         link.setblocking(False)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with contextlib.suppress(OSError):  # one between two threads is not TCP
+            for name, value in _OPTIONS.items():
+                if hasattr(socket, name):
+                    link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def fileno(self) -> int:
         return self._link.fileno()
@@ -111,25 +116,21 @@ class Connection:
         """Returns the messages that have come, and False if the connection has ended."""
         try:
             data = self._link.recv(_READ)
-        except (BlockingIOError, InterruptedError):
+        except BlockingIOError:
             return [], True
         except OSError:
-            return [], False
-        if not data:
-            return [], False
-        messages = []
+            data = b""
         self._received += data
-        while self._makes_sense and len(self._received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received)
-            stop = _LENGTH.size + length
-            self._makes_sense = length <= _MAX_MESSAGE
+        messages = []
+        while len(self._received) >= _LENGTH.size:
+            stop = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if stop > _LENGTH.size + _MAX_MESSAGE:  # no rank sends that: from now on only the end counts
+                del self._received[_LENGTH.size :]
             if stop > len(self._received):
                 break
             messages.append(bytes(self._received[_LENGTH.size : stop]))
             del self._received[:stop]
-        if not self._makes_sense:  # only the end of the connection still counts
-            self._received.clear()
-        return messages, True
+        return messages, bool(data)
 
     def is_stopped(self) -> bool:
         """Returns True if a signal has stopped the neighbor's process, as far as this machine can see."""
@@ -139,7 +140,11 @@ class Connection:
         return False
 
     def close(self) -> None:
-        """Closes this process's descriptor, and no copy that another process has."""
+        with self._sending:  # otherwise a send in another thread could reach what is opened next
+            self._link.close()
+
+    def forget(self) -> None:
+        """Closes the copy that a child process has. No lock: a thread that the child does not have may hold it."""
         self._link.close()
 
 
@@ -147,11 +152,16 @@ class Connection:
 class _Place:
     """Where a rank listens, as it leaves it in the store."""
 
+    rank: int
     node: str
     process: int
     address: str  # empty if it cannot listen
     port: int
     token: str
+
+    @property
+    def shown(self) -> str:
+        return f"rank {self.rank} at {self.address} port {self.port}"
 
     def proof(self, direction: str) -> bytes:
         return hashlib.sha256(f"{self.token}/{direction}".encode()).digest()
@@ -165,14 +175,10 @@ def connect_ring(store: Store, key: str, *, rank: int, num_ranks: int, look: Loo
     for nothing that waits.
     """
     meet = partial(_meet, store, rank=rank, num_ranks=num_ranks, look=look)
-    neighbors = sorted({(rank + 1) % num_ranks, (rank - 1) % num_ranks})
-    connections, reason = list[Connection](), ""
-
-    def has_given_up() -> bool:
-        return store.add(f"{key}/apart", 0) > 0
-
+    has_given_up = partial(store.add, f"{key}/apart", 0)
+    links, reason = list[tuple[socket.socket, _Place]](), ""
     with contextlib.ExitStack() as undo:
-        here = _Place(platform.node(), os.getpid(), "", 0, secrets.token_hex(32))
+        here = _Place(rank, platform.node(), os.getpid(), "", 0, secrets.token_hex(32))
         try:
             listener = undo.enter_context(_listening(own_address(host_of(store))))
             address, port, *_ = listener.getsockname()
@@ -180,53 +186,65 @@ def connect_ring(store: Store, key: str, *, rank: int, num_ranks: int, look: Loo
         except OSError as error:
             reason = f"rank {rank} cannot listen for other ranks: {error}"
         meet(f"{key}/at", json.dumps(astuple(here)))
-        places = {other: _Place(*json.loads(store.get(f"{key}/at/{other}"))) for other in neighbors}
-        if not reason:
-            try:
-                connections = _connections(listener, rank, num_ranks, here, places, has_given_up)
-            except OSError as error:
-                named = " and ".join(f"rank {other}" for other in neighbors)
-                reason = f"rank {rank} cannot connect to {named}: {error}"
-        for connection in connections:
-            undo.callback(connection.close)
-        if reason:
-            if not has_given_up():  # later ranks fail because this one has
-                store.set(f"{key}/why", reason)
-            store.add(f"{key}/apart", 1)
-        meet(f"{key}/through", "")
-        if not has_given_up():
-            undo.pop_all()
-            listener.close()
-            return connections, ""
-    return [], store.get(f"{key}/why").decode()
-
-
-def _connections(
-    listener: socket.socket,
-    rank: int,
-    num_ranks: int,
-    here: _Place,
-    places: Mapping[int, _Place],
-    has_given_up: Callable[[], bool],
-) -> list[Connection]:
-    """Shakes hands with both neighbors; raises OSError if that does not succeed."""
-    before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
-    until_s = time.monotonic() + patience.CONNECT_S
-    with contextlib.ExitStack() as undo:
-        links = dict[int, socket.socket]()
+        neighbors = [(rank + 1) % num_ranks, (rank - 1) % num_ranks]
+        after, before = (_Place(*json.loads(store.get(f"{key}/at/{other}"))) for other in neighbors)
         # Two ranks are neighbors on both sides, and one connection is enough.
-        if num_ranks > 2 or rank == 0:
-            links[after] = undo.enter_context(_connected(places[after], until_s))
-        if num_ranks > 2 or rank == 1:
-            links[before] = undo.enter_context(_accepted(listener, here, until_s, has_given_up))
-        if num_ranks > 2 or rank == 0:
-            _require_answer(links[after], places[after], until_s)
+        connects = not reason and (num_ranks > 2 or rank == 0)
+        accepts = not reason and (num_ranks > 2 or rank == 1)
+        try:
+            if connects:
+                links.append((undo.enter_context(_connected(after)), after))
+            if accepts:
+                links.append((undo.enter_context(_accepted(listener, here, has_given_up)), before))
+            if connects and not _brings(links[0][0], after.proof("accepts"), patience.CONNECT_S):
+                raise ConnectionError(f"cannot connect to {after.shown}: that is not a rank of this run")
+        except OSError as error:
+            reason = f"rank {rank} {error}"
+        if reason and not has_given_up():  # later ranks fail because this one has
+            store.set(f"{key}/why", reason)
+        store.add(f"{key}/apart", int(bool(reason)))
+        meet(f"{key}/through", "")
+        if has_given_up():
+            return [], store.get(f"{key}/why").decode()
         undo.pop_all()
+        listener.close()
     connections = list[Connection]()
-    for other, link in links.items():
-        place = places[other]
-        connections.append(Connection(link, other, place.process if place.node == here.node else None))
-    return connections
+    for link, place in links:
+        process = place.process if place.node == here.node else None
+        connections.append(Connection(link, place.rank, process))
+    return connections, ""
+
+
+def _connected(place: _Place) -> socket.socket:
+    """Returns a connection to that rank, which has the proof and has not answered yet."""
+    try:
+        link = socket.create_connection((place.address, place.port), patience.CONNECT_S)
+        link.sendall(place.proof("connects"))
+    except OSError as error:
+        raise ConnectionError(f"cannot connect to {place.shown}: {error}") from error
+    return link
+
+
+def _accepted(listener: socket.socket, here: _Place, has_given_up: Callable[[], int]) -> socket.socket:
+    """Returns the first connection that brings the proof, and answers it; closes all others."""
+    until_s = time.monotonic() + patience.CONNECT_S
+    while time.monotonic() < until_s and not has_given_up():
+        with contextlib.suppress(TimeoutError):
+            link, _ = listener.accept()
+            if _brings(link, here.proof("connects"), patience.PROOF_S):
+                link.sendall(here.proof("accepts"))
+                return link
+            link.close()
+    raise TimeoutError(f"is not reached at {here.address} port {here.port} by the rank before it")
+
+
+def _brings(link: socket.socket, proof: bytes, within_s: float) -> bool:
+    said = b""
+    link.settimeout(within_s)
+    with contextlib.suppress(OSError):
+        while len(said) < len(proof) and (part := link.recv(len(proof) - len(said))):
+            said += part
+    return hmac.compare_digest(said, proof)
 
 
 def own_address(host: str) -> str:
@@ -298,101 +316,8 @@ def _is_loopback(address: str) -> bool:
 def _listening(address: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-    listener.setblocking(False)
+    listener.settimeout(patience.LOOK_S)
     return listener
-
-
-def _connected(place: _Place, until_s: float) -> socket.socket:
-    """Returns a connection to that rank, which has the proof and has not answered yet."""
-    if not place.address:
-        raise ConnectionError("the next rank does not listen")
-    try:
-        link = socket.create_connection((place.address, place.port), _left_s(until_s))
-    except OSError as error:
-        raise OSError(f"{place.address} port {place.port}: {error}") from error
-    link.sendall(place.proof("connects"))
-    return link
-
-
-def _require_answer(link: socket.socket, place: _Place, until_s: float) -> None:
-    answer = b""
-    while len(answer) < _PROOF:
-        link.settimeout(_left_s(until_s))
-        part = link.recv(_PROOF - len(answer))
-        if not part:
-            raise ConnectionError("the next rank has closed the connection")
-        answer += part
-    if not hmac.compare_digest(answer, place.proof("accepts")):
-        raise ConnectionError(f"{place.address} port {place.port} is not a rank of this run")
-
-
-def _accepted(listener: socket.socket, here: _Place, until_s: float, has_given_up: Callable[[], bool]) -> socket.socket:
-    """Returns the first connection that brings the proof; closes all others."""
-    with _strangers() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        while time.monotonic() < until_s and not has_given_up():
-            for key, _ in selector.select(patience.LOOK_S):
-                if key.fileobj is listener:
-                    _let_in(listener, selector)
-                elif (link := _proven(key, selector, here.proof("connects"))) is not None:
-                    link.sendall(here.proof("accepts"))
-                    return link
-    raise TimeoutError("the previous rank has not connected")
-
-
-@contextlib.contextmanager
-def _strangers() -> Iterator[selectors.BaseSelector]:
-    """A selector whose connections are closed at the end, except those that have been taken out."""
-    with selectors.DefaultSelector() as selector:
-        try:
-            yield selector
-        finally:
-            for key in tuple(selector.get_map().values()):
-                if key.data is not None:
-                    cast(socket.socket, key.fileobj).close()
-
-
-def _let_in(listener: socket.socket, selector: selectors.BaseSelector) -> None:
-    with contextlib.suppress(OSError):  # it may have gone already
-        link, _ = listener.accept()
-        link.setblocking(False)
-        selector.register(link, selectors.EVENT_READ, bytearray())
-        waiting = [key.fileobj for key in selector.get_map().values() if key.data is not None]
-        if len(waiting) > _MAX_STRANGERS:  # the oldest one: a rank sends its proof at once
-            selector.unregister(waiting[0])
-            cast(socket.socket, waiting[0]).close()
-
-
-def _proven(key: selectors.SelectorKey, selector: selectors.BaseSelector, proof: bytes) -> socket.socket | None:
-    """Reads what a stranger has sent; returns its connection if that is the proof."""
-    link, said = cast(socket.socket, key.fileobj), key.data
-    part = b""
-    with contextlib.suppress(OSError):
-        part = link.recv(len(proof) - len(said))
-    said += part
-    if part and len(said) < len(proof):
-        return None
-    selector.unregister(link)
-    if hmac.compare_digest(bytes(said), proof):
-        return link
-    link.close()
-    return None
-
-
-def _left_s(until_s: float) -> float:
-    return max(0.001, until_s - time.monotonic())
-
-
-def _keep_alive(link: socket.socket) -> None:
-    """Has the kernel send something now and then: it does so while Python does not run, too."""
-    with contextlib.suppress(OSError):
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
-            if hasattr(socket, name):
-                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _KEEPALIVE_S)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _OUT_OF_REACH_S)
 
 
 def _meet(store: Store, key: str, told: str, *, rank: int, num_ranks: int, look: Look) -> None:

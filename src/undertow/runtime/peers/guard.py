@@ -219,12 +219,11 @@ class Guard:
     def _forget(self) -> None:
         """Closes all connections in a child process, which would keep them open after its parent has ended.
 
-        It takes no lock and tells the kernel nothing else: a thread that does not exist in the child may
-        hold the lock, and the selector's list in the kernel is the parent's.
+        The selector is closed as it is: its list in the kernel is the parent's too.
         """
         for ring, _ in self._rings.values():
             for neighbor in ring.neighbors:
-                neighbor.close()
+                neighbor.forget()
             ring.neighbors = []
         for waking in self._wakes:
             waking.close()
@@ -272,11 +271,9 @@ class Guard:
                 events = selectors.EVENT_READ
                 if neighbor.has_unsent:
                     events |= selectors.EVENT_WRITE
-                known = selector.get_map().get(neighbor)
-                if known is None:
-                    selector.register(neighbor, events, (ring, neighbor))
-                elif known.events != events:
-                    selector.modify(neighbor, events, known.data)
+                is_known = neighbor in selector.get_map()
+                place = selector.modify if is_known else selector.register
+                place(neighbor, events, (ring, neighbor))
 
 
 GUARD = Guard()  # one for the process, like sys.excepthook
