@@ -80,14 +80,14 @@ class Connection:
         return bool(self._unsent)
 
     def send(self, message: bytes) -> None:
-        """Sends what the kernel takes now and keeps the rest for `flush`. Drops the message if the neighbor is stopped."""
+        """Sends as much as the kernel takes now and keeps the rest for `flush`. Drops the message if the neighbor is stopped."""
         with self._sending:
             if len(message) <= _MAX_MESSAGE and len(self._unsent) < _MAX_UNSENT:
                 self._unsent += _LENGTH.pack(len(message)) + message
         self.flush()
 
     def flush(self) -> None:
-        """Sends what the kernel takes. A connection that is gone takes nothing; reading tells that."""
+        """Sends as much as the kernel takes. A connection that is gone takes nothing; reading tells that."""
         with self._sending:
             if self._is_sending:
                 return
@@ -113,7 +113,7 @@ class Connection:
             self._link.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> tuple[list[bytes], bool]:
-        """Returns the messages that have come, and False if the connection has ended."""
+        """Returns the messages that have arrived, and False if the connection has ended."""
         try:
             data = self._link.recv(_READ)
         except BlockingIOError:
@@ -140,7 +140,7 @@ class Connection:
         return False
 
     def close(self) -> None:
-        with self._sending:  # otherwise a send in another thread could reach what is opened next
+        with self._sending:  # otherwise a send in another thread could reach the next file that is opened
             self._link.close()
 
     def forget(self) -> None:
@@ -150,7 +150,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a rank listens, as it leaves it in the store."""
+    """The address of a rank, as it leaves it in the store."""
 
     rank: int
     node: str

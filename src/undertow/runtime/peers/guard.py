@@ -2,7 +2,7 @@
 
 watch_over     makes the watch of a new model; the first one of these ranks connects them
 over_users     context: a wait over a group of the user's
-Guard          the rings of this process, their connections, and the ways in which a process ends
+Guard          the rings of this process, their connections, and the ends of a process
 """
 
 import atexit
@@ -119,7 +119,7 @@ def _warn(rank: int, reason: str) -> None:
     if rank == 0:
         faults.tell(
             f"the ranks do not watch over each other: {reason}.\n"
-            "  Training goes on, and lost ranks are found by the backend and its timeout alone.\n"
+            "  Training continues, and lost ranks are found by the backend and its timeout alone.\n"
             "  Allow TCP connections between all ranks, on any port, or name the interface that "
             "connects them in GLOO_SOCKET_IFNAME."
         )

@@ -1,4 +1,4 @@
-"""Who is alive and who waits: a rank's watch over the other ranks of a model.
+"""A rank's watch over the other ranks of a model: it knows which are alive, and which wait.
 
     NullWatch   knows nothing: of one rank alone, or where ranks cannot connect
     Watch       the ranks of one model: the wait of this rank, and the reason why it cannot continue
@@ -18,7 +18,7 @@ A message is a JSON object with its `kind`, the rank that says it (`from`), that
 (`id`), and, if it is about one model, the `number` of the model. It goes both ways round. A rank
 forwards a new message to its other neighbor before it acts on it, because the message may end it.
 
-    kind     from whom, when                                  what a rank does that receives it
+    kind     from whom, when                                  a rank that receives it
     fails    a rank that raises, or whose neighbor is lost    latches the error, interrupts its groups
     leaves   a rank that closes a model, or ends              fails if it waits for that rank
     meets    a rank that is about to make a process group     counts; the wait for all ranks ends
