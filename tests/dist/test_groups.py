@@ -51,7 +51,7 @@ def threads() -> set[str]:
 
 @in_ranks(2, 3, is_fresh=True)
 def test_a_wrapper_starts_few_threads() -> None:
-    """One that watches, however many neighbors and models there are, and those of a gloo group: one for its connections, two for collectives."""
+    """One that watches, of all neighbors and models, and those of a gloo group: one connects, two run collectives."""
     gloo = 3
     for expected in (1 + gloo, gloo):
         before = threads()
