@@ -16,7 +16,7 @@ from benchmarks.middle import batch_of, middle_model
 from benchmarks.ranks import run_ranks
 from undertow import DistributedDataParallel
 
-_WATCHING = ("undertow-guard", "undertow-hears")  # names of threads
+_WATCHING = "undertow-guard"  # name of the thread
 NUM_WARMUP = 5
 
 

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from support.alike import backward_alike, of_all_ranks
 from support.errors import text_of
-from support.inside import cloned_group, interrupt, is_gone, member_of, own_group_of, skip_a_round
+from support.inside import cloned_group, interrupt, is_gone, own_group_of, skip_a_round, watch_of
 from support.models import Branches, noise
 from support.naive import naive_mean, require_same_gradients, wrapped_and_bare
 from support.programs import Program, run
@@ -327,7 +327,7 @@ def test_a_rank_that_closes_its_model_after_a_failure_is_not_waited_for(where: s
                 if step == 2:
                     raise_stop()
                 loss(ddp, step).backward()
-        while where == "checkpoint, later" and not member_of(ddp).left:  # the other one has closed its model
+        while where == "checkpoint, later" and not watch_of(ddp).left:  # the other one has closed its model
             time.sleep(0.01)
         if where != "join":
             save_checkpoint(tmp_path / "checkpoint", ddp)

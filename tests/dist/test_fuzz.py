@@ -208,11 +208,11 @@ def texts(folder: Path, num_cases: int) -> Fuzz:
 STATE = {"rank": 0, "step": 3, "doing": "in backward", "waits_for": "bucket 1", "waited_s": 2.5, "stack": ["a.py, line 1"]}
 FAULT = {"error": "PeerFailed", "what": "gone", "remedy": "mend", "told": ""}
 MESSAGES: list[dict[str, Any]] = [
-    {"kind": "opens", "number": 0},
-    {"kind": "stops", **FAULT},
-    {"kind": "stops", "number": 0, **FAULT},
-    {"kind": "left", **FAULT},
-    {"kind": "left", "number": 0, **FAULT},
+    {"kind": "meets", "number": 0},
+    {"kind": "fails", **FAULT},
+    {"kind": "fails", "number": 0, **FAULT},
+    {"kind": "leaves", **FAULT},
+    {"kind": "leaves", "number": 0, **FAULT},
     {"kind": "gathers", "number": 0, "count": 1, "step": 3},
     {"kind": "asks", "number": 0, **STATE},
     {"kind": "stands", "number": 0, "text": "in the optimizer"},
@@ -226,7 +226,7 @@ def messages(folder: Path, num_cases: int) -> Fuzz:
     logging.getLogger("undertow").propagate = False
     for number in range(num_cases):
         chance = random.Random(f"0/{number}")
-        line = mutated_json(chance, json.dumps({"from": 0, "id": "0/1", **chance.choice(MESSAGES)})).encode(
+        line = mutated_json(chance, json.dumps({"from": 0, "id": 1, **chance.choice(MESSAGES)})).encode(
             "utf-8", "surrogateescape"
         )
         line = mutated_bytes(chance, line) if chance.random() < 0.2 else line

@@ -38,10 +38,8 @@ from undertow.runtime.execute.compiled_plan import CompiledPlan
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.trailer import TrailerCodec
 from undertow.runtime.model import module_params
-from undertow.runtime.peers import patience
-from undertow.runtime.peers.neighbor import Neighbor
-from undertow.runtime.peers.ring import ModelMonitor, Ring
-from undertow.runtime.peers.waiting import Waiting
+from undertow.runtime.peers import connections, patience
+from undertow.runtime.peers.watch import NullWatch, Ring, Waiting, Watch
 from undertow.runtime.replan.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.runtime.sharded.binding import GradientPlaceholder
 from undertow.runtime.sharded.gathers import Gathers
@@ -142,10 +140,14 @@ def share_parameters(model: Model, *, source: int) -> None:
     sync_of(model)._share(("parameters",), source=source)
 
 
-def member_of(model: Model) -> ModelMonitor:
-    member = own_group_of(model).member
-    assert member is not None, "one rank alone watches nobody"
-    return member
+def watch_of(model: Model) -> Watch:
+    watch = own_group_of(model).watch
+    assert isinstance(watch, Watch), "one rank alone watches nobody"
+    return watch
+
+
+def is_watched(model: Model) -> bool:
+    return type(own_group_of(model).watch) is not NullWatch
 
 
 def skip_a_round(model: Model) -> None:
@@ -214,12 +216,12 @@ def around_waits(passes: Callable[[str], object]) -> None:
 
     def enters(waiting: Waiting) -> None:
         enter(waiting)
-        if waiting._what:
+        if waiting._name:
             passes("before wait")
 
     def leaves(waiting: Waiting, *error: Any) -> None:
         leave(waiting, *error)
-        if waiting._what:
+        if waiting._name:
             passes("after wait")
 
     Waiting.__enter__, Waiting.__exit__ = enters, leaves  # type: ignore[method-assign]
@@ -312,7 +314,8 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
 
 
 def without_a_ring() -> contextlib.AbstractContextManager[object]:
-    return mock.patch.object(private, "gloo_device", side_effect=RuntimeError("no such interface"))
+    """Inside, no rank can listen for the others."""
+    return mock.patch.object(connections, "own_address", side_effect=OSError("no such interface"))
 
 
 def of_version(version: str) -> contextlib.AbstractContextManager[object]:
@@ -344,13 +347,14 @@ def readings_of_trailers() -> Iterator[list[object]]:
 
 def hearing_rank() -> Callable[[bytes], None]:
     """A rank that has heard nothing: what is called receives these bytes of its neighbor, and answers what they ask."""
-    source, ring = Neighbor.__new__(Neighbor), Ring([], rank=1, num_ranks=2, wake=int)
-    member = ring.join(SyncConfig(stall_warning_s=0.001))
+    ring = Ring([], rank=1, num_ranks=2, wake=int)
+    watch = ring.join(SyncConfig(stall_warning_s=0.001))
+    source = mock.Mock(spec=connections.Connection)
 
-    def hear(data: bytes) -> None:
-        ring.hear(source, data.split(b"\n"), is_there=True)
-        if member.inquiry is not None:
-            member.report(member.inquiry)
+    def hear(message: bytes) -> None:
+        ring.hear(source, [message], is_there=True)
+        if watch.inquiry is not None:
+            watch.report(watch.inquiry)
 
     return hear
 

@@ -20,7 +20,7 @@ from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.execute.agreed_errors import require_same_settings, text_of
 from undertow.runtime.execute.hooks import earlier_watchers
-from undertow.runtime.peers.waiting import over_users
+from undertow.runtime.peers.guard import over_users
 from undertow.runtime.torch_private import private, tables
 
 _Result = TypeVar("_Result")

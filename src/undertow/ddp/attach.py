@@ -264,8 +264,7 @@ class _Names:
 
 def _fail(everybody: OwnGroup, fault: Fault) -> None:
     """Makes all ranks raise, at their next wait, an error that only the ranks with some experts know about."""
-    if everybody.member is not None:
-        everybody.member.fails(fault)
+    everybody.watch.fail(fault)
 
 
 def _alike_on_all_ranks(weak_sync: weakref.ref[GradientSync], optimizer: Optimizer, look: private.Look) -> private.Found:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from undertow.errors import PhaseError, require
-from undertow.runtime.peers.waiting import over_users
+from undertow.runtime.peers.guard import over_users
 from undertow.runtime.step.sharded_steps import no_join_with_shards
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync

@@ -23,10 +23,10 @@ from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType, require
 from undertow.runtime.comm.handles import ThreadHandle, Work, WorkHandle
 from undertow.runtime.peers import patience
-from undertow.runtime.peers.faults import STATE, Activity
-from undertow.runtime.peers.ring import ModelMonitor
-from undertow.runtime.peers.threads import FREEING, Worker
-from undertow.runtime.peers.waiting import Waiting, join_ring, require_no_fault
+from undertow.runtime.peers.faults import Activity, raised
+from undertow.runtime.peers.guard import watch_over
+from undertow.runtime.peers.threads import Worker, break_group
+from undertow.runtime.peers.watch import NullWatch
 from undertow.runtime.torch_private import private
 from undertow.schedule import HYBRID
 
@@ -145,7 +145,7 @@ class OwnGroup:
         self.num_ranks = len(user.ranks)
         self.backend = user.backend_for(device)
         self.device = device  # of small tensors that ranks exchange
-        self.member: ModelMonitor | None = None  # tells whether the other ranks are alive
+        self.watch = NullWatch()  # over the other ranks
         self.here = Activity()
         self.borrowers: set[str] = set()  # communication hooks and torch's join, as long as they use the user's group
         self._within = within
@@ -165,19 +165,17 @@ class OwnGroup:
         if self.num_ranks == 1:
             self._group = weakref.ref(self.user.clone())
             return
-        member = self.member = (
-            join_ring(self.user.ranks, self.rank, self._limits) if self._within is None else self._within.member
-        )
-        if member is not None:
-            if self._within is None:
-                member.here = self.here
-                self.here.thread = threading.get_ident()  # until another thread trains
-            member.groups.append(weakref.ref(self))
+        if self._within is None:
+            self.here.thread = threading.get_ident()  # until another thread trains
+            self.watch = watch_over(self.user.ranks, self.rank, self._limits, self.here)
+        else:
+            self.watch = self._within.watch
+        self.watch.groups.append(weakref.ref(self))
         with self.waiting("all ranks, to make a process group"):
-            if member is not None and (all_meet or self._within is None):  # so that no rank waits below for one that is gone
+            if all_meet or self._within is None:  # so that no rank waits below for one that is gone
                 timeout = self.user.timeout
-                member.meet(patience.GLOO_WAITS_S if timeout is None else timeout.total_seconds())
-            require_no_fault(member)
+                self.watch.meet(patience.GROUP_S if timeout is None else timeout.total_seconds())
+            self.watch.check()
             self._group = weakref.ref(self._made())
 
     def _made(self) -> dist.ProcessGroup:
@@ -192,15 +190,9 @@ class OwnGroup:
         thread.shutdown()
         return cast(dist.ProcessGroup, made.wait())
 
-    def waiting(self, what: str = "") -> Waiting:
+    def waiting(self, what: str = "") -> contextlib.AbstractContextManager[object]:
         """Context for waiting for other ranks; if one is gone, the error says so."""
-        return Waiting(self.member, what)
-
-    def gathering_state(self) -> Waiting:
-        """Context for gathering the optimizer state of all ranks; if one does not arrive, the error says so."""
-        if self.member is not None:
-            self.member.gathers_state()
-        return self.waiting(STATE)
+        return self.watch.waiting(what)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduces `tensor` over ranks in place and waits for the result."""
@@ -266,10 +258,6 @@ class OwnGroup:
         """Returns a worker thread that waits for other ranks; the process does not join it at exit if one of them is lost."""
         return Worker(name, is_broken=partial(are_left, weakref.WeakSet((self,))))
 
-    def places(self, mine: str) -> dict[int, str]:
-        """Returns the positions of the ranks of this model that call this at about the same time, in their own words."""
-        return {} if self.member is None else self.member.places(mine)
-
     @property
     def process_group(self) -> dist.ProcessGroup:
         if self._group is None:
@@ -301,17 +289,17 @@ class OwnGroup:
     @property
     def is_broken(self) -> bool:
         """True if a rank is known to be gone: the connections are closed or about to be."""
-        return self.member is not None and self.member.known_fault is not None
+        return self.watch.fault is not None
 
     def close(self) -> None:
         """Destroys the clone unless torch.distributed has done so already."""
-        member, self.member = self.member, None
-        if member is not None and self._within is None:
-            member.close()
+        watch, self.watch = self.watch, NullWatch()
+        if self._within is None:
+            watch.leave(raised())
         with self._destroying:
             group = self.existing()
-            if group is not None and member is not None and member.known_fault is not None:
-                _break(group)  # destroying would otherwise wait for operations in flight
+            if group is not None and watch.fault is not None:
+                break_group(group)  # destroying would otherwise wait for operations in flight
             if group is not None:
                 with contextlib.suppress(ValueError):  # torch forgot it with all others, and a gather has held it until now
                     dist.destroy_process_group(group)
@@ -319,13 +307,11 @@ class OwnGroup:
     def interrupt(self) -> None:
         """Interrupts the clone and the user's groups over which it waits; called from the thread that listens to other ranks."""
         with self._destroying:  # otherwise this thread might hold the last reference to a group and destroy it too early
-            self._break_all()
-
-    def _break_all(self) -> None:
-        group, users = self.existing(), self.user.group if self.borrowers else None
-        if group is not None:
-            for one in filter(None, {group, users, None if self.member is None else self.member.borrowed}):
-                _break(one)
+            group = self.existing()
+            users = self.user.group if self.borrowers else None
+            if group is not None:
+                for one in filter(None, {group, users}):
+                    break_group(one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +332,7 @@ class Pending(Generic[_Value]):
 
 def are_left(groups: weakref.WeakSet[OwnGroup]) -> bool:
     """Returns True if threads waiting for these groups need not be joined at exit: a rank may be lost, or no group is left."""
-    return not groups or any(group.member is None or group.is_broken for group in groups)
+    return not groups or any(type(group.watch) is NullWatch or group.is_broken for group in groups)
 
 
 @cache
@@ -366,11 +352,6 @@ def _ends(work: Work, within_s: float) -> bool:
             return False
         work.wait()  # returns at once, or raises the work's error
     return True
-
-
-def _break(group: dist.ProcessGroup) -> None:
-    private.interrupt(group)
-    FREEING.take(group)
 
 
 def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from undertow.runtime.peers.guard import over_users
 from undertow.runtime.peers.threads import Worker
-from undertow.runtime.peers.waiting import over_users
 
 Work: TypeAlias = Any  # a dist.Work, to which torch's signatures add None
 _wait = methodcaller("wait")

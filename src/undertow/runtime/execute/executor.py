@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from undertow.errors import UndertowError
 from undertow.plan import Bucket, Plan, signature_of
 from undertow.runtime.comm.collectives import P2PCollectives
 from undertow.runtime.comm.comm_hook import HookedBucket
@@ -24,7 +25,6 @@ from undertow.runtime.gradients.finite import FiniteCheck
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.storage import BucketStorage
 from undertow.runtime.gradients.trailer import Snapshot, TrailerCodec, Verdict
-from undertow.runtime.peers.waiting import Waiting, label_of, require_no_fault, tell_of_failure
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.torch_private import private
 from undertow.schedule import Op, OpKind
@@ -88,8 +88,9 @@ class Executor:
 
     def run(self, ops: Sequence[Op]) -> None:
         """Issues `ops`, at least one, in the given order, and tells the observer of each, if there is one."""
-        member = None if ops[0].kind is OpKind.BIND else self._group.member  # a bucket names its own wait
-        require_no_fault(member)
+        is_waiting = ops[0].kind is OpKind.BIND  # a bucket names its own wait
+        if not is_waiting:
+            self._group.watch.check()
         try:
             if self._recorder.observer is None and not self._is_profiling:
                 for op in ops:
@@ -97,8 +98,9 @@ class Executor:
             else:
                 self._run_observed(ops)
         except BaseException as error:
-            if member is not None:
-                tell_of_failure(error, member)
+            # These messages must be complete on every rank.
+            if not is_waiting and not isinstance(error, UndertowError):
+                self._group.watch.fail(error)
             raise
 
     def _run_observed(self, ops: Sequence[Op]) -> None:
@@ -184,7 +186,7 @@ class Executor:
             layout, binding.storage, divisor=self._reducer.trailer_divisor(flat.dtype), rank=self._reducer.group.rank
         )
         reduce, num_bytes = self._reducer.reducing(flat.dtype, numel=start), self._reducer.wire_bytes(layout)
-        return LiveBucket(layout, binding, trailer, label_of(layout, plan), num_bytes, start, reduce, flat.device.type == "cpu")
+        return LiveBucket(layout, binding, trailer, _label_of(layout, plan), num_bytes, start, reduce, flat.device.type == "cpu")
 
     def _binding(self, bucket: Bucket) -> Binding:
         params = [self._params[index] for index in bucket.params]
@@ -246,7 +248,7 @@ class Executor:
 
     def _bind(self, bucket: LiveBucket) -> None:
         result = self._result
-        with Waiting(self._group.member, bucket.label):
+        with self._group.watch.waiting(bucket.label):
             if not self._await(bucket):
                 return
             if result.round.rescale != 1.0:
@@ -330,6 +332,14 @@ class Executor:
         OpKind.ALL_REDUCE: _all_reduce,
         OpKind.BIND: _bind,
     }
+
+
+def _label_of(bucket: Bucket, plan: Plan) -> str:
+    names = [repr(plan.params[index].name) for index in dict.fromkeys(bucket.params)]
+    shown = ", ".join(names[:3])
+    if len(names) > 3:
+        shown += f" and {len(names) - 3} more"
+    return f"bucket {bucket.index} ({shown or 'flags only'})"
 
 
 class ShardedExecutor(Executor):

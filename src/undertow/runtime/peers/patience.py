@@ -17,10 +17,10 @@ ENDS_S = 2.0  # grace period after another rank ended with an UndertowError: thi
 GRACE_S = 0.2  # for messages that a rank sent before it ended: they may complete the step
 
 # Connecting and closing.
-CONNECT_S = 30.0  # when all ranks are there
-GLOO_WAITS_S = 1800.0  # in a group without a timeout
+CONNECT_S = 10.0  # when all ranks are there
+PROOF_S = 0.5  # for a connection to send its proof, which a rank does at once
+GROUP_S = 1800.0  # in a group without a timeout
 FLUSH_S = 1.0  # for neighbors to take the last messages
-HEARS_S = 2.0  # for a thread that listens to a neighbor to end
 EXIT_S = 1.0  # for a thread to end when another rank is lost and the process ends
 FREES_S = 0.5  # for gloo to free broken groups when the process ends
 LINK_S = 5.0  # for an emulated group to finish its messages in flight when it closes

@@ -122,5 +122,11 @@ def _free(is_let_go: threading.Event, held: list[object]) -> None:
     held.clear()  # drops the last reference, so this thread waits here
 
 
+def break_group(group: dist.ProcessGroup) -> None:
+    """Ends all waits over a group, which cannot be used afterwards."""
+    private.interrupt(group)
+    FREEING.take(group)
+
+
 FREEING = LeakedGroups()  # one for the process
 atexit.register(FREEING.finish)  # runs after a destroy_process_group() that the script has registered

@@ -73,7 +73,7 @@ class Meeting:
         with gradients_aside(self._compiled.params):
             self._compiled.executor.run(releases.happen(releases.join))
         plans.forget_buckets()
-        require_sound(self._result, rank=self._group.rank, places=self._group.places)
+        require_sound(self._result, rank=self._group.rank, places=self._group.watch.ask)
         plans.require_changed_alike(self._result)
         change = plans.change
         assert change is not None

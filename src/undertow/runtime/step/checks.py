@@ -260,7 +260,7 @@ class Checks:
         """
         group = self._current_plan.group
         if group.device.type != "cpu":  # the other ranks read later
-            return partial(loaded_apart, result, rank=group.rank, places=group.places)
+            return partial(loaded_apart, result, rank=group.rank, places=group.watch.ask)
         return partial(self._difference, *self._send(result))
 
     @torch.no_grad()

@@ -14,7 +14,6 @@ from undertow.runtime.execute.agreed_errors import (
 )
 from undertow.runtime.execute.round import RoundKind, Settings
 from undertow.runtime.gradients.binding import gradients_aside
-from undertow.runtime.peers.waiting import require_no_fault
 from undertow.runtime.replan.meeting import Meeting, Stage
 from undertow.runtime.replan.param_hooks import ParamHooks
 from undertow.runtime.step.rounds import Forward, Gradients, Phase, RoundRunner
@@ -48,7 +47,7 @@ class Engine(RoundRunner):
     def forward_begins(self, *, is_training: bool, is_compiled: bool = False) -> None:
         """Called before every forward that a backward may follow; `meet_before_forward` comes after the buffers."""
         current_plan, progress = self.current_plan, self.progress
-        require_no_fault(current_plan.group.member)
+        current_plan.group.watch.check()
         if self._open is not None:
             self._abandon()
         if self.checks.sent:

@@ -574,7 +574,7 @@ class RoundRunner:
         if result.readings or result.taken:
             named = hooks.named_params[min(result.taken)] if result.taken else None
             taken = "" if named is None else f"parameter {named[0]!r} with the hook {', '.join(users_hooks(named[1]))}"
-            agreed_errors.require_sound(result, rank=current_plan.group.rank, places=current_plan.group.places, taken=taken)
+            agreed_errors.require_sound(result, rank=current_plan.group.rank, places=current_plan.group.watch.ask, taken=taken)
         if result.readings:
             current_plan.require_changed_alike(result)
         if result.has_failed:

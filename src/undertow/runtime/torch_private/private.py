@@ -170,42 +170,8 @@ def keep_for_ever(held: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
-def gloo_device() -> Any:
-    """Returns the device that connects pairs: the default group's, or one for the interface that gloo is configured with.
-
-    Each device has a gloo thread that checks a hundred times a second whether it should end. Raises RuntimeError if there is
-    none.
-    """
-    if not dist.is_gloo_available():
-        raise RuntimeError("this build of torch has no gloo.")
-    world = _gloo_of(dist.group.WORLD) if dist.is_initialized() else None
-    if world is not None and not _connects_lazily():
-        return world._get_backend(torch.device("cpu")).options._devices[0]
-    gloo: Any = dist.ProcessGroupGloo
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    # Not lazily, so that a failure to connect shows when the ranks connect.
-    return gloo.create_device(interface=interface, lazy_init=False) if interface else gloo.create_default_device(lazy_init=False)
-
-
 def _connects_lazily() -> bool:
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
-
-
-def pair(store: Any, key: str, place: int, device: Any, timeout: timedelta) -> Any:
-    """Creates a connected gloo group of two processes, with this one at `place` 0 or 1; both must call it.
-
-    torch.distributed does not count, name or destroy the group, and its other groups may use any backend. Raises RuntimeError if
-    the other process does not connect within `timeout`.
-    """
-    options = _c10d.ProcessGroupGloo._Options()
-    options._devices, options._timeout, options._threads = [device], timeout, 0  # it runs no collectives
-    return _c10d.ProcessGroupGloo(_c10d.PrefixStore(key, store), place, 2, options)
-
-
-def disconnect(group: Any) -> None:
-    """Closes the connection of a pair: operations on it fail on both sides."""
-    with contextlib.suppress(RuntimeError):
-        group.recv_anysource([torch.zeros(1)], _NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
 
 def _gloo_of(group: Any) -> Any | None:

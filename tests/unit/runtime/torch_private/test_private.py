@@ -211,13 +211,6 @@ def test_rows_of_a_table_are_scaled() -> None:
     assert table.weight.grad.to_dense().tolist() == [[0.0], [1.0]]
 
 
-def test_the_default_groups_device_connects_pairs(one_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = one_rank._get_backend(torch.device("cpu")).options._devices
-    assert devices == [private.gloo_device()]
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
-    assert private.gloo_device() not in devices
-
-
 def test_an_optimizer_steps_without_the_hooks_of_all_and_with_its_own() -> None:
     called: list[str] = []
     param = with_gradient()

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -21,10 +20,10 @@ from support.ranks import in_ranks
 from undertow import CheckpointError, DistributedDataParallel, RankLost, StallTimeout, SyncConfig
 from undertow.runtime.comm import comm_hook
 from undertow.runtime.peers import faults, patience
-from undertow.runtime.peers.neighbor import Neighbor
-from undertow.runtime.peers.ring import ModelMonitor, Ring
+from undertow.runtime.peers.connections import Connection
+from undertow.runtime.peers.guard import Guard
 from undertow.runtime.peers.threads import FREEING, LeakedGroups, Worker
-from undertow.runtime.peers.waiting import PeerMonitor, Waiting
+from undertow.runtime.peers.watch import NullWatch, Ring, Watch
 from undertow.runtime.torch_private import private
 
 WORLD = dist.HashStore()  # a ring ends with it
@@ -44,8 +43,8 @@ def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
 
 def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
-    monkeypatch.setattr(PeerMonitor, "_leave_before_end", lambda _: None)
-    guard, ring = PeerMonitor(), Ring([], rank=0, num_ranks=2, wake=int)
+    monkeypatch.setattr(Guard, "_leave_before_end", lambda _: None)
+    guard, ring = Guard(), Ring([], rank=0, num_ranks=2, wake=int)
     with CANNOT_START, pytest.raises(RuntimeError, match="can't start new thread"):
         guard.adopt((0, 1), ring, WORLD)
     assert at_exit == []
@@ -56,7 +55,7 @@ def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any],
     guard._thread.join(10.0)
 
 
-GOOD = {"kind": "opens", "from": 0, "id": "0/1", "number": 3}
+GOOD = {"kind": "meets", "from": 0, "id": 1, "number": 3}
 
 
 @pytest.mark.parametrize(
@@ -69,43 +68,72 @@ GOOD = {"kind": "opens", "from": 0, "id": "0/1", "number": 3}
         pytest.param({"from": float("inf")}, id="from infinity"),
         pytest.param({"number": [1]}, id="of a number that is a list"),
         pytest.param({"number": float("inf")}, id="of an infinite number"),
-        pytest.param({"kind": "stops", "number": None}, id="of a failure without a text"),
-        pytest.param({"kind": "left", "number": None, **faults.lost(0).content(), "error": "int"}, id="of a fault of no kind"),
+        pytest.param({"kind": "fails", "number": None}, id="of a failure without a text"),
+        pytest.param({"kind": "leaves", "number": None, **faults.lost(0).content(), "error": "int"}, id="of a fault of no kind"),
         *("no json", "[1]", "[" * 1500 + "]" * 1500, '{"a":' * 600, "1" * 4400, '{"a": 1, "a": 2}', "\udcff{}", "\ufeff{}"),
     ],
     ids=lambda line: ascii(line)[:9],
 )
 def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplog: pytest.LogCaptureFixture) -> None:
-    ring, source = Ring([], rank=1, num_ranks=2, wake=int), Neighbor.__new__(Neighbor)
+    ring, source = Ring([], rank=1, num_ranks=2, wake=int), Mock(spec=Connection)
     line = change if isinstance(change, str) else json.dumps({**GOOD, **change})
     with caplog.at_level(logging.WARNING, "undertow"):
         ring.hear(source, [line.encode("utf-8", "surrogateescape")], is_there=True)
     assert (ring.fault, ring.left, ring._early) == (None, {}, {})
     # One without a kind is of a later version, which says more than this one knows.
     assert change == {"kind": None} or "made no sense" in caplog.messages[0]
-    ring.hear(source, [json.dumps({**GOOD, "id": "0/2"}).encode()], is_there=True)
-    assert ring._early == {3: [{**GOOD, "id": "0/2"}]}
+    ring.hear(source, [json.dumps({**GOOD, "id": 2}).encode()], is_there=True)
+    assert ring._early == {3: [{**GOOD, "id": 2}]}
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> ModelMonitor:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Watch:
     monkeypatch.setattr(patience, "ANSWERS_S", 0.0)
     monkeypatch.setattr(patience, "VERDICT_S", 0.0)
     return Ring([], rank=1, num_ranks=2, wake=int).join(SyncConfig())
+
+
+def test_a_message_is_handled_once_whatever_way_it_comes() -> None:
+    ring, source, other = Ring([], rank=1, num_ranks=3, wake=int), Mock(spec=Connection), Mock(spec=Connection)
+    ring.neighbors = [source, other]
+    watch = ring.join(SyncConfig())
+    said = [json.dumps({**GOOD, "id": number, "number": 0}).encode() for number in (1, 0, 1, 0)]
+    ring.hear(source, said, is_there=True)
+    ring.hear(other, said, is_there=True)
+    assert ([call.args[0] for call in other.send.call_args_list], source.send.call_count) == (said[:2], 0)
+    assert watch._peers[0].num_meetings == 2
+
+
+def test_the_end_of_a_connection_is_a_lost_rank_unless_it_has_left() -> None:
+    ring, source = Ring([], rank=1, num_ranks=2, wake=int), Mock(spec=Connection, rank=0, has_unsent=False)
+    for has_left in (True, False):
+        ring.neighbors, ring.left = [source], {0: faults.left(0, None, 7)} if has_left else {}
+        ring.hear(source, [], is_there=False)
+        assert (ring.fault, ring.neighbors) == (None if has_left else faults.lost(0), [])
+
+
+def test_a_watch_that_knows_nothing_has_what_a_watch_has() -> None:
+    null = NullWatch()
+    with null.waiting("bucket 3"):
+        null.check()
+    null.meet(10.0)  # does not wait
+    null.fail(ValueError("row 7 has no label"))
+    null.leave(None)
+    assert (null.ask("here"), null.fault) == ({}, None)
 
 
 def test_what_is_said_of_a_model_before_it_is_made_counts() -> None:
     ring, fault = Ring([], rank=1, num_ranks=2, wake=int), faults.lost(0)
     about: dict[str, Any] = {"from": 0, "number": 0}
     for message in (
-        {"kind": "opens"},
-        {"kind": "left", **faults.left(0, None, 7).content()},
-        {"kind": "stops", **fault.content()},
+        {"kind": "meets"},
+        {"kind": "leaves", **faults.left(0, None, 7).content()},
+        {"kind": "fails", **fault.content()},
     ):
         ring._handle({**about, **message})
-    member = ring.join(SyncConfig())
-    member.meet(0.0)  # the other rank is there
-    assert (member.fault, member.left, ring.fault) == (fault, {0: faults.left(0, None, 7)}, None)
+    watch = ring.join(SyncConfig())
+    watch.meet(0.0)  # the other rank is there
+    assert (watch.fault, watch.left, ring.fault) == (fault, {0: faults.left(0, None, 7)}, None)
     later = ring.join(SyncConfig())
     later.meet(0.0)
     assert later.fault == faults.never_came([0], 0.0)
@@ -128,9 +156,9 @@ WORDS = {
 
 
 @pytest.mark.parametrize("text", WORDS)
-def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: ModelMonitor) -> None:
+def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: Watch) -> None:
     fault = alone.reason(RuntimeError(text))
-    assert fault == alone.known_fault or not WORDS[text]
+    assert fault == alone.fault or not WORDS[text]
     expected = (StallTimeout, "rank 1 has waited for the whole timeout of the process group.")
     assert (fault and (fault.kind, fault.what)) == (expected if WORDS[text] else None)
 
@@ -146,22 +174,22 @@ def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: Mo
     ids=["this wait", "a later wait", "another step", "no wait"],
 )
 def test_the_last_report_is_told_with_the_wait_that_it_is_about(
-    step: int, waits_for: str, since_s: float, told: str, alone: ModelMonitor
+    step: int, waits_for: str, since_s: float, told: str, alone: Watch
 ) -> None:
     alone.told = 0, 100.0, "rank 1 has waited 30 s."
     alone.here = faults.Activity(num_steps=lambda: step, wait=(waits_for, since_s))
     assert alone.reason(RuntimeError("Operation timed out!")).told == told
 
 
-def test_a_rank_whose_process_has_ended_is_the_reason(alone: ModelMonitor) -> None:
-    alone.ring._handle({"kind": "left", "from": 0, **faults.left(0, None, 7).content()})
+def test_a_rank_whose_process_has_ended_is_the_reason(alone: Watch) -> None:
+    alone.ring._handle({"kind": "leaves", "from": 0, **faults.left(0, None, 7).content()})
     fault: Any = alone.reason(RuntimeError("Connection closed by peer"))
     left = "rank 0 has left: it has finished after 7 synchronizations, and others wait for it."
     assert (fault.kind, fault.what) == (RankLost, left)
 
 
-def test_a_rank_that_has_left_while_this_one_gathers_the_state_did_not_call_state_dict(alone: ModelMonitor) -> None:
-    alone.ring._handle({"kind": "left", "from": 0, **faults.left(0, None, 7).content()})
+def test_a_rank_that_has_left_while_this_one_gathers_the_state_did_not_call_state_dict(alone: Watch) -> None:
+    alone.ring._handle({"kind": "leaves", "from": 0, **faults.left(0, None, 7).content()})
     alone.here.wait = faults.STATE, 0.0
     fault: Any = alone.reason(RuntimeError("Connection closed by peer"))
     assert (fault.kind, str(fault.error("synchronization 7, rank 1"))) == (
@@ -174,52 +202,52 @@ def test_a_rank_that_has_left_while_this_one_gathers_the_state_did_not_call_stat
 
 
 @pytest.fixture
-def member() -> Any:
-    return SimpleNamespace(here=faults.Activity(), known_fault=None, reason=lambda _error: None)
+def watch() -> Watch:
+    return Ring([], rank=1, num_ranks=2, wake=int).join(SyncConfig())
 
 
-def wait_here(member: Any, name: str, begins: threading.Event, ends: threading.Event) -> None:
-    with Waiting(member, name):
+def wait_here(watch: Watch, name: str, begins: threading.Event, ends: threading.Event) -> None:
+    with watch.waiting(name):
         begins.set()
         assert ends.wait(10.0)
 
 
 @pytest.mark.parametrize("which_ends_first", ["the worker's", "the trainer's"])
-def test_a_thread_of_ours_takes_no_name(which_ends_first: str, member: Any) -> None:
+def test_a_thread_of_ours_takes_no_name(which_ends_first: str, watch: Watch) -> None:
     begins, ends, is_over = threading.Event(), threading.Event(), Future[None]()
     worker = Worker("undertow-test", is_broken=bool)
-    worker.submit(wait_here, member, "the sum of all ranks' weights", begins, ends)
+    worker.submit(wait_here, watch, "the sum of all ranks' weights", begins, ends)
     worker.submit(is_over.set_result, None)
     worker.shutdown()
     assert begins.wait(10.0)
-    said = [member.here.wait[0]]
-    with Waiting(member, "bucket 3"):
-        said.append(member.here.wait[0])
+    said = [watch.here.wait[0]]
+    with watch.waiting("bucket 3"):
+        said.append(watch.here.wait[0])
         if which_ends_first == "the worker's":
             ends.set()
             is_over.result(10.0)
-        said.append(member.here.wait[0])
+        said.append(watch.here.wait[0])
     ends.set()
     is_over.result(10.0)
-    assert (said, member.here.wait) == (["", "bucket 3", "bucket 3"], ("", 0.0))
+    assert (said, watch.here.wait) == (["", "bucket 3", "bucket 3"], ("", 0.0))
 
 
-def test_any_other_thread_may_be_the_one_that_trains(member: Any) -> None:
+def test_any_other_thread_may_be_the_one_that_trains(watch: Watch) -> None:
     begins, ends = threading.Event(), threading.Event()
     with ThreadPoolExecutor() as threads:
-        threads.submit(wait_here, member, "bucket 3", begins, ends)
-        assert (begins.wait(10.0), member.here.wait[0]) == (True, "bucket 3")
+        threads.submit(wait_here, watch, "bucket 3", begins, ends)
+        assert (begins.wait(10.0), watch.here.wait[0]) == (True, "bucket 3")
         ends.set()
-    assert member.here.wait[0] == ""
+    assert watch.here.wait[0] == ""
 
 
-def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(member: Any) -> None:
+def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     # Others would count it as late.
     waits_for = []
-    member.reason = lambda _error: waits_for.append(member.here.wait[0])
-    with pytest.raises(RuntimeError, match="Connection closed"), Waiting(member, "bucket 3"):
+    monkeypatch.setattr(watch, "reason", lambda _error: waits_for.append(watch.here.wait[0]))
+    with pytest.raises(RuntimeError, match="Connection closed"), watch.waiting("bucket 3"):
         raise RuntimeError("Connection closed by peer")
-    assert (waits_for, member.here.wait[0]) == (["bucket 3"], "")
+    assert (waits_for, watch.here.wait[0]) == (["bucket 3"], "")
 
 
 def test_a_process_may_end_while_a_worker_starts(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
