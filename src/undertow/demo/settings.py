@@ -12,7 +12,7 @@ from undertow.profile import Profile
 from undertow.schedule import STRATEGIES, strategy_named
 from undertow.trace import Trace
 
-NUM_WARM_UP_STEPS = 10  # in which Undertow measures and chooses its plan
+NUM_WARM_UP_STEPS = 10  # until Undertow has measured, and has chosen its plan
 _MAX_BYTES = 4 * 1024 * 1024  # of the text
 _MIN_BYTES = 4096
 

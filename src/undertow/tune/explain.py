@@ -108,8 +108,10 @@ def _row(candidate: Candidate, plan: Plan) -> str:
 
 def _bound_text(it: Profile) -> str:
     by = "processors" if it.is_bound_by_processors else "the network"
-    processors_ms, network_ms = ((us or 0.0) * _MS for us in (it.processors_us, it.network_us))
-    return f"bound by {by}: packing and copying add {processors_ms:.2f} ms to a step, the network {network_ms:.2f} ms"
+    return (
+        f"bound by {by}: packing and copying add {(it.processors_us or 0.0) * _MS:.2f} ms to a step, "
+        f"the network {(it.network_us or 0.0) * _MS:.2f} ms"
+    )
 
 
 def _num_buckets_text(num_buckets: int) -> str:

@@ -93,7 +93,7 @@ class Tuner:
         outcome = Outcome.MOVE
         if present_us - best.finish_us <= _WORTHWHILE * present_us:
             outcome = Outcome.KEEP
-        elif has_shards and num_bytes_of(plan) > _MOST_MOVED_BYTES:
+        elif has_shards and sum(spec.num_bytes for spec in plan.params) > _MOST_MOVED_BYTES:
             outcome = Outcome.TOO_LARGE
         return Decision(
             outcome=outcome,
@@ -139,8 +139,3 @@ def kinds_needed(*, has_shards: bool) -> tuple[str, ...]:
 def knows_enough(curves: Mapping[str, CostCurve], *, has_shards: bool) -> bool:
     """Returns True if the measurements show the cost of buckets of other sizes."""
     return all(kind in curves and curves[kind].is_enough for kind in kinds_needed(has_shards=has_shards))
-
-
-def num_bytes_of(plan: Plan) -> int:
-    """Returns the bytes of all gradients."""
-    return sum(bucket.num_bytes for bucket in plan.buckets)
