@@ -52,7 +52,7 @@ def _spells(transfers: Sequence[Transfer]) -> list[_Spell]:
             together.append([])
         together[-1].append(transfer)
         busy_until_us = max(busy_until_us, transfer.stop_us)
-    spells = []
+    spells: list[_Spell] = []
     for run in together:
         begin_us = run[0].start_us
         run.sort(key=lambda each: each.stop_us)
