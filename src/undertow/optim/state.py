@@ -151,7 +151,7 @@ def state_of_one_element(
 class Written(UserDict[Any, Any]):
     """A dict that calls `changed` with each key that is set or deleted, also further inside."""
 
-    def __init__(self, data: Mapping[Any, Any], changed: Callable[[Any], object] = id) -> None:
+    def __init__(self, data: Mapping[Any, Any], changed: Callable[[Any], object]) -> None:
         self._changed = changed
         self.data = {key: self._followed(key, item) for key, item in data.items()}
 

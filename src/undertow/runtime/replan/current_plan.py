@@ -486,7 +486,7 @@ class CurrentPlan:
         if not self.is_active:
             return
         hooks = self.now.hooks
-        earlier = earlier_watchers(hooks.named_params, but=self._listeners.on_full)
+        earlier = earlier_watchers(hooks.named_params, but=self._listeners.owner)
         for name, engine in earlier.items():
             if not engine.may_hand_over(hooks.ids, self.group.user):
                 raise ConfigError(

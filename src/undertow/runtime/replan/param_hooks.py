@@ -25,8 +25,9 @@ _is_trained = attrgetter("requires_grad")
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """The functions that hooks on parameters call."""
+    """The functions of `owner` that hooks on parameters call."""
 
+    owner: object
     on_full: Callable[[int], object]  # with a bucket whose last gradient has arrived
     # With the hooks, a backward, and the parameter whose gradient is the first to arrive in it.
     on_backward: Callable[[ParamHooks, int, int], object]
@@ -85,6 +86,7 @@ class ParamHooks:
             traversal=private.graph_task_id,
             on_traversal=partial(listeners.on_backward, self),
         )
+        self.arrivals.owner = listeners.owner
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
         self.order: ObservedOrder | None = None
         self.tuning: Tuning | None = None  # if there are rounds
@@ -130,6 +132,7 @@ class ParamHooks:
             hook.remove()
         self._other_hooks = []
         self.arrivals.on_full = lambda _bucket: None  # it may be in the middle of an arrival
+        self.arrivals.owner = None
         for other in (self.order, self.tuning, self.probe, self.alone, self.distributed):
             if other is not None:
                 other.close()

@@ -204,14 +204,13 @@ class RoundRunner:
         self.also_awaited: list[torch.futures.Future[Any]] = []  # by the end of the next round
         self.phase = Phase.IDLE
         self.recorder = recorder
-        progress = self.progress = Progress()
-        # Called from other threads, which must not keep the engine alive.
-        group.here.num_steps, group.here.is_idle = lambda: progress.num_rounds, lambda: not progress.has_begun
+        self.progress = Progress()
+        group.here.progress = self.progress  # read by other threads, which must not keep the engine alive
         self._open: OpenRound | None = None
         # After a backward that has failed, the next gradient looks whether there is a round.
         self._end = OutermostEnd(self._launch_rest, lambda: self.current_plan.now.hooks.arrivals.forget_traversal())
         self._optimizers = OptimizersInBackward()
-        self.current_plan = CurrentPlan(members, group, config, recorder, Listeners(self._fill, self._enter, self._thawed))
+        self.current_plan = CurrentPlan(members, group, config, recorder, Listeners(self, self._fill, self._enter, self._thawed))
         self.earlier: EarlierGradients | None = None  # for the mean, nothing is kept apart
         if config.op == "weighted" or self.current_plan.now.compiled.reducer.divisor != group.num_ranks:
             is_weighted = config.op == "weighted"
