@@ -265,7 +265,7 @@ class ShardedState(Tensor):
                 return ShardedState(first, first.dtype, (), device=given.get("device"))
         raise CheckpointError(
             "the state of a sharded optimizer has no values here: this rank has a part of it.",
-            where=f"{op}, of a state of shape {next((tuple(it.shape) for it in args if isinstance(it, cls)), '?')}",
+            where=f"{op}, of a state of shape {next((tuple(arg.shape) for arg in args if isinstance(arg, cls)), '?')}",
             remedy="Ask for all of it with optimizer.full_state_dict(), on every rank.",
         )
 
