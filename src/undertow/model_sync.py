@@ -100,7 +100,9 @@ class ModelSync:
         attached.callback(_watch_steps(self, engine))
         if engine.current_plan.is_active:
             attached.callback(before_loads(self._module, engine.checks.loads.begins))
-        attached.callback(trace_at_end(engine, self._config))
+        write_trace = trace_at_end(engine, self._config)
+        if write_trace is not None:
+            attached.callback(write_trace)
         self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this, a dropped model is never freed.
         self._let_go = weakref.finalize(self, _let_go, engine, attached.close, os.getpid(), weakref.ref(self._module))

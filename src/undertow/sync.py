@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.errors import WrongType
 from undertow.model_sync import ModelSync
 from undertow.profile import Profile
 from undertow.runtime.comm.comm_hook import CommHook
@@ -151,7 +152,8 @@ class GradientSync(ModelSync):
             A tensor of the parameter's shape, or None if it has no gradient.
         """
         owners = (expert for expert in self.experts if any(param is own for _, own in expert._members.named_params()))
-        return full_gradient(next(owners, self), param)
+        owner = next(owners, self)
+        return full_gradient(owner._engine, owner._steps, param)
 
     def broadcast_parameters(self) -> None:
         """Copies rank 0's parameters and buffers to every rank; a collective call."""
@@ -280,3 +282,15 @@ class GradientSync(ModelSync):
             path: The file to write; `SyncConfig(plan=path)` pins it.
         """
         Path(path).write_text(self.plan.to_json() + "\n", encoding="utf-8")
+
+
+def sync_of(target: object, *, where: str, remedy: str) -> GradientSync:
+    """Returns the GradientSync of a wrapper, or `target` itself if it is one; raises WrongType for anything else."""
+    sync = getattr(target, "sync", target)
+    if isinstance(sync, GradientSync):
+        return sync
+    raise WrongType(
+        f"target must be the result of attach() or DistributedDataParallel, got {type(target).__name__}.",
+        where=where,
+        remedy=remedy,
+    )

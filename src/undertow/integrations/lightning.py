@@ -81,7 +81,8 @@ class UndertowStrategy(_Wrapping, pytorch.DDPStrategy):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        self.optimizers: Any = self._sharded(self.model, self.optimizers, [it.scheduler for it in self.lr_scheduler_configs])
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        self.optimizers: Any = self._sharded(self.model, self.optimizers, schedulers)
         if any(isinstance(each, undertow.ShardedOptimizer) for each in self.optimizers):
             # Lightning clips in the plugin for precision, which looks for whole gradients.
             self.precision_plugin.clip_grad_by_norm = lambda _, clip_val: self.optimizers[0].clip_grad_norm_(clip_val)

@@ -2,19 +2,18 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from undertow.errors import NonFiniteGradient, WrongType, require
+from undertow.errors import NonFiniteGradient, require
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.sharded.binding import GradientPlaceholder
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.step.sharded_steps import finish_before_look, require_synchronized
 from undertow.runtime.torch_private import private
-from undertow.sync import GradientSync
+from undertow.sync import GradientSync, sync_of
 
 
 @private.untraced
@@ -46,18 +45,11 @@ def clip_grad_norm_(
         NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
         PhaseError: If accumulated gradients are not synchronized yet.
     """
-    sync: Any = getattr(target, "sync", target)
-    require(
-        isinstance(sync, GradientSync),
-        f"target must be the result of attach() or DistributedDataParallel, got {type(target).__name__}.",
-        where="clip_grad_norm_",
-        remedy="For a bare model use torch.nn.utils.clip_grad_norm_.",
-        error=WrongType,
-    )
+    sync = sync_of(target, where="clip_grad_norm_", remedy="For a bare model use torch.nn.utils.clip_grad_norm_.")
     syncs = (sync, *sync.experts)
     for each in syncs:
-        finish_before_look(each, [param for _, param in each.named_parameters()])
-        require_synchronized(each)
+        finish_before_look(each._engine, [param for _, param in each.named_parameters()])
+        require_synchronized(each._engine)
     shardings = [None if each._steps is None else each._steps.begin() for each in syncs]
     counted: list[Tensor | None] = []
     scaled: list[Tensor] = []

@@ -94,7 +94,7 @@ def shard_optimizer(
         elementwise=elementwise,
         **settings,
     )
-    group: Any = getattr(model, "sync", model)._group
+    group = sharded._sync._group
     if group.num_ranks > 1:
         states = (optimizer.state.get(param, {}) for param in params_of(optimizer))
         described = [{key: description(value) for key, value in state.items()} for state in states]

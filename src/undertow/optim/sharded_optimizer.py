@@ -42,7 +42,7 @@ from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.step.sharded_steps import finish_before_look
 from undertow.runtime.torch_private import private
-from undertow.sync import GradientSync, ZeroesWithoutReading
+from undertow.sync import GradientSync, ZeroesWithoutReading, sync_of
 
 _grad_of = attrgetter("grad")
 ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -92,8 +92,13 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         elementwise: bool = False,
         **defaults: Any,
     ) -> None:
-        sync: Any = getattr(target, "sync", target)
-        self._sync = _checked(cls, sync, params, state_dict)
+        self._sync = sync_of(
+            target,
+            where="ShardedOptimizer",
+            remedy="Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model. "
+            "Parameters or groups come third: ShardedOptimizer(torch.optim.AdamW, model, groups, lr=...).",
+        )
+        _require_arguments(cls, self._sync, params, state_dict)
         require_elementwise(cls, is_vouched_for=elementwise)
         # Parameter groups alone are not enough: some settings are read only by the constructor.
         self._make: partial[Any] = partial(cls, **defaults)
@@ -159,7 +164,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         Raises:
             NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
         """
-        finish_before_look(self._sync, params_of(self))
+        finish_before_look(self._sync._engine, params_of(self))
         sharding = self._begin()
         sharding.require_synchronized(params_of(self))
         parts = [] if self._inner is None else [owned.part for owned in self._inner.owned]
@@ -491,15 +496,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         ]
 
 
-def _checked(cls: Any, sync: GradientSync, params: ParamGroups | None, state_dict: object) -> GradientSync:
-    require(
-        isinstance(sync, GradientSync),
-        f"target must be the result of attach() or DistributedDataParallel, got {type(sync).__name__}.",
-        where="ShardedOptimizer",
-        remedy="Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model. "
-        "Parameters or groups come third: ShardedOptimizer(torch.optim.AdamW, model, groups, lr=...).",
-        error=WrongType,
-    )
+def _require_arguments(cls: object, sync: GradientSync, params: ParamGroups | None, state_dict: object) -> None:
     require(
         isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and not issubclass(cls, ShardedOptimizer),
         f"cls must be a class of optimizers, got {cls!r}.",
@@ -520,7 +517,6 @@ def _checked(cls: Any, sync: GradientSync, params: ParamGroups | None, state_dic
         remedy="Make one for the model with params=[param for _, param in sync.named_parameters()], its dense ones, and "
         "one for each of sync.experts.",
     )
-    return sync
 
 
 def _raise_elsewhere(rank: int) -> FullStates:

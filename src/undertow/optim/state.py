@@ -152,7 +152,7 @@ def state_of_one_element(
 class Written(UserDict[Any, Any]):
     """A dict that calls `changed` with each key that is set or deleted, also further inside."""
 
-    def __init__(self, data: Mapping[Any, Any], changed: Callable[[Any], object] = id) -> None:
+    def __init__(self, data: Mapping[Any, Any], changed: Callable[[Any], object]) -> None:
         self._changed = changed
         self.data = {key: self._followed(key, item) for key, item in data.items()}
 
@@ -266,7 +266,7 @@ class ShardedState(Tensor):
                 return ShardedState(first, first.dtype, (), device=given.get("device"))
         raise CheckpointError(
             "the state of a sharded optimizer has no values here: this rank has a part of it.",
-            where=f"{op}, of a state of shape {next((tuple(it.shape) for it in args if isinstance(it, cls)), '?')}",
+            where=f"{op}, of a state of shape {next((tuple(arg.shape) for arg in args if isinstance(arg, cls)), '?')}",
             remedy="Ask for all of it with optimizer.full_state_dict(), on every rank.",
         )
 

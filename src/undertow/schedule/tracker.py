@@ -75,8 +75,7 @@ class Arrivals:
     threads, which wait for one another.
 
     `traversal` distinguishes one backward from another. If it has changed when the first gradient of a bucket arrives, after a
-    reset or `forget_traversal`, `on_traversal(traversal)` is called first. Only the runtime uses both; the defaults, any
-    functions that fit, do nothing.
+    reset or `forget_traversal`, `on_traversal(traversal)` is called first. Only the runtime gives both.
     """
 
     def __init__(
@@ -85,10 +84,11 @@ class Arrivals:
         params: Sequence[object],
         *,
         on_full: Callable[[int], object],
-        traversal: Callable[[], int] = int,
-        on_traversal: Callable[[int], object] = int,
+        traversal: Callable[[], int] | None = None,
+        on_traversal: Callable[[int], object] | None = None,
     ) -> None:
         self.on_full = on_full
+        self.owner: object = None  # whose methods are called, for others that find these hooks on a parameter
         self.at_each: Callable[[int], object] | None = None  # called with each parameter, by index, that arrives
         self._lock = threading.RLock()  # a hook may run a backward
         self.expected_repeats: Counter[int] = Counter()  # by parameter
@@ -132,13 +132,12 @@ class Arrivals:
     def look(self, param: object, buckets: Sequence[_Bucket]) -> None:
         """Called after an arrival that may be the first of a backward or the last of a bucket: of `buckets`, which list it."""
         with self._lock:
-            traversal, index, hooks = self._traversal(), self.index_of.get(id(param)), self.hooks
+            index, hooks = self.index_of.get(id(param)), self.hooks
             if index is None:
                 return  # a hook of the user's has returned it, which torch is about to refuse
+            traversal = _NO_TRAVERSAL if self._traversal is None else self._traversal()
             if traversal != self._seen_traversal:
-                self._seen_traversal = traversal
-                self._on_traversal(traversal)
-                self._seen_traversal = traversal
+                self._traversal_begins(traversal)
                 if hooks is not self.hooks:  # now in other buckets
                     self.hooks[index](param)
                     return
@@ -155,6 +154,12 @@ class Arrivals:
                 bucket.looks_at = bucket.num_awaited if self.at_each is None else 0
             for number in full:
                 self.on_full(number)
+
+    def _traversal_begins(self, traversal: int) -> None:
+        self._seen_traversal = traversal
+        if self._on_traversal is not None:
+            self._on_traversal(traversal)
+        self._seen_traversal = traversal  # it may have been forgotten
 
     def arrive(self, index: int) -> None:
         """Records that the gradient of a parameter arrived. A repeated arrival counts only if `learn_repeats` expects it."""

@@ -431,4 +431,4 @@ def _table(*numbers: str, first: str, note: str = "") -> "Table":
 
 
 def _numbers(num_bytes: Sequence[int], milliseconds: Sequence[float]) -> tuple[str, ...]:
-    return (*(f"{it / 1e6:.2f}" for it in num_bytes), *(f"{it:z.1f}" for it in milliseconds))
+    return (*(f"{size / 1e6:.2f}" for size in num_bytes), *(f"{time_ms:z.1f}" for time_ms in milliseconds))

@@ -35,7 +35,7 @@ def summarize(
         records or [StepRecord(step=0, rank=rank, step_us=0.0, forwards=(), backwards=(), buckets=(), busy_ms=())]
     )
     trace = record.trace()
-    steps_ms = sorted(it.step_us * _MS for it in records) or [0.0]
+    steps_ms = sorted(each.step_us * _MS for each in records) or [0.0]
     return StepReport(
         num_steps=len(records),
         plan_since=plan_since,
@@ -72,10 +72,10 @@ def _typical(records: Sequence[StepRecord]) -> tuple[StepRecord, Mapping[str, An
 
     A step without gathers, whose optimizer's step was skipped, is not typical if others have some.
     """
-    has_most = max((bool(it.buckets), bool(it.gathers)) for it in records)
-    times = [(it, _times_ms(it)) for it in records if (bool(it.buckets), bool(it.gathers)) == has_most]
+    has_most = max((bool(record.buckets), bool(record.gathers)) for record in records)
+    times = [(record, _times_ms(record)) for record in records if (bool(record.buckets), bool(record.gathers)) == has_most]
     medians = {name: median(of_one[name] for _, of_one in times) for name in times[0][1]}
-    return min(times, key=lambda it: sum(abs(it[1][name] - medians[name]) for name in medians))
+    return min(times, key=lambda step: sum(abs(step[1][name] - medians[name]) for name in medians))
 
 
 def _times_ms(record: StepRecord) -> dict[str, float]:

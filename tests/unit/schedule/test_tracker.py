@@ -377,7 +377,7 @@ def test_arrivals(buckets: list[tuple[int, ...]], script: list[str]) -> None:
 
 def test_a_round_may_be_reset_when_its_first_gradient_is_told() -> None:
     # What was reset counts the gradient that is just being told.
-    arrivals = Arrivals([(0, 1)], range(2), on_full=int, on_traversal=lambda *_: arrivals.reset())
+    arrivals = Arrivals([(0, 1)], range(2), on_full=int, traversal=lambda: 7, on_traversal=lambda *_: arrivals.reset())
     arrivals.note([1])
     arrivals.arrive(0)
     assert (arrivals.arrived, arrivals.missing(0)) == ({0}, {1})

@@ -233,7 +233,7 @@ class Recorder:
 
     def wall_ns(self, step: int) -> int:
         """Returns the wall clock at which a recorded step began, in nanoseconds since 1970. On CUDA this waits for the device."""
-        (begin,) = ((it.forwards or it.backwards)[0][0] for it in self._steps if it.step == step)
+        (begin,) = ((record.forwards or record.backwards)[0][0] for record in self._steps if record.step == step)
         ago_us = self._clock.us_between(begin, self._clock.mark())
         return time.time_ns() - round(ago_us * 1e3)
 

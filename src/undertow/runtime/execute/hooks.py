@@ -77,11 +77,11 @@ def remove_all(hooks: list[RemovableHandle]) -> None:
 
 
 def earlier_watchers(named_params: Iterable[tuple[str, Tensor]], *, but: object = None) -> dict[str, Any]:
-    """Returns the engines that watch these parameters, each with the name of one; not the engine with the method `but`."""
+    """Returns the engines that watch these parameters, each with the name of one; not the engine `but`."""
     found: dict[int, tuple[str, Any]] = {}
     for name, param in named_params:
         for engine in _watchers_of(param):
-            if engine is not getattr(but, "__self__", None):
+            if engine is not but:
                 found.setdefault(id(engine), (name, engine))
     return dict(found.values())
 
@@ -108,7 +108,7 @@ def _watchers_of(param: Tensor) -> Iterator[Any]:
     for hook in private.post_accumulate_hooks(param):
         arrivals = getattr(getattr(hook, "__self__", None), "arrivals", None)
         if isinstance(arrivals, Arrivals):
-            yield getattr(arrivals.on_full, "__self__", None)
+            yield arrivals.owner
 
 
 def is_outermost_forward() -> bool:

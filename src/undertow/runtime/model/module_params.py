@@ -198,7 +198,8 @@ class ModuleParams:
         # Not `trained_now()`: that makes a list of thousands for one.
         named_params = tables.named_parameters(self._present_module)
         return next(
-            (it.device for name, it in named_params if it.requires_grad and name not in self._ignored), torch.device("cpu")
+            (param.device for name, param in named_params if param.requires_grad and name not in self._ignored),
+            torch.device("cpu"),
         )
 
     def close(self) -> None:
@@ -217,7 +218,7 @@ class ModuleParams:
                 return False
             # During a call of torch.func.functional_call, its replacements are tensors, not parameters. A copy or a loaded
             # module of TorchScript has tensors too, from the first look on.
-            return all(isinstance(it, nn.Parameter) for it in self._seen.added()) and not self._is_elsewhere()
+            return all(isinstance(param, nn.Parameter) for param in self._seen.added()) and not self._is_elsewhere()
 
     def has_more(self) -> bool:
         """Returns True if modules are others, or parameters more, than at the last look.
@@ -302,7 +303,10 @@ class ModuleParams:
 
 def _kinds(named_params: _Named) -> list[tuple[object, ...]]:
     """Returns every property of the synchronized parameters that may change, frozen parameters included."""
-    return [(name, id(it), it.requires_grad, it.dtype, it.shape, it.stride(), it.device) for name, it in named_params]
+    return [
+        (name, id(param), param.requires_grad, param.dtype, param.shape, param.stride(), param.device)
+        for name, param in named_params
+    ]
 
 
 def first_change(before: Sequence[ParamSpec], after: Sequence[ParamSpec]) -> str:

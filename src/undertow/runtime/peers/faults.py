@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from undertow.errors import CheckpointError, NonFiniteGradient, PeerFailed, RankLost, StallTimeout, UndertowError
 from undertow.foreign import printable_lines
@@ -61,15 +61,30 @@ class State(TypedDict):
     stack: list[str]
 
 
+class Progress(Protocol):
+    """How far the training of a model is."""
+
+    num_rounds: int  # synchronizations that this rank has completed
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a step has begun since the last one."""
+
+
 @dataclass(slots=True)
 class Activity:
     """The training of one model in this process. The training thread writes its part; a query from another rank reads it."""
 
-    num_steps: Callable[[], int] = int  # synchronizations that this rank has completed
-    is_idle: Callable[[], bool] = bool  # True if no step has begun since the last one
+    progress: Progress | None = None
     module: Callable[[], Any] | None = None  # a weak reference
     thread: int = field(default_factory=threading.get_ident)  # the training thread as far as known: this one until another trains
     wait: tuple[str, float] = "", 0.0  # its name, and when it began; without a name if this rank does not wait
+
+    def num_steps(self) -> int:
+        return 0 if self.progress is None else self.progress.num_rounds
+
+    def is_idle(self) -> bool:
+        return self.progress is not None and not self.progress.has_begun
 
     def waited_s(self) -> float:
         waits_for, since_s = self.wait

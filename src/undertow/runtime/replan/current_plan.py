@@ -142,7 +142,7 @@ class CurrentPlan:
         reducer = now.reducer if self.change is None else self.change.reducer
         try:
             named_params = self.members.trained(also=(hooks.ids - self._left).union(hooks.outside))
-            for name in earlier_watchers(named_params, but=self._listeners.on_full):
+            for name in earlier_watchers(named_params, but=self._listeners.owner):
                 raise part_of_another(name)  # else gradients would be averaged twice
             is_other = reducer.hook is not now.reducer.hook or not self._is_in_force(named_params, of=now)
             has_more |= self.change is not None and self.change.has_more

@@ -24,8 +24,9 @@ _is_trained = attrgetter("requires_grad")
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """The functions that hooks on parameters call."""
+    """The functions of `owner` that hooks on parameters call."""
 
+    owner: object
     on_full: Callable[[int], object]  # with a bucket whose last gradient has arrived
     on_backward: Callable[[int], object]  # with a backward whose first gradient arrives
     on_outside: Callable[[Tensor], object]  # with a parameter that got a gradient and is not in the plan
@@ -103,6 +104,7 @@ class ParamHooks:
             traversal=private.graph_task_id,
             on_traversal=listeners.on_backward,
         )
+        self.arrivals.owner = listeners.owner
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
         self.outside: dict[int, Tensor] = {}  # by id, parameters outside of the plan that have got a gradient
         self.order: ObservedOrder | None = None
@@ -141,6 +143,7 @@ class ParamHooks:
         self.arrival_hooks.remove()
         self._outside_hooks.watch(())
         self.arrivals.on_full = lambda _bucket: None  # it may be in the middle of an arrival
+        self.arrivals.owner = None
         for other in (self.order, self.tuning):
             if other is not None:
                 other.close()

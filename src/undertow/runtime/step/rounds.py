@@ -222,15 +222,13 @@ class RoundRunner:
         self.is_accumulating = False  # a backward that runs now only accumulates
         self.phase = Phase.IDLE
         self.recorder = recorder
-        progress = self.progress = Progress()
-        # Called from other threads, which must not keep the engine alive.
-        group.here.num_steps, group.here.is_idle = lambda: progress.num_rounds, lambda: not progress.has_begun
+        self.progress = Progress()
+        group.here.progress = self.progress  # read by other threads, which must not keep the engine alive
         self._open: OpenRound | None = None
         # After a backward that has failed, the next gradient looks whether there is a round.
         self._end = OutermostEnd(self._launch_rest, lambda: self.current_plan.now.hooks.arrivals.forget_traversal())
-        self.current_plan = CurrentPlan(
-            members, group, config, recorder, Listeners(self._fill, self._enter, self._arrives_outside)
-        )
+        listeners = Listeners(self, self._fill, self._enter, self._arrives_outside)
+        self.current_plan = CurrentPlan(members, group, config, recorder, listeners)
         self.siblings: SiblingEngines  # set by the owner
         self.checks = Checks(self.current_plan, config)
 

@@ -37,6 +37,7 @@ class ShardedSteps:
         self._groups = ShardGroups(engine.current_plan.group, config)
         engine.progress.steps_in_shards = True
         self._stepper: weakref.ref[Optimizer] | None = None
+        self._stepper_class = ""
         self.sharding: Sharding | None = None
         self._waits: ForwardWaits | None = None
         self._is_closed = False
@@ -49,19 +50,21 @@ class ShardedSteps:
         if self.stepper is not None:
             gc.collect()  # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
         earlier: Any = self.stepper
+        stepper_class = settings["optimizer"].rpartition(".")[2]
         group = self._engine.current_plan.group
         if group.num_ranks > 1:
             described = {"there is an earlier ShardedOptimizer": earlier is not None, **settings, **self._config.to_dict()}
             Agreement(group, settings=described, params=[], others=[]).require()
         if earlier is not None:
             raise ConfigError(
-                f"this model has a ShardedOptimizer already, of {earlier.optimizer_class.__name__}: its gradients are cut into "
+                f"this model has a ShardedOptimizer already, of {self._stepper_class}: its gradients are cut into "
                 "shards for one optimizer.",
-                where=f"ShardedOptimizer({settings['optimizer'].rpartition('.')[2]}, ...)",
+                where=f"ShardedOptimizer({stepper_class}, ...)",
                 remedy="Give all parameters to one ShardedOptimizer, in several groups. Wrap networks that step in turns each "
                 "on its own. To replace the optimizer, `del` the first one before you make another.",
             )
         self._stepper = weakref.ref(stepper)
+        self._stepper_class = stepper_class
 
     @property
     def stepper(self) -> Optimizer | None:
@@ -202,26 +205,26 @@ def no_join_with_shards() -> PhaseError:
     )
 
 
-def finish_before_look(sync: Any, params: Iterable[Tensor]) -> None:
+def finish_before_look(engine: Engine, params: Iterable[Tensor]) -> None:
     """Runs a synchronization if one is owed, before gradients of these parameters are read: other ranks may be in theirs."""
-    ids, engine = set(map(id, params)), sync._engine
+    ids = set(map(id, params))
     if engine.phase < Phase.CLOSED and engine.current_plan.owns_any(ids):
         engine.finish_before_step(ids)
 
 
-def require_synchronized(sync: Any) -> None:
+def require_synchronized(engine: Engine) -> None:
     """Raises PhaseError if gradients were accumulated since the last synchronization: each rank has different ones."""
     require(
-        not sync._engine.current_plan.now.hooks.arrived_before,
+        not engine.current_plan.now.hooks.arrived_before,
         "gradients were accumulated and are not synchronized: each rank would compute a different norm.",
-        where=f"clip_grad_norm_, rank {sync.rank}",
+        where=f"clip_grad_norm_, rank {engine.current_plan.group.rank}",
         remedy="Run the last backward of a step outside of accumulate() and no_sync().",
         error=PhaseError,
     )
 
 
-def full_gradient(sync: Any, param: Tensor) -> Tensor | None:
+def full_gradient(engine: Engine, steps: ShardedSteps | None, param: Tensor) -> Tensor | None:
     """Returns the mean gradient of a parameter; a collective call if ranks have shards of it or owe a synchronization."""
-    finish_before_look(sync, [param])
-    sharding = None if sync._steps is None else sync._steps.sharding
+    finish_before_look(engine, [param])
+    sharding = None if steps is None else steps.sharding
     return param.grad if sharding is None else sharding.full_gradient(param)

@@ -56,11 +56,14 @@ def save_trace(
     return path
 
 
-def trace_at_end(engine: Engine, config: SyncConfig) -> Callable[[], object]:
-    """Returns a function that writes the trace into the folder of the variable, once; the end of the process calls it too."""
+def trace_at_end(engine: Engine, config: SyncConfig) -> Callable[[], object] | None:
+    """Returns a function that writes the trace into the folder of the variable, once; the end of the process calls it too.
+
+    None if the variable is not set.
+    """
     weak_engine, folder = weakref.ref(engine), os.environ.get(FOLDER)
     if not folder:
-        return int
+        return None
     path, number, run = Path(folder).absolute() / "trace.json.gz", next(_numbers), run_name()
 
     def save(engine: Engine, config: SyncConfig) -> None:

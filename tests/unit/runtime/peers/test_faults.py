@@ -5,6 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,7 +162,7 @@ def test_what_is_no_state_is_refused(broken: dict[str, object]) -> None:
 
 
 def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
-    idle = [faults.Activity(num_steps=lambda number=number: number, is_idle=lambda: True) for number in (118, 0)]  # type: ignore[misc]
+    idle = [faults.Activity(progress=SimpleNamespace(num_rounds=number, has_begun=False)) for number in (118, 0)]
     assert [here.state(1)["doing"].rpartition(", ")[2] for here in idle] == [
         "no training forward since synchronization 118",
         "no training forward yet",

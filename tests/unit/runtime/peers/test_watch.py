@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -177,7 +178,7 @@ def test_the_last_report_is_told_with_the_wait_that_it_is_about(
     step: int, waits_for: str, since_s: float, told: str, alone: Watch
 ) -> None:
     alone.told = 0, 100.0, "rank 1 has waited 30 s."
-    alone.here = faults.Activity(num_steps=lambda: step, wait=(waits_for, since_s))
+    alone.here = faults.Activity(progress=SimpleNamespace(num_rounds=step, has_begun=True), wait=(waits_for, since_s))
     assert alone.reason(RuntimeError("Operation timed out!")).told == told
 
 
