@@ -170,12 +170,12 @@ class ModelSync:
         # In a backward, a hook or a signal handler calls this: its end waits for the gradients.
         if private.graph_task_id() == -1:
             self._engine.complete()
-        if self._steps is not None:
-            self._steps.wait()
+        self._engine.current_plan.wait_for_parameters()
 
+    @private.untraced
     def _wait_for_parameters(self) -> None:
         """Waits for all parameters that a sharded optimizer updates."""
-        all_of(*(part._steps.wait for part in self._parts if part._steps is not None))
+        all_of(*(part._engine.current_plan.wait_for_parameters for part in self._parts))
 
     def _shard(self, stepper: Optimizer, settings: dict[str, Any]) -> ShardedSteps:
         """Hands the parameters to `stepper`: from its first step on, only it updates them, and each rank updates one shard.
@@ -316,8 +316,8 @@ class ModelSync:
         try:
             if self._group.is_alive:
                 self._wait()  # gradients in flight would otherwise end up None
-            elif self._steps is not None and self._group.existing() is None:
-                self._steps.wait()  # gathers hold the groups that they are sent over
+            elif self._group.existing() is None:
+                self._engine.current_plan.wait_for_parameters()  # gathers hold the groups that they are sent over
         finally:
             self._let_go.detach()  # it would wait again for a synchronization that has failed or was interrupted
             self._attached.close()
