@@ -445,7 +445,7 @@ class CurrentPlan:
         self._apply_factor()
 
     def _apply_factor(self) -> None:
-        """Called when there are other parameters; those of a change that does not count yet may train too."""
+        """Called when the parameters change. Until a change counts, the old and the new parameters may train."""
         before = () if self._before is None else self._before.hooks.params
         in_module = [param for _, param in self.members.named_params()]
         self._factor.follow((*self.now.hooks.params, *before, *in_module))
