@@ -75,9 +75,9 @@ class GradientSync(ModelSync):
     def mean_over_ranks(self, number: float | Tensor) -> MeanOverRanks:
         """Starts the mean of a number over all ranks, such as the number of tokens in this rank's batch.
 
-        A collective call of 8 bytes: every rank calls it at the same place between two backwards, also a rank
-        without data. Call it before the forward, which hides it. If a loss is a sum over tokens, `loss_sum /
-        mean.wait()` makes the mean over ranks of its gradients the mean over all tokens.
+        A collective call of 8 bytes: every rank calls it before its first forward or `finish()` of a step, also
+        a rank without data. The forward hides it. If a loss is a sum over tokens, `loss_sum / mean.wait()`
+        makes the mean over ranks of its gradients the mean over all tokens.
 
         Args:
             number: A finite number, or a tensor of one element. A tensor on an accelerator stays there, and is

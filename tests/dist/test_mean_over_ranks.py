@@ -245,7 +245,7 @@ def test_it_is_refused_inside_a_backward_and_inside_join() -> None:
         with ddp.join():
             ddp(torch.ones(1, 3)).sum().backward()
             assert text_of(PhaseError, lambda: ddp.mean_over_ranks(3)) == (
-                f"mean_over_ranks() was called inside join(), where a rank that has left its loop does not answer.\n{where}"
+                f"mean_over_ranks() was called inside join(): a rank that has left its loop does not answer.\n{where}"
                 "  Leave join() out. Give 0 on a rank without data, call finish() there, and end every rank's loop when "
                 "the mean is 0."
             )

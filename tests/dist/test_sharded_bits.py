@@ -230,8 +230,8 @@ MORE_STEPS = {
     "without overlap": Program(events=f"{STEP}, zero, forward 02|012, backward, step flying", settings={"overlap": False}),
     "several backwards": Program(events="zero, forward 012, backward, forward 012, backward, step flying", times=5),
     "several backwards, zeroed in place": Program(events=f"{IN_PLACE}, backward, forward 012, backward, step flying"),
-    "several backwards with weights": Program(
-        events="zero, forward 012, weight 1|3, backward, forward 012, weight 2|4, backward, step flying"
+    "several backwards with numbers of tokens": Program(
+        events="zero, tokens 3|7, forward 012, backward, forward 012, backward, step flying"
     ),
     "parts that come late": Program(
         units="linear twice-reentrant linear",

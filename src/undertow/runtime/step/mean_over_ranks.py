@@ -58,7 +58,7 @@ def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
     )
     require(
         "join" not in group.borrowers,
-        "mean_over_ranks() was called inside join(), where a rank that has left its loop does not answer.",
+        "mean_over_ranks() was called inside join(): a rank that has left its loop does not answer.",
         where=f"{_WHERE}, rank {group.rank}",
         remedy="Leave join() out. Give 0 on a rank without data, call finish() there, and end every rank's loop when the "
         "mean is 0.",
