@@ -258,7 +258,7 @@ REFUSALS = {
         "  Give a profile that save_profile() has written, or leave --link, --per-node and --node-link out.\n"
     ),
     "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  docs/profiles.md has",
-    "plan broken.json": "broken.json is not JSON.\n  line 1, column",  # told from a plan
+    "plan broken.json": "broken.json is not JSON.\n  Expecting ',' delimiter: line 1 column",  # told from a plan
     "simulate small.json": (
         "the costs of communication over 4 ranks are unknown.\n  the profile 'small' has no costs\n"
         '  Give the network, such as --ranks 64 --link "100gbit,5us".\n'
