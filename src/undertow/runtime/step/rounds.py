@@ -450,7 +450,7 @@ class RoundRunner:
             yield
             executor.add_late_parts()
             hooks.arrivals.learn_repeats()
-        if "loaded" in result.unlike:
+        if result.readings and "loaded" in result.unlike:
             result.apart = yield from self.checks.compare_loaded(result)
         if self.earlier is not None:
             self.earlier.round_is_bound(result)
