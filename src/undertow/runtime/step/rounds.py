@@ -492,7 +492,7 @@ class RoundRunner:
     def _compare_loaded(self) -> Stage | None:
         """Compares parameters if `load_state_dict` has changed them on some ranks only, or to different values."""
         result, _ = self._under_way()
-        if "loaded" not in result.unlike:
+        if not result.readings or "loaded" not in result.unlike:
             self._conclude()
             return None
         difference = self.checks.compare_loaded(result)
