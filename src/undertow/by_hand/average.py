@@ -11,7 +11,7 @@ from torch import Tensor
 from undertow.errors import PhaseError, PlanMismatch, WrongType, require
 from undertow.plan import Bucket, SizeCaps, group_by_size, plan_from_groups, signature_of
 from undertow.runtime.comm.group import GroupRef, user_group, warn_of_lone_rank
-from undertow.runtime.comm.handles import WorkHandle, all_reduce_async
+from undertow.runtime.comm.handles import Handle, all_reduce_async
 from undertow.runtime.gradients.storage import BucketStorage, spec_of
 from undertow.runtime.gradients.trailer import TrailerCodec
 from undertow.runtime.torch_private import private
@@ -107,7 +107,7 @@ class _Shipment:
         if present:
             private.copy_each([view for view, _ in present], [gradient for _, gradient in present])
 
-    def send(self, group: dist.ProcessGroup, reference: GroupRef, *, fingerprint: int) -> WorkHandle:
+    def send(self, group: dist.ProcessGroup, reference: GroupRef, *, fingerprint: int) -> Handle:
         """Starts the mean over ranks; `fingerprint`, of 24 bits, must be the same on all."""
         # Signatures have fields for step, generation and mode of a training run; here all of their bits hold the fingerprint.
         signature = signature_of(generation=fingerprint >> 12, mode=fingerprint >> 20)

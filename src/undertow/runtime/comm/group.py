@@ -8,7 +8,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property, partial
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType, require
-from undertow.runtime.comm.handles import ThreadHandle, Work, WorkHandle
+from undertow.runtime.comm.handles import Handle, ThreadWork, Work
 from undertow.runtime.peers import patience
 from undertow.runtime.peers.faults import STATE, Activity
 from undertow.runtime.peers.ring import ModelMonitor
@@ -187,10 +186,12 @@ class OwnGroup:
         """
         if self.backend != "gloo":
             return self.user.clone()
-        made, thread = ThreadHandle(self.result), self.worker("undertow-connects")
+        made = ThreadWork()
+        thread = self.worker("undertow-connects")
         thread.submit(made.run, self.user.clone)
         thread.shutdown()
-        return cast(dist.ProcessGroup, made.wait())
+        self.complete(made)
+        return cast(dist.ProcessGroup, made.result())
 
     def waiting(self, what: str = "") -> Waiting:
         """Context for waiting for other ranks; if one is gone, the error says so."""
@@ -212,12 +213,11 @@ class OwnGroup:
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         *,
         finish: Callable[[], object] | None = None,
-    ) -> WorkHandle:
+    ) -> Handle:
         """Starts to reduce `tensor` in place; waiting for the handle raises if a rank is gone, else calls `finish`."""
         # dist.all_reduce would call this after many more lines.
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        work = self.process_group.allreduce([real], _all_reduce_options(op))
-        return WorkHandle(work, complete=self.complete, finish=finish)
+        work = self.process_group.allreduce([as_real(tensor)], _all_reduce_options(op))
+        return Handle(work, complete=self.complete, finish=finish)
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> Pending[list[torch.Tensor]]:
         """Starts to gather a tensor of each rank, in rank order, all of one shape and dtype."""
@@ -237,30 +237,21 @@ class OwnGroup:
 
         Raises RuntimeError if the work cannot complete because a rank is gone.
         """
-        if self.device.type != "cpu" or work.is_completed():
-            work.wait()
-            return
-        try:
-            work.wait(timedelta(seconds=patience.LOOK_S))
-        except RuntimeError:
-            self._wait_until(partial(_ends, work))
-
-    def result(self, future: Future[_Value]) -> _Value:
-        """Waits for the result of a thread that waits for other ranks; RuntimeError if the thread is stuck."""
-        if not future.done():
-            self._wait_until(lambda within_s: bool(wait([future], timeout=within_s).done))
-        return future.result()
-
-    def _wait_until(self, ends: Callable[[float], bool]) -> None:
-        """Waits until `ends` returns True; raises RuntimeError if that cannot happen.
-
-        Gloo fails operations when it closes a connection, except a partly sent message.
-        """
         is_broken = False
-        while not ends(patience.LOOK_S):
+        while self.device.type == "cpu" and not work.is_completed():
+            until_s = time.monotonic() + patience.LOOK_S
+            try:
+                work.wait(timedelta(seconds=patience.LOOK_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    break
+            # Gloo fails operations when it closes a connection, except a partly sent message.
             if is_broken:
                 raise RuntimeError("the connection to another rank was closed in the middle of a message.")
             is_broken = self.is_broken
+            time.sleep(max(0.0, until_s - time.monotonic()))  # the work may not support a time limit
+        work.wait()  # returns at once, or raises the work's error
 
     def worker(self, name: str) -> Worker:
         """Returns a worker thread that waits for other ranks; the process does not join it at exit if one of them is lost."""
@@ -356,16 +347,9 @@ def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
     return options
 
 
-def _ends(work: Work, within_s: float) -> bool:
-    until_s = time.monotonic() + within_s
-    try:
-        work.wait(timedelta(seconds=within_s))
-    except RuntimeError:
-        if not work.is_completed():  # only the time limit has passed
-            time.sleep(max(0.0, until_s - time.monotonic()))  # or the work does not support a time limit
-            return False
-        work.wait()  # returns at once, or raises the work's error
-    return True
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor`, or a view of complex numbers as pairs of real ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _break(group: dist.ProcessGroup) -> None:

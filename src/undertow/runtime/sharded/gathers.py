@@ -137,7 +137,7 @@ class Gathers:
         if params.flat.numel() == 0:
             return
         marks = self._recorder.gather_launches(bucket, num_bytes=params.flat.nbytes)
-        handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else int)
+        handle = self._exchanges.all_gather(params.flat, number=bucket, then=params.copy_out if is_read else None)
         self._recorder.completes(marks, handle)
         with self._lock:
             self.in_flight[bucket] = handle

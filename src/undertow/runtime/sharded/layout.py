@@ -19,7 +19,6 @@ from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import Bucket, Plan, Slot
 from undertow.runtime.comm.collectives import accumulation_dtype, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding, SplitParam
@@ -165,7 +164,7 @@ class Sharding:
             for slot in bucket.slots:
                 values = in_memory_order(own[slot.param][0], self.strides[slot.param])
                 sent[slot.start : slot.stop] = values[slot.first : slot.first + slot.numel]
-            handle: Handle = self.groups.shard.reduce_scatter(sent, shard, trailer=trailer, pack=int)
+            handle = self.groups.shard.reduce_scatter(sent, shard, trailer=trailer)
             if self.groups.replicate is not None:
                 handle = self.groups.replicate.all_reduce_behind(handle, shard, trailer=sent[trailer.start :])
             with self.group.waiting(f"the shards of bucket {bucket.index}"):
@@ -273,7 +272,7 @@ class Sharding:
         whole.view(self.group.num_ranks, -1)[self.group.rank].copy_(own)
         if self.group.num_ranks == 1:
             return lambda: whole
-        handle = self.groups.shard.all_gather(whole, number=len(self.plan.buckets) + bucket, then=int)
+        handle = self.groups.shard.all_gather(whole, number=len(self.plan.buckets) + bucket)
 
         def wait() -> Tensor:
             with self.group.waiting(f"the shards of bucket {bucket}"):
