@@ -62,9 +62,7 @@ class P2PCollectives:
         self._adding = group.worker("undertow-adds")
         self._gathering = group.worker("undertow-gathers")
 
-    def reduce_scatter(
-        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: _Stage | None = None
-    ) -> Handle:
+    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: _Stage | None = None) -> Handle:
         """Starts to write the mean over ranks of this rank's part of `storage` into `shard`.
 
         The mean is the sum divided by the divisor. `pack` fills `storage` first. Every rank starts
@@ -123,9 +121,7 @@ class P2PCollectives:
         self._posting.submit(work.run, post, *threads)
         return Handle(work, complete=self.group.complete)
 
-    def _post_reduce_scatter(
-        self, storage: Tensor, shard: Tensor, flags: Tensor, pack: _Stage | None, tag: int
-    ) -> _Stage:
+    def _post_reduce_scatter(self, storage: Tensor, shard: Tensor, flags: Tensor, pack: _Stage | None, tag: int) -> _Stage:
         if pack is not None:
             pack()
         num_ranks = self.group.num_ranks
@@ -142,9 +138,7 @@ class P2PCollectives:
 
         return add_up
 
-    def _post_all_reduce(
-        self, values: Tensor, target: Tensor, divisor: float, tag: int
-    ) -> Callable[[], _Stage]:
+    def _post_all_reduce(self, values: Tensor, target: Tensor, divisor: float, tag: int) -> Callable[[], _Stage]:
         group = self.group.process_group
         narrow = cast_for_wire(values, self._wire)
         parts = narrow.tensor_split(self.group.num_ranks)
@@ -168,9 +162,7 @@ class P2PCollectives:
 
         return add_up
 
-    def _post_both(
-        self, before: Handle, tensor: Tensor, flags: Tensor, tag: int
-    ) -> Callable[[], _Stage]:
+    def _post_both(self, before: Handle, tensor: Tensor, flags: Tensor, tag: int) -> Callable[[], _Stage]:
         before.wait()  # it has ended; this raises if it failed
         add_up_flags = self._post_sum(flags, tag + 2)
         divisor = self._divisor
@@ -193,9 +185,7 @@ class P2PCollectives:
         arriving = self._exchange([tensor] * self.group.num_ranks, tag)
         return lambda: tensor.copy_(self._add_up(arriving, torch.empty_like(tensor)))
 
-    def _post_all_gather(
-        self, group: dist.ProcessGroup, flat: Tensor, then: _Stage | None, tag: int
-    ) -> _Stage:
+    def _post_all_gather(self, group: dist.ProcessGroup, flat: Tensor, then: _Stage | None, tag: int) -> _Stage:
         parts = flat.view(self.group.num_ranks, -1).unbind()
         works = self._receive(parts, tag, group)
         works += self._send([parts[self.group.rank]] * len(parts), tag, group)
@@ -267,9 +257,7 @@ class BackendCollectives:
         # Collectives wait for others on this stream, so that the host waits for neither.
         self._behind = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def reduce_scatter(
-        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: _Stage | None = None
-    ) -> Handle:
+    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: _Stage | None = None) -> Handle:
         if pack is not None:
             with torch.no_grad():
                 pack()
@@ -361,8 +349,7 @@ def exchanges_over(group: OwnGroup, config: SyncConfig, *, divisor: float) -> Co
     """Returns the fastest exchanges for the group's backend; means are divided by `divisor`."""
     require(
         not group.is_over_gloo or group.device.type == "cpu",
-        f"{group.backend} sends and receives from the host's memory only, and parameters are on "
-        f"{group.device}.",
+        f"{group.backend} sends and receives from the host's memory only, and parameters are on {group.device}.",
         where='ShardedOptimizer, or reduction="ordered"',
         remedy='Initialize torch.distributed with "nccl" to train on GPUs.',
     )
@@ -392,9 +379,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 2 else dtype
 
 
-def sum_in_order(
-    parts: Sequence[Tensor], *, into: Tensor, rows: Sequence[Sequence[int]] = ()
-) -> Tensor:
+def sum_in_order(parts: Sequence[Tensor], *, into: Tensor, rows: Sequence[Sequence[int]] = ()) -> Tensor:
     """Adds `parts` in their order; the order in torch.sum depends on the position of an element.
 
     With the `rows` of a mesh, which list positions of ranks, it adds each row and then the rows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,14 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.errors import require
 from undertow.plan import Bucket
-from undertow.runtime.comm.collectives import Collectives, accumulation_dtype, cast_for_wire, exchanges_over, travels_narrower
+from undertow.runtime.comm.collectives import (
+    Collectives,
+    accumulation_dtype,
+    cast_for_wire,
+    exchanges_over,
+    travels_narrower,
+    wire_of,
+)
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle
@@ -25,28 +32,18 @@ class Reducer:
     """The reduction over all ranks: their mean or sum, or the result of the user's hook."""
 
     group: OwnGroup
-    average_in_collective: bool
-    divisor: float  # divides the sum over ranks: the number of ranks for the mean; may differ for experts
+    config: SyncConfig
+    in_order: Collectives | None  # adds in rank order, if the settings ask for it
     hook: CommHook | None = None
-    in_order: Collectives | None = None  # adds in rank order, if the settings ask for it
     shard_exchanges: Collectives | None = None  # set if each rank needs only its shards
-    wire: torch.dtype | None = None  # dtype on the wire of values that are wider
-    nonfinite: str = "ignore"  # treatment of gradients with infinities or NaN
-    overlap: bool = True  # True if buckets are launched during backward
-    mean_divisor: float = 1  # the divisor of the mean, also if the settings ask for sums
 
     @classmethod
     def of(cls, group: OwnGroup, config: SyncConfig) -> Reducer:
         """Creates the reducer for these settings."""
-        divisor, wire = _divisor(group, config), None if config.wire_dtype is None else getattr(torch, config.wire_dtype)
-        in_order = exchanges_over(group, config, divisor=divisor) if config.reduction == "ordered" else None
-        how = {"in_order": in_order, "wire": wire, "nonfinite": config.nonfinite, "overlap": config.overlap}
-        mean_divisor = _divisor(group, dataclasses.replace(config, op="mean"))
-        return cls(group, config.average_in_collective, divisor, mean_divisor=mean_divisor, **how)  # type: ignore[arg-type]
-
-    def factor(self, op: str) -> float:
-        """Returns the factor that turns its results into results for `op`."""
-        return self.divisor / (1 if op == "sum" else self.mean_divisor)
+        in_order = None
+        if config.reduction == "ordered":
+            in_order = exchanges_over(group, config, divisor=_divisor(group, config))
+        return cls(group, config, in_order)
 
     def __post_init__(self) -> None:
         require(
@@ -56,25 +53,30 @@ class Reducer:
             remedy="Leave wire_dtype out; with mixed_precision, give it reduce_dtype=torch.float32.",
         )
 
+    @cached_property
+    def divisor(self) -> float:
+        """Divides the sum over ranks: their number for the mean; may differ for experts."""
+        return _divisor(self.group, self.config)
+
+    @cached_property
+    def wire(self) -> torch.dtype | None:
+        """The dtype on the wire of values that are wider."""
+        return wire_of(self.config)
+
+    @property
+    def trailer_divisor(self) -> float:
+        """The divisor that trailers come back with; shards' trailers are summed."""
+        return self.divisor if self.shard_exchanges is None else 1
+
     @property
     def is_active(self) -> bool:
-        """True if there is work: a single rank has its mean already, unless a hook or a divisor changes it."""
+        """True if there is work: a single rank has its mean, unless a hook or divisor changes it."""
         return self.group.num_ranks > 1 or self.hook is not None or self.divisor != 1
 
-    def averages(self, dtype: torch.dtype) -> bool:
-        """Returns True if the backend divides; otherwise gradients are divided before the sum, which may not fit 16 bits."""
-        is_mean = self.divisor == self.group.num_ranks
-        fits = dtype is not torch.float16 or not self.group.is_over_gloo  # NCCL divides each rank's input first
-        return is_mean and fits and self.average_in_collective and self.group.user.can_average and self.wire is None
-
-    def rounds(self, dtype: torch.dtype) -> bool:
-        """Returns True if sums of `dtype` come back narrower than they are added up in shards."""
-        return accumulation_dtype(dtype) != dtype or travels_narrower(dtype, self.wire)
-
-    def trailer_divisor(self, dtype: torch.dtype) -> float:
-        """Returns the divisor that trailers of buckets of `dtype` come back with; shards' trailers are summed."""
-        is_divided = self.shard_exchanges is None and (self.averages(dtype) or self.in_order is not None)
-        return self.divisor if is_divided else 1
+    def factor(self, op: str) -> float:
+        """Returns the factor that turns its results into results for `op`."""
+        mean_divisor = _divisor(self.group, dataclasses.replace(self.config, op="mean"))
+        return self.divisor / (1 if op == "sum" else mean_divisor)
 
     def close(self) -> None:
         """Ends the threads of the exchanges and the hook."""
@@ -82,44 +84,60 @@ class Reducer:
             if owner is not None:
                 owner.close()
 
-    def reducing(self, dtype: torch.dtype, *, numel: int) -> Callable[[Tensor], Handle]:
-        """Returns `reduce` for dense tensors of `dtype`, decided once."""
-        if self.in_order is None and self.averages(dtype):
-            return partial(self.group.all_reduce_async, op=dist.ReduceOp.AVG)
-        return partial(self.reduce, numel=numel)
+    def reducing(self, dtype: torch.dtype) -> Callable[[Tensor], Handle]:
+        """Returns the call that starts to reduce a dense tensor of `dtype` in place."""
+        if self.in_order is not None:
+            return self.in_order.all_reduce
+        # A sum may not fit 16 bits. NCCL divides each rank's input before it adds.
+        may_overflow = dtype is torch.float16 and self.group.is_over_gloo
+        is_mean = self.divisor == self.group.num_ranks and self.wire is None
+        can_average = self.config.average_in_collective and self.group.user.can_average
+        if can_average and is_mean and not may_overflow:
+            return self._averaged
+        return self._divided
 
-    def reduce(self, tensor: Tensor, *, numel: int) -> Handle:
-        """Starts to reduce `tensor` to its mean or sum in place; elements after `numel` may come back as a sum in any case."""
-        if self.in_order is not None and not tensor.is_sparse:
-            return self.in_order.all_reduce(tensor)
-        if self.averages(tensor.dtype) and not tensor.is_sparse:
-            return self.group.all_reduce_async(tensor, dist.ReduceOp.AVG)
+    def reduce(self, tensor: Tensor) -> Handle:
+        """Starts to reduce `tensor` in place, dense or sparse."""
+        return self._divided(tensor) if tensor.is_sparse else self.reducing(tensor.dtype)(tensor)
+
+    def _averaged(self, tensor: Tensor) -> Handle:
+        return self.group.all_reduce_async(tensor, dist.ReduceOp.AVG)
+
+    def _divided(self, tensor: Tensor) -> Handle:
         if self.divisor != 1:
-            (tensor if tensor.is_sparse else tensor[:numel]).div_(self.divisor)
+            tensor.div_(self.divisor)
         narrow = cast_for_wire(tensor, self.wire)
-        return self.group.all_reduce_async(narrow, finish=None if narrow is tensor else partial(tensor.copy_, narrow))
+        finish = None if narrow is tensor else partial(tensor.copy_, narrow)
+        return self.group.all_reduce_async(narrow, finish=finish)
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Returns True if sums of `dtype` come back narrower than they are added up in shards."""
+        return accumulation_dtype(dtype) != dtype or travels_narrower(dtype, self.wire)
 
     def as_sent(self, values: Tensor) -> Tensor:
-        """Returns `values` as a reduction sends them: a cast copy, or themselves if they are not cast."""
-        if not travels_narrower(values.dtype, self.wire):
-            return values
+        """Returns `values` as a reduction sends them: cast, or as they are."""
         exchanges = self.shard_exchanges or self.in_order
-        return cast_for_wire(values / self.divisor if exchanges is None or exchanges.divides_first else values, self.wire)
+        is_divided = exchanges is None or exchanges.divides_first
+        if is_divided and travels_narrower(values.dtype, self.wire):
+            values = values / self.divisor
+        return cast_for_wire(values, self.wire)
 
     def wire_bytes(self, bucket: Bucket) -> int:
-        """Returns the bytes of a bucket that are passed to collectives; 0 if a communication hook sends it."""
+        """Returns the bytes of a bucket that are passed to collectives; 0 if a hook sends it."""
         if self.hook is not None:
             return 0
         dtype = getattr(torch, bucket.dtype)
         if self.wire is None or not travels_narrower(dtype, self.wire):
             return bucket.wire_bytes
-        # With shards, the trailer is a separate message.
-        num_wide = 0 if self.shard_exchanges is None else bucket.storage_numel - bucket.trailer.start
-        return (bucket.storage_numel - num_wide) * self.wire.itemsize + num_wide * bucket.itemsize
+        num_wide = 0
+        if self.shard_exchanges is not None:  # the trailer is a separate message
+            num_wide = bucket.storage_numel - bucket.trailer.start
+        num_narrow = bucket.storage_numel - num_wide
+        return num_narrow * self.wire.itemsize + num_wide * bucket.itemsize
 
 
 def _divisor(group: OwnGroup, config: SyncConfig) -> float:
-    """Returns the divisor of the sum over ranks; the settings of an expert group list only that group, other settings none."""
+    """Returns the divisor; the settings of an expert group list only that group, others none."""
     if config.op == "sum":
         return 1
     own = config.experts[0].divisor if config.experts else None

@@ -113,7 +113,7 @@ def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
         for at in range(-1, _NUM_TIMES):  # the first one allocates memory for the others
             group.complete(dist.barrier(group=group.process_group, async_op=True))
             began_s = time.perf_counter()
-            reducer.reduce(part, numel=part.numel()).wait()
+            reducer.reduce(part).wait()
             if group.device.type == "cuda":
                 torch.cuda.synchronize(group.device)  # measures the end, not the launch
             if at >= 0:
