@@ -23,7 +23,7 @@ from undertow.config import SyncConfig
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan
 from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buffers
-from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, other_group, warn_of_lone_rank
+from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, warn_of_lone_rank
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.hooks import earlier_watchers, is_outermost_forward, is_watched, warn_of_late_backward
 from undertow.runtime.execute.round import Settings
@@ -206,7 +206,7 @@ class ModelSync:
             remedy="Save a checkpoint, and load it over the other ranks.",
             error=PhaseError,
         )
-        group = other_group(process_group, self._config.strategy)
+        group = chosen_group(process_group, None, self._config.strategy)
         warn_of_lone_rank(process_group, type(self._module).__name__)
         before = self._engine
         accumulated = before.hand_over()

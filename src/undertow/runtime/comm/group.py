@@ -34,7 +34,6 @@ _Value = TypeVar("_Value")
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
 _BACKENDS_OVER_GLOO = ("gloo", "emulated")
 _WHERE = "the ranks over which gradients are averaged"
-_HOW = 'device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))'
 
 
 @dataclass(frozen=True)
@@ -77,36 +76,30 @@ class GroupRef:
     @property
     def rank(self) -> int:
         """This process's rank in the group; ConfigError if a copy was loaded in a process that is not a member."""
+        rank = dist.get_rank() if dist.is_initialized() else -1
         require(
-            dist.is_initialized(),
-            "torch.distributed is not initialized.",
-            where=f"a copy of a model that was wrapped over {len(self.ranks)} ranks",
-            remedy="Call torch.distributed.init_process_group() before loading it, or save model.module instead.",
-        )
-        require(
-            dist.get_rank() in self.ranks,
-            f"rank {dist.get_rank()} is not among the ranks of the model, {', '.join(map(str, self.ranks))}.",
+            rank in self.ranks,
+            f"this process is not among the ranks of the model, {', '.join(map(str, self.ranks))}.",
             where="a copy of a wrapped model",
-            remedy="Load it on those ranks only, or save model.module and wrap that.",
+            remedy="Call torch.distributed.init_process_group() and load it on those ranks only, or save model.module.",
         )
-        return self.ranks.index(dist.get_rank())
+        return self.ranks.index(rank)
 
     @cached_property
     def row_places(self) -> tuple[tuple[int, ...], ...]:
         """The rows, with ranks of the group instead of the world."""
         return tuple(tuple(map(self.ranks.index, row)) for row in self.rows)
 
-    @property
-    def shard(self) -> GroupRef:
-        """Returns the group of ranks that hold the other shards of this replica, this process included."""
-        row = next((row for row in self.rows if dist.get_rank() in row), self.ranks)
-        return GroupRef(row, self.backend, self.timeout)
+    def axes(self) -> list[GroupRef]:
+        """Returns this process's row of a mesh and its column: the ranks with other shards, and with the same shard.
 
-    @property
-    def replicate(self) -> GroupRef | None:
-        """Returns the group of ranks that hold the same shard as this process, or None if there is no other."""
-        column = next((column for column in zip(*self.rows, strict=True) if dist.get_rank() in column), None)
-        return None if column is None else GroupRef(tuple(sorted(column)), self.backend, self.timeout)
+        Without a mesh all ranks are one row.
+        """
+        if not self.rows:
+            return [self]
+        lines = chain(self.rows, zip(*self.rows, strict=True))
+        own = [tuple(sorted(line)) for line in lines if dist.get_rank() in line]
+        return [GroupRef(line, self.backend, self.timeout) for line in own]
 
     @cached_property  # every bucket of a step asks
     def can_average(self) -> bool:
@@ -216,7 +209,8 @@ class OwnGroup:
     ) -> Handle:
         """Starts to reduce `tensor` in place; waiting for the handle raises if a rank is gone, else calls `finish`."""
         # dist.all_reduce would call this after many more lines.
-        work = self.process_group.allreduce([as_real(tensor)], _all_reduce_options(op))
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        work = self.process_group.allreduce([real], _all_reduce_options(op))
         return Handle(work, complete=self.complete, finish=finish)
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> Pending[list[torch.Tensor]]:
@@ -231,6 +225,10 @@ class OwnGroup:
         with self.waiting():
             work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return Pending(self, work, tensor, what)
+
+    def barrier(self) -> None:
+        """Waits until all ranks have called it."""
+        self.complete(dist.barrier(group=self.process_group, async_op=True))
 
     def complete(self, work: Work) -> None:
         """Waits for `work` (on a device: makes the current stream wait); raises its error if it failed.
@@ -347,11 +345,6 @@ def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
     return options
 
 
-def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor`, or a view of complex numbers as pairs of real ones."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def _break(group: dist.ProcessGroup) -> None:
     private.interrupt(group)
     FREEING.take(group)
@@ -422,23 +415,13 @@ def warn_of_lone_rank(process_group: object, where: str) -> None:
     )
 
 
-def other_group(process_group: dist.ProcessGroup, strategy: str | None) -> GroupRef:
-    """Returns a reference to the new group; ConfigError if the strategy needs more than a process group."""
-    require(
-        strategy != HYBRID.name,
-        'strategy="hybrid" needs a mesh of two dimensions, got a process group.',
-        where=_WHERE,
-        remedy="Close the wrapper, and wrap the model anew with another mesh.",
-    )
-    return GroupRef.of(user_group(process_group))
-
-
 def _arranged(mesh: DeviceMesh | None) -> GroupRef:
     if mesh is None or mesh.ndim != 2:
         raise ConfigError(
             f'strategy="hybrid" needs a mesh of two dimensions, got {"no mesh" if mesh is None else mesh}.',
             where=_WHERE,
-            remedy=f"Write {_HOW}: the first dimension replicates, the second shards.",
+            remedy='Write device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")): '
+            "the first dimension replicates, the second shards.",
         )
     require(
         mesh.get_coordinate() is not None,
@@ -446,14 +429,7 @@ def _arranged(mesh: DeviceMesh | None) -> GroupRef:
         where=_WHERE,
         remedy="Wrap the model on the ranks of the mesh only.",
     )
-    rows = tuple(map(tuple, mesh.mesh.tolist()))
-    # Groups number their ranks in ascending order; otherwise the ranks of a column would hold different shards.
-    unordered = next((row for row in rows if list(row) != sorted(row)), ())
-    require(
-        not unordered,
-        f"the second dimension of {mesh} does not count upwards.",
-        where=f"it has the ranks {', '.join(map(str, unordered))}",
-        remedy=f"Write {_HOW}, which puts them in order.",
-    )
+    # Groups number their ranks in ascending order: the ranks of a column must have the same place in their rows.
+    rows = tuple(tuple(sorted(row)) for row in mesh.mesh.tolist())
     like = GroupRef.of(mesh.get_group(0))
     return GroupRef(tuple(sorted(chain.from_iterable(rows))), like.backend, like.timeout, rows=rows)

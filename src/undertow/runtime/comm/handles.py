@@ -82,7 +82,7 @@ class ThreadWork(Future[Any]):
     is_completed = Future.done
 
     def run(self, stage: Callable[[], Any], *threads: Worker) -> None:
-        """Runs `stage`, then in each of `threads` what the stage before has returned.
+        """Runs `stage`, then in each of `threads` the stage that the one before has returned.
 
         The result of the last stage is the work's. An error is passed to those who wait.
         """
@@ -116,7 +116,13 @@ def all_reduce_async(
     return Handle(work, complete=partial(_complete_over_users, group))
 
 
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Gathers a tensor of each rank of the user's group, in rank order, all of one shape."""
+    received = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(received, tensor, group=group)
+    return received
+
+
 def _complete_over_users(group: dist.ProcessGroup | None, work: Work) -> None:
-    name = "a reduction over the process group"
-    with over_users(dist.group.WORLD if group is None else group, name):
+    with over_users(dist.group.WORLD if group is None else group, "a reduction over the process group"):
         work.wait()

@@ -17,7 +17,7 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import Bucket, Plan, Slot
-from undertow.runtime.comm.collectives import accumulation_dtype, exchanges_over
+from undertow.runtime.comm.collectives import Collectives, accumulation_dtype, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.storage import strides_of_gradient
@@ -39,13 +39,14 @@ class ShardGroups:
     def __init__(self, all_ranks: OwnGroup, config: SyncConfig, *, divisor: float) -> None:
         user = all_ranks.user
         self.rank, self.num_ranks = user.rank, len(user.ranks)
-        # Inner sums are not divided: the mean is rounded once, after all summands are added.
-        axes = [(user, divisor)] if user.replicate is None else [(user.shard, 1), (user.replicate, divisor)]
-        groups = [OwnGroup(ref, device=all_ranks.device, within=all_ranks) for ref, _ in axes]
+        groups = [OwnGroup(axis, device=all_ranks.device, within=all_ranks) for axis in user.axes()]
         for group in groups if self.num_ranks > 1 else ():
             group.open(all_meet=True)  # every rank creates each of them
-        exchanges = [exchanges_over(group, config, divisor=divisor) for group, (_, divisor) in zip(groups, axes, strict=True)]
-        self.shard, self.replicate = exchanges[0], exchanges[1] if len(exchanges) > 1 else None
+        self.replicate: Collectives | None = None
+        if len(groups) > 1:
+            self.replicate = exchanges_over(groups[1], config, divisor=divisor)
+            divisor = 1  # of inner sums: the mean is rounded once, after all summands are added
+        self.shard = exchanges_over(groups[0], config, divisor=divisor)
 
     def close(self) -> None:
         axes = [axis for axis in (self.shard, self.replicate) if axis is not None]
