@@ -376,9 +376,9 @@ CODE_OF_GATHERS, CODE_OF_ROUNDS, CODE_OF_SHARDS = Gathers, RoundRunner, FlatPara
 _PLACES = {
     "sends": ("shard", "_send"),
     "gathers": ("shard", "_post_all_gather"),
-    "reductions": ("shard", "_post_reduce_scatter"),
+    "reductions": ("shard", "_exchange"),
     "sends across": ("replicate", "_send"),
-    "reductions across": ("replicate", "_post_both"),
+    "reductions across": ("replicate", "_exchange"),
 }
 
 

@@ -86,15 +86,10 @@ def average_gradients(
 
 def _flat(pairs: Collection[_Pair], fingerprint: str) -> Tensor:
     """Returns gradients one after another, and flags: whether each is there, and `_bits`."""
-    # Elements in logical order, whatever the strides: those may differ from rank to rank,
-    # especially if one rank has None.
-    parts: list[Tensor] = []
-    flags: list[bool] = []
-    for gradient, example in pairs:
-        values = torch.zeros_like(example) if gradient is None else gradient
-        parts.append(values.reshape(-1))
-        flags.append(gradient is not None)
-    return torch.cat([*parts, parts[0].new_tensor(flags + _bits(fingerprint))])
+    # Elements in logical order, whatever the strides: those may differ from rank to rank, especially if one rank has None.
+    values = [torch.zeros_like(example) if gradient is None else gradient for gradient, example in pairs]
+    flags = [gradient is not None for gradient, _ in pairs]
+    return torch.cat([*map(Tensor.flatten, values), values[0].new_tensor(flags + _bits(fingerprint))])
 
 
 def _bits(fingerprint: str) -> list[bool]:
@@ -114,7 +109,7 @@ def _results(pairs: Mapping[int, _Pair], mean: Tensor, fingerprint: str, where: 
     examples = [example for _, example in pairs.values()]
     are_there = [gradient is not None for gradient, _ in pairs.values()]
     sizes = [example.numel() for example in examples]
-    *parts, flags = mean.split([*sizes, mean.numel() - sum(sizes)])
+    *parts, flags = torch.split(mean, [*sizes, mean.numel() - sum(sizes)])
     # Reading makes the host wait for a device. A rank that has all gradients learns nothing.
     if mean.device.type == "cpu" or not all(are_there):
         read = (flags != 0).tolist()
@@ -167,9 +162,7 @@ def _with_examples(gradients: Sequence[Tensor | None], parameters: Sequence[Tens
             remedy="Pass parameters too: the same ones that you gave to torch.autograd.grad.",
         )
         if not isinstance(example, Tensor):
-            kind = type(example).__name__
-            what = f"parameter {index} must be a tensor, got {kind}."
-            raise WrongType(what, where=_WHERE, remedy=_ENTRIES)
+            raise WrongType(f"parameter {index} must be a tensor, got {type(example).__name__}.", where=_WHERE, remedy=_ENTRIES)
         like = example if gradient is None else gradient
         # Strides may differ, but not the shape: a rank whose gradient is None uses the parameter's.
         require(
@@ -185,15 +178,21 @@ def _with_examples(gradients: Sequence[Tensor | None], parameters: Sequence[Tens
 def _dense(index: int, gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
-    wrong = ""
-    if not isinstance(gradient, Tensor):
-        wrong = f"a tensor or None, got {type(gradient).__name__}"
-    elif not gradient.is_floating_point() and not gradient.is_complex():
-        wrong = f"floating-point or complex, got {gradient.dtype}"
-    what = f"gradient {index} must be {wrong}."
-    require(not wrong, what, where=_WHERE, remedy=_ENTRIES, error=WrongType)
-    dense = gradient.detach()
-    return dense if dense.layout is torch.strided else dense.to_dense()
+    require(
+        isinstance(gradient, Tensor),
+        f"gradient {index} must be a tensor or None, got {type(gradient).__name__}.",
+        where=_WHERE,
+        remedy=_ENTRIES,
+        error=WrongType,
+    )
+    require(
+        gradient.is_floating_point() or gradient.is_complex(),
+        f"gradient {index} must be floating-point or complex, got {gradient.dtype}.",
+        where=_WHERE,
+        remedy=_ENTRIES,
+        error=WrongType,
+    )
+    return gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
 
 
 def _text(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Exchanges in which ranks have parts: reduce-scatter, all-gather and an ordered all-reduce.
+"""Exchanges of parts: reduce-scatter, all-gather and an ordered all-reduce.
 
 They are made of sends and receives, or of the backend's collectives. Sends and receives, all posted
 at once, are for gloo. Its reduce-scatter sends as much as an all-reduce, and its single all-gather
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.errors import require
-from undertow.runtime.comm.group import OwnGroup, as_real
+from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle, ThreadWork, Work
 from undertow.runtime.peers.threads import Worker
 from undertow.runtime.torch_private import private
@@ -72,9 +72,25 @@ class P2PCollectives:
         `trailer` becomes its sum over ranks on every rank.
         shard: of `accumulation_dtype(storage.dtype)`.
         """
-        flags = storage[trailer.start : trailer.stop]
+        num_ranks = self.group.num_ranks
         tag = next(self._tags)
-        post = partial(self._post_reduce_scatter, storage, shard, flags, pack, tag)
+
+        def post() -> _Stage:
+            if pack is not None:
+                pack()
+            sent = cast_for_wire(storage[: num_ranks * shard.numel()], self._wire)
+            values = self._exchange(sent.view(num_ranks, -1).unbind(), tag)
+            # Separate messages: combining the two would halve their number but require adjacent memory.
+            add_up_flags = self._post_sum(storage[trailer.start : trailer.stop], tag + 1)
+
+            def add_up() -> None:
+                self._add_up(values, shard)
+                if self._divisor != 1:
+                    shard.div_(self._divisor)
+                add_up_flags()
+
+            return add_up
+
         return self._started(post, self._adding)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
@@ -92,11 +108,26 @@ class P2PCollectives:
         followed by one of these, in the same order. If no order is required, `tensor` is sent in
         the trailer's dtype, as in an all-reduce of the backend's.
         """
-        post: _Stage = partial(self._post_both, before, tensor, trailer, next(self._tags))
-        work = ThreadWork()
-        threads = (self._posting, self._adding, self._gathering)
-        before.on_done(lambda _: work.run(lambda: post, *threads))
-        return Handle(work, complete=self.group.complete)
+        tag = next(self._tags)
+
+        def post() -> _Stage:
+            before.wait()
+            add_up_trailer = self._post_sum(trailer, tag + 2)
+            divisor = self._divisor
+            # Sums over the inner ranks that are not divided yet may be too large for 16 bits, so divide before the cast.
+            if torch.float16 in (self._wire, trailer.dtype):
+                tensor.div_(divisor)
+                divisor = 1
+            sent = tensor if self._in_order else tensor.to(trailer.dtype)
+            add_up_values = self._post_all_reduce(sent, tensor, divisor, tag)
+
+            def add_up() -> _Stage:
+                add_up_trailer()
+                return add_up_values()
+
+            return add_up
+
+        return self._started(post, self._adding, self._gathering)
 
     def all_gather(self, flat: Tensor, *, number: int, then: _Stage | None = None) -> Handle:
         """Starts to fill `flat`, which has this rank's part, with the parts of all ranks.
@@ -120,23 +151,6 @@ class P2PCollectives:
         work = ThreadWork()
         self._posting.submit(work.run, post, *threads)
         return Handle(work, complete=self.group.complete)
-
-    def _post_reduce_scatter(self, storage: Tensor, shard: Tensor, flags: Tensor, pack: _Stage | None, tag: int) -> _Stage:
-        if pack is not None:
-            pack()
-        num_ranks = self.group.num_ranks
-        narrow = cast_for_wire(storage[: num_ranks * shard.numel()], self._wire)
-        values = self._exchange(narrow.view(num_ranks, -1).unbind(), tag)
-        # Separate messages: combining the two would halve their number but require adjacent memory.
-        add_up_flags = self._post_sum(flags, tag + 1)
-
-        def add_up() -> None:
-            self._add_up(values, shard)
-            if self._divisor != 1:
-                shard.div_(self._divisor)
-            add_up_flags()
-
-        return add_up
 
     def _post_all_reduce(self, values: Tensor, target: Tensor, divisor: float, tag: int) -> Callable[[], _Stage]:
         group = self.group.process_group
@@ -162,24 +176,6 @@ class P2PCollectives:
 
         return add_up
 
-    def _post_both(self, before: Handle, tensor: Tensor, flags: Tensor, tag: int) -> Callable[[], _Stage]:
-        before.wait()  # it has ended; this raises if it failed
-        add_up_flags = self._post_sum(flags, tag + 2)
-        divisor = self._divisor
-        # Sums over the inner ranks that are not divided yet may be too large for 16 bits, so divide
-        # before the cast.
-        if torch.float16 in (self._wire, flags.dtype):
-            tensor.div_(divisor)
-            divisor = 1
-        sent = tensor if self._in_order else tensor.to(flags.dtype)
-        add_up_values = self._post_all_reduce(sent, tensor, divisor, tag)
-
-        def add_up() -> _Stage:
-            add_up_flags()
-            return add_up_values()
-
-        return add_up
-
     def _post_sum(self, tensor: Tensor, tag: int) -> Callable[[], object]:
         """Sends all of `tensor` to every peer; the returned function replaces it by the sum."""
         arriving = self._exchange([tensor] * self.group.num_ranks, tag)
@@ -201,10 +197,10 @@ class P2PCollectives:
         return received, self._receive(received, tag, group) + self._send(sent, tag, group)
 
     def _receive(self, parts: Sequence[Tensor], tag: int, group: dist.ProcessGroup) -> list[Work]:
-        return [group.recv([as_real(parts[peer])], peer, tag) for peer in self._peers]
+        return [group.recv([parts[peer]], peer, tag) for peer in self._peers]
 
     def _send(self, parts: Sequence[Tensor], tag: int, group: dist.ProcessGroup) -> list[Work]:
-        return [group.send([as_real(parts[peer])], peer, tag) for peer in self._peers]
+        return [group.send([parts[peer]], peer, tag) for peer in self._peers]
 
     def _add_up(self, arriving: _Arriving, into: Tensor) -> Tensor:
         received, works = arriving
@@ -273,8 +269,7 @@ class BackendCollectives:
                 values = values.div(divisor)
                 divisor = 1
             sent = cast_for_wire(values, self._wire)
-            is_wide = shard.dtype == sent.dtype
-            part = shard if is_wide else torch.empty_like(shard, dtype=sent.dtype)
+            part = shard if shard.dtype == sent.dtype else torch.empty_like(shard, dtype=sent.dtype)
             work = private.reduce_scatter(part, sent, group=group, async_op=True)
             parts = [part]
 
@@ -284,9 +279,8 @@ class BackendCollectives:
                 shard.div_(divisor)
             _used_here(sent)  # held until now, because NCCL reads it
 
-        flags = storage[trailer.start : trailer.stop]
-        of_flags = dist.all_reduce(flags, group=group, async_op=True)
-        return Handle(work, of_flags, finish=finish)
+        of_trailer = dist.all_reduce(storage[trailer.start : trailer.stop], group=group, async_op=True)
+        return Handle(work, of_trailer, finish=finish)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         narrow = cast_for_wire(tensor, self._wire)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ class Reducer:
 
     group: OwnGroup
     config: SyncConfig
+    divisor: float  # divides the sum over ranks: their number for the mean; may differ for experts
+    wire: torch.dtype | None  # dtype on the wire of values that are wider
     in_order: Collectives | None  # adds in rank order, if the settings ask for it
     hook: CommHook | None = None
     shard_exchanges: Collectives | None = None  # set if each rank needs only its shards
@@ -40,10 +42,9 @@ class Reducer:
     @classmethod
     def of(cls, group: OwnGroup, config: SyncConfig) -> Reducer:
         """Creates the reducer for these settings."""
-        in_order = None
-        if config.reduction == "ordered":
-            in_order = exchanges_over(group, config, divisor=_divisor(group, config))
-        return cls(group, config, in_order)
+        divisor = _divisor(group, config)
+        in_order = exchanges_over(group, config, divisor=divisor) if config.reduction == "ordered" else None
+        return cls(group, config, divisor, wire_of(config), in_order)
 
     def __post_init__(self) -> None:
         require(
@@ -52,16 +53,6 @@ class Reducer:
             where="register_comm_hook, with wire_dtype=... or mixed_precision=...",
             remedy="Leave wire_dtype out; with mixed_precision, give it reduce_dtype=torch.float32.",
         )
-
-    @cached_property
-    def divisor(self) -> float:
-        """Divides the sum over ranks: their number for the mean; may differ for experts."""
-        return _divisor(self.group, self.config)
-
-    @cached_property
-    def wire(self) -> torch.dtype | None:
-        """The dtype on the wire of values that are wider."""
-        return wire_of(self.config)
 
     @property
     def trailer_divisor(self) -> float:
@@ -93,15 +84,12 @@ class Reducer:
         is_mean = self.divisor == self.group.num_ranks and self.wire is None
         can_average = self.config.average_in_collective and self.group.user.can_average
         if can_average and is_mean and not may_overflow:
-            return self._averaged
+            return partial(self.group.all_reduce_async, op=dist.ReduceOp.AVG)
         return self._divided
 
     def reduce(self, tensor: Tensor) -> Handle:
         """Starts to reduce `tensor` in place, dense or sparse."""
         return self._divided(tensor) if tensor.is_sparse else self.reducing(tensor.dtype)(tensor)
-
-    def _averaged(self, tensor: Tensor) -> Handle:
-        return self.group.all_reduce_async(tensor, dist.ReduceOp.AVG)
 
     def _divided(self, tensor: Tensor) -> Handle:
         if self.divisor != 1:
