@@ -368,22 +368,21 @@ def test_a_copy_forgets_ignored_names_that_are_gone(way: Way) -> None:
         twin.close()
 
 
+NOT_AMONG = (
+    "this process is not among the ranks of the model, {}.\n"
+    "  a copy of a wrapped model\n"
+    "  Call torch.distributed.init_process_group() and load it on those ranks only, or save model.module."
+)
+
+
 @in_ranks(2, is_fresh=True)
 def test_a_copy_that_is_loaded_in_the_wrong_place_says_so() -> None:
     rank, (group,) = dist.get_rank(), groups_of([0], [1])
     with wrapped(mlp(), process_group=group) as ddp:
         written = of_all_ranks(pickle.dumps(ddp))
-    assert text_of(ConfigError, lambda: pickle.loads(written[1 - rank])) == (
-        f"rank {rank} is not among the ranks of the model, {1 - rank}.\n"
-        "  a copy of a wrapped model\n"
-        "  Load it on those ranks only, or save model.module and wrap that."
-    )
+    assert text_of(ConfigError, lambda: pickle.loads(written[1 - rank])) == (NOT_AMONG.format(1 - rank))
     dist.destroy_process_group()
-    assert text_of(ConfigError, lambda: pickle.loads(written[rank])) == (
-        "torch.distributed is not initialized.\n"
-        "  a copy of a model that was wrapped over 1 ranks\n"
-        "  Call torch.distributed.init_process_group() before loading it, or save model.module instead."
-    )
+    assert text_of(ConfigError, lambda: pickle.loads(written[rank])) == NOT_AMONG.format(rank)
 
 
 PATIENCE_S = 10.0

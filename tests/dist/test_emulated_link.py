@@ -198,9 +198,9 @@ def scatter_and_gather(link: EmulatedLink) -> Exchanged:
     trailer = range(numel * size, numel * size + 1)
     with posted_exchanges() as exchanges:
         began_s = begin_together(link)
-        exchanges.reduce_scatter(storages[rank].clone(), shard, trailer=trailer, pack=int).wait()
+        exchanges.reduce_scatter(storages[rank].clone(), shard, trailer=trailer).wait()
         gathered.view(size, -1)[rank] = shard
-        exchanges.all_gather(gathered, number=0, then=int).wait()
+        exchanges.all_gather(gathered, number=0).wait()
         ended_s = time.perf_counter()
     total = storages[0].clone()
     for storage in storages[1:]:

@@ -32,7 +32,7 @@ from undertow.runtime.comm import agreement
 from undertow.runtime.comm.collectives import P2PCollectives
 from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
 from undertow.runtime.comm.group import GroupRef, OwnGroup
-from undertow.runtime.comm.handles import ThreadHandle
+from undertow.runtime.comm.handles import ThreadWork
 from undertow.runtime.comm.recorder import HostClock
 from undertow.runtime.execute.compiled_plan import CompiledPlan
 from undertow.runtime.gradients.reducer import Reducer
@@ -184,8 +184,8 @@ INNER_CALLS: dict[str, tuple[Any, str]] = {
     "mean": (MeanOverRanks, "_start"),
     "reduce": (Reducer, "reduce"),
     "checkpoint": (checkpoint_files, "write_tensors"),
-    "post": (ThreadHandle, "begin"),  # in threads, of exchanges that are made of sends and receives
-    "complete": (ThreadHandle, "complete"),
+    "post": (ThreadWork, "run"),  # in threads, of exchanges that are made of sends and receives
+    "complete": (ThreadWork, "run"),
 }
 
 
@@ -197,8 +197,10 @@ def before_calls(names: Iterable[str], passes: Callable[[str], object]) -> None:
 
 
 def _passes(passes: Callable[[str], object], name: str) -> None:
-    """Calls `passes`, but not in the thread that connects a group: its handle is not an exchange."""
-    if name != "complete" or threading.current_thread().name != "undertow-connects":
+    """Calls `passes`; a stage of an exchange is named by its thread, and the thread that connects a group runs none."""
+    is_posting = name == "post"
+    threads = ("undertow-posts",) if is_posting else ("undertow-adds", "undertow-gathers", "undertow-hooks")
+    if name not in ("post", "complete") or threading.current_thread().name in threads:
         passes(name)
 
 
@@ -241,7 +243,7 @@ def cloned_group() -> dist.ProcessGroup:
 def posted_exchanges() -> Iterator[P2PCollectives]:
     """Exchanges made of sends and receives, over a clone of the default group."""
     group = opened_group()
-    exchanges = P2PCollectives(group)
+    exchanges = _exchanges_over(group)
     yield exchanges
     exchanges.close()
     group.close()
@@ -256,7 +258,11 @@ def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
         dist.irecv(part, group=group.process_group, group_src=0, tag=tag)
         stops()
     with group.waiting("the other part"):
-        P2PCollectives(group).all_gather(torch.zeros(2 * num_bytes, dtype=torch.uint8), number=1, then=int).wait()
+        _exchanges_over(group).all_gather(torch.zeros(2 * num_bytes, dtype=torch.uint8), number=1).wait()
+
+
+def _exchanges_over(group: OwnGroup) -> P2PCollectives:
+    return P2PCollectives(group, in_order=True, divisor=group.num_ranks)
 
 
 def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) -> None:
@@ -370,9 +376,9 @@ CODE_OF_GATHERS, CODE_OF_ROUNDS, CODE_OF_SHARDS = Gathers, RoundRunner, FlatPara
 _PLACES = {
     "sends": ("shard", "_send"),
     "gathers": ("shard", "_post_all_gather"),
-    "reductions": ("shard", "_post_reduce_scatter"),
+    "reductions": ("shard", "_exchange"),
     "sends across": ("replicate", "_send"),
-    "reductions across": ("replicate", "_post_both"),
+    "reductions across": ("replicate", "_exchange"),
 }
 
 

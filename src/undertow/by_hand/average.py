@@ -1,26 +1,23 @@
 """Averages over ranks gradients that no hook has seen."""
 
 import hashlib
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import PhaseError, PlanMismatch, WrongType, require
-from undertow.plan import Bucket, SizeCaps, group_by_size, plan_from_groups, signature_of
 from undertow.runtime.comm.group import GroupRef, user_group, warn_of_lone_rank
-from undertow.runtime.comm.handles import WorkHandle, all_reduce_async
-from undertow.runtime.gradients.storage import BucketStorage, spec_of
-from undertow.runtime.gradients.trailer import TrailerCodec
+from undertow.runtime.comm.handles import Handle, all_reduce_async
 from undertow.runtime.torch_private import private
 
 _WHERE = "average_gradients(gradients, parameters)"
 _SAME_ORDER = "Pass the parameters that torch.autograd.grad was given, in the same order."
 _ENTRIES = "Pass the gradients that torch.autograd.grad returned, and the parameters that you gave it."
-_ONE_BUCKET = SizeCaps(cap_bytes=math.inf)  # for each dtype and device
-_Pair = tuple[Tensor | None, Tensor]  # a gradient, and a tensor of its shape, dtype, device and strides
+# A gradient, and a tensor of its shape, dtype, device and strides.
+_Pair = tuple[Tensor | None, Tensor]
 
 
 @private.untraced
@@ -68,68 +65,71 @@ def average_gradients(
     group = user_group(process_group)
     warn_of_lone_rank(process_group, _WHERE)
     reference = GroupRef.of(group)
-    pairs = _with_examples(_listed(gradients, "gradients"), None if parameters is None else _listed(parameters, "parameters"))
-    if not pairs:
-        return ()
-    specs = [spec_of(f"gradient {index}", example) for index, (_, example) in enumerate(pairs)]
-    plan = plan_from_groups(specs, group_by_size(specs, range(len(specs)), _ONE_BUCKET), num_ranks=len(reference.ranks))
-    shipments = [_Shipment(layout, [pairs[index] for index in layout.params], plan.num_ranks) for layout in plan.buckets]
-    if plan.num_ranks > 1:
-        # The index of a device may differ between ranks.
-        described = [(spec.shape, spec.dtype, spec.device.partition(":")[0]) for spec in specs]
-        fingerprint = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:3], "big")
-        for handle in [shipment.send(group, reference, fingerprint=fingerprint) for shipment in shipments]:
+    given = None if parameters is None else _listed(parameters, "parameters")
+    pairs = _with_examples(_listed(gradients, "gradients"), given)
+    # The index of a device may differ between ranks.
+    described = [(tuple(it.shape), str(it.dtype), it.device.type) for _, it in pairs]
+    fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()[:6]
+    by_kind: defaultdict[object, dict[int, _Pair]] = defaultdict(dict)
+    for index, pair in enumerate(pairs):
+        by_kind[pair[1].dtype, pair[1].device][index] = pair
+    flats = [_flat(of_kind.values(), fingerprint) for of_kind in by_kind.values()]
+    if group.size() > 1:
+        for handle in [_started(flat, group, reference) for flat in flats]:
             handle.wait()
+    averaged: dict[int, Tensor] = {}
+    for of_kind, flat in zip(by_kind.values(), flats, strict=True):
+        where = f"rank {reference.rank}: fingerprint {fingerprint}"
+        averaged |= _results(of_kind, flat, fingerprint, where)
+    return tuple(averaged.get(index) for index in range(len(pairs)))
+
+
+def _flat(pairs: Collection[_Pair], fingerprint: str) -> Tensor:
+    """Returns gradients one after another, and flags: whether each is there, and `_bits`."""
+    # Elements in logical order, whatever the strides: those may differ from rank to rank, especially if one rank has None.
+    values = [torch.zeros_like(example) if gradient is None else gradient for gradient, example in pairs]
+    flags = [gradient is not None for gradient, _ in pairs]
+    return torch.cat([*map(Tensor.flatten, values), values[0].new_tensor(flags + _bits(fingerprint))])
+
+
+def _bits(fingerprint: str) -> list[bool]:
+    """Returns bits and their complements: they come back with other zeros if ranks differ."""
+    bits = [bit == "1" for bit in f"{int(fingerprint, 16):024b}"]
+    return bits + [not bit for bit in bits]
+
+
+def _started(flat: Tensor, group: dist.ProcessGroup, reference: GroupRef) -> Handle:
+    if reference.can_average:
+        return all_reduce_async(flat, group, dist.ReduceOp.AVG)
+    return all_reduce_async(flat.div_(group.size()), group)
+
+
+def _results(pairs: Mapping[int, _Pair], mean: Tensor, fingerprint: str, where: str) -> dict[int, Tensor]:
+    """Returns the means by position, except gradients that no rank has."""
+    examples = [example for _, example in pairs.values()]
+    are_there = [gradient is not None for gradient, _ in pairs.values()]
+    sizes = [example.numel() for example in examples]
+    *parts, flags = torch.split(mean, [*sizes, mean.numel() - sum(sizes)])
+    # Reading makes the host wait for a device. A rank that has all gradients learns nothing.
+    if mean.device.type == "cpu" or not all(are_there):
+        read = (flags != 0).tolist()
+        are_there = read[: len(pairs)]
         require(
-            not any(shipment.learn() for shipment in shipments),
+            read[len(pairs) :] == _bits(fingerprint),
             "ranks gave gradients of different shapes or dtypes.",
-            where=f"rank {reference.rank}: fingerprint {fingerprint:06x}",
+            where=where,
             remedy="Give the gradients of the same parameters in the same order on every rank.",
             error=PlanMismatch,
         )
-    averaged = dict(pair for shipment in shipments for pair in shipment.results())
-    return tuple(averaged.get(index) for index in range(len(specs)))
-
-
-class _Shipment:
-    """The gradients of one dtype and device in a bucket; its trailer flags the gradients that each rank has."""
-
-    def __init__(self, layout: Bucket, pairs: Sequence[_Pair], num_ranks: int) -> None:
-        storage = BucketStorage(layout, ())
-        self._flat, self._trailer = storage.flat, TrailerCodec(layout, storage, divisor=num_ranks)
-        self._params = layout.params  # positions in the user's sequence
-        self._examples = [example for _, example in pairs]
-        # Elements in logical order, whatever the strides: those may differ from rank to rank, especially if one rank has None.
-        places = zip(layout.slots, self._examples, strict=True)
-        self._views = [self._flat[slot.start : slot.stop].view(example.shape) for slot, example in places]
-        self._missing = {position for position, (gradient, _) in enumerate(pairs) if gradient is None}
-        present = [(view, gradient) for view, (gradient, _) in zip(self._views, pairs, strict=True) if gradient is not None]
-        if present:
-            private.copy_each([view for view, _ in present], [gradient for _, gradient in present])
-
-    def send(self, group: dist.ProcessGroup, reference: GroupRef, *, fingerprint: int) -> WorkHandle:
-        """Starts the mean over ranks; `fingerprint`, of 24 bits, must be the same on all."""
-        # Signatures have fields for step, generation and mode of a training run; here all of their bits hold the fingerprint.
-        signature = signature_of(generation=fingerprint >> 12, mode=fingerprint >> 20)
-        self._trailer.write(unused=sorted(self._missing), signature=signature, step=fingerprint, verdict=None)
-        if reference.can_average:
-            return all_reduce_async(self._flat, group, dist.ReduceOp.AVG)
-        return all_reduce_async(self._flat.div_(len(reference.ranks)), group)
-
-    def learn(self) -> bool:
-        """Reads which gradients other ranks have, once the mean is complete; returns True if they differ from this rank's."""
-        # Reading makes the host wait for a device. A rank that has every gradient learns nothing from the flags.
-        reading = self._trailer.read() if self._missing or self._flat.device.type == "cpu" else None
-        self._missing -= frozenset() if reading is None else reading.used
-        return reading is not None and reading.ranks_differ
-
-    def results(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields the means, each with its position in the user's sequence, except gradients that no rank has."""
-        for position, (index, view, example) in enumerate(zip(self._params, self._views, self._examples, strict=True)):
-            if position not in self._missing:
-                # `.data` is a separate tensor. Views of one tensor share a version counter: changing one gradient in place would
-                # make autograd refuse a graph that has saved another.
-                yield index, view.data if example.is_contiguous() else torch.empty_like(example).copy_(view)
+    found: dict[int, Tensor] = {}
+    for index, example, part, is_there in zip(pairs, examples, parts, are_there, strict=True):
+        if is_there:
+            # `.data` is a separate tensor. Views of one tensor share a version counter: changing
+            # one gradient in place would make autograd refuse a graph that has saved another.
+            view = part.view(example.shape).data
+            is_result = example.is_contiguous()
+            found[index] = view if is_result else torch.empty_like(example).copy_(view)
+    return found
 
 
 def _listed(tensors: Iterable[Tensor | None], name: str) -> tuple[Tensor | None, ...]:
@@ -144,7 +144,7 @@ def _listed(tensors: Iterable[Tensor | None], name: str) -> tuple[Tensor | None,
 
 
 def _with_examples(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor | None] | None) -> list[_Pair]:
-    """Returns each gradient, dense and without its graph, and a tensor like it: itself, or its parameter if it is None."""
+    """Returns each gradient, dense and without its graph, and itself or its parameter."""
     require(
         parameters is None or len(parameters) == len(gradients),
         f"there are {len(gradients)} gradients and {len(parameters or ())} parameters.",
@@ -164,7 +164,8 @@ def _with_examples(gradients: Sequence[Tensor | None], parameters: Sequence[Tens
         if not isinstance(example, Tensor):
             raise WrongType(f"parameter {index} must be a tensor, got {type(example).__name__}.", where=_WHERE, remedy=_ENTRIES)
         like = example if gradient is None else gradient
-        require(  # strides may differ, but not the shape: a rank whose gradient is None uses the parameter's
+        # Strides may differ, but not the shape: a rank whose gradient is None uses the parameter's.
+        require(
             _text(like) == _text(example),
             f"gradient {index} must be like its parameter, {_text(example)}, got {_text(like)}.",
             where=_WHERE,

@@ -11,7 +11,7 @@ from torch import Tensor
 from undertow.errors import PhaseError, require
 from undertow.plan import SizeCaps, group_by_size, largest_first
 from undertow.runtime.comm.group import user_group
-from undertow.runtime.comm.handles import WorkHandle, all_reduce_async
+from undertow.runtime.comm.handles import Handle, all_reduce_async
 from undertow.runtime.gradients.storage import spec_of
 from undertow.runtime.torch_private import private
 
@@ -40,7 +40,7 @@ class GradientBucket:
         self.bucket_index = bucket_index
         self.size_in_bytes = size_in_bytes
         self.gradients = tuple(gradients)
-        self.reduction_handle: WorkHandle | None = None
+        self.reduction_handle: Handle | None = None
         self._is_prepared = self.is_copied_back = False
         require(
             self.gradients, f"bucket {bucket_index} is empty.", where="GradientBucket", remedy="Give it at least one gradient."
@@ -100,7 +100,7 @@ class GradientBucket:
 
     def reduce_async(
         self, process_group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> WorkHandle:
+    ) -> Handle:
         """Starts the reduction over all ranks of `process_group`.
 
         Args:
@@ -186,7 +186,7 @@ class GradientBucket:
 class AllReductions:
     """The reductions of all buckets in flight, as one handle. Wait for it, poll it, or await it from asyncio."""
 
-    def __init__(self, handles: Sequence[WorkHandle]) -> None:
+    def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
 
     def wait(self) -> None:
@@ -290,7 +290,7 @@ class GradientBucketManager:
         """
         return self._buckets_for("is_reduced")[self.get_bucket_index(tensor)].is_reduced
 
-    def reduce_bucket_async(self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> WorkHandle:
+    def reduce_bucket_async(self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Handle:
         """Prepares one bucket and starts its reduction. Every rank calls this in the same order.
 
         Args:

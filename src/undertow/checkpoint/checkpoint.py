@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -17,7 +18,9 @@ from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.errors import CheckpointError
 from undertow.model_sync import settings_of
 from undertow.optim.sharded_optimizer import ShardedOptimizer
+from undertow.runtime.comm.agreement import gather_bytes
 from undertow.runtime.comm.group import GroupRef, OwnGroup
+from undertow.runtime.comm.handles import all_gather
 from undertow.runtime.execute.agreed_errors import require_same_settings, text_of
 from undertow.runtime.execute.hooks import earlier_watchers
 from undertow.runtime.peers.guard import over_users
@@ -223,18 +226,13 @@ class _Ranks:
         return Path(self.from_all(str(path))[0])
 
     def from_all(self, text: str, *, waits_for: str = "") -> list[str]:
-        """Returns the texts of all ranks, sent as bytes: unpickling would run the sender's code."""
+        """Returns the texts of all ranks."""
         if self.group is None:
             return [text]
-        mine = text.encode()
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        gather = partial(all_gather, group=self.group)
         with over_users(self.group, waits_for):
-            dist.all_gather(sizes, torch.tensor([len(mine)], device=self.device), group=self.group)
-            padded = mine.ljust(max(1, *map(int, sizes)), b"\0")
-            sent = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
-            rows = [torch.empty_like(sent) for _ in sizes]
-            dist.all_gather(rows, sent, group=self.group)
-        return [bytes(row.tolist()).decode().rstrip("\0") for row in rows]
+            texts = gather_bytes(text.encode(), gather, self.device)
+        return [text.decode() for text in texts]
 
 
 def _group_of(

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from undertow.errors import Desync, PlanMismatch
 from undertow.foreign import parsed_json
@@ -29,13 +30,11 @@ def gather_json(group: OwnGroup, text: bytes, *, waits_for: str = _COMPARISON) -
 
     Reports name the wait `waits_for`.
     """
-    sizes = [int(size) for size in group.all_gather(torch.tensor([len(text)], device=group.device), waits_for).take()]
-    padded = torch.frombuffer(bytearray(text.ljust(max(1, *sizes), b"\0")), dtype=torch.uint8)
-    received = group.all_gather(padded.to(group.device), waits_for).take()
+    received = gather_bytes(text, lambda tensor: group.all_gather(tensor, waits_for).take(), group.device)
     found = []
-    for rank, (row, size) in enumerate(zip(received, sizes, strict=True)):
+    for rank, of_rank in enumerate(received):
         try:
-            found.append(parsed_json(bytes(row[:size].tolist())))
+            found.append(parsed_json(of_rank))
         except ValueError as error:
             raise Desync(
                 f"rank {rank} has sent a message that cannot be read: {error}.",
@@ -43,6 +42,14 @@ def gather_json(group: OwnGroup, text: bytes, *, waits_for: str = _COMPARISON) -
                 remedy="Run the same program, with the same versions, on every rank.",
             ) from error
     return found
+
+
+def gather_bytes(mine: bytes, all_gather: Callable[[Tensor], list[Tensor]], device: torch.device) -> list[bytes]:
+    """Gathers the bytes of every rank, in rank order. Pickled objects would run the sender's code."""
+    sizes = list(map(int, all_gather(torch.tensor([len(mine)], device=device))))
+    padded = torch.frombuffer(bytearray(mine.ljust(max(1, *sizes), b"\0")), dtype=torch.uint8)
+    rows = all_gather(padded.to(device))
+    return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def surroundings(group: OwnGroup, hook: CommHook | None) -> dict[str, Any]:
@@ -81,7 +88,7 @@ class Agreement:
         if other is None:
             return
         described = gather_json(self._group, self._text)
-        what, difference = next(_differences(described[0], described[other], other))
+        what, difference = _first_difference(described[0], described[other], other)
         ranks = [
             f"rank {rank}: {len(described[rank]['params'])} parameters, fingerprint {digests[rank][:4]}" for rank in (0, other)
         ]
@@ -94,19 +101,18 @@ class Agreement:
         )
 
 
-def _differences(first: dict[str, Any], second: dict[str, Any], rank: int) -> Iterator[tuple[str, str]]:
-    """Yields the kind of each difference between rank 0 and `rank`, and the difference in words."""
+def _first_difference(first: dict[str, Any], second: dict[str, Any], rank: int) -> tuple[str, str]:
+    """Returns the kind of the first difference between rank 0 and `rank`, and the difference in words."""
     for key, kind, name_of_all in _TENSORS:
         for index, (mine, theirs) in enumerate(zip_longest(first[key], second[key])):
-            if mine is None or theirs is None or mine["name"] != theirs["name"]:
-                here, there = ("missing" if spec is None else repr(spec["name"]) for spec in (mine, theirs))
-                yield name_of_all, f"{kind} {index} is {here} on rank 0 and {there} on rank {rank}"
-            elif mine != theirs:
+            here, there = ("missing" if spec is None else repr(spec["name"]) for spec in (mine, theirs))
+            if here != there:
+                return name_of_all, f"{kind} {index} is {here} on rank 0 and {there} on rank {rank}"
+            if mine != theirs:
                 # The shape first: other fields, such as the order of axes in memory, follow from it.
                 field = next(name for name in ("shape", *mine, *theirs) if mine.get(name) != theirs.get(name))
                 values = f"{mine.get(field)} on rank 0 and {theirs.get(field)} on rank {rank}"
-                yield name_of_all, f"{field} of {kind} {index} ({mine['name']!r}) is {values}"
+                return name_of_all, f"{field} of {kind} {index} ({here}) is {values}"
     mine, theirs = first["settings"], second["settings"]
-    for name in mine | theirs:
-        if mine.get(name) != theirs.get(name):
-            yield _SETTINGS, f"{name} is {mine.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}"
+    name = next(name for name in mine | theirs if mine.get(name) != theirs.get(name))
+    return _SETTINGS, f"{name} is {mine.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}"

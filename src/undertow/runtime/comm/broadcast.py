@@ -1,10 +1,9 @@
 """Copies buffers from one rank or averages them over ranks; copies parameters from one rank."""
 
 import contextlib
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -14,8 +13,6 @@ from undertow.runtime.comm.group import OwnGroup, Pending
 from undertow.runtime.torch_private import private
 
 _CHUNK_BYTES = 25 * 1024 * 1024
-_MOST_ON_THEIR_WAY = 3  # each is a copy
-
 
 # A place where a buffer is registered: the table of a module, the name in it, and the name in the model. A shared buffer has
 # several.
@@ -39,11 +36,6 @@ class _Item:
     is_checked: bool = False  # its tensor can be sent
     overlaps: bool = False  # another buffer shares its memory
 
-    @property
-    def is_written(self) -> bool:
-        """True if new values are written into the tensor, as torch's class does: it must stay the same one."""
-        return self.overlaps or self.tensor.requires_grad
-
 
 _Values = list[tuple[_Item, Tensor]]  # items with their new values
 
@@ -64,13 +56,11 @@ class CommonBuffers:
             if tensor is not None and not tensor.is_meta:  # which has no values
                 found[tensor].append(place)
         self.buffers = list(map(_Item, found, found.values()))
-        sharing: dict[int, list[_Item]] = defaultdict(list)
-        for item in self.buffers:
-            if not why_not_sent(item.tensor):
-                sharing[item.tensor.untyped_storage().data_ptr()].append(item)
-        for items in sharing.values():
-            for item in items:
-                item.overlaps = len(items) > 1
+        sent = [item for item in self.buffers if not why_not_sent(item.tensor)]
+        pointers = [item.tensor.untyped_storage().data_ptr() for item in sent]
+        num_buffers = Counter(pointers)
+        for item, pointer in zip(sent, pointers, strict=True):
+            item.overlaps = num_buffers[pointer] > 1
 
     def now(self) -> list[_Item]:
         """Returns the current buffers, or an earlier one if the current one has another shape or dtype, or is gone.
@@ -105,69 +95,68 @@ def _kind(buffer: Tensor) -> tuple[object, ...]:
     return buffer.dtype, buffer.is_meta, buffer.is_nested or buffer.shape  # a nested tensor may not have a shape
 
 
+@torch.no_grad()
 def synchronize_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0, averages: bool = False) -> None:
     """Gives every buffer the value that rank `source` of the group has, or `averages` floating-point and complex ones over ranks.
 
     A buffer that changes becomes a new tensor: autograd may have saved the old one for a pending backward, which would use
     whatever was written into it. Buffers that share memory with others, or require gradients, are written in place.
     """
-    of_source, averaged = list[_Item](), list[_Item]()
+    of_source: list[_Item] = []
+    averaged: list[_Item] = []
     for buffer in common.now():
         has_mean = averages and (buffer.tensor.is_floating_point() or buffer.tensor.is_complex())
         (averaged if has_mean else of_source).append(buffer)
-    for values in chain((_means(chunk, group) for chunk in _chunks(averaged)), _of_source(of_source, group, source)):
-        _replace(values)
-
-
-def broadcast_in_place(tensors: Iterable[Tensor], group: OwnGroup, *, source: int = 0) -> None:
-    """Writes the values of rank `source` into `tensors`; used for parameters, which must stay the same tensors."""
-    _write(_of_source(list(map(_Item, tensors)), group, source))
-
-
-def send_in_place(tensors: Iterable[Tensor], group: OwnGroup) -> Callable[[], None]:
-    """Starts `broadcast_in_place` from rank 0; the returned function waits and writes the values."""
-    on_their_way = [_sent(chunk, group, 0) for chunk in _chunks(list(map(_Item, tensors)))]
-    return lambda: _write(pending.take() for pending in on_their_way)
+    for chunk in _chunks(averaged):
+        _replace(_means(chunk, group))
+    for chunk in _chunks(of_source):
+        _replace(_sent(chunk, group, source).take())
 
 
 @torch.no_grad()
-def _write(arriving: Iterable[_Values]) -> None:
-    for item, value in chain.from_iterable(arriving):
+def broadcast_in_place(tensors: Iterable[Tensor], group: OwnGroup, *, source: int = 0) -> None:
+    """Writes the values of rank `source` into `tensors`; used for parameters, which must stay the same tensors."""
+    for chunk in _chunks([_Item(tensor) for tensor in tensors]):
+        _write(_sent(chunk, group, source).take())
+
+
+@torch.no_grad()
+def send_in_place(tensors: Iterable[Tensor], group: OwnGroup) -> Callable[[], None]:
+    """Starts `broadcast_in_place` from rank 0; the returned function waits and writes the values."""
+    on_their_way = [_sent(chunk, group, 0) for chunk in _chunks([_Item(tensor) for tensor in tensors])]
+
+    @torch.no_grad()
+    def write() -> None:
+        for pending in on_their_way:
+            _write(pending.take())
+
+    return write
+
+
+def _write(arrived: _Values) -> None:
+    for item, value in arrived:
         # One by one: a fused copy refuses conjugate views. A tensor that was made in inference mode is only written there.
         with torch.inference_mode() if item.tensor.is_inference() else contextlib.nullcontext():
             item.tensor.copy_(value)
 
 
-def _of_source(items: Sequence[_Item], group: OwnGroup, source: int) -> Iterator[_Values]:
-    """Yields the values of rank `source` chunk by chunk, and nothing on that rank itself."""
-    # While one is used, two broadcasts are in flight: the forward is blocked meanwhile, and a model with counters among its
-    # buffers pays one latency instead of two.
-    started = (_sent(chunk, group, source) for chunk in _chunks(items))
-    on_their_way = deque(islice(started, _MOST_ON_THEIR_WAY))
-    while on_their_way:
-        yield on_their_way.popleft().take()
-        on_their_way.extend(islice(started, 1))
-
-
-def _sent(chunk: Sequence[_Item], group: OwnGroup, source: int) -> Pending[_Values]:
-    flat = _flat(chunk)
-    # Sent as bytes, so that every dtype works, including ones that the backend does not support.
-    sent = group.broadcast(flat.view(torch.uint8), "parameters or buffers of another rank", source=source)
-    return Pending(group, sent.work, [] if group.rank == source else _values(chunk, flat), sent.what)
-
-
-def _replace(values: _Values) -> None:
-    # On the host, an unchanged buffer stays the same tensor, for code that holds a reference. On a device, the comparison would
-    # block the host for every buffer of every forward, so all buffers are replaced.
-    changed = [(item, value) for item, value in values if value.device.type != "cpu" or not torch.equal(item.tensor, value)]
-    _write([[(item, value) for item, value in changed if item.is_written]])
-    changed = [(item, value) for item, value in changed if not item.is_written]
-    if not changed:
+def _replace(arrived: _Values) -> None:
+    replaced: _Values = []
+    for item, value in arrived:
+        # On the host, an unchanged buffer stays the same tensor, for code that holds a reference. On a device, the comparison
+        # would block the host for every buffer of every forward, so all buffers are replaced.
+        if value.device.type == "cpu" and torch.equal(item.tensor, value):
+            continue
+        if item.overlaps or item.tensor.requires_grad:  # it must stay the same tensor, as under torch's class
+            _write([(item, value)])
+        else:
+            replaced.append((item, value))
+    if not replaced:
         return
     # Separate tensors, not views of the chunk: a small buffer must not keep the whole chunk alive.
-    new = [torch.empty_like(item.tensor) for item, _ in changed]
-    private.copy_each(new, [value for _, value in changed])
-    for (item, _), own in zip(changed, new, strict=True):
+    new = [torch.empty_like(item.tensor) for item, _ in replaced]
+    private.copy_each(new, [value for _, value in replaced])
+    for (item, _), own in zip(replaced, new, strict=True):
         for table, key, _ in item.places:
             if table.get(key) is item.tensor:
                 table[key] = own
@@ -175,33 +164,42 @@ def _replace(values: _Values) -> None:
 
 
 def _means(chunk: Sequence[_Item], group: OwnGroup) -> _Values:
-    # Buffers are averaged again in every step. In a wider dtype, values that are the same on every rank, such as tables of
-    # constants, come back bit-identical; rounding in their own dtype would change them. Dividing before the sum also avoids
-    # overflow, for example of masks filled with the lowest number. Buffers are small, so the extra bytes do not matter.
-    flat = _flat(chunk)
-    wide_dtype = torch.float64 if flat.itemsize >= torch.float32.itemsize else torch.float32
-    wide = flat.to(torch.complex128 if flat.is_complex() else wide_dtype).div_(group.num_ranks)
+    # Buffers are averaged again in every step. In fp64, values that are the same on every rank, such as tables of constants, come
+    # back bit-identical; rounding in their own dtype would change them. Dividing before the sum also avoids overflow, for example
+    # of masks filled with the lowest number. Buffers are small, so the extra bytes do not matter.
+    flat = torch.cat([item.tensor.flatten() for item in chunk])
+    wide = flat.to(torch.promote_types(flat.dtype, torch.float64)).div_(group.num_ranks)
     with group.waiting("the mean of buffers"):
         group.all_reduce(wide)
-    return _values(chunk, wide.to(flat.dtype))
+    parts = torch.split(wide, [item.tensor.numel() for item in chunk])
+    return [(item, part.view(item.tensor.shape).to(item.tensor.dtype)) for item, part in zip(chunk, parts, strict=True)]
 
 
-@torch.no_grad()
-def _flat(chunk: Sequence[_Item]) -> Tensor:
-    return torch.cat([item.tensor.reshape(-1) for item in chunk])
+def _sent(chunk: Sequence[_Item], group: OwnGroup, source: int) -> Pending[_Values]:
+    """Starts to send a chunk; rank `source` itself gets no values."""
+    # As bytes, so that every dtype works, including ones that the backend does not support.
+    flat = torch.cat([_bytes(item.tensor) for item in chunk])
+    sent = group.broadcast(flat, "parameters or buffers of another rank", source=source)
+    if group.rank == source:
+        return Pending(group, sent.work, [], sent.what)
+    parts = torch.split(flat, [item.tensor.nbytes for item in chunk])
+    values = [(item, part.view(item.tensor.dtype).view(item.tensor.shape)) for item, part in zip(chunk, parts, strict=True)]
+    return Pending(group, sent.work, values, sent.what)
 
 
-def _values(chunk: Sequence[_Item], flat: Tensor) -> _Values:
-    parts = torch.split(flat, [item.tensor.numel() for item in chunk])
-    return [(item, part.view(item.tensor.shape)) for item, part in zip(chunk, parts, strict=True)]
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
 
 
 def _chunks(items: Sequence[_Item]) -> list[list[_Item]]:
-    """Splits items into chunks of one dtype and device; all ranks split alike."""
-    chunks: dict[tuple[object, ...], list[_Item]] = defaultdict(list)
-    num_bytes = Counter[tuple[object, ...]]()
-    for item in items:
-        kind = item.tensor.dtype, item.tensor.device
-        chunks[*kind, num_bytes[kind] // _CHUNK_BYTES].append(item)
+    """Splits items into chunks of one device, either complex or real; all ranks split alike.
+
+    Wide dtypes come first in a chunk, so that every tensor begins at a multiple of its width.
+    """
+    chunks: dict[object, list[_Item]] = defaultdict(list)
+    num_bytes = Counter[object]()
+    for item in sorted(items, key=lambda item: -item.tensor.itemsize):
+        kind = item.tensor.device, item.tensor.is_complex()
+        chunks[kind, num_bytes[kind] // _CHUNK_BYTES].append(item)
         num_bytes[kind] += item.tensor.nbytes
     return list(chunks.values())

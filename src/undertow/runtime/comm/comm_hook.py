@@ -14,7 +14,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from undertow.errors import WrongType, require
 from undertow.runtime.comm.group import OwnGroup, are_left
-from undertow.runtime.comm.handles import Handle, ThreadHandle, WorkHandle
+from undertow.runtime.comm.handles import Handle, ThreadWork
 from undertow.runtime.peers.threads import Worker
 
 
@@ -84,9 +84,9 @@ class CommHook:
             return self._call(bucket)
         self._thread = _thread_beside_this_one()
         self._thread.groups.add(group)
-        queued = ThreadHandle(group.result)
+        queued = ThreadWork()
         self._thread.worker.submit(queued.run, partial(self._call_in_turn, bucket, self._failures))
-        return queued
+        return Handle(queued, complete=group.complete)
 
     def close(self) -> None:
         """Releases the thread; it ends after the pending calls of the last hook that uses it."""
@@ -106,7 +106,7 @@ class CommHook:
             raise
 
     @torch.no_grad()
-    def _call(self, bucket: HookedBucket) -> WorkHandle:
+    def _call(self, bucket: HookedBucket) -> Handle:
         target = bucket.buffer()
         future = self._hook(bucket)
         require(
@@ -118,7 +118,7 @@ class CommHook:
         )
         # With the methods of a dist.Work.
         work = SimpleNamespace(wait=future.wait, is_completed=future.done, get_future=lambda: future)
-        return WorkHandle(work, finish=lambda: _write_result(future.wait(), target, name=self.name))
+        return Handle(work, finish=lambda: _write_result(future.wait(), target, name=self.name))
 
 
 @torch.no_grad()

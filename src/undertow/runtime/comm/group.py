@@ -8,7 +8,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property, partial
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, WrongType, require
-from undertow.runtime.comm.handles import ThreadHandle, Work, WorkHandle
+from undertow.runtime.comm.handles import Handle, ThreadWork, Work
 from undertow.runtime.peers import patience
 from undertow.runtime.peers.faults import Activity, raised
 from undertow.runtime.peers.guard import watch_over
@@ -35,7 +34,6 @@ _Value = TypeVar("_Value")
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
 _BACKENDS_OVER_GLOO = ("gloo", "emulated")
 _WHERE = "the ranks over which gradients are averaged"
-_HOW = 'device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))'
 
 
 @dataclass(frozen=True)
@@ -78,36 +76,30 @@ class GroupRef:
     @property
     def rank(self) -> int:
         """This process's rank in the group; ConfigError if a copy was loaded in a process that is not a member."""
+        rank = dist.get_rank() if dist.is_initialized() else -1
         require(
-            dist.is_initialized(),
-            "torch.distributed is not initialized.",
-            where=f"a copy of a model that was wrapped over {len(self.ranks)} ranks",
-            remedy="Call torch.distributed.init_process_group() before loading it, or save model.module instead.",
-        )
-        require(
-            dist.get_rank() in self.ranks,
-            f"rank {dist.get_rank()} is not among the ranks of the model, {', '.join(map(str, self.ranks))}.",
+            rank in self.ranks,
+            f"this process is not among the ranks of the model, {', '.join(map(str, self.ranks))}.",
             where="a copy of a wrapped model",
-            remedy="Load it on those ranks only, or save model.module and wrap that.",
+            remedy="Call torch.distributed.init_process_group() and load it on those ranks only, or save model.module.",
         )
-        return self.ranks.index(dist.get_rank())
+        return self.ranks.index(rank)
 
     @cached_property
     def row_places(self) -> tuple[tuple[int, ...], ...]:
         """The rows, with ranks of the group instead of the world."""
         return tuple(tuple(map(self.ranks.index, row)) for row in self.rows)
 
-    @property
-    def shard(self) -> GroupRef:
-        """Returns the group of ranks that hold the other shards of this replica, this process included."""
-        row = next((row for row in self.rows if dist.get_rank() in row), self.ranks)
-        return GroupRef(row, self.backend, self.timeout)
+    def axes(self) -> list[GroupRef]:
+        """Returns this process's row of a mesh and its column: the ranks with other shards, and with the same shard.
 
-    @property
-    def replicate(self) -> GroupRef | None:
-        """Returns the group of ranks that hold the same shard as this process, or None if there is no other."""
-        column = next((column for column in zip(*self.rows, strict=True) if dist.get_rank() in column), None)
-        return None if column is None else GroupRef(tuple(sorted(column)), self.backend, self.timeout)
+        Without a mesh all ranks are one row.
+        """
+        if not self.rows:
+            return [self]
+        lines = chain(self.rows, zip(*self.rows, strict=True))
+        own = [tuple(sorted(line)) for line in lines if dist.get_rank() in line]
+        return [GroupRef(line, self.backend, self.timeout) for line in own]
 
     @cached_property  # every bucket of a step asks
     def can_average(self) -> bool:
@@ -185,10 +177,12 @@ class OwnGroup:
         """
         if self.backend != "gloo":
             return self.user.clone()
-        made, thread = ThreadHandle(self.result), self.worker("undertow-connects")
+        made = ThreadWork()
+        thread = self.worker("undertow-connects")
         thread.submit(made.run, self.user.clone)
         thread.shutdown()
-        return cast(dist.ProcessGroup, made.wait())
+        self.complete(made)
+        return cast(dist.ProcessGroup, made.result())
 
     def waiting(self, what: str = "") -> contextlib.AbstractContextManager[object]:
         """Context for waiting for other ranks; if one is gone, the error says so."""
@@ -204,12 +198,12 @@ class OwnGroup:
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         *,
         finish: Callable[[], object] | None = None,
-    ) -> WorkHandle:
+    ) -> Handle:
         """Starts to reduce `tensor` in place; waiting for the handle raises if a rank is gone, else calls `finish`."""
         # dist.all_reduce would call this after many more lines.
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         work = self.process_group.allreduce([real], _all_reduce_options(op))
-        return WorkHandle(work, complete=self.complete, finish=finish)
+        return Handle(work, complete=self.complete, finish=finish)
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> Pending[list[torch.Tensor]]:
         """Starts to gather a tensor of each rank, in rank order, all of one shape and dtype."""
@@ -224,35 +218,30 @@ class OwnGroup:
             work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return Pending(self, work, tensor, what)
 
+    def barrier(self) -> None:
+        """Waits until all ranks have called it."""
+        self.complete(dist.barrier(group=self.process_group, async_op=True))
+
     def complete(self, work: Work) -> None:
         """Waits for `work` (on a device: makes the current stream wait); raises its error if it failed.
 
         Raises RuntimeError if the work cannot complete because a rank is gone.
         """
-        if self.device.type != "cpu" or work.is_completed():
-            work.wait()
-            return
-        try:
-            work.wait(timedelta(seconds=patience.LOOK_S))
-        except RuntimeError:
-            self._wait_until(partial(_ends, work))
-
-    def result(self, future: Future[_Value]) -> _Value:
-        """Waits for the result of a thread that waits for other ranks; RuntimeError if the thread is stuck."""
-        if not future.done():
-            self._wait_until(lambda within_s: bool(wait([future], timeout=within_s).done))
-        return future.result()
-
-    def _wait_until(self, ends: Callable[[float], bool]) -> None:
-        """Waits until `ends` returns True; raises RuntimeError if that cannot happen.
-
-        Gloo fails operations when it closes a connection, except a partly sent message.
-        """
         is_broken = False
-        while not ends(patience.LOOK_S):
+        while self.device.type == "cpu" and not work.is_completed():
+            until_s = time.monotonic() + patience.LOOK_S
+            try:
+                work.wait(timedelta(seconds=patience.LOOK_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    break
+            # Gloo fails operations when it closes a connection, except a partly sent message.
             if is_broken:
                 raise RuntimeError("the connection to another rank was closed in the middle of a message.")
             is_broken = self.is_broken
+            time.sleep(max(0.0, until_s - time.monotonic()))  # the work may not support a time limit
+        work.wait()  # returns at once, or raises the work's error
 
     def worker(self, name: str) -> Worker:
         """Returns a worker thread that waits for other ranks; the process does not join it at exit if one of them is lost."""
@@ -342,18 +331,6 @@ def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
     return options
 
 
-def _ends(work: Work, within_s: float) -> bool:
-    until_s = time.monotonic() + within_s
-    try:
-        work.wait(timedelta(seconds=within_s))
-    except RuntimeError:
-        if not work.is_completed():  # only the time limit has passed
-            time.sleep(max(0.0, until_s - time.monotonic()))  # or the work does not support a time limit
-            return False
-        work.wait()  # returns at once, or raises the work's error
-    return True
-
-
 def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Returns the given group, or the default one; raises ConfigError if no group was initialized."""
     require(
@@ -424,7 +401,8 @@ def _arranged(mesh: DeviceMesh | None) -> GroupRef:
         raise ConfigError(
             f'strategy="hybrid" needs a mesh of two dimensions, got {"no mesh" if mesh is None else mesh}.',
             where=_WHERE,
-            remedy=f"Write {_HOW}: the first dimension replicates, the second shards.",
+            remedy='Write device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")): '
+            "the first dimension replicates, the second shards.",
         )
     require(
         mesh.get_coordinate() is not None,
@@ -432,14 +410,7 @@ def _arranged(mesh: DeviceMesh | None) -> GroupRef:
         where=_WHERE,
         remedy="Wrap the model on the ranks of the mesh only.",
     )
-    rows = tuple(map(tuple, mesh.mesh.tolist()))
-    # Groups number their ranks in ascending order; otherwise the ranks of a column would hold different shards.
-    unordered = next((row for row in rows if list(row) != sorted(row)), ())
-    require(
-        not unordered,
-        f"the second dimension of {mesh} does not count upwards.",
-        where=f"it has the ranks {', '.join(map(str, unordered))}",
-        remedy=f"Write {_HOW}, which puts them in order.",
-    )
+    # Groups number their ranks in ascending order: the ranks of a column must have the same place in their rows.
+    rows = tuple(tuple(sorted(row)) for row in mesh.mesh.tolist())
     like = GroupRef.of(mesh.get_group(0))
     return GroupRef(tuple(sorted(chain.from_iterable(rows))), like.backend, like.timeout, rows=rows)

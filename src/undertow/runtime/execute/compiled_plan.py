@@ -82,7 +82,7 @@ class CompiledPlan:
         num_buckets = len(self.plan.buckets)
         if order is not None:  # a bucket without parameters is needed nowhere
             order = tuple(dict.fromkeys((*order, *range(num_buckets))))
-        schedule = lower_data_parallel(num_buckets, self.strategy, overlap=self.reducer.overlap, gather_order=order)
+        schedule = lower_data_parallel(num_buckets, self.strategy, overlap=self.reducer.config.overlap, gather_order=order)
         self.synchronizing = Releases(schedule)
         self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 

@@ -64,7 +64,7 @@ class Executor:
         self._group, self._recorder, self._reducer = reducer.group, recorder, reducer
         self._params = tuple(params)
         self.buckets = [self._live(bucket, plan, self._binding(bucket)) for bucket in plan.buckets]
-        self._finite = None if reducer.nonfinite == "ignore" else FiniteCheck(reducer)
+        self._finite = None if reducer.config.nonfinite == "ignore" else FiniteCheck(reducer)
         self._snapshots: list[Snapshot] = []
         self._num_rounds, self._is_profiling = 0, False
         self._result: Any = None  # the RoundResult of `begin`, which comes first
@@ -181,12 +181,18 @@ class Executor:
             bucket.binding.add_late(values)
 
     def _live(self, layout: Bucket, plan: Plan, binding: Binding) -> LiveBucket:
-        flat, start = binding.storage.flat, layout.trailer.start
-        trailer = TrailerCodec(
-            layout, binding.storage, divisor=self._reducer.trailer_divisor(flat.dtype), rank=self._reducer.group.rank
+        reducer, flat = self._reducer, binding.storage.flat
+        trailer = TrailerCodec(layout, binding.storage, divisor=reducer.trailer_divisor, rank=reducer.group.rank)
+        return LiveBucket(
+            layout,
+            binding,
+            trailer,
+            _label_of(layout, plan),
+            reducer.wire_bytes(layout),
+            layout.trailer.start,
+            reducer.reducing(flat.dtype),
+            flat.device.type == "cpu",
         )
-        reduce, num_bytes = self._reducer.reducing(flat.dtype, numel=start), self._reducer.wire_bytes(layout)
-        return LiveBucket(layout, binding, trailer, _label_of(layout, plan), num_bytes, start, reduce, flat.device.type == "cpu")
 
     def _binding(self, bucket: Bucket) -> Binding:
         params = [self._params[index] for index in bucket.params]
@@ -239,7 +245,7 @@ class Executor:
         if bucket.layout.slots and (bucket.layout.is_sparse or self._reducer.hook is not None):
             # Values outside of the bucket, or for the hook alone, leave the trailer to a separate small collective.
             values = bucket.binding.values()
-            bucket.handles = [*self._reduce(bucket, values), self._reducer.reduce(flat[bucket.trailer_start :], numel=0)]
+            bucket.handles = [*self._reduce(bucket, values), self._reducer.reduce(flat[bucket.trailer_start :])]
         else:
             bucket.handles = [bucket.reduce(flat)]
         # At the end of the backward of one model, a single bucket is waited for at once, and is complete when that wait ends.
@@ -295,7 +301,7 @@ class Executor:
     def _reduce(self, bucket: LiveBucket, values: Sequence[Tensor]) -> list[Handle]:
         hook, layout, params = self._reducer.hook, bucket.layout, bucket.binding.params
         if hook is None:
-            return [self._reducer.reduce(value, numel=value.numel()) for value in values]
+            return [self._reducer.reduce(value) for value in values]
         of_values = [[param] for param in params] if layout.is_sparse else [params]
         last = len(values) - 1 if layout.trailer.late else None
         return [

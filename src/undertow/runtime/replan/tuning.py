@@ -9,7 +9,7 @@ from torch import Tensor
 
 from undertow.plan import Groups
 from undertow.runtime.comm.group import OwnGroup, Pending
-from undertow.runtime.comm.handles import WorkHandle
+from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.compiled_plan import Present
 from undertow.schedule import Arrivals
@@ -28,7 +28,7 @@ class _Exchange:
     measured: Present
     records: tuple[StepRecord, ...]  # this rank's
     latest: Tensor
-    handle: WorkHandle
+    handle: Handle
 
 
 class Tuning:

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.errors import PhaseError, UndertowError, require
 from undertow.runtime.comm.collectives import Collectives
-from undertow.runtime.comm.handles import Handle, ThreadHandle
+from undertow.runtime.comm.handles import Handle, ThreadWork
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.peers.threads import WorkerThread
 from undertow.runtime.sharded.shards import FlatParams
@@ -144,8 +144,9 @@ class Gathers:
         """Called if gathers could not be started after a step."""
         for bucket in range(len(self.flats)):
             if bucket not in self.in_flight:
-                handle = ThreadHandle(self._exchanges.group.result)
-                handle.fail(self._torn(bucket))
+                work = ThreadWork()
+                work.set_exception(self._torn(bucket))
+                handle = Handle(work, complete=self._exchanges.group.complete)
                 self._recorder.gather_launches(bucket, num_bytes=0)
                 self._watch(bucket, handle)
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import Bucket, Plan
-from undertow.runtime.comm.collectives import accumulation_dtype, exchanges_over
+from undertow.runtime.comm.collectives import Collectives, accumulation_dtype, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding, SplitParam
@@ -40,13 +39,15 @@ class ShardGroups:
     def __init__(self, all_ranks: OwnGroup, config: SyncConfig) -> None:
         user = all_ranks.user
         self.rank, self.num_ranks = user.rank, len(user.ranks)
-        # Inner sums are not divided: the mean is rounded once, after all summands are added.
-        axes = [(user, self.num_ranks)] if user.replicate is None else [(user.shard, 1), (user.replicate, self.num_ranks)]
-        groups = [OwnGroup(ref, device=all_ranks.device, within=all_ranks) for ref, _ in axes]
+        groups = [OwnGroup(axis, device=all_ranks.device, within=all_ranks) for axis in user.axes()]
         for group in groups if self.num_ranks > 1 else ():
             group.open(all_meet=True)  # every rank creates each of them
-        exchanges = [exchanges_over(group, config, divisor=divisor) for group, (_, divisor) in zip(groups, axes, strict=True)]
-        self.shard, self.replicate = exchanges[0], exchanges[1] if len(exchanges) > 1 else None
+        self.replicate: Collectives | None = None
+        divisor = self.num_ranks
+        if len(groups) > 1:
+            self.replicate = exchanges_over(groups[1], config, divisor=divisor)
+            divisor = 1  # of inner sums: the mean is rounded once, after all summands are added
+        self.shard = exchanges_over(groups[0], config, divisor=divisor)
 
     def close(self) -> None:
         axes = [axis for axis in (self.shard, self.replicate) if axis is not None]
@@ -153,7 +154,7 @@ class Sharding:
             for slot in bucket.slots:
                 values = in_memory_order(own[slot.param][0], self.strides[slot.param])
                 sent[slot.start : slot.stop] = values[slot.first : slot.first + slot.numel]
-            handle: Handle = self.groups.shard.reduce_scatter(sent, shard, trailer=trailer, pack=int)
+            handle = self.groups.shard.reduce_scatter(sent, shard, trailer=trailer)
             if self.groups.replicate is not None:
                 handle = self.groups.replicate.all_reduce_behind(handle, shard, trailer=sent[trailer.start :])
             with self.group.waiting(f"the shards of bucket {bucket.index}"):
@@ -245,7 +246,7 @@ class Sharding:
         whole = own.new_empty(num_ranks * own.numel())
         whole.view(num_ranks, -1)[self.group.rank].copy_(own)
         if num_ranks > 1:
-            handle = self.groups.shard.all_gather(whole, number=len(self.plan.buckets) + bucket, then=int)
+            handle = self.groups.shard.all_gather(whole, number=len(self.plan.buckets) + bucket)
             with self.group.waiting(f"the shards of bucket {bucket}"):
                 handle.wait()
         return whole

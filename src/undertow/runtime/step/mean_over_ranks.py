@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undertow.errors import PhaseError, WrongType, require
 from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.comm.handles import WorkHandle
+from undertow.runtime.comm.handles import Handle
 from undertow.runtime.gradients.trailer import to_device
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.siblings import all_of
@@ -26,7 +26,7 @@ class MeanOverRanks:
     def __init__(self, group: OwnGroup, number: Tensor) -> None:
         """Starts to replace `number` by its mean; a collective call. [] float64, on the group's device"""
         self._group, self._mean = group, number
-        self._handle: WorkHandle | None = None  # one rank has its mean already
+        self._handle: Handle | None = None  # one rank has its mean already
         if group.num_ranks > 1:
             self._start()
 

@@ -106,9 +106,9 @@ def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
     for row, num_bytes in zip(times, _SIZES, strict=True):
         part = tensor[: num_bytes // 4]
         for at in range(-1, _NUM_TIMES):  # the first one allocates memory for the others
-            group.complete(dist.barrier(group=group.process_group, async_op=True))
+            group.barrier()
             began_s = time.perf_counter()
-            reducer.reduce(part, numel=part.numel()).wait()
+            reducer.reduce(part).wait()
             if group.device.type == "cuda":
                 torch.cuda.synchronize(group.device)  # measures the end, not the launch
             if at >= 0:

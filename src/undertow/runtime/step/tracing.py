@@ -42,7 +42,7 @@ def save_trace(
     remedy = "Run a training step before, and leave record on."
     require(records, "no step is recorded.", where=f"save_trace, rank {rank}", remedy=remedy, error=PhaseError)
     compiled, note = now.compiled, "the simulator's prediction for the current plan, from the profile of this run"
-    conditions = Conditions(overlap=compiled.reducer.overlap)
+    conditions = Conditions(overlap=compiled.reducer.config.overlap)
     predicted = None
     try:
         profile = measured_profile(now.hooks, compiled, config)

@@ -18,7 +18,7 @@ from support.ranks import in_ranks
 from support.sharded import chain
 from undertow.runtime.comm.collectives import BackendCollectives, Collectives, P2PCollectives
 from undertow.runtime.comm.group import GroupRef, OwnGroup
-from undertow.runtime.comm.handles import ThreadHandle, WorkHandle
+from undertow.runtime.comm.handles import Handle, ThreadWork
 
 KINDS: dict[str, tuple[Any, bool]] = {  # and whether they add up in rank order
     "posted": (P2PCollectives, True),
@@ -30,13 +30,13 @@ KINDS: dict[str, tuple[Any, bool]] = {  # and whether they add up in rank order
 def wait_with_a_handler(number: int) -> bool:
     """Returns True if a signal handler has waited before line `number` of a wait: what follows the work was done then."""
     done, found = list[str](), list[bool]()
-    handle = WorkHandle(mock.Mock(), finish=partial(done.append, "finished"))
+    handle = Handle(mock.Mock(), finish=partial(done.append, "finished"))
 
     def handler() -> None:
         handle.wait()
         found.append(bool(done))
 
-    with before_lines(WorkHandle, handler, number=number):
+    with before_lines(Handle, handler, number=number):
         handle.wait()
     assert False not in found
     return bool(found)
@@ -50,7 +50,7 @@ def test_what_follows_the_work_is_done_for_a_signal_handler_that_waits_too() -> 
 def exchanging(kind: str) -> Iterator[Collectives]:
     group = opened_group()
     make, in_order = KINDS[kind]
-    exchanges = make(group, in_order=in_order)
+    exchanges = make(group, in_order=in_order, divisor=group.num_ranks)
     yield exchanges
     exchanges.close()  # with the threads that call back
     group.close()
@@ -80,13 +80,13 @@ def test_a_shard_is_the_mean_added_up_in_rank_order_and_every_rank_gets_every_pa
             given = of_ranks(num_ranks * numel + 1, index, dtype)
             wanted = chain_of_adds([storage[rank * numel : (rank + 1) * numel] for storage in given], dtype) / num_ranks
             shard, trailer = torch.empty_like(wanted), range(num_ranks * numel + 1, num_ranks * numel + 3)
-            handle = exchanges.reduce_scatter(given[rank], shard, trailer=trailer, pack=int)
+            handle = exchanges.reduce_scatter(given[rank], shard, trailer=trailer)
             handle.on_done(done.append)
             started.append((handle, given[rank], shard, wanted))
         for handle, storage, shard, wanted in started:
             handle.wait()
             assert storage[-2:].tolist() == [1.0, num_ranks]
-            assert not isinstance(handle, WorkHandle) or handle.is_completed()
+            assert handle.is_completed()
             # Without an order the backend's own: an ulp of a sum of three values.
             assert torch.equal(shard, wanted) if kind != "native" else torch.allclose(shard, wanted, rtol=1e-6, atol=1e-6)
         parts = [noise(7, rank=peer).to(dtype) for peer in range(num_ranks)]
@@ -131,7 +131,7 @@ def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in
         started.append(
             (
                 second.all_reduce_behind(
-                    first.reduce_scatter(storage, shard, trailer=range(numel, numel + 2), pack=int),
+                    first.reduce_scatter(storage, shard, trailer=range(numel, numel + 2)),
                     shard,
                     trailer=storage[numel:],
                 ),
@@ -171,8 +171,8 @@ def test_what_is_behind_a_failure_fails_with_it() -> None:
         )
         with pytest.raises(ZeroDivisionError, match="while packing"):
             handle.wait()
-        late = ThreadHandle(exchanges.group.result)
-        after_end = exchanges.all_reduce_behind(late, torch.zeros(2), trailer=torch.zeros(2))
+        late = ThreadWork()
+        after_end = exchanges.all_reduce_behind(Handle(late), torch.zeros(2), trailer=torch.zeros(2))
         exchanges.close()
         late.run(int)
         with pytest.raises(RuntimeError, match="shutdown"):

@@ -17,7 +17,7 @@ from undertow.runtime.comm.comm_hook import CommHook, HookedBucket
 
 BUFFER = torch.arange(6.0)
 # As much of a group as a hook asks for: one without ranks that could be lost.
-ALONE = Mock(is_broken=False, member="of one", result=lambda future: future.result())
+ALONE = Mock(is_broken=False, member="of one", complete=lambda work: work.wait())
 
 
 def bucket() -> HookedBucket:
