@@ -503,11 +503,22 @@ class Scaled(nn.Module):
         return Scaling.apply(x, self.child.weight[0]) if self.reads_child else self.child(self.child(x))
 
 
+class Listed(nn.Module):
+    """Has its weight in a list, which is a module that nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.linspace(0.4, 0.6, 6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaling.apply(x, self.weights[0])
+
+
 UNSEEN = Case(lambda: nn.Sequential(*(Scaled() for _ in range(6)), nn.Linear(6, 4)), MLP.loss)
 
 
 def unseen_of_all_kinds() -> nn.Module:
-    model = nn.Sequential(*(Scaled(reads_child=place == 1) for place in range(4)), nn.Linear(6, 4))
+    model = nn.Sequential(*(Scaled(reads_child=place == 1) for place in range(4)), Listed(), nn.Linear(6, 4))
     model[3].weight = model[0].weight  # shared
     model[2].child = model[0]  # called three times
     return model
