@@ -518,7 +518,7 @@ UNSEEN = Case(lambda: nn.Sequential(*(Scaled() for _ in range(6)), nn.Linear(6, 
 
 
 def unseen_of_all_kinds() -> nn.Module:
-    model = nn.Sequential(*(Scaled(reads_child=place == 1) for place in range(4)), Listed(), nn.Linear(6, 4))
+    model = nn.Sequential(*(Scaled(reads_child=place == 1) for place in range(4)), nn.Linear(6, 4))
     model[3].weight = model[0].weight  # shared
     model[2].child = model[0]  # called three times
     return model
@@ -538,6 +538,20 @@ def test_a_layer_whose_reads_cannot_be_seen_waits_for_its_own_parameters_in_the_
         UNSEEN.loss(ddp, 4)
     assert order == sorted(order)
     assert seen == [(place, set(range(place + 1))) for place in range(7)]
+
+
+LISTED = Case(lambda: nn.Sequential(nn.Linear(6, 6), Listed(), nn.Linear(6, 4)), MLP.loss)
+
+
+@in_ranks(2)
+def test_a_layer_waits_for_its_parameters_in_a_list() -> None:
+    with stepped(3, case=LISTED, bucket_cap_mb=24 / 2**20) as (ddp, opt):
+        waited, layer = slow_gathers(ddp), ddp.module[1]
+        names = [[ddp.plan.params[param].name for param in bucket.params] for bucket in ddp.plan.buckets]
+        step_of(ddp, opt, LISTED, 3)
+        waited.clear()
+        layer(noise(5, 6))
+        assert [names[bucket] for bucket in waited] == [["1.weights.0"]]
 
 
 @in_ranks(2)
