@@ -503,6 +503,17 @@ class Scaled(nn.Module):
         return Scaling.apply(x, self.child.weight[0]) if self.reads_child else self.child(self.child(x))
 
 
+class Listed(nn.Module):
+    """Has its weight in a list, which is a module that nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.linspace(0.4, 0.6, 6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaling.apply(x, self.weights[0])
+
+
 UNSEEN = Case(lambda: nn.Sequential(*(Scaled() for _ in range(6)), nn.Linear(6, 4)), MLP.loss)
 
 
@@ -527,6 +538,20 @@ def test_a_layer_whose_reads_cannot_be_seen_waits_for_its_own_parameters_in_the_
         UNSEEN.loss(ddp, 4)
     assert order == sorted(order)
     assert seen == [(place, set(range(place + 1))) for place in range(7)]
+
+
+LISTED = Case(lambda: nn.Sequential(nn.Linear(6, 6), Listed(), nn.Linear(6, 4)), MLP.loss)
+
+
+@in_ranks(2)
+def test_a_layer_waits_for_its_parameters_in_a_list() -> None:
+    with stepped(3, case=LISTED, bucket_cap_mb=24 / 2**20) as (ddp, opt):
+        waited, layer = slow_gathers(ddp), ddp.module[1]
+        names = [[ddp.plan.params[param].name for param in bucket.params] for bucket in ddp.plan.buckets]
+        step_of(ddp, opt, LISTED, 3)
+        waited.clear()
+        layer(noise(5, 6))
+        assert [names[bucket] for bucket in waited] == [["1.weights.0"]]
 
 
 @in_ranks(2)

@@ -273,7 +273,7 @@ class ForwardWaits:
 
     Reads of other modules' parameters wait by themselves.
 
-    `on_order` is called once, with all buckets in the order in which a training forward has waited for them. If parts of the
+    `on_order` is called once, with all buckets in the order of the waits of a training forward. If parts of the
     model are compiled (`only_root`) or scripted, the whole model waits for everything: hooks would split compiled graphs, and
     TorchScript calls none.
     """
