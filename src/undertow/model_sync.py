@@ -129,7 +129,7 @@ class ModelSync:
 
     @property
     def _has_comm_hook(self) -> bool:
-        return self._engine.current_plan.now.compiled.reducer.hook is not None
+        return self._engine.current_plan.comm_hook is not None
 
     @property
     def _is_training_forward(self) -> bool:

@@ -129,7 +129,7 @@ NUMBERS: dict[str, Callable[[int], Any]] = {
     "a fraction": lambda rank: Fraction(3 + rank, 2),
     "a number of numpy's": lambda rank: np.int64(3 + rank),
     "a tensor": lambda rank: torch.tensor(3 + rank),
-    "a tensor of one dimension": lambda rank: torch.tensor([3.0 + rank], requires_grad=True),
+    "a tensor of one dimension": lambda rank: torch.tensor([3.0 + rank]),
 }
 
 

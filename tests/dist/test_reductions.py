@@ -107,8 +107,8 @@ def test_an_op_that_cannot_be_right_is_refused_on_every_rank() -> None:
     with stepped(2) as (ddp, _opt):
         accumulate(ddp)
         assert text_of(PhaseError, lambda: ddp.reduce_gradients_async("sum").wait()) == (
-            "rank 0, 1 holds shards of what an earlier synchronization has brought, which another op would count again.\n"
-            "  reduce_gradients_async(), synchronization 2\n"
+            "an earlier synchronization has left shards of its result, which another op would count again.\n"
+            f"  reduce_gradients_async(), synchronization 2, rank {rank}\n"
             "  Call zero_grad() before the accumulation, or leave op out."
         )
 

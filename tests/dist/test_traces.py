@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from support.emulated import run_over_link
 from support.errors import text_of
 from support.inside import EmulatedLink
-from support.naive import alone, wrapped
+from support.naive import wrapped
 from support.project import ROOT
 from support.ranks import in_ranks
 from undertow import PhaseError, ShardedOptimizer, attach
@@ -141,15 +141,6 @@ def test_a_short_run_has_a_trace_without_a_prediction(tmp_path: Path) -> None:
     trace = json.loads(path.read_text())
     assert path.name == f"trace-rank{dist.get_rank()}.json"
     assert trace["undertow_trace"]["prediction"].startswith("none: nothing has been measured of this model yet.")
-
-
-@in_ranks(2)
-def test_one_rank_alone_has_a_trace(tmp_path: Path) -> None:
-    with alone() as group, wrapped(nn.Linear(2, 2), process_group=group) as ddp:
-        for _ in range(3):
-            ddp(torch.ones(1, 2)).sum().backward()
-        trace = json.loads(ddp.save_trace(tmp_path / "trace.json").read_text())
-    assert trace["distributedInfo"] == {"rank": dist.get_rank(), "world_size": 1, "backend": "gloo"}
 
 
 # How the script's model ends: left to the end of the process, closed, or dropped; or in processes of multiprocessing.

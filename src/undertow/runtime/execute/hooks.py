@@ -58,16 +58,26 @@ class GradientFactor:
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
+        self._params: dict[Tensor, None] | None = None  # tensors are keys by identity
         self._hooks: list[tuple[object, RemovableHandle]] = []  # each with a node that must stay alive
 
+    @torch.no_grad()
     def follow(self, params: Iterable[Tensor]) -> None:
-        """Applies to the gradients of these parameters only, frozen ones included: they may be unfrozen for a backward."""
+        """Applies to the gradients of these parameters only, frozen ones included: they may be unfrozen for a backward.
+
+        Gradients of parameters that are new since the last call arrived before anybody followed them.
+        """
         if self._factor == 1:
             return
+        before = self._params
+        self._params = dict.fromkeys(filter(private.may_train, params))
+        if before is not None:
+            for param in self._params:
+                if param not in before and param.grad is not None:
+                    param.grad.mul_(self._factor)
         for _, hook in self._hooks:
             hook.remove()
-        different = dict.fromkeys(params)  # tensors are keys by identity
-        self._hooks = [private.scale_gradients(param, self._factor) for param in different if private.may_train(param)]
+        self._hooks = [private.scale_gradients(param, self._factor) for param in self._params]
 
 
 def remove_all(hooks: list[RemovableHandle]) -> None:

@@ -142,8 +142,6 @@ class CurrentPlan:
         reducer = now.reducer if self.change is None else self.change.reducer
         try:
             named_params = self.members.trained(also=(hooks.ids - self._left).union(hooks.outside))
-            for name in earlier_watchers(named_params, but=self._listeners.owner):
-                raise part_of_another(name)  # else gradients would be averaged twice
             is_other = reducer.hook is not now.reducer.hook or not self._is_in_force(named_params, of=now)
             has_more |= self.change is not None and self.change.has_more
             change = self._planned(named_params, reducer)
@@ -168,6 +166,18 @@ class CurrentPlan:
             return False
         is_new = not self.change.ids <= self.now.hooks.ids
         return is_new and not (self.now.compiled.sharding is not None and self.has_result)
+
+    @property
+    def comm_hook(self) -> CommHook | None:
+        """The communication hook that reduces buckets, from the next round on at the latest."""
+        reducer = self.now.compiled.reducer if self.change is None else self.change.reducer
+        return reducer.hook
+
+    def require_own(self) -> None:
+        """Raises ConfigError if another engine watches a parameter of the change: gradients must be averaged once."""
+        assert self.change is not None
+        for name in earlier_watchers(self.change.named_params, but=self._listeners.owner):
+            raise part_of_another(name)
 
     def follow(self) -> None:
         """Puts the change in force."""

@@ -60,6 +60,7 @@ class Meeting:
         """Sends the buckets of the plan in force."""
         change = self._plans.change
         assert change is not None  # else there is nothing to meet for
+        self._plans.require_own()
         make_gradients_whole(change.named_params, rank=self._group.rank)
         releases, executor = self._compiled.synchronizing, self._compiled.executor
         with gradients_aside(self._compiled.params):

@@ -94,7 +94,7 @@ class Engine(RoundRunner):
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on; PhaseError in a round, or if there is a hook already."""
-        earlier = self.current_plan.now.compiled.reducer.hook
+        earlier = self.current_plan.comm_hook
         require(
             self._open is None and earlier is None,
             "register_comm_hook can only be called once, and not within a backward.",

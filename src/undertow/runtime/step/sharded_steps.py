@@ -183,7 +183,7 @@ def _refusals(engine: Engine, config: SyncConfig) -> tuple[tuple[bool, ConfigErr
                 remedy='Set strategy="zero1" or "zero2", or use a plain optimizer.',
             ),
         ),
-        (engine.current_plan.now.compiled.reducer.hook is not None, no_hooks_with_shards()),
+        (engine.current_plan.comm_hook is not None, no_hooks_with_shards()),
         ("join" in engine.current_plan.group.borrowers, no_join_with_shards()),
     )
 
