@@ -122,7 +122,7 @@ class CurrentPlan:
         hooks = self.now.hooks
         trained = {id(param) for _, param in self.members.trained_now()}
         self._left = hooks.ids - trained - hooks.accumulated_ids()
-        self._find_change(has_more=has_more)
+        self._find_change(begins_forward=True, has_more=has_more)
         if not self.is_active and self.change is not None:  # one rank agrees with nobody
             self.follow()
 
@@ -137,7 +137,7 @@ class CurrentPlan:
                 self._find_change()
             self.is_stale = False
 
-    def _find_change(self, *, has_more: bool = False) -> None:
+    def _find_change(self, *, begins_forward: bool = False, has_more: bool = False) -> None:
         hooks, now = self.now.hooks, self.now.compiled
         reducer = now.reducer if self.change is None else self.change.reducer
         try:
@@ -152,7 +152,7 @@ class CurrentPlan:
             raise
         # A frozen parameter that stays in the plan leaves it when a forward finds it frozen still.
         self.members.is_unseen = not all(param.requires_grad for _, param in named_params)
-        hooks.watch([param for _, param in self.members.named_params()])
+        hooks.watch([param for _, param in self.members.named_params()], may_have_arrived=not begins_forward)
         self._apply_factor()
 
     @property
@@ -355,7 +355,7 @@ class CurrentPlan:
         if before is not None:
             executor.take_over_readings(before.compiled.executor)
         hooks.start()
-        hooks.watch([param for _, param in self.members.frozen()])
+        hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
         if follows_observed_order(compiled, self._config):
             hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
         measure(hooks, compiled, self._config, self._recorder)

@@ -70,14 +70,16 @@ class OutsideHooks:
         self._then = then
         self._watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
 
-    def watch(self, params: Sequence[Tensor]) -> None:
-        """Makes these the watched parameters, except those that can never be trained."""
+    def watch(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Makes these the watched parameters, except those that can never be trained; returns those that are new."""
         wanted = {id(param): param for param in params}
         for key in self._watched.keys() - wanted.keys():
             self._watched.pop(key)[1].remove()
-        for key in wanted.keys() - self._watched.keys():
+        new = [wanted[key] for key in wanted.keys() - self._watched.keys()]
+        for param in new:
             with contextlib.suppress(RuntimeError):  # it can never be trained
-                self._watched[key] = wanted[key], private.hook_gradients(wanted[key], self._then)
+                self._watched[id(param)] = param, private.hook_gradients(param, self._then)
+        return new
 
     def has_thawed(self) -> bool:
         """Returns True if one of them is trained now, and no engine waits for its gradient."""
@@ -125,9 +127,14 @@ class ParamHooks:
         """Registers the hooks."""
         self.arrival_hooks = ArrivalHooks(self.params, self.arrivals)
 
-    def watch(self, params: Sequence[Tensor]) -> None:
-        """Hooks those of a module's parameters that are outside of the plan."""
-        self._outside_hooks.watch([param for param in params if id(param) not in self.ids])
+    def watch(self, params: Sequence[Tensor], *, may_have_arrived: bool) -> None:
+        """Hooks those of a module's parameters that are outside of the plan.
+
+        The gradients of new ones count if they `may_have_arrived` before their hooks.
+        """
+        for param in self._outside_hooks.watch([param for param in params if id(param) not in self.ids]):
+            if may_have_arrived and param.grad is not None:
+                self.outside[id(param)] = param
 
     def regroup(self, plan: Plan) -> None:
         """Switches to the buckets of another plan."""
