@@ -31,7 +31,8 @@ from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf, ModuleParams
 from undertow.runtime.step.checks import Arguments, NonFinite
 from undertow.runtime.step.engine import Engine
-from undertow.runtime.step.rounds import Forward, Phase
+from undertow.runtime.step.progress import Forward
+from undertow.runtime.step.rounds import Phase
 from undertow.runtime.step.sharded_steps import ShardedSteps
 from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.step.tracing import trace_at_end

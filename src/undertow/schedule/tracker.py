@@ -136,8 +136,10 @@ class Arrivals:
             if index is None:
                 return  # a hook of the user's has returned it, which torch is about to refuse
             traversal = _NO_TRAVERSAL if self._traversal is None else self._traversal()
-            if traversal != self._seen_traversal:
-                self._traversal_begins(traversal)
+            if traversal != self._seen_traversal and self._on_traversal is not None:
+                self._seen_traversal = traversal
+                self._on_traversal(traversal)
+                self._seen_traversal = traversal  # it may have been forgotten
                 if hooks is not self.hooks:  # now in other buckets
                     self.hooks[index](param)
                     return
@@ -154,12 +156,6 @@ class Arrivals:
                 bucket.looks_at = bucket.num_awaited if self.at_each is None else 0
             for number in full:
                 self.on_full(number)
-
-    def _traversal_begins(self, traversal: int) -> None:
-        self._seen_traversal = traversal
-        if self._on_traversal is not None:
-            self._on_traversal(traversal)
-        self._seen_traversal = traversal  # it may have been forgotten
 
     def arrive(self, index: int) -> None:
         """Records that the gradient of a parameter arrived. A repeated arrival counts only if `learn_repeats` expects it."""

@@ -301,7 +301,7 @@ class Heard:
             range(1 + max(param for bucket in buckets for param in bucket)),
             on_full=lambda bucket: self.calls.append(f"b{bucket}"),
             traversal=lambda: self.traversal,
-            on_traversal=lambda traversal, param: self.calls.append(f"p{param} in {traversal}"),
+            on_traversal=lambda traversal: self.calls.append(f"first in {traversal}"),
         )
 
     def after(self, event: str) -> str:
@@ -330,43 +330,47 @@ CALLS: dict[str, Callable[..., Any]] = {
     [
         pytest.param(
             [(1, 0), (2,)],
-            ["each:", "reset:", "2: p2 in 7, p2, b1", "1: p1", "0: p0, b0", "state: arrived [0, 1, 2], repeats False"],
+            ["each:", "reset:", "2: first in 7, p2, b1", "1: p1", "0: p0, b0", "state: arrived [0, 1, 2], repeats False"],
             id="noted before its bucket is full",
         ),
-        pytest.param([(0,), (1,)], ["each:", "0: p0 in 7, p0, b0", "reset:", "1: p1, b1"], id="told of in each round"),
+        pytest.param([(0,), (1,)], ["each:", "0: first in 7, p0, b0", "reset:", "1: p1, b1"], id="told of in each round"),
         pytest.param(
             [(0,), (1,)],
-            ["each:", "reset:", "0: p0 in 7, p0, b0", "none:", "1: b1", "reset:", "0: b0"],
+            ["each:", "reset:", "0: first in 7, p0, b0", "none:", "1: b1", "reset:", "0: b0"],
             id="nobody wants to know any more",
         ),
-        pytest.param([(0,), (0, 1)], ["each:", "reset:", "1: p1 in 7, p1", "0: p0, b0, b1"], id="noted once in two pieces"),
+        pytest.param([(0,), (0, 1)], ["each:", "reset:", "1: first in 7, p1", "0: p0, b0, b1"], id="noted once in two pieces"),
         pytest.param(
             [(0, 1)],
-            ["each:", "reset:", "0: p0 in 7, p0", "0: p0", "note 1:", "state: arrived [0, 1], repeats True"],
+            ["each:", "reset:", "0: first in 7, p0", "0: p0", "note 1:", "state: arrived [0, 1], repeats True"],
             id="told of a repeat, and not of what is noted",
         ),
         pytest.param(
             [(0,)],
-            ["each:", "reset:", "0: p0 in 7, p0, b0", "0: p0", "learn_repeats:", "reset:", "0: p0", "0: p0, b0"],
+            ["each:", "reset:", "0: first in 7, p0, b0", "0: p0", "learn_repeats:", "reset:", "0: p0", "0: p0, b0"],
             id="told of each expected repeat",
         ),
-        pytest.param([(0, 1)], ["each:", "reset:", "regroup 0 1:", "1: p1 in 7, p1, b1"], id="noted in other buckets"),
+        pytest.param([(0, 1)], ["each:", "reset:", "regroup 0 1:", "1: first in 7, p1, b1"], id="noted in other buckets"),
         pytest.param(
             [(0, 1)],
-            ["regroup 0 01:", "0: p0 in 7, b0", "1: b1", "regroup 1 0:", "0: b1", "1: b0"],
+            ["regroup 0 01:", "0: first in 7, b0", "1: b1", "regroup 1 0:", "0: b1", "1: b0"],
             id="other buckets, in pieces or whole",
         ),
-        pytest.param([(1, 0), (0, 2), (0,)], ["2: p2 in 7", "0: b1, b2", "1: b0"], id="a piece counts for each of its buckets"),
+        pytest.param(
+            [(1, 0), (0, 2), (0,)], ["2: first in 7", "0: b1, b2", "1: b0"], id="a piece counts for each of its buckets"
+        ),
         pytest.param(
             [(1, 0), (2,)],
             [
-                *("2: p2 in 7, b1", "enter 8:", "1: p1 in 8", "0: b0", "2:", "0:"),
-                *("enter 7:", "0: p0 in 7", "1:", "forget_traversal:", "1: p1 in 7", "0:"),
+                *("2: first in 7, b1", "enter 8:", "1: first in 8", "0: b0", "2:", "0:"),
+                *("enter 7:", "0: first in 7", "1:", "forget_traversal:", "1: first in 7", "0:"),
             ],
             id="a traversal is told of at the first arrival of a bucket, and when it is full",
         ),
         pytest.param(
-            [(0, 1)], ["0: p0 in 7", "1: b0", "forget_traversal:", "0: p0 in 7", "1:"], id="a forgotten traversal is told again"
+            [(0, 1)],
+            ["0: first in 7", "1: b0", "forget_traversal:", "0: first in 7", "1:"],
+            id="a forgotten traversal is told again",
         ),
     ],
 )
@@ -415,7 +419,7 @@ def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
     full: list[int] = []
     begins, has_counted = threading.Event(), threading.Event()
 
-    def begin(_traversal: int, _param: int) -> None:
+    def begin(_traversal: int) -> None:
         begins.set()
         assert not has_counted.wait(0.2)
         arrivals.reset()

@@ -216,9 +216,14 @@ class ModuleParams:
         with private.as_plain_tensors():  # this reads no values
             if not self.is_unseen and not self._seen.has_changed():
                 return False
-            # During a call of torch.func.functional_call, its replacements are tensors, not parameters. A copy or a loaded
-            # module of TorchScript has tensors too, from the first look on.
-            return all(isinstance(param, nn.Parameter) for param in self._seen.added()) and not self._is_elsewhere()
+            return not self.are_lent() and not self._is_elsewhere()
+
+    def are_lent(self) -> bool:
+        """Returns True during a call of torch.func.functional_call: its replacements are tensors, not parameters.
+
+        A copy or a loaded module of TorchScript has tensors too, from the first look on.
+        """
+        return not all(isinstance(param, nn.Parameter) for param in self._seen.added())
 
     def has_more(self) -> bool:
         """Returns True if modules are others, or parameters more, than at the last look.

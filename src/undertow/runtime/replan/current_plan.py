@@ -133,7 +133,7 @@ class CurrentPlan:
         of the other parts are unused.
         """
         if self.is_stale or self.change is not None:
-            if self.members.has_changed() or self.change is not None:
+            if self.members.has_changed() or (self.change is not None and not self.members.are_lent()):
                 self._find_change()
             self.is_stale = False
 
@@ -261,8 +261,8 @@ class CurrentPlan:
         compiled, hooks = self.now.compiled, self.now.hooks
         if hooks.order is not None:
             hooks.order.send()
-        if hooks.tuning is not None:
-            hooks.tuning.round_ends(compiled.present)
+        if hooks.tuning is not None and hooks.tuning.act is not None:
+            hooks.tuning.act(compiled.present)
 
     def shard(self, strategy: Strategy, groups: ShardGroups) -> Sharding:
         """Lays out parameters and gradients for `strategy`, in rank 0's order if that has arrived.

@@ -68,22 +68,22 @@ class OutsideHooks:
 
     def __init__(self, then: Callable[[Tensor], object]) -> None:
         self._then = then
-        self._watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
+        self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
 
     def watch(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Makes these the watched parameters, except those that can never be trained; returns those that are new."""
         wanted = {id(param): param for param in params}
-        for key in self._watched.keys() - wanted.keys():
-            self._watched.pop(key)[1].remove()
-        new = [wanted[key] for key in wanted.keys() - self._watched.keys()]
+        for key in self.watched.keys() - wanted.keys():
+            self.watched.pop(key)[1].remove()
+        new = [wanted[key] for key in wanted.keys() - self.watched.keys()]
         for param in new:
             with contextlib.suppress(RuntimeError):  # it can never be trained
-                self._watched[id(param)] = param, private.hook_gradients(param, self._then)
+                self.watched[id(param)] = param, private.hook_gradients(param, self._then)
         return new
 
     def has_thawed(self) -> bool:
         """Returns True if one of them is trained now, and no engine waits for its gradient."""
-        params = [param for param, _ in self._watched.values()]
+        params = [param for param, _ in self.watched.values()]
         # Runs in every round, hence a loop in C; most models have no frozen parameters.
         return any(map(_is_trained, params)) and any(param.requires_grad and not is_watched(param) for param in params)
 
@@ -112,7 +112,7 @@ class ParamHooks:
         self.order: ObservedOrder | None = None
         self.tuning: Tuning | None = None  # if there are rounds
         self.arrival_hooks = ArrivalHooks([], self.arrivals)
-        self._outside_hooks = OutsideHooks(listeners.on_outside)
+        self.outside_hooks = OutsideHooks(listeners.on_outside)
 
     @property
     def params(self) -> list[Tensor]:
@@ -132,7 +132,7 @@ class ParamHooks:
 
         The gradients of new ones count if they `may_have_arrived` before their hooks.
         """
-        for param in self._outside_hooks.watch([param for param in params if id(param) not in self.ids]):
+        for param in self.outside_hooks.watch([param for param in params if id(param) not in self.ids]):
             if may_have_arrived and param.grad is not None:
                 self.outside[id(param)] = param
 
@@ -141,14 +141,10 @@ class ParamHooks:
         self.arrivals.regroup([bucket.params for bucket in plan.buckets])
         self.arrival_hooks.renew()
 
-    def has_thawed(self) -> bool:
-        """Returns True if a parameter that was frozen is trained now, and no engine waits for its gradient."""
-        return self._outside_hooks.has_thawed()
-
     def close(self) -> None:
         """Removes the hooks; a second call does nothing."""
         self.arrival_hooks.remove()
-        self._outside_hooks.watch(())
+        self.outside_hooks.watch(())
         self.arrivals.on_full = lambda _bucket: None  # it may be in the middle of an arrival
         self.arrivals.owner = None
         for other in (self.order, self.tuning):

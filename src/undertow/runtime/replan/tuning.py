@@ -52,12 +52,12 @@ class Tuning:
         self._may_move = may_move
         self._num_rounds = 0  # of those that count down to the next act
         self._exchange: _Exchange | None = None
-        self._act: Callable[[Present], None] | None = self._wait_for_settled_steps  # at the end of the next sound round
+        self.act: Callable[[Present], None] | None = self._wait_for_settled_steps  # at the end of the next sound round
 
     @property
     def is_about_to_communicate(self) -> bool:
         """True if the end of the next round, if that is sound, starts a message."""
-        return self._act in (self._exchange_times, self._decide)
+        return self.act in (self._exchange_times, self._decide)
 
     def take(self, present: Present) -> Groups | None:
         """Called when a round begins; returns new groups of the buckets if they were decided, in the same round on every rank."""
@@ -72,15 +72,10 @@ class Tuning:
             self._measure()
         return decision.groups
 
-    def round_ends(self, present: Present) -> None:
-        """Called after a round under this plan that all ranks have found sound."""
-        if self._act is not None:
-            self._act(present)
-
     def close(self) -> None:
         """Ends it; measurements stay, and a decision in flight may be taken."""
         self._arrivals.at_each = None
-        self._act = None  # which holds this object
+        self.act = None  # which holds this object
 
     def _wait_for_settled_steps(self, _present: Present) -> None:
         self._num_rounds += 1
@@ -91,13 +86,13 @@ class Tuning:
         """Times every gradient from the next round on."""
         self._num_rounds = 0
         self._arrivals.at_each = self._recorder.gradient_arrives
-        self._act = self._count_measured
+        self.act = self._count_measured
 
     def _count_measured(self, _present: Present) -> None:
         self._num_rounds += 1
         if self._num_rounds == NUM_STEPS_MEASURED:
             self._arrivals.at_each = None
-            self._act = self._exchange_times
+            self.act = self._exchange_times
 
     def _exchange_times(self, present: Present) -> None:
         """Starts the exchange: the last measured step is complete, because the next one has begun."""
@@ -105,11 +100,11 @@ class Tuning:
         latest = torch.from_numpy(array_of_records(records, present.plan, num_steps=NUM_STEPS_MEASURED)).to(self._group.device)
         handle = self._group.all_reduce_async(latest, dist.ReduceOp.MAX)
         self._exchange = _Exchange(present, records, latest, handle)
-        self._act = self._decide
+        self.act = self._decide
 
     def _decide(self, _present: Present) -> None:
         """Learns from the times of all ranks. If the plan may move, rank 0 decides."""
-        exchange, self._exchange, self._act = self._exchange, None, None
+        exchange, self._exchange, self.act = self._exchange, None, None
         assert exchange is not None  # it was started in the round before
         with self._group.waiting("the times of all ranks"):
             exchange.handle.wait()

@@ -16,7 +16,8 @@ from undertow.runtime.execute.round import RoundKind, Settings
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.replan.meeting import Meeting, Stage
 from undertow.runtime.replan.param_hooks import ParamHooks
-from undertow.runtime.step.rounds import Forward, Gradients, Phase, RoundRunner
+from undertow.runtime.step.progress import Forward, Gradients
+from undertow.runtime.step.rounds import Phase, RoundRunner
 from undertow.runtime.step.siblings import all_of
 from undertow.runtime.torch_private import private
 
@@ -89,7 +90,8 @@ class Engine(RoundRunner):
     def forward_ends(self) -> None:
         """Called after such a forward, which may have made a layer."""
         self.recorder.forward_ends()
-        self.current_plan.look_again()
+        if self.current_plan.is_stale:
+            self.current_plan.look_again()
         self.progress.forward = min(self.progress.forward, Forward.ENDED)
 
     def use_hook(self, hook: CommHook) -> None:
@@ -177,7 +179,7 @@ class Engine(RoundRunner):
     def close(self) -> None:
         """Ends the round under way and removes the hooks; gradients stay in place."""
         if self.phase < Phase.CLOSED:
-            self._enter_phase(Phase.CLOSED)
+            self.phase = Phase.CLOSED
         self.current_plan.close()
 
     @property
