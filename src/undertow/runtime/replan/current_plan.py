@@ -193,11 +193,11 @@ class CurrentPlan:
         self._apply_factor()
 
     def forget_buckets(self) -> None:
-        """Discards what is recorded of buckets that were empty."""
+        """Discards the records of buckets that were empty."""
         self._recorder.forgets_buckets()
 
     def _apply_factor(self) -> None:
-        """Called when there are other parameters; those of a change that is not in force may train too."""
+        """Called when there are other parameters; new ones may train before the change is in force."""
         self._factor.follow((*self.now.hooks.params, *(param for _, param in self.members.named_params())))
 
     def written_ids(self) -> set[int]:

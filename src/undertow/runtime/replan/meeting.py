@@ -31,7 +31,7 @@ class Meeting:
     is in a usual round, and both find out. New parameters take over rank 0's values.
 
     Raises PlanMismatch, on all ranks, if changes differ, or if these values differ and some rank has used its own already
-    (`are_used`). The last stage goes on with `then`.
+    (`are_used`). The last stage continues with `then`.
     """
 
     def __init__(

@@ -128,7 +128,7 @@ class ParamHooks:
         self.arrival_hooks = ArrivalHooks(self.params, self.arrivals)
 
     def watch(self, params: Sequence[Tensor], *, may_have_arrived: bool) -> None:
-        """Hooks those of a module's parameters that are outside of the plan.
+        """Hooks the parameters of a module that are outside of the plan.
 
         The gradients of new ones count if they `may_have_arrived` before their hooks.
         """
