@@ -33,20 +33,27 @@ class StepTiming:
     used_us: Sequence[float] = ()  # by parameter: first read in forward, since forward began; only for shards
 
     def __post_init__(self) -> None:
-        _require_time(self.backward_end_us, "backward_end_us")
-        for param, time_us in enumerate(self.ready_us):
-            _require_time(time_us, f"ready_us of parameter {param}")
-        for param, time_us in enumerate(self.used_us):
-            _require_time(time_us, f"used_us of parameter {param}")
+        by_param = {"ready_us": self.ready_us, "used_us": self.used_us}
+        named = [(f"{name} of parameter {param}", it) for name, times in by_param.items() for param, it in enumerate(times)]
+        for name, time_us in (("backward_end_us", self.backward_end_us), *named):
+            require(
+                0 <= time_us < math.inf,  # also false for NaN
+                f"a time of a step must be finite and not negative, got {time_us}.",
+                where=name,
+                remedy="Count from the beginning of the step or of forward; "
+                "a gradient that never comes is ready when backward ends.",
+            )
 
 
-def _require_time(time_us: float, where: str) -> None:
-    require(
-        0 <= time_us < math.inf,  # also false for NaN
-        f"a time of a step must be finite and not negative, got {time_us}.",
-        where=where,
-        remedy="Count from the beginning of the step or of forward; a gradient that never comes is ready when backward ends.",
-    )
+def check_timing(params: Sequence[ParamSpec], timing: StepTiming, *, has_shards: bool) -> None:
+    """Raises ConfigError if a parameter has no time."""
+    for name, times in (("ready_us", timing.ready_us), *((("used_us", timing.used_us),) if has_shards else ())):
+        require(
+            len(times) == len(params),
+            f"each of the {len(params)} parameters must have its {name}, got {len(times)} of them.",
+            where="the timing of a step",
+            remedy="Give one time for each parameter, in the order of the parameters.",
+        )
 
 
 def finish_us(
@@ -60,52 +67,38 @@ def finish_us(
 ) -> float:
     """Returns when the last reduction of the buckets of `groups` ends, in microseconds since the step began.
 
-    Each bucket delays backward by `bucket_us` of processor time before it is sent. With shards the
-    function returns the period of steps without their update: the stall of the next forward, which
-    waits for gathers, plus the longer of backward and reductions. Bytes are of gradients, without
-    padding and trailers. Raises ConfigError if a parameter has no time.
+    Each bucket delays backward by `bucket_us` of processor time before it is sent. With shards the function returns the period
+    of steps without their update: the stall of the next forward, which waits for gathers, plus the longer of backward and
+    reductions. Bytes are of gradients, without padding and trailers.
     """
-    _require_time_of_each(params, timing.ready_us, "ready_us")
-    if has_shards:
-        _require_time_of_each(params, timing.used_us, "used_us")
-    sizes: list[int] = []
-    starts: list[float] = []
-    first_uses: list[float] = []
-    for group in groups:
-        pieces = [piece_of(member, params) for member in group]
-        if pieces:
-            sizes.append(sum(num_bytes_of(piece, params) for piece in pieces))
-            full_us = max(timing.ready_us[piece.param] for piece in pieces)
-            starts.append(full_us + bucket_us * len(sizes))
-            if has_shards:
-                first_uses.append(min(timing.used_us[piece.param] for piece in pieces))
-    if not sizes:  # without parameters one empty bucket is sent
-        sizes = [0]
-        starts = [0.0]
-        first_uses = [0.0]
-    starts[-1] = max(starts[-1], timing.backward_end_us + bucket_us * len(sizes))
-    if not has_shards:
-        return _end_us(starts, costs.collective_us("all_reduce", sizes))
-    reduced_us = _end_us(starts, costs.collective_us("reduce_scatter", sizes))
-    gathered_us = _end_us([-use for use in first_uses], costs.collective_us("all_gather", sizes))
-    return max(0.0, gathered_us) + reduced_us
+    check_timing(params, timing, has_shards=has_shards)
+    filled = [[piece_of(member, params) for member in group] for group in groups if group]
+    sizes = np.array([sum(num_bytes_of(piece, params) for piece in group) for group in filled], dtype=np.float64)
+    ready = np.array([max(timing.ready_us[piece.param] for piece in group) for group in filled])
+    used = np.array([min(timing.used_us[piece.param] for piece in group) for group in filled]) if has_shards else None
+    return end_of_lane_us(sizes, ready, used, timing, costs, bucket_us=bucket_us)
 
 
-def _require_time_of_each(params: Sequence[ParamSpec], times: Sequence[float], name: str) -> None:
-    require(
-        len(times) == len(params),
-        f"each of the {len(params)} parameters must have its {name}, got {len(times)} of them.",
-        where="the timing of a step",
-        remedy="Give one time for each parameter, in the order of the parameters.",
-    )
+def end_of_lane_us(
+    sizes: Floats, ready_us: Floats, used_us: Floats | None, timing: StepTiming, costs: Costs, *, bucket_us: float = 0.0
+) -> float:
+    """Returns `finish_us` of buckets of these bytes, from when each is full and, with shards, when it is first used."""
+    if not len(sizes):  # without parameters one empty bucket is sent
+        sizes, ready_us = np.zeros(1), np.zeros(1)
+        used_us = None if used_us is None else np.array([max(timing.used_us, default=0.0)])
+    starts = ready_us + bucket_us * np.arange(1, len(sizes) + 1)
+    starts[-1] = max(float(starts[-1]), timing.backward_end_us + bucket_us * len(sizes))
+    if used_us is None:
+        return _through_us(starts, costs.collective_us("all_reduce", sizes))
+    reduced = _through_us(starts, costs.collective_us("reduce_scatter", sizes))
+    return max(0.0, _through_us(-used_us, costs.collective_us("all_gather", sizes))) + reduced
 
 
-def _end_us(starts: Sequence[float], times: Floats) -> float:
-    """Returns when the lane is free again, after one collective after the other."""
-    end = -math.inf
-    for start, time in zip(starts, times.tolist(), strict=True):
-        end = max(end, start) + time
-    return end
+def _through_us(starts: Floats, times: Floats) -> float:
+    through = -math.inf
+    for start, time in zip(starts.tolist(), times.tolist(), strict=True):
+        through = max(through, start) + time
+    return through
 
 
 # Number of sizes between 1 byte and the total at which a cost is looked up; a cell is then a sixth of a percent wide for 1 GB.
