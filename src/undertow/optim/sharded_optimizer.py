@@ -74,7 +74,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         elementwise: True lets another class be sharded. You vouch that the update of an element depends
             on that element alone, and that everything a step changes is in `state[param]`. Each rank steps
             flat pieces of parameters. So a norm, statistics of rows or columns, quantization in blocks or
-            a projection would use pieces, in silence.
+            a projection would use pieces, without an error.
         defaults: The settings of `cls`.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import PhaseError, require
+from undertow.errors import PhaseError
 from undertow.plan import Groups, Plan, first_plan
 from undertow.runtime.comm.agreement import Agreement, surroundings
 from undertow.runtime.comm.comm_hook import CommHook
@@ -271,13 +271,12 @@ class CurrentPlan:
         the layout stays.
         """
         now, compiled, hooks = self.now, self.now.compiled, self.now.hooks
-        require(
-            self.change is None,
-            "an optimizer steps after its parameters have changed and before gradients of the new ones are averaged.",
-            where=f"rank {self.group.rank}",
-            remedy="Run a forward and a backward between the change and the step.",
-            error=PhaseError,
-        )
+        if self.change is not None:
+            raise PhaseError(
+                "an optimizer steps after its parameters have changed and before gradients of the new ones are averaged.",
+                where=f"rank {self.group.rank}",
+                remedy="Run a forward and a backward between the change and the step.",
+            )
         if compiled.sharding is not None:
             return compiled.sharding
         plan = sharded_plan(compiled.plan, hooks, now.groups, self._config)
