@@ -73,7 +73,7 @@ class ModelSync:
         self._members = ModuleParams(
             module, ignored if elsewhere is None else AnyOf((ignored, elsewhere)), reduce_dtype=config.reduce_dtype
         )
-        self._forward_hooks: list[RemovableHandle] = []
+        self._forward_hooks: list[RemovableHandle] = []  # of an attached module; a wrapper's are in ddp/rpc.py
         self._is_closed = self._is_compiled = False
         self._steps: ShardedSteps | None = None
         self._set_up(chosen_group(process_group, device_mesh, config.strategy), within)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
+from undertow.ddp import rpc
 from undertow.errors import PhaseError, require
 from undertow.runtime.peers.guard import over_users
 from undertow.runtime.step.sharded_steps import no_join_with_shards
@@ -71,17 +72,19 @@ class ShadowHook(JoinHook):
 
     def main_hook(self) -> None:
         """Takes part in one step of the others."""
-        source, synchronizes = _exchange(self.sync)
+        source, synchronizes, is_in_context = _exchange(self.sync)
         if source is not None:
             self.sync._synchronize_buffers(source=source)
-        if synchronizes:
+        if synchronizes and is_in_context:
+            rpc.start_mean(self.sync._engine, {})()
+        elif synchronizes:
             self.sync._shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives every rank the model of a rank that trained to the end; from then on all ranks count again."""
         self.sync._group.borrowers.discard("join")
         self.sync._engine.progress.join_ends()
-        source, _ = _exchange(self.sync, source=self.sync.rank if is_last_joiner else None)
+        source, *_ = _exchange(self.sync, source=self.sync.rank if is_last_joiner else None)
         self.sync._share(("parameters", "buffers"), source=source or 0)
 
     def rescale(self, num_active: int) -> None:
@@ -101,16 +104,24 @@ class ShadowHook(JoinHook):
                 work.wait()
                 num_active = int(private.tensors_in(work.get_future().value())[0].item())
         self.rescale(num_active)
-        return _exchange(sync, source=sync.rank if with_buffers else None, synchronizes=sync._engine.synchronizes)[0]
+        return _exchange(
+            sync,
+            source=sync.rank if with_buffers else None,
+            synchronizes=sync._engine.synchronizes,
+            is_in_context=bool(sync._forward_hooks),
+        )[0]
 
 
-def _exchange(sync: GradientSync, *, source: int | None = None, synchronizes: bool = False) -> tuple[int | None, bool]:
+def _exchange(
+    sync: GradientSync, *, source: int | None = None, synchronizes: bool = False, is_in_context: bool = False
+) -> tuple[int | None, bool, bool]:
     """Exchanges the next action of active ranks.
 
-    Returns the highest rank that offers its tensors, and True if any rank's backward will synchronize.
+    Returns the highest rank that offers its tensors, True if any rank's backward will synchronize, and True if its gradients are
+    in a context of distributed autograd.
     """
-    said = torch.tensor([-1 if source is None else source, int(synchronizes)], device=sync._group.device)
+    said = torch.tensor([-1 if source is None else source, synchronizes, is_in_context], device=sync._group.device)
     with sync._group.waiting("all ranks, to learn which of them still train"):
         sync._group.all_reduce(said, dist.ReduceOp.MAX)
-    highest, any_synchronizes = said.tolist()
-    return None if highest < 0 else highest, bool(any_synchronizes)
+    highest, any_synchronizes, any_is_in_context = said.tolist()
+    return None if highest < 0 else highest, bool(any_synchronizes), bool(any_is_in_context)

@@ -108,7 +108,7 @@ def synchronize_buffers(common: CommonBuffers, group: OwnGroup, *, source: int =
         has_mean = averages and (buffer.tensor.is_floating_point() or buffer.tensor.is_complex())
         (averaged if has_mean else of_source).append(buffer)
     for chunk in _chunks(averaged):
-        _replace(_means(chunk, group))
+        _replace([(item, mean.to(item.tensor.dtype)) for item, mean in _means(chunk, group).take()])
     for chunk in _chunks(of_source):
         _replace(_sent(chunk, group, source).take())
 
@@ -121,9 +121,10 @@ def broadcast_in_place(tensors: Iterable[Tensor], group: OwnGroup, *, source: in
 
 
 @torch.no_grad()
-def send_in_place(tensors: Iterable[Tensor], group: OwnGroup) -> Callable[[], None]:
-    """Starts `broadcast_in_place` from rank 0; the returned function waits and writes the values."""
-    on_their_way = [_sent(chunk, group, 0) for chunk in _chunks([_Item(tensor) for tensor in tensors])]
+def send_in_place(tensors: Iterable[Tensor], group: OwnGroup, *, averages: bool = False) -> Callable[[], None]:
+    """Starts to send rank 0's values, or means over ranks; the returned function waits and writes them into `tensors`."""
+    send = _means if averages else _sent
+    on_their_way = [send(chunk, group) for chunk in _chunks([_Item(tensor) for tensor in tensors])]
 
     @torch.no_grad()
     def write() -> None:
@@ -137,7 +138,7 @@ def _write(arrived: _Values) -> None:
     for item, value in arrived:
         # One by one: a fused copy refuses conjugate views. A tensor that was made in inference mode is only written there.
         with torch.inference_mode() if item.tensor.is_inference() else contextlib.nullcontext():
-            item.tensor.copy_(value)
+            item.tensor.copy_(value.to_sparse(item.tensor.sparse_dim()) if item.tensor.is_sparse else value)
 
 
 def _replace(arrived: _Values) -> None:
@@ -163,19 +164,21 @@ def _replace(arrived: _Values) -> None:
         item.tensor = own
 
 
-def _means(chunk: Sequence[_Item], group: OwnGroup) -> _Values:
+def _means(chunk: Sequence[_Item], group: OwnGroup) -> Pending[_Values]:
+    """Starts to average a chunk; the means are in double precision."""
     # Buffers are averaged again in every step. In fp64, values that are the same on every rank, such as tables of constants, come
     # back bit-identical; rounding in their own dtype would change them. Dividing before the sum also avoids overflow, for example
     # of masks filled with the lowest number. Buffers are small, so the extra bytes do not matter.
-    flat = torch.cat([item.tensor.flatten() for item in chunk])
+    flat = torch.cat([item.tensor.to_dense().flatten() for item in chunk])
     wide = flat.to(torch.promote_types(flat.dtype, torch.float64)).div_(group.num_ranks)
-    with group.waiting("the mean of buffers"):
-        group.all_reduce(wide)
+    with group.waiting():
+        handle = group.all_reduce_async(wide)
     parts = torch.split(wide, [item.tensor.numel() for item in chunk])
-    return [(item, part.view(item.tensor.shape).to(item.tensor.dtype)) for item, part in zip(chunk, parts, strict=True)]
+    means = [(item, part.view(item.tensor.shape)) for item, part in zip(chunk, parts, strict=True)]
+    return Pending(group, handle.works[0], means, "the mean of buffers or gradients")
 
 
-def _sent(chunk: Sequence[_Item], group: OwnGroup, source: int) -> Pending[_Values]:
+def _sent(chunk: Sequence[_Item], group: OwnGroup, source: int = 0) -> Pending[_Values]:
     """Starts to send a chunk; rank `source` itself gets no values."""
     # As bytes, so that every dtype works, including ones that the backend does not support.
     flat = torch.cat([_bytes(item.tensor) for item in chunk])
@@ -201,5 +204,5 @@ def _chunks(items: Sequence[_Item]) -> list[list[_Item]]:
     for item in sorted(items, key=lambda item: -item.tensor.itemsize):
         kind = item.tensor.device, item.tensor.is_complex()
         chunks[kind, num_bytes[kind] // _CHUNK_BYTES].append(item)
-        num_bytes[kind] += item.tensor.nbytes
+        num_bytes[kind] += item.tensor.numel() * item.tensor.itemsize  # also of a sparse one
     return list(chunks.values())

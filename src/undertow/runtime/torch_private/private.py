@@ -61,6 +61,10 @@ num_hooks_ever: Callable[[], int] = partial(getattr, RemovableHandle, "next_id")
 # True if a torch profiler is recording; otherwise ranges are not created and cost nothing.
 is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 
+_autograd: Any = dist.autograd
+# True if torch.distributed.rpc runs in this process; some builds of torch do not have it.
+is_rpc_running: Callable[[], bool] = getattr(dist.rpc, "_is_current_rpc_agent_set", dist.rpc.is_available)
+
 _NOBODYS_TAG = (1 << 30) + 1  # no message ever has this tag
 # The code of the wrapper that torch puts around an optimizer class's `step` when it constructs the first instance.
 _STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(int).__code__
@@ -270,6 +274,20 @@ def set_gradient_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
         remedy="Install a newer torch, or leave reduce_dtype out.",
     )
     param.grad_dtype = dtype
+
+
+def autograd_context() -> int | None:
+    """Returns the number of this thread's context of distributed autograd, or None; torch.distributed.rpc runs."""
+    with contextlib.suppress(RuntimeError):  # there is none
+        return int(_autograd._current_context()._context_id())
+    return None
+
+
+def gradients_in(context: int) -> dict[torch.Tensor, torch.Tensor]:
+    """Returns the gradients in a context of distributed autograd, by parameter, or nothing if the context has ended."""
+    with contextlib.suppress(RuntimeError):
+        return dict(_autograd.get_gradients(context))
+    return {}
 
 
 def accumulating_node(param: torch.Tensor) -> Any:
