@@ -119,7 +119,8 @@ def sizes_of_messages(model: Model) -> set[int]:
 
 
 def sharding_of(model: Model) -> Sharding | None:
-    return assembly_of(model).sharding
+    """Not while ranks have still to meet about a change: then gradients of a backward stay whole."""
+    return None if engine_of(model).current_plan.change is not None else assembly_of(model).sharding
 
 
 def gathers_of(model: Model) -> Gathers:

@@ -120,8 +120,10 @@ class CurrentPlan:
             return
         has_more = self.members.has_more()
         hooks = self.now.hooks
-        trained = {id(param) for _, param in self.members.trained_now()}
-        self._left = hooks.ids - trained - hooks.accumulated_ids()
+        present = self.members.named_params()
+        # A frozen parameter with an accumulated gradient stays for one more round.
+        accumulated = hooks.accumulated_ids()
+        self._left = hooks.ids.difference(id(param) for _, param in present if param.requires_grad or id(param) in accumulated)
         self._find_change(begins_forward=True, has_more=has_more)
         if not self.is_active and self.change is not None:  # one rank agrees with nobody
             self.follow()
@@ -142,7 +144,9 @@ class CurrentPlan:
         reducer = now.reducer if self.change is None else self.change.reducer
         try:
             named_params = self.members.trained(also=(hooks.ids - self._left).union(hooks.outside))
-            is_other = reducer.hook is not now.reducer.hook or not self._is_in_force(named_params, of=now)
+            gone = hooks.ids.difference(id(param) for _, param in named_params)
+            # A parameter that is only gone, maybe lent for a call, stays in the plan until a forward finds that it has left.
+            is_other = reducer.hook is not now.reducer.hook or bool(gone & self._left) or not self._has_all(named_params, of=now)
             has_more |= self.change is not None and self.change.has_more
             change = self._planned(named_params, reducer)
             self.change = dataclasses.replace(change, has_more=has_more) if is_other else None
@@ -150,8 +154,8 @@ class CurrentPlan:
             self.is_stale = True
             self.members.is_unseen = True
             raise
-        # A frozen parameter that stays in the plan leaves it when a forward finds it frozen still.
-        self.members.is_unseen = not all(param.requires_grad for _, param in named_params)
+        # A parameter that stays in the plan for its turn leaves it when a forward finds it frozen, or gone, still.
+        self.members.is_unseen = bool(gone - self._left) or not all(param.requires_grad for _, param in named_params)
         hooks.watch([param for _, param in self.members.named_params()], may_have_arrived=not begins_forward)
         self._apply_factor()
 
@@ -172,6 +176,11 @@ class CurrentPlan:
         """The communication hook that reduces buckets, from the next round on at the latest."""
         reducer = self.now.compiled.reducer if self.change is None else self.change.reducer
         return reducer.hook
+
+    @property
+    def changes_params(self) -> bool:
+        """True if parameters change. Then the meeting counts as a synchronization; not if only a hook is new."""
+        return self.change is not None and self.change.reducer.hook is self.now.compiled.reducer.hook
 
     def require_own(self) -> None:
         """Raises ConfigError if another engine watches a parameter of the change: gradients must be averaged once."""
@@ -322,11 +331,12 @@ class CurrentPlan:
             self.compare(plan, params, reducer).require()
         raise error
 
-    def _is_in_force(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
-        """Returns True if that plan has these parameters, in this order and unchanged."""
+    def _has_all(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
+        """Returns True if that plan has these parameters, in this order and unchanged, and perhaps others."""
         specs = self.members.specs(named_params)
         wanted = [(id(param), spec, param.stride()) for (_, param), spec in zip(named_params, specs, strict=True)]
-        return wanted == list(zip(map(id, of.params), of.plan.params, of.strides, strict=True))
+        planned = zip(map(id, of.params), of.plan.params, of.strides, strict=True)
+        return all(each in planned for each in wanted)  # each search continues after the one that was found
 
     def compare(self, plan: Plan, params: Sequence[Tensor], reducer: Reducer, *, new: Sequence[str] = ()) -> Agreement:
         """Compares the parameters and settings of all ranks, and the names of `new` parameters; a collective call."""

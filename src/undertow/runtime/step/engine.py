@@ -81,8 +81,8 @@ class Engine(RoundRunner):
         current_plan.wait_for_parameters()
         current_plan.look_again()
         current_plan.adopt_plan()
-        progress.num_rounds += 1
-        meeting = Meeting(current_plan, progress.num_rounds - 1, mode=progress.steps.mode, are_used=False)
+        meeting = Meeting(current_plan, progress.num_rounds, mode=progress.steps.mode, are_used=False)
+        progress.num_rounds += current_plan.changes_params
         stage: Stage | None = meeting.begin
         while stage is not None:
             stage = stage()

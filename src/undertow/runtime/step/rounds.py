@@ -166,9 +166,13 @@ class RoundRunner:
 
     @property
     def synchronizes(self) -> bool:
-        """True if a backward that runs now communicates, as one that only accumulates does if it adds up shards."""
+        """True if a backward that runs now communicates, as one that only accumulates does if it adds up shards.
+
+        After a change of the plan there are no shards before the optimizer steps.
+        """
         current_plan = self.current_plan
-        return not self.is_accumulating or current_plan.now.compiled.strategy.reduces_micro_batches
+        adds_up_shards = current_plan.change is None and current_plan.now.compiled.strategy.reduces_micro_batches
+        return not self.is_accumulating or adds_up_shards
 
     @private.untraced
     def _enter(self, task: int) -> None:
@@ -215,6 +219,8 @@ class RoundRunner:
         if is_open and (self._open is None or self._is_between_rounds()):
             private.require_eager_backward()
             self._end.watch(task)  # first: a round that is open without an end to come counts as a failed backward
+            if self.current_plan.is_stale or self.current_plan.change is not None:
+                self.current_plan.look_again()
             kind = RoundKind.REDUCE
             if not self.synchronizes:
                 kind = RoundKind.ACCUMULATE
@@ -267,7 +273,7 @@ class RoundRunner:
     def _meeting(self, this: OpenRound, *, then: Stage) -> Meeting:
         hooks = self.current_plan.now.hooks
         number = self.progress.num_rounds
-        self.progress.num_rounds += 1  # also if the ranks do not agree: all of them have run it
+        self.progress.num_rounds += self.current_plan.changes_params  # also if the ranks do not agree: all of them have run it
         return Meeting(
             self.current_plan,
             number,

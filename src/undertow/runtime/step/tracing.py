@@ -67,6 +67,8 @@ def trace_at_end(engine: Engine, config: SyncConfig) -> Callable[[], object] | N
     path, number, run = Path(folder).absolute() / "trace.json.gz", next(_numbers), run_name()
 
     def save(engine: Engine, config: SyncConfig) -> None:
+        if not engine.current_plan.is_active:  # one rank has nothing to show
+            return
         group = engine.current_plan.group
         # On a device, reading a time waits for earlier launches, which may never end after a fault.
         if group.device.type == "cpu" or not group.is_broken:
