@@ -118,13 +118,8 @@ class CurrentPlan:
         self.is_stale = False
         if not self.members.has_changed():
             return
-        has_more = self.members.has_more()
-        hooks = self.now.hooks
-        present = self.members.named_params()
-        # A frozen parameter with an accumulated gradient stays for one more round.
-        accumulated = hooks.accumulated_ids()
-        self._left = hooks.ids.difference(id(param) for _, param in present if param.requires_grad or id(param) in accumulated)
-        self._find_change(begins_forward=True, has_more=has_more)
+        self._left = self.now.hooks.ids
+        self._find_change(begins_forward=True, has_more=self.members.has_more())
         if not self.is_active and self.change is not None:  # one rank agrees with nobody
             self.follow()
 
@@ -138,10 +133,17 @@ class CurrentPlan:
             if self.members.has_changed() or (self.change is not None and not self.members.are_lent()):
                 self._find_change()
             self.is_stale = False
+            if not self.is_active and self.change is not None:  # one rank agrees with nobody
+                self.follow()
 
     def _find_change(self, *, begins_forward: bool = False, has_more: bool = False) -> None:
         hooks, now = self.now.hooks, self.now.compiled
         reducer = now.reducer if self.change is None else self.change.reducer
+        accumulated = hooks.accumulated_ids()
+        # A parameter that has come back has not left. A frozen one with an accumulated gradient stays for one more round.
+        self._left = self._left.difference(
+            id(param) for _, param in self.members.named_params() if param.requires_grad or id(param) in accumulated
+        )
         try:
             named_params = self.members.trained(also=(hooks.ids - self._left).union(hooks.outside))
             gone = hooks.ids.difference(id(param) for _, param in named_params)
@@ -182,6 +184,13 @@ class CurrentPlan:
         """True if parameters change. Then the meeting counts as a synchronization; not if only a hook is new."""
         return self.change is not None and self.change.reducer.hook is self.now.compiled.reducer.hook
 
+    def all_params(self) -> list[Tensor]:
+        """Returns the parameters of the plan in force, and of the change."""
+        params = dict.fromkeys(self.now.hooks.params)
+        if self.change is not None:
+            params.update(dict.fromkeys(param for _, param in self.change.named_params))
+        return list(params)
+
     def require_own(self) -> None:
         """Raises ConfigError if another engine watches a parameter of the change: gradients must be averaged once."""
         assert self.change is not None
@@ -193,8 +202,6 @@ class CurrentPlan:
         change, before = self.change, self.now
         assert change is not None  # else nobody calls this
         arrived = before.hooks.accumulated_ids() | before.hooks.arrived_ids() | set(before.hooks.outside)
-        if self.is_active:
-            arrived |= self.written_ids()
         before.hooks.close()
         self.now = self._ready(change, generation=before.compiled.generation + 1, before=before)
         self.now.hooks.arrived_before |= self.now.hooks.indices(arrived)
@@ -209,10 +216,10 @@ class CurrentPlan:
         """Called when there are other parameters; new ones may train before the change is in force."""
         self._factor.follow((*self.now.hooks.params, *(param for _, param in self.members.named_params())))
 
-    def written_ids(self) -> set[int]:
-        """Returns the parameters, by id, whose `.grad` was written without a gradient from autograd."""
+    def note_written(self) -> None:
+        """Counts gradients that something other than autograd has written into `.grad`, which another plan cannot tell."""
         compiled = self.now.compiled
-        return {id(compiled.params[index]) for index in compiled.executor.written(range(len(compiled.params)))}
+        self.now.hooks.arrived_before |= compiled.executor.written(range(len(compiled.params)))
 
     def close(self) -> None:
         """Removes all hooks."""
@@ -231,6 +238,7 @@ class CurrentPlan:
         self.is_active = True
         self.change = self._planned(named_params, reducer)
         if not self.group.is_open or self.group.num_ranks == 1:
+            self.note_written()
             self.follow()
 
     def adopt_plan(self) -> None:
@@ -257,7 +265,7 @@ class CurrentPlan:
     def _move(self, change: Change) -> None:
         """Puts another plan of the same parameters in force."""
         before, hooks = self.now.compiled, self.now.hooks
-        hooks.arrived_before |= hooks.indices(self.written_ids())  # which the new plan cannot tell
+        self.note_written()
         moved = CompiledPlan(change.plan, before.params, change.reducer, self._recorder, generation=before.generation + 1)
         # A `.grad` that lies in an old bucket keeps its memory until it has moved into the new one.
         before.executor.let_go()
@@ -327,7 +335,8 @@ class CurrentPlan:
             return
         # On the host every rank has read the same and is here now, and the comparison names a parameter. On a device the other
         # ranks read later, when this one is gone.
-        if self.group.device.type == "cpu":
+        # A rank whose backward has failed comes alone: the others have raised that.
+        if self.group.device.type == "cpu" and not result.has_failed:
             self.compare(plan, params, reducer).require()
         raise error
 

@@ -62,6 +62,7 @@ class Meeting:
         assert change is not None  # else there is nothing to meet for
         self._plans.require_own()
         make_gradients_whole(change.named_params, rank=self._group.rank)
+        self._plans.note_written()
         releases, executor = self._compiled.synchronizing, self._compiled.executor
         with gradients_aside(self._compiled.params):
             releases.reset()

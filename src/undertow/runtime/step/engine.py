@@ -81,7 +81,10 @@ class Engine(RoundRunner):
         current_plan.wait_for_parameters()
         current_plan.look_again()
         current_plan.adopt_plan()
-        meeting = Meeting(current_plan, progress.num_rounds, mode=progress.steps.mode, are_used=False)
+        hooks = current_plan.now.hooks
+        hooks.arrivals.reset()  # they are those of the round before
+        are_used = bool(hooks.outside)  # in a backward that only accumulated
+        meeting = Meeting(current_plan, progress.num_rounds, mode=progress.steps.mode, are_used=are_used)
         progress.num_rounds += current_plan.changes_params
         stage: Stage | None = meeting.begin
         while stage is not None:
@@ -171,7 +174,7 @@ class Engine(RoundRunner):
         self.current_plan.now.hooks.arrived_before.clear()
         self.current_plan.look_again()
         if self._meets:
-            with gradients_aside(self.current_plan.now.hooks.params):
+            with gradients_aside(self.current_plan.all_params()):
                 self._begin(RoundKind.SHADOW)
                 self._launch_rest()
                 self.complete()

@@ -385,10 +385,8 @@ class RoundRunner:
         if this.has_started:
             this.result.has_failed = this.has_failed
         self.progress.gradients = Gradients.INCOMPLETE
-        params = dict.fromkeys(self.current_plan.now.hooks.params)
-        if self.current_plan.change is not None:
-            params.update(dict.fromkeys(param for _, param in self.current_plan.change.named_params))
-        with gradients_aside(list(params)) if this.has_failed else contextlib.nullcontext():
+        params = self.current_plan.all_params()
+        with gradients_aside(params) if this.has_failed else contextlib.nullcontext():
             self._end_backward(this)
             self.complete()
 
