@@ -25,7 +25,7 @@ from undertow.plan import Plan
 from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buffers
 from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.execute.hooks import is_outermost_forward, is_watched, warn_of_late_backward
+from undertow.runtime.execute.hooks import earlier_watchers, is_outermost_forward, is_watched, warn_of_late_backward
 from undertow.runtime.execute.round import Settings
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf, ModuleParams
@@ -257,7 +257,7 @@ class ModelSync:
         is_outermost = is_outermost_forward()
         is_training = is_outermost and self._module.training
         if self._engine.phase is Phase.CLOSED:
-            if is_training and any(not is_watched(param) for _, param in self._members.trained_now()):
+            if is_training and not self._is_averaged_elsewhere():
                 self._require_open("a training forward")
             return
         if not self._engine.current_plan.is_active:
@@ -273,6 +273,13 @@ class ModelSync:
         # Last: ranks that have not changed go on to their backward now.
         has_buffers = self._config.buffers != "off" and bool(self._members.common_buffers.buffers)
         self._engine.meet_before_forward(has_buffers=has_buffers)
+
+    def _is_averaged_elsewhere(self) -> bool:
+        """Returns True in a step that a forward of a newer wrapper of all trained parameters has begun."""
+        trained = self._members.trained_now()
+        newer = earlier_watchers(trained).values()
+        has_begun = all(engine.progress.forward is not Forward.NONE for engine in newer)
+        return has_begun and all(is_watched(param) for _, param in trained)
 
     @private.untraced
     def _forward_ends(self) -> None:

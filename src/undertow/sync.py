@@ -84,8 +84,8 @@ class GradientSync(ModelSync):
                 not checked.
 
         Returns:
-            A handle. Its `wait()` returns the mean, on the model's device: a tensor of no dimension in
-            float64. Only on the host does it wait for the other ranks. The mean may be 0.
+            A handle. Its `wait()` returns the mean, a 0-dimensional float64 tensor on the model's
+            device. Only on the host does it wait for the other ranks. The mean may be 0.
 
         Raises:
             WrongType: If it is not a number.

@@ -40,6 +40,9 @@ def watch_over(ranks: tuple[int, ...], rank: int, limits: SyncConfig, here: Acti
     Returns a NullWatch if the ranks cannot connect. Raises RankLost if a rank has died earlier, and
     StallTimeout if one does not arrive within the timeout of process groups.
     """
+    apart = GUARD.apart.get(ranks)
+    if apart is not None and apart() is dist.group.WORLD:  # they have tried before
+        return NullWatch()
     ring = GUARD.ring_of(ranks, dist.group.WORLD) or _new_ring(ranks, rank, limits)
     if ring is None:
         return NullWatch()
@@ -107,6 +110,7 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> Ring | N
             remedy="Find out why that process ended, often rank 0's, and start again.",
         ) from error
     if reason:
+        GUARD.apart[ranks] = weakref.ref(dist.group.WORLD)  # the same on every rank
         _warn(rank, reason)
         return None
     ring = Ring(neighbors, rank=rank, num_ranks=len(ranks), wake=GUARD.wake)
@@ -131,6 +135,7 @@ class Guard:
     def __init__(self) -> None:
         # Each ring ends with torch.distributed's default group.
         self._rings: dict[tuple[int, ...], tuple[Ring, weakref.ref[Any]]] = {}
+        self.apart: dict[tuple[int, ...], weakref.ref[Any]] = {}  # ranks that could not connect, with the same group
         self._is_over = False
         self._thread: threading.Thread | None = None
         self._selector: selectors.BaseSelector | None = None
