@@ -18,7 +18,7 @@ from support.alike import backward_alike, of_all_ranks, require_same_by_position
 from support.errors import text_of
 from support.inside import generation_of
 from support.models import CASES, Branches, mlp, noise
-from support.naive import TIMEOUT_S, naive_mean, wrapped, wrapped_and_bare
+from support.naive import TIMEOUT_S, alone, naive_mean, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from undertow import (
     ConfigError,
@@ -419,6 +419,76 @@ def test_a_gradient_that_was_accumulated_before_its_parameter_was_frozen_is_aver
         MLP.loss(bare, 2).backward()
         naive_mean(bare.requires_grad_(True))
         require_same_by_position(ddp, bare)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("change", ["frozen", "added"])
+def test_an_old_gradient_of_a_parameter_that_a_change_leaves_unused_stays_to_the_bit(change: str) -> None:
+    with wrapped(Branches()) as ddp:
+        for step in range(2):
+            ddp.zero_grad()
+            ddp(noise(3, 4, step=step), (0, 1, 2)).sum().backward()
+        unused = ddp.module.layers[2].weight
+        unused.grad.mul_(dist.get_rank() + 1)
+        before = unused.grad.clone()
+        for part in ddp.module.layers[:2]:
+            part.zero_grad()
+        if change == "frozen":
+            ddp.module.layers[1].requires_grad_(False)
+        else:
+            ddp.module.layers.append(nn.Linear(4, 4))
+        ddp(noise(3, 4), (0, 1)).sum().backward()
+        assert torch.equal(unused.grad, before)
+        assert "layers.2.weight" in ddp.unused_parameters
+
+
+@in_ranks(2)
+def test_a_frozen_parameter_that_was_trained_since_is_averaged() -> None:
+    """Frozen, trained again, accumulated behind two forwards, and frozen before the backward that synchronizes."""
+    with wrapped_and_bare(Branches()) as (ddp, bare):
+        backward_alike(ddp, bare, lambda model, step: model(noise(3, 4, step=step), (0, 1, 2)).sum())
+        for model, module in ((ddp, ddp.module), (bare, bare)):
+            model.zero_grad()
+            module.layers[0].requires_grad_(False)
+            first = model(noise(3, 4), (0, 1, 2)).sum()
+            module.layers[0].requires_grad_(True)
+            first.backward()
+        naive_mean(bare)
+        for model, module in ((ddp, ddp.module), (bare, bare)):
+            losses = [model(noise(3, 4, step=step), (0, 1, 2)).sum() for step in (7, 8)]
+            with ddp.no_sync() if model is ddp else contextlib.nullcontext():
+                losses[0].backward()
+            module.layers[0].requires_grad_(False)
+            losses[1].backward()
+        naive_mean(bare.requires_grad_(True))
+        require_same_by_position(ddp, bare)
+
+
+@in_ranks(2)
+def test_other_values_of_a_new_layer_that_was_used_in_a_micro_batch_are_an_error() -> None:
+    with wrapped(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))) as ddp:
+        ddp(noise(3, 4)).square().sum().backward()
+        ddp.zero_grad()
+        torch.manual_seed(dist.get_rank())
+        ddp.module.append(nn.Linear(4, 2))
+        with ddp.no_sync():
+            ddp(noise(3, 4)).sum().backward()
+        found = text_of(PlanMismatch, lambda: ddp(noise(3, 4)).sum().backward())
+        assert found.startswith("a parameter that was added or unfrozen had other values on rank 1")
+
+
+@in_ranks(2)
+def test_a_rank_alone_with_a_sharded_optimizer_follows_a_change() -> None:
+    with alone() as group, wrapped(Branches(), process_group=group, strategy="zero1") as ddp:
+        ddp.module.layers[0].requires_grad_(False)
+        optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
+        for step in range(4):
+            ddp.module.layers[0].requires_grad_(step > 1)
+            before = ddp.module.layers[0].weight.detach().clone()
+            optimizer.zero_grad()
+            ddp(noise(3, 4, step=step), (0, 1, 2)).sum().backward()
+            optimizer.step()
+            assert torch.equal(ddp.module.layers[0].weight, before) == (step <= 1)
 
 
 class Adversaries(nn.Module):

@@ -77,6 +77,8 @@ def test_the_newest_wrapper_closes_the_older_one(wrap: Callable[[nn.Module], Any
     called(batch()).sum().backward()
     assert torch.equal(earlier.module.weight.grad, torch.full((3, 4), 6.0))
     require_closed("accumulate()", lambda: earlier.accumulate().__enter__())
+    torch.optim.SGD(earlier.module.parameters(), lr=0.1).step()
+    require_closed("a training forward", lambda: earlier(batch()))
     newer.close()
     require_closed("a training forward", lambda: earlier(batch()))
 
