@@ -33,6 +33,7 @@ _Value = TypeVar("_Value")
 # Backends that divide inside the collective; for others, gradients are divided before a sum.
 _BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
 _BACKENDS_OVER_GLOO = ("gloo", "emulated")
+_CLOSED = NullWatch()  # of groups that are closed
 _WHERE = "the ranks over which gradients are averaged"
 
 
@@ -143,7 +144,6 @@ class OwnGroup:
         self._within = within
         self._limits = SyncConfig() if limits is None else limits
         self._destroying = threading.RLock()  # reentrant: collecting a model here may destroy the group being interrupted
-        self._is_closed = False
         self._group: weakref.ref[dist.ProcessGroup] | None = None
 
     @property
@@ -283,8 +283,7 @@ class OwnGroup:
 
     def close(self) -> None:
         """Destroys the clone unless torch.distributed has done so already."""
-        self._is_closed = True
-        watch, self.watch = self.watch, NullWatch()
+        watch, self.watch = self.watch, _CLOSED
         if self._within is None:
             watch.leave(raised())
         with self._destroying:
@@ -323,7 +322,7 @@ class Pending(Generic[_Value]):
 
 def are_left(groups: weakref.WeakSet[OwnGroup]) -> bool:
     """Returns True if threads waiting for these groups need not be joined at exit: a rank may be lost, or no group is left."""
-    return not groups or any(group._is_closed or group.is_broken for group in groups)
+    return not groups or any(group.watch is _CLOSED or group.is_broken for group in groups)
 
 
 @cache

@@ -140,7 +140,7 @@ class CurrentPlan:
         hooks, now = self.now.hooks, self.now.compiled
         reducer = now.reducer if self.change is None else self.change.reducer
         accumulated = hooks.accumulated_ids()
-        # A parameter that has come back has not left. A frozen one with an accumulated gradient stays for one more round.
+        # A parameter that is trained again has not left. A frozen one with an accumulated gradient stays for one more round.
         self._left = self._left.difference(
             id(param) for _, param in self.members.named_params() if param.requires_grad or id(param) in accumulated
         )
@@ -368,7 +368,7 @@ class CurrentPlan:
         hooks = ParamHooks(change.named_params, compiled.plan, self._listeners)
         if not self.is_active:
             return InForce(compiled, hooks)
-        # What does not fit into memory fails here instead of in the first backward.
+        # Too large buckets fail here instead of in the first backward.
         executor = compiled.executor
         if before is not None:
             executor.take_over_readings(before.compiled.executor)
