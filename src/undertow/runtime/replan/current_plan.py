@@ -158,7 +158,8 @@ class CurrentPlan:
             raise
         # A parameter that stays in the plan for its turn leaves it when a forward finds it frozen, or gone, still.
         self.members.is_unseen = bool(gone - self._left) or not all(param.requires_grad for _, param in named_params)
-        hooks.watch([param for _, param in self.members.named_params()], may_have_arrived=not begins_forward)
+        if self.is_active:
+            hooks.watch([param for _, param in self.members.named_params()], may_have_arrived=not begins_forward)
         self._apply_factor()
 
     @property
