@@ -117,7 +117,7 @@ def _measure(rank: int, group: dist.ProcessGroup, emulated: EmulatedLink, num_st
             _require_equal(naive, ours, is_exact=group.size() == 2)
     wrapped.sync._forward_begins()  # completes the last step's record
     engine, plan = wrapped.sync._engine, wrapped.plan
-    generation = engine.current_plan.now.compiled.generation
+    generation = engine.current_plan.compiled.generation
     records = {record.step: record for record in engine.recorder.records(generation=generation)}
     wrapped.close()
     return _Measured(times=times, arrivals=arrivals.steps, records=records, plan=plan, first_overlap=first_overlap)

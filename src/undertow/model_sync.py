@@ -25,16 +25,15 @@ from undertow.plan import Plan
 from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buffers
 from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.execute.hooks import earlier_watchers, is_outermost_forward, is_watched, warn_of_late_backward
-from undertow.runtime.execute.round import Settings
+from undertow.runtime.engine.checks import Arguments, NonFinite
+from undertow.runtime.engine.engine import Engine
+from undertow.runtime.engine.hooks import earlier_watchers, is_outermost_forward, is_watched, warn_of_late_backward
+from undertow.runtime.engine.progress import Forward
+from undertow.runtime.engine.round import Settings
+from undertow.runtime.engine.siblings import SiblingEngines, all_of
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf, ModuleParams
-from undertow.runtime.step.checks import Arguments, NonFinite
-from undertow.runtime.step.engine import Engine
-from undertow.runtime.step.progress import Forward
-from undertow.runtime.step.rounds import Phase
 from undertow.runtime.step.sharded_steps import ShardedSteps
-from undertow.runtime.step.siblings import SiblingEngines, all_of
 from undertow.runtime.step.tracing import trace_at_end
 from undertow.runtime.torch_private import private, tables
 from undertow.runtime.torch_private.module_hook import ModuleHook, before_loads, cut_graphs
@@ -145,7 +144,7 @@ class ModelSync:
     @property
     def plan(self) -> Plan:
         """The plan of the last synchronization; a new plan takes effect when the next one begins."""
-        return self._engine.current_plan.now.compiled.plan
+        return self._engine.current_plan.compiled.plan
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """Returns all parameters of the module except ignored ones, frozen parameters included."""
@@ -238,7 +237,7 @@ class ModelSync:
 
     def _cut_bytes(self) -> int:
         """Returns the bucket size at which torch.compile cuts graphs of the module, or 0 if they stay whole."""
-        return self._engine.current_plan.now.compiled.cut_bytes
+        return self._engine.current_plan.compiled.cut_bytes
 
     def _attached_forward_begins(self) -> None:
         follows = self._config.buffers != "off" and self._engine.progress.are_buffers_due
@@ -256,7 +255,7 @@ class ModelSync:
         self._is_compiled |= is_compiled
         is_outermost = is_outermost_forward()
         is_training = is_outermost and self._module.training
-        if self._engine.phase is Phase.CLOSED:
+        if self._engine.is_closed:
             if is_training and not self._is_averaged_elsewhere():
                 self._require_open("a training forward")
             return
@@ -285,7 +284,7 @@ class ModelSync:
     def _forward_ends(self) -> None:
         if self._steps is not None:
             self._steps.forward_ends()
-        if self._engine.phase < Phase.CLOSED and is_outermost_forward():
+        if not self._engine.is_closed and is_outermost_forward():
             self._engine.forward_ends()
         for expert in self.experts:
             expert._forward_ends()
@@ -346,8 +345,8 @@ def _let_go(engine: Engine, close: Callable[[], object], process: int, module: w
         if os.getpid() == process and not threading.current_thread().name.startswith(_NOT_THE_USERS):
             engine.siblings.wait_for_parameters()
         there = module()
-        if os.getpid() == process and there is not None and engine.phase < Phase.CLOSED and engine.current_plan.trains:
-            _warn_of_dropped(there, set(engine.current_plan.now.hooks.ids))
+        if os.getpid() == process and there is not None and not engine.is_closed and engine.current_plan.trains:
+            _warn_of_dropped(there, set(engine.current_plan.hooks.ids))
     finally:
         close()
 
@@ -466,7 +465,7 @@ def _before_step(
     if steps and sync._members.replaced.former:  # hence never in a run without such changes
         is_sharded = sync._steps is not None and sync._steps.stepper is optimizer
         sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
-    if engine.phase >= Phase.CLOSED or not engine.current_plan.owns_any(params):
+    if engine.is_closed or not engine.current_plan.owns_any(params):
         return None
     _require_stepper(sync, optimizer)
     engine.finish_before_step(params)
@@ -478,7 +477,7 @@ def _before_step(
     if not steps:
         return None
     current_plan = engine.current_plan
-    settings = settings_of(optimizer, current_plan.members.names, current_plan.now.hooks.ids)
+    settings = settings_of(optimizer, current_plan.members.names, current_plan.hooks.ids)
     engine.optimizer_steps(params, settings, has_closure=has_closure)
     numbers: NonFinite = engine.checks.numbers
     return numbers.before_step(optimizer, args, kwargs) if numbers.is_on and sync._steps is None else None

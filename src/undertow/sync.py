@@ -15,14 +15,14 @@ from undertow.errors import WrongType
 from undertow.model_sync import ModelSync
 from undertow.profile import Profile
 from undertow.runtime.comm.comm_hook import CommHook
-from undertow.runtime.replan.planning import explanation_of, measured_profile, why_fixed
+from undertow.runtime.engine.planning import explanation_of, measured_profile, why_fixed
+from undertow.runtime.engine.siblings import all_of
 from undertow.runtime.step.mean_over_ranks import MeanOverRanks, start_mean
 from undertow.runtime.step.reduction import Reduction, name_of_op, start_reduction, sweep
 from undertow.runtime.step.sharded_steps import (
     full_gradient,
     no_hooks_with_shards,
 )
-from undertow.runtime.step.siblings import all_of
 from undertow.runtime.step.tracing import save_trace
 from undertow.runtime.torch_private import private
 from undertow.trace import StepReport, Trace, summarize
@@ -187,7 +187,7 @@ class GradientSync(ModelSync):
 
         They cover the dense parameters; `experts` has the reports of the groups of experts.
         """
-        engine, compiled = self._engine, self._engine.current_plan.now.compiled
+        engine, compiled = self._engine, self._engine.current_plan.compiled
         is_one_graph = self.num_ranks > 1 and (self._is_compiled or private.is_compiled(self._module)) and not self._cut_bytes()
         report = summarize(
             engine.recorder.records(generation=compiled.generation),
@@ -206,7 +206,7 @@ class GradientSync(ModelSync):
 
     def traces(self) -> tuple[Trace, ...]:
         """Returns the traces of the recorded steps that ran under the current plan, oldest first."""
-        generation = self._engine.current_plan.now.compiled.generation
+        generation = self._engine.current_plan.compiled.generation
         return tuple(record.trace() for record in self._engine.recorder.records(generation=generation))
 
     def explain(self) -> Explanation:
@@ -214,8 +214,8 @@ class GradientSync(ModelSync):
 
         Never communicates: a single rank may call it. The decisions are the same on all ranks.
         """
-        now = self._engine.current_plan.now
-        explanation = explanation_of(now.hooks, now.compiled, self._config)
+        current_plan = self._engine.current_plan
+        explanation = explanation_of(current_plan.hooks, current_plan.compiled, self._config)
         return dataclasses.replace(explanation, experts=self._of_experts(GradientSync.explain))
 
     def _of_experts(self, ask: Callable[[Any], Any]) -> dict[str, Any]:
@@ -231,8 +231,8 @@ class GradientSync(ModelSync):
         Raises:
             PhaseError: Until the first steps of the model are measured, which takes about ten.
         """
-        now = self._engine.current_plan.now
-        return measured_profile(now.hooks, now.compiled, self._config)
+        current_plan = self._engine.current_plan
+        return measured_profile(current_plan.hooks, current_plan.compiled, self._config)
 
     def measure_network(self) -> None:
         """Measures the network with messages of many sizes, for plans and profiles.

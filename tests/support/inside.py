@@ -34,20 +34,19 @@ from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
 from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.comm.handles import ThreadWork
 from undertow.runtime.comm.recorder import HostClock
-from undertow.runtime.execute.compiled_plan import CompiledPlan
+from undertow.runtime.engine.compiled_plan import CompiledPlan
+from undertow.runtime.engine.engine import Engine
+from undertow.runtime.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.gradients.trailer import TrailerCodec
 from undertow.runtime.model import module_params
 from undertow.runtime.peers import connections, patience
 from undertow.runtime.peers.watch import NullWatch, Ring, Waiting, Watch
-from undertow.runtime.replan.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.runtime.sharded.binding import GradientPlaceholder
 from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import FlatParams
-from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.mean_over_ranks import MeanOverRanks
-from undertow.runtime.step.rounds import RoundRunner
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.private import interrupt, is_gone, timeout_of  # noqa: F401  # for tests
 from undertow.schedule import Op, OpKind
@@ -98,19 +97,19 @@ def engine_of(model: Model) -> Engine:
 
 
 def generation_of(model: Model) -> int:
-    return engine_of(model).current_plan.now.compiled.generation
+    return engine_of(model).current_plan.compiled.generation
 
 
 def assembly_of(model: Model) -> CompiledPlan:
-    return engine_of(model).current_plan.now.compiled
+    return engine_of(model).current_plan.compiled
 
 
 def storage_of(model: Model, bucket: int = 0) -> Any:
-    return assembly_of(model).executor.buckets[bucket].binding.storage.flat
+    return assembly_of(model).buckets[bucket].binding.storage.flat
 
 
 def storages_of(model: Model) -> list[Any]:
-    return [bucket.binding.storage for bucket in assembly_of(model).executor.buckets]
+    return [bucket.binding.storage for bucket in assembly_of(model).buckets]
 
 
 def sizes_of_messages(model: Model) -> set[int]:
@@ -372,7 +371,7 @@ def shorten_patience(factor: float) -> None:
         setattr(patience, name, factor * getattr(patience, name))
 
 
-CODE_OF_GATHERS, CODE_OF_ROUNDS, CODE_OF_SHARDS = Gathers, RoundRunner, FlatParams
+CODE_OF_GATHERS, CODE_OF_ROUNDS, CODE_OF_SHARDS = Gathers, Engine, FlatParams
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
 _PLACES = {
     "sends": ("shard", "_send"),

@@ -21,8 +21,8 @@ from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.runtime.comm.agreement import gather_bytes
 from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.comm.handles import all_gather
-from undertow.runtime.execute.agreed_errors import require_same_settings, text_of
-from undertow.runtime.execute.hooks import earlier_watchers
+from undertow.runtime.engine.agreed_errors import require_same_settings, text_of
+from undertow.runtime.engine.hooks import earlier_watchers
 from undertow.runtime.peers.guard import over_users
 from undertow.runtime.torch_private import private, tables
 

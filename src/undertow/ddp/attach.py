@@ -25,8 +25,8 @@ from torch.optim.optimizer import Optimizer
 from undertow.config import ExpertGroup, SyncConfig, require_settings
 from undertow.errors import WrongType, require
 from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, warn_of_lone_rank
-from undertow.runtime.execute.agreed_errors import part_of_another
-from undertow.runtime.execute.hooks import earlier_watchers
+from undertow.runtime.engine.agreed_errors import part_of_another
+from undertow.runtime.engine.hooks import earlier_watchers
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf
 from undertow.runtime.peers.faults import Fault

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from undertow.runtime.comm.broadcast import send_in_place
-from undertow.runtime.execute.hooks import is_outermost_forward, remove_all
-from undertow.runtime.step.engine import Engine
+from undertow.runtime.engine.engine import Engine
+from undertow.runtime.engine.hooks import is_outermost_forward, remove_all
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
 

@@ -374,7 +374,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
             sync._engine.complete()  # others still wait in a round whose backward has failed here
             source = self._shadow.announce_forward(self, with_buffers=follows)
         sync._forward_begins(buffers_follow=source, is_compiled=is_compiled)
-        return sync._engine.current_plan.now.compiled.cut_bytes > 0
+        return sync._engine.current_plan.compiled.cut_bytes > 0
 
     def _require_averaged(self) -> None:
         """Raises ConfigError if a backward may reach something that was registered on the wrapper itself, not on its module."""

@@ -37,7 +37,7 @@ from undertow.optim.state import (
     with_scalars_in_place,
 )
 from undertow.runtime.comm.agreement import gather_json
-from undertow.runtime.execute.agreed_errors import require_same_settings, text_of
+from undertow.runtime.engine.agreed_errors import require_same_settings, text_of
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.step.sharded_steps import finish_before_look

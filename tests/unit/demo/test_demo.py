@@ -19,7 +19,7 @@ from undertow.demo.rank import trace_of
 from undertow.demo.run import comparison_table, complaints_of
 from undertow.demo.settings import NUM_WARM_UP_STEPS, WayDone, load_corpus
 from undertow.emulation.link import Transfer
-from undertow.runtime.replan.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
+from undertow.runtime.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.trace import Event, Trace, overlap_of
 
 TRACE = Trace(

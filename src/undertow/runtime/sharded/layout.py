@@ -117,6 +117,13 @@ class Sharding:
         """Returns the number of a bucket's elements that a rank owns, padding included."""
         return bucket.shard_numel * (self.plan.num_ranks // self.group.num_ranks)
 
+    def round_begins(self) -> None:
+        """Called when a round starts."""
+        for split in self.splits.values():
+            split.begin_round()
+        if self.gathers.in_flight:  # no forward has waited; autograd then detects most parameters that were read too early
+            self.gathers.wait_for_all()
+
     def follow_parameters(self) -> None:
         """Takes over values written into parameters from outside since the last step; nothing may be in flight."""
         for flat in self.flats:

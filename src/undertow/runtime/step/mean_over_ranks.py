@@ -11,9 +11,9 @@ from torch import Tensor
 from undertow.errors import PhaseError, WrongType, require
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle
+from undertow.runtime.engine.engine import Engine
+from undertow.runtime.engine.siblings import all_of
 from undertow.runtime.gradients.trailer import to_device
-from undertow.runtime.step.engine import Engine
-from undertow.runtime.step.siblings import all_of
 from undertow.runtime.torch_private import private
 
 _WHERE = "mean_over_ranks(number)"

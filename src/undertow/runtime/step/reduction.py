@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError, UndertowError, require
+from undertow.runtime.engine.engine import Engine
+from undertow.runtime.engine.planning import no_profile
+from undertow.runtime.engine.siblings import all_of
 from undertow.runtime.gradients.reducer import Reducer
-from undertow.runtime.replan.planning import no_profile
-from undertow.runtime.step.engine import Engine
-from undertow.runtime.step.siblings import all_of
 from undertow.runtime.torch_private import private
 
 _SIZES = tuple(4096 * 4**power for power in range(8))  # bytes: 4 KiB to 64 MiB
@@ -87,12 +87,12 @@ def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool
 def sweep(engine: Engine, config: SyncConfig) -> None:
     """Teaches the tuner the cost of all-reduces of many sizes; a collective call. Raises PhaseError if nothing is measured."""
     engine.complete()
-    tuner, group = engine.current_plan.now.hooks.tuner, engine.current_plan.group
+    tuner, group = engine.current_plan.hooks.tuner, engine.current_plan.group
     if tuner is None:
         raise no_profile(config, group)
     engine.current_plan.open()
     with group.waiting("the measurement of the network"):
-        tuner.learn_costs("all_reduce", _swept_costs(engine.current_plan.now.compiled.reducer))
+        tuner.learn_costs("all_reduce", _swept_costs(engine.current_plan.compiled.reducer))
 
 
 def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:

@@ -12,10 +12,9 @@ from torch.optim.optimizer import Optimizer
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.runtime.comm.agreement import Agreement
+from undertow.runtime.engine.engine import Engine
 from undertow.runtime.sharded.gathers import ForwardWaits
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
-from undertow.runtime.step.engine import Engine
-from undertow.runtime.step.rounds import Phase
 from undertow.runtime.torch_private import private
 from undertow.schedule import ZERO1, strategy_named
 
@@ -93,7 +92,7 @@ class ShardedSteps:
             self._waits, module = None, self._module()
             if self._groups.num_ranks > 1 and module is not None:
                 # Ranks may find different orders. If they may start gathers in different orders, gathers have numbers.
-                follow = current_plan.now.compiled.gather_in if self._groups.shard.may_differ_in_order else None
+                follow = current_plan.compiled.gather_in if self._groups.shard.may_differ_in_order else None
                 self._waits = ForwardWaits(module, sharding.gathers, on_order=follow, only_root=self._is_compiled)
         sharding.follow_parameters()
         sharding.adopt_gradients()
@@ -124,7 +123,7 @@ class ShardedSteps:
                 flat.copy_out()
             return
         try:
-            self._engine.current_plan.now.compiled.gather()
+            self._engine.current_plan.compiled.gather()
         except BaseException:
             self.sharding.gathers.are_cut_off()
             raise
@@ -208,14 +207,14 @@ def no_join_with_shards() -> PhaseError:
 def finish_before_look(engine: Engine, params: Iterable[Tensor]) -> None:
     """Runs a synchronization if one is owed, before gradients of these parameters are read: other ranks may be in theirs."""
     ids = set(map(id, params))
-    if engine.phase < Phase.CLOSED and engine.current_plan.owns_any(ids):
+    if not engine.is_closed and engine.current_plan.owns_any(ids):
         engine.finish_before_step(ids)
 
 
 def require_synchronized(engine: Engine) -> None:
     """Raises PhaseError if gradients were accumulated since the last synchronization: each rank has different ones."""
     require(
-        not engine.current_plan.now.hooks.arrived_before,
+        not engine.current_plan.hooks.arrived_before,
         "gradients were accumulated and are not synchronized: each rank would compute a different norm.",
         where=f"clip_grad_norm_, rank {engine.current_plan.group.rank}",
         remedy="Run the last backward of a step outside of accumulate() and no_sync().",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError, UndertowError, require
+from undertow.runtime.engine.engine import Engine
+from undertow.runtime.engine.planning import measured_profile
 from undertow.runtime.peers import faults
-from undertow.runtime.replan.planning import measured_profile
-from undertow.runtime.step.engine import Engine
 from undertow.runtime.torch_private import private
 from undertow.simulate import Conditions, simulate
 from undertow.trace.chrome import trace_text
@@ -34,18 +34,18 @@ def save_trace(
     engine: Engine, config: SyncConfig, path: str | Path, *, steps: int | None = None, number: int = 0, run: str | None = None
 ) -> Path:
     """Writes the trace of the last steps, or of all that are recorded; returns its path. Never communicates."""
-    now, group, where = engine.current_plan.now, engine.current_plan.group, "save_trace(path, steps=...)"
+    current_plan, group, where = engine.current_plan, engine.current_plan.group, "save_trace(path, steps=...)"
     rank = group.user.ranks[group.rank]
     path = path_of_rank(path, rank, number)
     require(steps is None or steps > 0, f"steps must be 1 or more, got {steps}.", where=where, remedy="Give a number, or None.")
     records = engine.recorder.records(at_most=steps)
     remedy = "Run a training step before, and leave record on."
     require(records, "no step is recorded.", where=f"save_trace, rank {rank}", remedy=remedy, error=PhaseError)
-    compiled, note = now.compiled, "the simulator's prediction for the current plan, from the profile of this run"
+    compiled, note = current_plan.compiled, "the simulator's prediction for the current plan, from the profile of this run"
     conditions = Conditions(overlap=compiled.reducer.config.overlap)
     predicted = None
     try:
-        profile = measured_profile(now.hooks, compiled, config)
+        profile = measured_profile(current_plan.hooks, compiled, config)
         predicted = simulate(profile, compiled.plan, compiled.strategy, profile.costs(), conditions)
     except UndertowError as error:
         note = f"none: {error}"

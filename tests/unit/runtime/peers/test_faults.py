@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from support.pages import snippets
 from support.project import ROOT
 from undertow import PeerFailed, RankLost, StallTimeout
+from undertow.runtime.engine.checks import Finding, mismatch
 from undertow.runtime.peers import faults
 from undertow.runtime.peers.faults import State
-from undertow.runtime.step.checks import Finding, mismatch
 
 ASKING = State(rank=0, step=7, doing="", waits_for="bucket 2 ('a', 'b')", waited_s=31.4, stack=[])
 LATE = State(rank=1, step=7, doing="loading data", waits_for="", waited_s=0.0, stack=["train.py, line 4, in rows"])

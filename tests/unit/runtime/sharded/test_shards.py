@@ -15,7 +15,7 @@ from support.strategies import spec
 from undertow import ShardedGradientError, SyncConfig
 from undertow.optim.state import InnerOptimizer, Owned
 from undertow.plan import Piece, Slot, first_plan, plan_from_groups
-from undertow.runtime.replan.planning import sharded_plan
+from undertow.runtime.engine.planning import sharded_plan
 from undertow.runtime.sharded.binding import GradientPlaceholder, SplitParam
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, shard_parts
 from undertow.runtime.torch_private import private
@@ -70,7 +70,7 @@ def test_an_interrupted_update_of_sixteen_bits_loses_nothing() -> None:
 @pytest.mark.parametrize(("num_ranks", "split"), [(1, set()), (2, {"large"})])
 def test_one_rank_alone_has_nobody_to_share_a_parameter_with(num_ranks: int, split: set[str]) -> None:
     config, params = SyncConfig(bucket_cap_mb=1e-3), [spec("large", 4096), spec("small", 8)]
-    plan = sharded_plan(first_plan(params, config, num_ranks=num_ranks), SimpleNamespace(order=None), None, config)
+    plan = sharded_plan(first_plan(params, config, num_ranks=num_ranks), SimpleNamespace(order=None, groups=None), config)
     assert {plan.params[index].name for index in plan.split_params} == split
 
 

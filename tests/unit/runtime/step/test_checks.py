@@ -12,9 +12,9 @@ from support.errors import text_of
 from support.strategies import spec
 from undertow.errors import NonFiniteGradient
 from undertow.plan import plan_from_groups
-from undertow.runtime.execute.round import Round, RoundKind, RoundResult
+from undertow.runtime.engine.checks import NonFinite
+from undertow.runtime.engine.round import Facts, Round, RoundKind
 from undertow.runtime.gradients.trailer import Reading
-from undertow.runtime.step.checks import NonFinite
 
 PLAN = plan_from_groups([spec("weight", 6)], ((0,),), num_ranks=2)
 # LBFGS needs a closure, with which a step cannot be skipped.
@@ -46,13 +46,12 @@ def numbers(policy: str = "skip", *, is_found: bool) -> NonFinite:
     return judge
 
 
-def a_round(is_found: bool, *, number: int = 4, ranks: tuple[int, ...] = (1,), keeps_earlier: bool = False) -> RoundResult:
-    this = RoundResult(
-        Round(kind=RoundKind.REDUCE, number=number, generation=0, not_arrived=lambda _: []), keeps_earlier=keeps_earlier
-    )
+def a_round(is_found: bool, *, number: int = 4, ranks: tuple[int, ...] = (1,), keeps_earlier: bool = False) -> Round:
+    this = Round(kind=RoundKind.REDUCE, facts=Facts(number=number))
+    this.found.keeps_earlier = keeps_earlier
     if is_found:
-        this.nonfinite[0] = frozenset({0})
-        this.readings.append(Reading(used=frozenset({0}), ranks_differ=False, nonfinite_ranks=ranks))
+        this.found.nonfinite[0] = frozenset({0})
+        this.found.readings.append(Reading(used=frozenset({0}), ranks_differ=False, nonfinite_ranks=ranks))
     return this
 
 

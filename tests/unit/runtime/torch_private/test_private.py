@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from undertow.runtime.execute.hooks import ArrivalHooks
+from undertow.runtime.engine.hooks import ArrivalHooks
 from undertow.runtime.torch_private import private
 from undertow.schedule import Arrivals, tracker
 

@@ -23,7 +23,7 @@ class SiblingEngines:
     @property
     def watched_ids(self) -> set[int]:
         """The parameters, by id, whose gradients the engines wait for."""
-        return {key for engine in self._present() for key in engine.current_plan.now.hooks.ids}
+        return {key for engine in self._present() for key in engine.current_plan.hooks.ids}
 
     def close_model(self) -> None:
         """Closes the model: a newer wrapper averages its gradients."""

@@ -18,12 +18,12 @@ from undertow.config import SyncConfig
 from undertow.errors import NonFiniteGradient, PhaseError, ReplicaMismatch, require
 from undertow.plan import Plan
 from undertow.runtime.comm.group import Pending
-from undertow.runtime.execute.agreed_errors import LOADS, loaded_apart
-from undertow.runtime.execute.round import RoundKind, RoundResult
+from undertow.runtime.engine.agreed_errors import LOADS, loaded_apart
+from undertow.runtime.engine.current_plan import CurrentPlan
+from undertow.runtime.engine.round import Round, RoundKind
 from undertow.runtime.gradients.finite import not_finite
 from undertow.runtime.model.fingerprints import fingerprints
 from undertow.runtime.peers import faults
-from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.tables import named_modules, named_parameters
 
@@ -82,14 +82,14 @@ class NonFinite:
         self._finding: Finding | None = None
         self._is_judged = False  # an optimizer has stepped, or skipped, on it
 
-    def round_ends(self, result: RoundResult, plan: Plan) -> None:
+    def round_ends(self, ended: Round, plan: Plan) -> None:
         """Takes over a synchronization's findings. Earlier findings count as long as they are part of the sum."""
-        if result.keeps_earlier and self._finding is not None and not self._is_judged:
+        if ended.found.keeps_earlier and self._finding is not None and not self._is_judged:
             return  # what was found first comes back from every rank, with the mean of the earlier synchronization
-        if result.nonfinite and not result.has_failed:
-            self._finding = _finding_of(result, plan, self._names)
+        if ended.found.nonfinite and not ended.has_failed:
+            self._finding = _finding_of(ended, plan, self._names)
             self._is_judged = False
-        elif not result.keeps_earlier:
+        elif not ended.found.keeps_earlier:
             self._finding = None
 
     def skips(self, optimizer: Optimizer) -> bool:
@@ -139,13 +139,13 @@ class NonFinite:
             faults.tell(f"{finding.what} The step is skipped on every rank.{times}\n  {finding.where}")
 
 
-def _finding_of(result: RoundResult, plan: Plan, names: Sequence[int]) -> Finding:
-    buckets = sorted(result.nonfinite)
-    slots = [plan.buckets[bucket].slots[position] for bucket in buckets for position in result.nonfinite[bucket]]
+def _finding_of(ended: Round, plan: Plan, names: Sequence[int]) -> Finding:
+    buckets = sorted(ended.found.nonfinite)
+    slots = [plan.buckets[bucket].slots[position] for bucket in buckets for position in ended.found.nonfinite[bucket]]
     return Finding(
         params=tuple(plan.params[index].name for index in sorted({slot.param for slot in slots})),
-        ranks=tuple(names[rank] for rank in result.reported("nonfinite_ranks", overdue=False)),
-        where=f"synchronization {result.round.number}, bucket {_listed(list(map(str, buckets)))}",
+        ranks=tuple(names[rank] for rank in ended.found.reported("nonfinite_ranks", overdue=False)),
+        where=f"synchronization {ended.facts.number}, bucket {_listed(list(map(str, buckets)))}",
     )
 
 
@@ -246,13 +246,13 @@ class Checks:
         # A synchronization that changes the parameters counts as two.
         return self.numbers.is_on or self.are_compared(number) or self.are_compared(number + 1)
 
-    def round_was_sound(self, result: RoundResult) -> None:
+    def round_was_sound(self, ended: Round) -> None:
         """Called after a synchronization that all ranks have found sound: starts a comparison of parameters if one is due."""
         self.loads.settle()
-        if self.are_compared(result.round.number):
-            self.sent.append(self._send(result))
+        if self.are_compared(ended.facts.number):
+            self.sent.append(self._send(ended))
 
-    def compare_loaded(self, result: RoundResult) -> Callable[[], ReplicaMismatch | None]:
+    def compare_loaded(self, ended: Round) -> Callable[[], ReplicaMismatch | None]:
         """Called if `load_state_dict` has changed parameters on some ranks only, or to different values.
 
         They may have become equal since, as by a broadcast of the user's. Returns a function that waits for the other ranks and
@@ -260,21 +260,21 @@ class Checks:
         """
         group = self._current_plan.group
         if group.device.type != "cpu":  # the other ranks read later
-            return partial(loaded_apart, result, rank=group.rank, places=group.watch.ask)
-        return partial(self._difference, *self._send(result))
+            return partial(loaded_apart, ended, rank=group.rank, places=group.watch.ask)
+        return partial(self._difference, *self._send(ended))
 
     @torch.no_grad()
-    def _send(self, result: RoundResult) -> _Sent:
+    def _send(self, ended: Round) -> _Sent:
         current_plan, group = self._current_plan, self._current_plan.group
         current_plan.wait_for_parameters()
-        named_params = [*current_plan.now.hooks.named_params, *current_plan.members.common_frozen]
+        named_params = [*current_plan.hooks.named_params, *current_plan.members.common_frozen]
         named_params = [(name, param) for name, param in named_params if _has_bits(param)]
-        counts = result.round.kind is not RoundKind.SHADOW  # else this rank's parameters are allowed to differ
-        mine = torch.tensor([counts, bool(result.round.loaded)], dtype=torch.int64, device=group.device)
+        counts = ended.kind is not RoundKind.SHADOW  # else this rank's parameters are allowed to differ
+        mine = torch.tensor([counts, bool(ended.facts.loaded)], dtype=torch.int64, device=group.device)
         if named_params:
             mine = torch.cat((mine, fingerprints([param for _, param in named_params], device=group.device)))
         received = group.all_gather(mine, "the comparison of all ranks' parameters")
-        return result.round.number, [name for name, _ in named_params], received
+        return ended.facts.number, [name for name, _ in named_params], received
 
     def require_alike(self) -> None:
         """Waits for compared parameters; raises ReplicaMismatch, on every rank, if they differ.
@@ -306,7 +306,7 @@ def _found_alone(current_plan: CurrentPlan, rank: int) -> Finding | None:
     """Checks the gradients of a single rank, which has no rounds. A function: a method would hold its owner in a cycle."""
     if current_plan.is_active:
         return None
-    grads = {name: param.grad for name, param in current_plan.now.hooks.named_params if param.grad is not None}
+    grads = {name: param.grad for name, param in current_plan.hooks.named_params if param.grad is not None}
     names = list(grads)
     params = tuple(names[place] for place in not_finite(list(grads.values())))
     return Finding(params, ranks=(rank,), where="one rank, when its optimizer steps") if params else None

@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.plan import Groups
+from undertow.plan import Groups, Plan, observed
 from undertow.runtime.comm.group import OwnGroup, Pending
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.execute.compiled_plan import Present
 from undertow.schedule import Arrivals
 from undertow.trace import StepRecord
 from undertow.tune import Decision, Outcome, Tuner, array_of_records, decision_from_array, measurement_from_array
@@ -19,6 +18,46 @@ from undertow.tune import Decision, Outcome, Tuner, array_of_records, decision_f
 NUM_STEPS_MEASURED = 5
 # The first step allocates memory, and a sharded optimizer lays shards out after it. The second takes the order of arrival.
 NUM_STEPS_BEFORE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Present:
+    """A plan in force, as a value."""
+
+    plan: Plan
+    generation: int
+    has_shards: bool
+
+
+class ObservedOrder:
+    """Rank 0's order of arrival: watched for one round, sent to all, and then taken by all."""
+
+    def __init__(self, arrivals: Arrivals, num_params: int, group: OwnGroup) -> None:
+        self._arrivals, self._num_params, self._group = arrivals, num_params, group
+        self._seen: list[int] = []
+        arrivals.at_each = self._seen.append
+        self.sent: Pending[Tensor] | None = None
+
+    def send(self) -> None:
+        """Ends the watch and sends what rank 0 has seen; a second call does nothing.
+
+        Not waited for: with several models in one backward, another rank may be in another one's turn.
+        """
+        if self.sent is None:
+            self.close()
+            order = torch.tensor(observed(self._num_params, self._seen), dtype=torch.int64)
+            # [number of parameters]
+            self.sent = self._group.broadcast(order.to(self._group.device), "the order of rank 0's gradients")
+
+    def take(self) -> list[int] | None:
+        """Waits for the order that was sent and returns it, once."""
+        pending, self.sent = self.sent, None
+        return None if pending is None else pending.take().tolist()
+
+    def close(self) -> None:
+        """Ends the watch."""
+        if self._arrivals.at_each == self._seen.append:  # not yet another's
+            self._arrivals.at_each = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias, Union
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,15 +10,12 @@ from torch import Tensor
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.comm.broadcast import send_in_place
 from undertow.runtime.comm.group import Pending
-from undertow.runtime.execute.agreed_errors import require_sound, started_unlike
-from undertow.runtime.execute.round import Round, RoundKind, RoundResult
+from undertow.runtime.engine.agreed_errors import require_sound, started_unlike
+from undertow.runtime.engine.current_plan import CurrentPlan
+from undertow.runtime.engine.round import Facts, Round, RoundKind, Stage
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.model.fingerprints import fingerprints
-from undertow.runtime.replan.current_plan import CurrentPlan
 from undertow.runtime.sharded.binding import make_gradients_whole
-
-# A part of a round between two waits for other ranks; returns the next part.
-Stage: TypeAlias = Callable[[], Union["Stage", None]]
 
 
 class Meeting:
@@ -43,18 +39,11 @@ class Meeting:
         are_used: bool,
         then: Stage | None = None,
     ) -> None:
-        self._plans, self._group, self._compiled = plans, plans.group, plans.now.compiled
+        self._plans, self._group, self._compiled = plans, plans.group, plans.compiled
         self._then = then
         self._are_used = are_used
-        buckets = self._compiled.plan.buckets
-        this_round = Round(
-            kind=RoundKind.RETIRE,
-            number=number,
-            generation=self._compiled.generation,
-            mode=mode,
-            not_arrived=lambda bucket: range(len(buckets[bucket].params)),
-        )
-        self._result = RoundResult(this_round)
+        self._facts = Facts(number=number, mode=mode)
+        self._round = Round(kind=RoundKind.RETIRE)
 
     def begin(self) -> Stage:
         """Sends the buckets of the plan in force."""
@@ -63,20 +52,18 @@ class Meeting:
         self._plans.require_own()
         make_gradients_whole(change.named_params, rank=self._group.rank)
         self._plans.note_written()
-        releases, executor = self._compiled.synchronizing, self._compiled.executor
         with gradients_aside(self._compiled.params):
-            releases.reset()
-            executor.begin(self._result)
-            executor.run(releases.happen(releases.end))
+            self._round.start(self._compiled, None, self._facts)
+            self._round.send()
         return self._bind
 
     def _bind(self) -> Stage:
-        releases, plans = self._compiled.synchronizing, self._plans
+        plans = self._plans
         with gradients_aside(self._compiled.params):
-            self._compiled.executor.run(releases.happen(releases.join))
+            self._round.wait()
         plans.forget_buckets()
-        require_sound(self._result, rank=self._group.rank, places=self._group.watch.ask)
-        plans.require_changed_alike(self._result)
+        require_sound(self._round, rank=self._group.rank, places=self._group.watch.ask)
+        plans.require_changed_alike(self._round)
         change = plans.change
         assert change is not None
         known = set(map(id, self._compiled.params))
@@ -118,5 +105,5 @@ class Meeting:
 
     def _started_unlike(self, index: int, values: Sequence[int]) -> Exception:
         others = [rank for rank, value in enumerate(values) if value != values[0]]
-        number = self._result.round.number
+        number = self._round.facts.number
         return started_unlike(self._new[index][0], number, others=others, rank=self._group.rank)

@@ -9,34 +9,31 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError
-from undertow.plan import Groups, Plan, first_plan
+from undertow.plan import Plan, first_plan
 from undertow.runtime.comm.agreement import Agreement, surroundings
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.execute.agreed_errors import (
+from undertow.runtime.engine.agreed_errors import (
     changed_unlike,
     part_of_another,
 )
-from undertow.runtime.execute.compiled_plan import CompiledPlan
-from undertow.runtime.execute.hooks import GradientFactor, call_at_registration, earlier_watchers
-from undertow.runtime.execute.round import RoundKind, RoundResult
+from undertow.runtime.engine.compiled_plan import CompiledPlan
+from undertow.runtime.engine.hooks import (
+    GradientFactor,
+    Listeners,
+    ParamHooks,
+    call_at_registration,
+    earlier_watchers,
+)
+from undertow.runtime.engine.planning import follows_observed_order, measure, planned, sharded_plan
+from undertow.runtime.engine.round import Round, RoundKind
+from undertow.runtime.engine.tuning import ObservedOrder
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.model.module_params import ModuleParams, first_change
-from undertow.runtime.replan.param_hooks import Listeners, ObservedOrder, ParamHooks
-from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
 from undertow.runtime.sharded.binding import make_gradients_whole
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
 from undertow.schedule import Strategy, strategy_named
-
-
-@dataclass(frozen=True, slots=True)
-class InForce:
-    """A plan, ready to run, and the hooks on its parameters."""
-
-    compiled: CompiledPlan
-    hooks: ParamHooks
-    groups: Groups | None = None  # of the plan to which a sharded optimizer moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class Change:
 
 
 class CurrentPlan:
-    """Owns the plan in force, `now`, and a `change` of it that all ranks have not agreed on yet; `is_active` if there are rounds.
+    """Owns the plan in force, `compiled`, and the `hooks` on its parameters; also a `change` that ranks have not agreed on yet.
 
     A look at the module finds a change. It is a value: nothing follows it before the ranks have met (see `Meeting`), and the next
     look may find another one or none, as when torch.func.functional_call puts other parameters into the module for one call.
@@ -74,9 +71,7 @@ class CurrentPlan:
         self.change: Change | None = None
         self.is_stale = False  # the module is to be looked at when the next round begins
         self._left: frozenset[int] = frozenset()  # parameters of the plan, by id, that the last forward has found frozen or gone
-        named_params, reducer = members.trained(), Reducer.of(group, config)
-        self.is_active = reducer.is_active
-        self.now = self._ready(self._planned(named_params, reducer), generation=0)
+        self._put_in_force(self._planned(members.trained(), Reducer.of(group, config)), generation=0)
         # The settings of a group of experts list only that group, other settings none.
         divisor = config.experts[0].divisor if config.experts else None
         self._factor = GradientFactor(1 if divisor is None else group.num_ranks / divisor)
@@ -86,21 +81,26 @@ class CurrentPlan:
         self._end_registrations = call_at_registration(lambda *_: _mark_stale(plans()))
 
     @property
+    def is_active(self) -> bool:
+        """True if there are rounds."""
+        return self.compiled.reducer.is_active
+
+    @property
     def trains(self) -> bool:
         """True if a round has anything to do: all ranks may have agreed that nothing is trained."""
         is_settled = self.change is None and self.group.is_open
-        return self.is_active and not (is_settled and not self.now.hooks.named_params)
+        return self.is_active and not (is_settled and not self.hooks.named_params)
 
     @property
     def has_result(self) -> bool:
         """True if anything is left of the result of the last round; otherwise the user has cleared it, step or no step."""
-        return self.now.compiled.executor.has_result()
+        return self.compiled.has_result()
 
     def open(self) -> None:
         """Creates Undertow's process group and compares the ranks; a collective call the first time. Raises PlanMismatch."""
         if self.group.num_ranks > 1 and not self.group.is_open:
             self.group.open()
-            compiled = self.now.compiled
+            compiled = self.compiled
             self.compare(compiled.plan, compiled.params, compiled.reducer).require()
             self.members.ranks_agree()
 
@@ -116,12 +116,9 @@ class CurrentPlan:
     def look_at_forward(self) -> None:
         """Called by a forward: looks for a change of the module's parameters, also of those that are frozen now."""
         self.is_stale = False
-        if not self.members.has_changed():
-            return
-        self._left = self.now.hooks.ids
-        self._find_change(begins_forward=True, has_more=self.members.has_more())
-        if not self.is_active and self.change is not None:  # one rank agrees with nobody
-            self.follow()
+        if self.members.has_changed():
+            self._left = self.hooks.ids
+            self._find_change(begins_forward=True, has_more=self.members.has_more())
 
     def look_again(self) -> None:
         """Called when a forward ends, a round begins, or a gradient arrives outside of the plan: the change may be another one.
@@ -129,29 +126,31 @@ class CurrentPlan:
         A parameter that is only frozen stays in the plan: if parts of a module take turns between two forwards, the parameters
         of the other parts are unused.
         """
-        if self.is_stale or self.change is not None:
-            if self.members.has_changed() or (self.change is not None and not self.members.are_lent()):
-                self._find_change()
-            self.is_stale = False
-            if not self.is_active and self.change is not None:  # one rank agrees with nobody
-                self.follow()
+        if not self.is_stale and self.change is None:
+            return
+        if self.members.has_changed() or (self.change is not None and not self.members.are_lent()):
+            self._find_change()
+        self.is_stale = False
+        if not self.is_active and self.change is not None:  # one rank agrees with nobody
+            self.follow()
 
     def _find_change(self, *, begins_forward: bool = False, has_more: bool = False) -> None:
-        hooks, now = self.now.hooks, self.now.compiled
-        reducer = now.reducer if self.change is None else self.change.reducer
-        accumulated = hooks.accumulated_ids()
+        hooks, compiled = self.hooks, self.compiled
+        reducer = compiled.reducer if self.change is None else self.change.reducer
+        present = self.members.named_params()
+        accumulated = hooks.ids_of(hooks.arrived_before)
         # A parameter that is trained again has not left. A frozen one with an accumulated gradient stays for one more round.
-        self._left = self._left.difference(
-            id(param) for _, param in self.members.named_params() if param.requires_grad or id(param) in accumulated
-        )
+        staying = (id(param) for _, param in present if param.requires_grad or id(param) in accumulated)
+        self._left = self._left.difference(staying)
         try:
             named_params = self.members.trained(also=(hooks.ids - self._left).union(hooks.outside))
             gone = hooks.ids.difference(id(param) for _, param in named_params)
             # A parameter that is only gone, maybe lent for a call, stays in the plan until a forward finds that it has left.
-            is_other = reducer.hook is not now.reducer.hook or bool(gone & self._left) or not self._has_all(named_params, of=now)
+            has_others = bool(gone & self._left) or not self._has_all(named_params, of=compiled)
             has_more |= self.change is not None and self.change.has_more
-            change = self._planned(named_params, reducer)
-            self.change = dataclasses.replace(change, has_more=has_more) if is_other else None
+            self.change = None
+            if has_others or reducer.hook is not compiled.reducer.hook:
+                self.change = self._planned(named_params, reducer, has_more=has_more)
         except BaseException:  # a change that cannot be followed is refused again, and not forgotten
             self.is_stale = True
             self.members.is_unseen = True
@@ -159,7 +158,7 @@ class CurrentPlan:
         # A parameter that stays in the plan for its turn leaves it when a forward finds it frozen, or gone, still.
         self.members.is_unseen = bool(gone - self._left) or not all(param.requires_grad for _, param in named_params)
         if self.is_active:
-            hooks.watch([param for _, param in self.members.named_params()], may_have_arrived=not begins_forward)
+            hooks.watch([param for _, param in present], may_have_arrived=not begins_forward)
         self._apply_factor()
 
     @property
@@ -171,23 +170,23 @@ class CurrentPlan:
         """
         if self.change is None or not self.change.has_more or self.group.num_ranks == 1:
             return False
-        is_new = not self.change.ids <= self.now.hooks.ids
-        return is_new and not (self.now.compiled.sharding is not None and self.has_result)
+        is_new = not self.change.ids <= self.hooks.ids
+        return is_new and not (self.compiled.sharding is not None and self.has_result)
 
     @property
     def comm_hook(self) -> CommHook | None:
         """The communication hook that reduces buckets, from the next round on at the latest."""
-        reducer = self.now.compiled.reducer if self.change is None else self.change.reducer
+        reducer = self.compiled.reducer if self.change is None else self.change.reducer
         return reducer.hook
 
     @property
     def changes_params(self) -> bool:
         """True if parameters change. Then the meeting counts as a synchronization; not if only a hook is new."""
-        return self.change is not None and self.change.reducer.hook is self.now.compiled.reducer.hook
+        return self.change is not None and self.change.reducer.hook is self.compiled.reducer.hook
 
     def all_params(self) -> list[Tensor]:
         """Returns the parameters of the plan in force, and of the change."""
-        params = dict.fromkeys(self.now.hooks.params)
+        params = dict.fromkeys(self.hooks.params)
         if self.change is not None:
             params.update(dict.fromkeys(param for _, param in self.change.named_params))
         return list(params)
@@ -200,12 +199,12 @@ class CurrentPlan:
 
     def follow(self) -> None:
         """Puts the change in force."""
-        change, before = self.change, self.now
+        change, hooks = self.change, self.hooks
         assert change is not None  # else nobody calls this
-        arrived = before.hooks.accumulated_ids() | before.hooks.arrived_ids() | set(before.hooks.outside)
-        before.hooks.close()
-        self.now = self._ready(change, generation=before.compiled.generation + 1, before=before)
-        self.now.hooks.arrived_before |= self.now.hooks.indices(arrived)
+        arrived = hooks.ids_of(hooks.arrived_before | hooks.arrivals.arrived).union(hooks.outside)
+        hooks.close()
+        self._put_in_force(change, generation=self.compiled.generation + 1, before=self.compiled)
+        self.hooks.arrived_before |= self.hooks.indices(arrived)
         self.change, self._left = None, frozenset()
         self._apply_factor()
 
@@ -215,28 +214,27 @@ class CurrentPlan:
 
     def _apply_factor(self) -> None:
         """Called when there are other parameters; new ones may train before the change is in force."""
-        self._factor.follow((*self.now.hooks.params, *(param for _, param in self.members.named_params())))
+        if not self._factor.is_one:
+            self._factor.follow((*self.hooks.params, *(param for _, param in self.members.named_params())))
 
     def note_written(self) -> None:
         """Counts gradients that something other than autograd has written into `.grad`, which another plan cannot tell."""
-        compiled = self.now.compiled
-        self.now.hooks.arrived_before |= compiled.executor.written(range(len(compiled.params)))
+        if self.is_active:
+            self.hooks.arrived_before |= self.compiled.written(range(len(self.compiled.params)))
 
     def close(self) -> None:
         """Removes all hooks."""
         self._end_registrations()
-        self.now.compiled.reducer.close()
-        self.now.hooks.close()
+        self.compiled.reducer.close()
+        self.hooks.close()
         self._factor.follow(())
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduces buckets by `hook` from the next round on; before it the ranks meet without it and compare their hooks."""
         self.look_again()
         self.group.borrowers.add("hooks")
-        before = self.now.compiled
-        reducer = dataclasses.replace(before.reducer, hook=hook)
-        named_params = self.now.hooks.named_params if self.change is None else self.change.named_params
-        self.is_active = True
+        reducer = dataclasses.replace(self.compiled.reducer, hook=hook)
+        named_params = self.hooks.named_params if self.change is None else self.change.named_params
         self.change = self._planned(named_params, reducer)
         if not self.group.is_open or self.group.num_ranks == 1:
             self.note_written()
@@ -248,35 +246,36 @@ class CurrentPlan:
         With a sharded optimizer, the plan moves as it does when parameters change: from a round without shards of gradients on,
         gradients are whole until its next step lays parameters out anew.
         """
-        now = self.now
-        compiled = now.compiled
-        order, tuning = now.hooks.order, now.hooks.tuning
+        compiled, hooks = self.compiled, self.hooks
+        order, tuning = hooks.order, hooks.tuning
         is_sent = (order is not None and order.sent is not None) or (tuning is not None and tuning.sent is not None)
-        plan = planned(compiled, now.hooks, self._config) if is_sent else None
-        if compiled.sharding is not None:
-            groups = now.groups if plan is None else plan.groups
-            self.now = dataclasses.replace(now, groups=groups)
-            if groups is not None and not compiled.sharding.holds_gradients:
-                self.wait_for_parameters()
-                make_gradients_whole(now.hooks.named_params, rank=self.group.rank)
-                self._move(self._planned(now.hooks.named_params, compiled.reducer))
-        elif plan is not None:
-            self._move(Change(now.hooks.named_params, plan, compiled.reducer))
+        plan = planned(compiled, hooks, self._config) if is_sent else None
+        if compiled.sharding is None:
+            if plan is not None:
+                self._move(Change(hooks.named_params, plan, compiled.reducer))
+            return
+        if plan is not None:
+            hooks.groups = plan.groups
+        if hooks.groups is not None and not compiled.sharding.holds_gradients:
+            self.wait_for_parameters()
+            make_gradients_whole(hooks.named_params, rank=self.group.rank)
+            self._move(self._planned(hooks.named_params, compiled.reducer))
 
     def _move(self, change: Change) -> None:
         """Puts another plan of the same parameters in force."""
-        before, hooks = self.now.compiled, self.now.hooks
+        before = self.compiled
         self.note_written()
         moved = CompiledPlan(change.plan, before.params, change.reducer, self._recorder, generation=before.generation + 1)
         # A `.grad` that lies in an old bucket keeps its memory until it has moved into the new one.
-        before.executor.let_go()
-        moved.executor.take_over_readings(before.executor)
-        self.now = dataclasses.replace(self.now, compiled=moved)
-        hooks.regroup(change.plan)
+        before.let_go()
+        _ = moved.buckets
+        moved.snapshots += before.snapshots
+        self.compiled = moved
+        self.hooks.regroup(change.plan)
 
-    def round_ended(self, result: RoundResult) -> None:
+    def round_ended(self) -> None:
         """Called after a round that all ranks have found sound: sends measurements."""
-        compiled, hooks = self.now.compiled, self.now.hooks
+        compiled, hooks = self.compiled, self.hooks
         if hooks.order is not None:
             hooks.order.send()
         if hooks.tuning is not None and hooks.tuning.act is not None:
@@ -288,7 +287,7 @@ class CurrentPlan:
         If the parameters change, later rounds reduce whole gradients until it is called again. Returns the same object as long as
         the layout stays.
         """
-        now, compiled, hooks = self.now, self.now.compiled, self.now.hooks
+        compiled, hooks = self.compiled, self.hooks
         if self.change is not None:
             raise PhaseError(
                 "an optimizer steps after its parameters have changed and before gradients of the new ones are averaged.",
@@ -297,8 +296,8 @@ class CurrentPlan:
             )
         if compiled.sharding is not None:
             return compiled.sharding
-        plan = sharded_plan(compiled.plan, hooks, now.groups, self._config)
-        own = compiled.executor.own_gradients() if self.is_active else {}
+        plan = sharded_plan(compiled.plan, hooks, self._config)
+        own = compiled.own_gradients() if self.is_active else {}
         if hooks.order is not None:
             hooks.order.close()
             hooks.order = None
@@ -308,9 +307,9 @@ class CurrentPlan:
         sharded = CompiledPlan(
             plan, compiled.params, reducer, self._recorder, generation=compiled.generation + 1, sharding=sharding
         )
-        self.now = InForce(sharded, hooks)
+        self.compiled, hooks.groups = sharded, None
         if self.is_active:
-            _ = sharded.executor
+            _ = sharded.buckets
         sharding.adopt_gradients()
         sharding.reduce_again(own)
         hooks.regroup(plan)
@@ -318,26 +317,25 @@ class CurrentPlan:
 
     def wait_for_parameters(self) -> None:
         """Waits until all parameters that a sharded optimizer updates have arrived."""
-        if self.now.compiled.sharding is not None:
-            self.now.compiled.sharding.gathers.wait_for_all()
+        if self.compiled.sharding is not None:
+            self.compiled.sharding.gathers.wait_for_all()
 
-    def require_changed_alike(self, result: RoundResult) -> None:
+    def require_changed_alike(self, ended: Round) -> None:
         """Raises PlanMismatch, on every rank, if the parameters have changed on some ranks only."""
-        now, change = self.now.compiled, self.change
-        is_meeting = result.round.kind is RoundKind.RETIRE and change is not None
-        plan, params, reducer, described = now.plan, now.params, now.reducer, ""
-        if is_meeting and change is not None:
-            plan, params, reducer = change.plan, tuple(param for _, param in change.named_params), change.reducer
+        compiled = self.compiled
+        plan, params, reducer, described = compiled.plan, compiled.params, compiled.reducer, ""
+        if ended.kind is RoundKind.RETIRE and self.change is not None:
+            plan, reducer = self.change.plan, self.change.reducer
+            params = tuple(param for _, param in self.change.named_params)
             described = "a communication hook was registered"
-            if reducer.hook is now.reducer.hook:
-                described = first_change(now.plan.params, plan.params)
-        error = changed_unlike(result, rank=self.group.rank, num_ranks=self.group.num_ranks, change=described)
+            if reducer.hook is compiled.reducer.hook:
+                described = first_change(compiled.plan.params, plan.params)
+        error = changed_unlike(ended, rank=self.group.rank, num_ranks=self.group.num_ranks, change=described)
         if error is None:
             return
         # On the host every rank has read the same and is here now, and the comparison names a parameter. On a device the other
-        # ranks read later, when this one is gone.
-        # A rank whose backward has failed comes alone: the others have raised that.
-        if self.group.device.type == "cpu" and not result.has_failed:
+        # ranks read later, when this one is gone. A rank whose backward has failed comes alone: the others have raised that.
+        if self.group.device.type == "cpu" and not ended.has_failed:
             self.compare(plan, params, reducer).require()
         raise error
 
@@ -353,32 +351,30 @@ class CurrentPlan:
         settings = {**surroundings(self.group, reducer.hook), **self._config.to_dict()}
         return self.members.compare(self.group, plan.params, params, settings, new=new)
 
-    def _planned(self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer) -> Change:
+    def _planned(self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer, *, has_more: bool = False) -> Change:
         config = self._config
         # A plan pinned for shards may have parameters in pieces; it counts from the first step of the optimizer on.
         if strategy_named(config.strategy).gather is not None:
             config = dataclasses.replace(config, plan=None)
         plan = first_plan(self.members.specs(named_params), config, num_ranks=reducer.group.num_ranks)
         # No shards until an optimizer steps again.
-        return Change(tuple(named_params), plan, dataclasses.replace(reducer, shard_exchanges=None))
+        return Change(tuple(named_params), plan, dataclasses.replace(reducer, shard_exchanges=None), has_more=has_more)
 
-    def _ready(self, change: Change, *, generation: int, before: InForce | None = None) -> InForce:
-        """Makes its buckets and hooks."""
+    def _put_in_force(self, change: Change, *, generation: int, before: CompiledPlan | None = None) -> None:
+        """Makes the buckets and hooks of a change."""
         params = [param for _, param in change.named_params]
         compiled = CompiledPlan(change.plan, params, change.reducer, self._recorder, generation=generation)
         hooks = ParamHooks(change.named_params, compiled.plan, self._listeners)
-        if not self.is_active:
-            return InForce(compiled, hooks)
-        # Too large buckets fail here instead of in the first backward.
-        executor = compiled.executor
-        if before is not None:
-            executor.take_over_readings(before.compiled.executor)
-        hooks.start()
-        hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
-        if follows_observed_order(compiled, self._config):
-            hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
-        measure(hooks, compiled, self._config, self._recorder)
-        return InForce(compiled, hooks)
+        if compiled.reducer.is_active:
+            _ = compiled.buckets  # too large ones fail here instead of in the first backward
+            if before is not None:
+                compiled.snapshots += before.snapshots
+            hooks.start()
+            hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
+            if follows_observed_order(compiled, self._config):
+                hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
+            measure(hooks, compiled, self._config, self._recorder)
+        self.compiled, self.hooks = compiled, hooks
 
 
 def _mark_stale(plans: CurrentPlan | None) -> None:

@@ -5,8 +5,8 @@ from enum import IntEnum, auto
 
 from torch import Tensor
 
-from undertow.runtime.execute import agreed_errors
-from undertow.runtime.execute.round import Settings
+from undertow.runtime.engine import agreed_errors
+from undertow.runtime.engine.round import Settings
 
 
 class Forward(IntEnum):

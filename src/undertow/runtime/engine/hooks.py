@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,9 +16,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from undertow.plan import Groups, Plan
+from undertow.runtime.engine.tuning import ObservedOrder, Tuning
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook
 from undertow.schedule.tracker import HOOKS, Arrivals
+from undertow.tune import Tuner
+
+_is_trained = attrgetter("requires_grad")
 
 # If a backward is compiled with the code around it, so are the Python functions that it calls first.
 for _function in HOOKS:
@@ -58,6 +66,7 @@ class GradientFactor:
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
+        self.is_one = factor == 1
         self._params: dict[Tensor, None] | None = None  # tensors are keys by identity
         self._hooks: list[tuple[object, RemovableHandle]] = []  # each with a node that must stay alive
 
@@ -67,8 +76,6 @@ class GradientFactor:
 
         Gradients of parameters that are new since the last call arrived before anybody followed them.
         """
-        if self._factor == 1:
-            return
         before = self._params
         self._params = dict.fromkeys(filter(private.may_train, params))
         if before is not None:
@@ -78,6 +85,124 @@ class GradientFactor:
         for _, hook in self._hooks:
             hook.remove()
         self._hooks = [private.scale_gradients(param, self._factor) for param in self._params]
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """The functions of `owner` that hooks on parameters call."""
+
+    owner: object
+    on_full: Callable[[int], object]  # with a bucket whose last gradient has arrived
+    on_backward: Callable[[int], object]  # with a backward whose first gradient arrives
+    on_outside: Callable[[Tensor], object]  # with a parameter that got a gradient and is not in the plan
+
+
+class OutsideHooks:
+    """Hooks on parameters of a module that are not in the plan, which call `then(param)` when a gradient arrives after all."""
+
+    def __init__(self, then: Callable[[Tensor], object]) -> None:
+        self._then = then
+        self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
+
+    def watch(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Makes these the watched parameters, except those that can never be trained; returns those that are new."""
+        wanted = {id(param): param for param in params}
+        for key in self.watched.keys() - wanted.keys():
+            self.watched.pop(key)[1].remove()
+        new = [wanted[key] for key in wanted.keys() - self.watched.keys()]
+        for param in new:
+            with contextlib.suppress(RuntimeError):  # it can never be trained
+                self.watched[id(param)] = param, private.hook_gradients(param, self._then)
+        return new
+
+    def has_thawed(self) -> bool:
+        """Returns True if one of them is trained now, and no engine waits for its gradient."""
+        params = [param for param, _ in self.watched.values()]
+        # Runs in every round, hence a loop in C; most models have no frozen parameters.
+        return any(map(_is_trained, params)) and any(param.requires_grad and not is_watched(param) for param in params)
+
+
+class ParamHooks:
+    """Hooks on `named_params` until `close`, and on parameters `outside` of the plan: frozen ones, and ones that are new."""
+
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, Tensor]],
+        plan: Plan,
+        listeners: Listeners,
+    ) -> None:
+        self.named_params = tuple(named_params)
+        self.ids = frozenset(id(param) for _, param in named_params)
+        self.arrivals = Arrivals(
+            [bucket.params for bucket in plan.buckets],
+            self.params,
+            on_full=listeners.on_full,
+            traversal=private.graph_task_id,
+            on_traversal=listeners.on_backward,
+        )
+        self.arrivals.owner = listeners.owner
+        self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
+        self.outside: dict[int, Tensor] = {}  # by id, parameters outside of the plan that have got a gradient
+        self.groups: Groups | None = None  # of the plan to which a sharded optimizer moves
+        self.order: ObservedOrder | None = None
+        self.tuning: Tuning | None = None  # if there are rounds
+        self.arrival_hooks = ArrivalHooks([], self.arrivals)
+        self.outside_hooks = OutsideHooks(listeners.on_outside)
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [param for _, param in self.named_params]
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """The measurements of these parameters."""
+        return None if self.tuning is None else self.tuning.tuner
+
+    def start(self) -> None:
+        """Registers the hooks."""
+        self.arrival_hooks = ArrivalHooks(self.params, self.arrivals)
+
+    def watch(self, params: Sequence[Tensor], *, may_have_arrived: bool) -> None:
+        """Hooks the parameters of a module that are outside of the plan.
+
+        The gradients of new ones count if they `may_have_arrived` before their hooks.
+        """
+        for param in self.outside_hooks.watch([param for param in params if id(param) not in self.ids]):
+            if may_have_arrived and param.grad is not None:
+                self.outside[id(param)] = param
+
+    def regroup(self, plan: Plan) -> None:
+        """Switches to the buckets of another plan."""
+        self.arrivals.regroup([bucket.params for bucket in plan.buckets])
+        self.arrival_hooks.renew()
+
+    def close(self) -> None:
+        """Removes the hooks; a second call does nothing."""
+        self.arrival_hooks.remove()
+        self.outside_hooks.watch(())
+        self.arrivals.on_full = lambda _bucket: None  # it may be in the middle of an arrival
+        self.arrivals.owner = None
+        for other in (self.order, self.tuning):
+            if other is not None:
+                other.close()
+
+    def not_arrived(self, bucket: Sequence[int], missing: Collection[int]) -> list[int]:
+        """Returns the positions in `bucket` of the `missing` parameters without a gradient since the last synchronization."""
+        absent = set(missing) - self.arrived_before
+        return [position for position, param in enumerate(bucket) if param in absent] if absent else []
+
+    def ids_of(self, indices: Iterable[int]) -> set[int]:
+        """Returns the ids of parameters given by index."""
+        return {id(self.named_params[index][1]) for index in indices}
+
+    def indices(self, tensors: set[int]) -> set[int]:
+        """Returns the indices of parameters given by id."""
+        return {index for index, param in enumerate(self.params) if id(param) in tensors}
+
+    def names_of(self, plan: Plan, places: Mapping[int, Collection[int]]) -> tuple[str, ...]:
+        """Returns the names of parameters given by their positions in each bucket, in the order of the plan."""
+        params = [plan.buckets[bucket].params[place] for bucket in sorted(places) for place in places[bucket]]
+        return tuple(self.named_params[param][0] for param in dict.fromkeys(params))  # a parameter in pieces has one name
 
 
 def remove_all(hooks: list[RemovableHandle]) -> None:

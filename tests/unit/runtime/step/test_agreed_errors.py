@@ -6,15 +6,15 @@ import pytest
 
 from support.errors import text_of
 from undertow.errors import Desync, PeerFailed, PlanMismatch
-from undertow.runtime.execute.agreed_errors import changed_unlike, loaded_apart, require_sound, settings_differ
-from undertow.runtime.execute.agreed_errors import text_of as text_of_settings
-from undertow.runtime.execute.round import Round, RoundKind, RoundResult
+from undertow.runtime.engine.agreed_errors import changed_unlike, loaded_apart, require_sound, settings_differ
+from undertow.runtime.engine.agreed_errors import text_of as text_of_settings
+from undertow.runtime.engine.round import Facts, Round, RoundKind
 from undertow.runtime.gradients.trailer import Reading
 
 
-def round_with(*readings: dict[str, Any], has_failed: bool = False) -> RoundResult:
-    result = RoundResult(Round(kind=RoundKind.REDUCE, number=5, generation=1, not_arrived=lambda _: ()), has_failed=has_failed)
-    result.readings += [Reading(**{"used": frozenset(), "ranks_differ": False, **said}) for said in readings]
+def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
+    result = Round(kind=RoundKind.REDUCE, facts=Facts(number=5), has_failed=has_failed)
+    result.found.readings += [Reading(**{"used": frozenset(), "ranks_differ": False, **said}) for said in readings]
     return result
 
 
@@ -131,7 +131,7 @@ def test_settings_are_shown_with_six_digits(value: object, shown: str) -> None:
 
 @pytest.mark.parametrize(("loaded", "what"), [(0xABC, "parameters, fingerprint 000abc"), (0, "no parameter")])
 def test_each_rank_says_what_it_has_loaded(loaded: int, what: str) -> None:
-    result = RoundResult(Round(kind=RoundKind.REDUCE, number=5, generation=1, not_arrived=lambda _: (), loaded=loaded))
+    result = Round(kind=RoundKind.REDUCE, facts=Facts(number=5, loaded=loaded))
     assert str(loaded_apart(result, rank=1, places=lambda mine: {1: mine, 0: "it has changed no parameter"})) == (
         "load_state_dict has changed parameters on some ranks only, or to different values.\n  synchronization 5, rank 1\n"
         f"  rank 0: it has changed no parameter\n  rank 1: it has changed {what}\n"

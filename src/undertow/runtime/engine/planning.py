@@ -4,14 +4,14 @@ import torch
 
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError
-from undertow.plan import Groups, Plan, first_plan, groups_in_order, plan_from_groups, plan_in_order
+from undertow.plan import Plan, first_plan, groups_in_order, plan_from_groups, plan_in_order
 from undertow.profile import Profile
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.execute.compiled_plan import CompiledPlan
+from undertow.runtime.engine.compiled_plan import CompiledPlan
+from undertow.runtime.engine.hooks import ParamHooks
+from undertow.runtime.engine.tuning import Tuning
 from undertow.runtime.gradients.reducer import Reducer
-from undertow.runtime.replan.param_hooks import ParamHooks
-from undertow.runtime.replan.tuning import Tuning
 from undertow.tune import Explanation, Outcome, Tuner, explanation
 
 
@@ -30,11 +30,11 @@ def measure(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig, recor
     )
 
 
-def sharded_plan(now: Plan, hooks: ParamHooks, groups: Groups | None, config: SyncConfig) -> Plan:
+def sharded_plan(now: Plan, hooks: ParamHooks, config: SyncConfig) -> Plan:
     """Returns the plan with large parameters in pieces, the pinned plan, or the plan to which a sharded optimizer moves."""
     order = None if hooks.order is None else hooks.order.take()
-    if groups is not None:
-        return plan_from_groups(now.params, groups, num_ranks=now.num_ranks)
+    if hooks.groups is not None:
+        return plan_from_groups(now.params, hooks.groups, num_ranks=now.num_ranks)
     if config.plan is not None:
         pinned = first_plan(now.params, config, num_ranks=now.num_ranks, splits=True)
         if now.num_ranks > 1 or not pinned.split_params:  # one rank alone gathers nothing, and would not join pieces again

@@ -8,7 +8,7 @@ from itertools import chain
 from operator import itemgetter
 
 from undertow.errors import ConfigError, Desync, PeerFailed, PhaseError, PlanMismatch, ReplicaMismatch
-from undertow.runtime.execute.round import Round, RoundResult, Settings
+from undertow.runtime.engine.round import Round, Settings
 
 LOADS = "Load the same values on every rank, or call broadcast_parameters() on every rank after a load on rank 0."
 
@@ -23,50 +23,48 @@ def taken_in_backward(ranks: Iterable[int], number: int, *, place: str) -> Phase
     )
 
 
-def _place(this_round: Round) -> str:
-    op = "" if this_round.op is None else f', op="{this_round.op}"'
+def _place(ended: Round) -> str:
+    op = "" if ended.op is None else f', op="{ended.op}"'
     stepped = {None: "", 0: ", after an optimizer step", 1: ", without an optimizer step since the one before"}
-    return f"synchronization {this_round.number}{stepped[this_round.mode]}{op}"
+    return f"synchronization {ended.facts.number}{stepped[ended.facts.mode]}{op}"
 
 
-def require_sound(
-    result: RoundResult, *, rank: int, places: Callable[[str], Mapping[int, str]] = lambda _: {}, taken: str = ""
-) -> None:
+def require_sound(ended: Round, *, rank: int, places: Callable[[str], Mapping[int, str]] = lambda _: {}, taken: str = "") -> None:
     """Raises, on every rank, the error that some rank has reported.
 
     `places` asks all ranks for their positions, given this rank's. `taken` describes a gradient that is gone on this rank.
     """
-    number = result.round.number
+    number = ended.facts.number
     where = f"synchronization {number}, rank {rank}"
-    takers = set(result.reported("taken_ranks"))
-    if result.taken:
+    takers = set(ended.found.reported("taken_ranks"))
+    if ended.found.taken:
         takers.add(rank)  # on a device the ranks read it later
     if takers:
         raise taken_in_backward(takers, number, place=taken or f"rank {rank}")
-    failed = result.reported("failed_ranks")
-    if any(reading.ranks_differ for reading in result.readings):
-        listed = sorted(places(_place(result.round)).items())
+    failed = ended.found.reported("failed_ranks")
+    if any(reading.ranks_differ for reading in ended.found.readings):
+        listed = sorted(places(_place(ended)).items())
         raise Desync(
             "ranks are not in the same step.",
             where="\n  ".join((where, *(f"rank {other}: {place}" for other, place in listed))),
             remedy="Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish().",
         )
-    if any(reading.late_buckets and reading.is_overdue for reading in result.readings):
+    if any(reading.late_buckets and reading.is_overdue for reading in ended.found.readings):
         raise Desync(
             "gradients arrived again after their bucket was sent, and were left out.",
             where=f"{where}, or the one before",
             remedy="Let the first two steps use parameters as often as later ones do, or set overlap=False.",
         )
-    if failed and not result.has_failed:
+    if failed and not ended.has_failed:
         raise PeerFailed(
             f"backward failed on rank {', '.join(map(str, failed))}.",
             where=where,
             remedy="The gradients of this step are incomplete on every rank: drop them, and see the log of that rank.",
         )
-    if "settings" in result.unlike and not result.has_failed:
-        raise settings_differ(places(text_of(result.round.settings)), where=where)
-    if result.apart is not None and not result.has_failed:
-        raise result.apart
+    if "settings" in ended.found.unlike and not ended.has_failed:
+        raise settings_differ(places(text_of(ended.facts.settings)), where=where)
+    if ended.found.apart is not None and not ended.has_failed:
+        raise ended.found.apart
 
 
 def text_of(settings: Settings) -> str:
@@ -113,15 +111,15 @@ def require_same_settings(texts: Sequence[str], *, where: str) -> None:
         raise settings_differ(dict(enumerate(texts)), where=where)
 
 
-def loaded_apart(result: RoundResult, *, rank: int, places: Callable[[str], Mapping[int, str]]) -> ReplicaMismatch:
+def loaded_apart(ended: Round, *, rank: int, places: Callable[[str], Mapping[int, str]]) -> ReplicaMismatch:
     """Returns the error of ranks that `load_state_dict` has given different parameters."""
-    loaded = result.round.loaded
+    loaded = ended.facts.loaded
     mine = f"it has changed parameters, fingerprint {loaded:06x}" if loaded else "it has changed no parameter"
     listed = sorted(places(mine).items())
     return ReplicaMismatch(
         "load_state_dict has changed parameters on some ranks only, or to different values.",
         where="\n  ".join(
-            (f"synchronization {result.round.number}, rank {rank}", *(f"rank {other}: {text}" for other, text in listed))
+            (f"synchronization {ended.facts.number}, rank {rank}", *(f"rank {other}: {text}" for other, text in listed))
         ),
         remedy=LOADS,
     )
@@ -135,16 +133,16 @@ def not_waited_for(number: int) -> PhaseError:
     )
 
 
-def changed_unlike(result: RoundResult, *, rank: int, num_ranks: int, change: str = "") -> PlanMismatch | None:
+def changed_unlike(ended: Round, *, rank: int, num_ranks: int, change: str = "") -> PlanMismatch | None:
     """Returns the error if parameters have changed on some ranks only; `change` describes the change on this rank."""
-    changed = result.reported("changed_ranks")
+    changed = ended.found.reported("changed_ranks")
     if not 0 < len(changed) < num_ranks:
         return None
     unchanged = ", ".join(str(other) for other in range(num_ranks) if other not in changed)
     return PlanMismatch(
         f"the parameters, or the communication hook, have changed on rank {', '.join(map(str, changed))} and not on rank "
         f"{unchanged}.",
-        where=f"synchronization {result.round.number}, rank {rank}{change and f': {change}'}",
+        where=f"synchronization {ended.facts.number}, rank {rank}{change and f': {change}'}",
         remedy="Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank.",
     )
 

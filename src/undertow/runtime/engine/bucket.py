@@ -1,0 +1,180 @@
+"""One bucket in training: its memory and `.grad`, its trailer, and its collective in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from undertow.plan import Bucket, Plan
+from undertow.runtime.comm.comm_hook import HookedBucket
+from undertow.runtime.comm.handles import Handle
+from undertow.runtime.comm.recorder import BucketMarks, Recorder
+from undertow.runtime.gradients.binding import Binding, DenseBinding
+from undertow.runtime.gradients.finite import FiniteCheck
+from undertow.runtime.gradients.reducer import Reducer
+from undertow.runtime.gradients.trailer import Reading, TrailerCodec
+from undertow.runtime.sharded.binding import ShardedBinding
+from undertow.runtime.sharded.layout import Sharding
+from undertow.schedule import OpKind
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The parts that all buckets of a plan share."""
+
+    plan: Plan
+    reducer: Reducer
+    recorder: Recorder
+    finite: FiniteCheck | None  # None if nobody asks whether gradients are finite
+
+
+class LiveBucket:
+    """One bucket whose gradients are reduced whole."""
+
+    reduction: ClassVar = OpKind.ALL_REDUCE
+
+    def __init__(self, layout: Bucket, binding: Binding, shared: Shared) -> None:
+        flat, reducer = binding.storage.flat, shared.reducer
+        self.layout, self.binding, self.shared = layout, binding, shared
+        divisor = reducer.trailer_divisor
+        self.trailer = TrailerCodec(layout, binding.storage, divisor=divisor, rank=reducer.group.rank)
+        self.label = _label_of(layout, shared.plan)  # in messages
+        self.handles: list[Handle] = []
+        self.marks: BucketMarks  # of the last reduction
+        self.own: Tensor | None = None  # a copy of its memory before the last reduction
+        self.is_packed = False  # by a round that only accumulates
+        self._late: tuple[Sequence[Tensor], list[Handle]] | None = None  # in a second collective
+        self._reduce_flat = reducer.reducing(flat.dtype)
+        self._wire_bytes = reducer.wire_bytes(layout)
+
+    def is_ready(self) -> None:
+        """Marks the moment at which all of its gradients have arrived, or backward has ended."""
+        recorder = self.shared.recorder
+        self.marks = recorder.ready(self.layout.index, num_bytes=self._wire_bytes, kind=self.reduction)
+
+    def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
+        """Sends the packed gradients and the trailer.
+
+        Args:
+            keeps_own: A copy of this rank's gradients stays in `own` if the reduction rounds them.
+            is_apart: The result must not replace an earlier one; only shards have memory for that.
+            is_awaited_at_once: The end of the collective needs no mark: the wait has one.
+        """
+        layout, reducer, recorder = self.layout, self.shared.reducer, self.shared.recorder
+        if self.shared.finite is not None:
+            self.shared.finite.look(self.binding, layout, self.trailer)
+        flat = self.binding.storage.flat
+        is_kept = keeps_own and not layout.is_sparse and reducer.rounds(flat.dtype)
+        self.own = flat.clone() if is_kept else None
+        self.marks.launched = recorder.mark()
+        if layout.slots and (layout.is_sparse or reducer.hook is not None):
+            # Values outside of the bucket, or for the hook alone, leave the trailer to a separate small collective.
+            self.handles = [*self._reduce(self.binding.values()), reducer.reduce(flat[layout.trailer.start :])]
+        else:
+            self.handles = [self._reduce_flat(flat)]
+        if not is_awaited_at_once:
+            recorder.completes(self.marks, self.handles[0])
+
+    def launch_across(self) -> None:
+        """Reduces shards over the second axis of a mesh, which only a sharded bucket has."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Waits for the collective."""
+        recorder, handles = self.shared.recorder, self.handles
+        self.handles = []
+        self.marks.wait_start = recorder.mark()
+        for handle in handles:
+            handle.wait()
+        self.marks.wait_stop = recorder.mark()
+
+    def read_trailer(self, *, is_profiling: bool) -> Reading | None:
+        """Waits for the device, and reads the trailer; None if no rank has anything to report."""
+        # torch's name for it
+        with torch.profiler.record_function("search_unused_parameters") if is_profiling else nullcontext():
+            return self.trailer.read()
+
+    def launch_late(self) -> None:
+        """Reduces, in a second round, the gradients that arrived after the launch, on any rank."""
+        values = self.binding.late_values()
+        if self.own is not None:
+            self.own[: values[0].numel()] += values[0]
+        self._late = values, self._reduce(values)
+
+    def wait_for_late(self) -> Sequence[Tensor] | None:
+        """Waits for these gradients; returns them as `Binding.late_values` lays them out, or None if there are none."""
+        if self._late is None:
+            return None
+        (values, handles), self._late = self._late, None
+        with self.shared.reducer.group.waiting(f"what came late for {self.label}"):
+            for handle in handles:
+                handle.wait()
+        return values
+
+    def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
+        """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still their result."""
+        binding = self.binding
+        if self.own is None or not isinstance(binding, DenseBinding):
+            return {}
+        views = binding.storage.views_of(self.own)
+        return {
+            param: (grad, binding.is_unchanged(position))
+            for position, (param, grad) in enumerate(zip(self.layout.params, views, strict=True))
+        }
+
+    def _reduce(self, values: Sequence[Tensor]) -> list[Handle]:
+        reducer, layout, params = self.shared.reducer, self.layout, self.binding.params
+        if reducer.hook is None:
+            return [reducer.reduce(value) for value in values]
+        of_values = [[param] for param in params] if layout.is_sparse else [params]
+        last = len(values) - 1 if layout.trailer.late else None
+        return [
+            reducer.hook.start(HookedBucket(layout.index, value, of_value, is_last=place == last), reducer.group)
+            for place, (value, of_value) in enumerate(zip(values, of_values, strict=True))
+        ]
+
+
+class ShardedBucket(LiveBucket):
+    """One bucket of which each rank gets a shard of the reduced gradients."""
+
+    reduction: ClassVar = OpKind.REDUCE_SCATTER
+
+    def __init__(self, layout: Bucket, binding: ShardedBinding, shared: Shared, sharding: Sharding) -> None:
+        super().__init__(layout, binding, shared)
+        self._shards, self._groups = binding, sharding.groups
+
+    def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
+        layout, binding, finite = self.layout, self._shards, self.shared.finite
+        binding.reduced = torch.empty_like(binding.shard) if is_apart or binding.live else binding.shard
+        self.marks.launched = self.shared.recorder.mark()
+        pack = binding.packing()
+
+        def pack_and_look() -> None:
+            pack()
+            if finite is not None:
+                finite.look(binding, layout, self.trailer)
+
+        trailer = range(layout.trailer.start, layout.storage_numel)
+        reduce_scatter = self._groups.shard.reduce_scatter
+        self.handles = [reduce_scatter(binding.storage.flat, binding.reduced, trailer=trailer, pack=pack_and_look)]
+        self.shared.recorder.completes(self.marks, self.handles[0])
+
+    def launch_across(self) -> None:
+        layout, replicate = self.layout, self._groups.replicate
+        assert replicate is not None  # the schedule of a strategy with two axes
+        trailer = self.binding.storage.flat[layout.trailer.start : layout.storage_numel]
+        self.handles = [replicate.all_reduce_behind(self.handles[0], self._shards.reduced, trailer=trailer)]
+        self.shared.recorder.completes(self.marks, self.handles[0])
+
+
+def _label_of(bucket: Bucket, plan: Plan) -> str:
+    names = [repr(plan.params[index].name) for index in dict.fromkeys(bucket.params)]
+    shown = ", ".join(names[:3])
+    if len(names) > 3:
+        shown += f" and {len(names) - 3} more"
+    return f"bucket {bucket.index} ({shown or 'flags only'})"

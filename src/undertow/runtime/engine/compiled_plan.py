@@ -1,0 +1,207 @@
+"""A plan ready to run: the ops of both kinds of round, and its buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from undertow.errors import UndertowError
+from undertow.plan import Bucket, Plan
+from undertow.runtime.comm.collectives import P2PCollectives
+from undertow.runtime.comm.group import OwnGroup
+from undertow.runtime.comm.recorder import Recorder
+from undertow.runtime.engine.bucket import LiveBucket, ShardedBucket, Shared
+from undertow.runtime.engine.tuning import Present
+from undertow.runtime.gradients.binding import Binding, DenseBinding, SparseBinding
+from undertow.runtime.gradients.finite import FiniteCheck
+from undertow.runtime.gradients.reducer import Reducer
+from undertow.runtime.gradients.storage import BucketStorage
+from undertow.runtime.gradients.trailer import Reading, Snapshot
+from undertow.runtime.sharded.layout import Sharding
+from undertow.runtime.torch_private import private
+from undertow.schedule import DDP, Op, OpKind, Releases, Strategy, lower_accumulation, lower_data_parallel
+
+_LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no smaller graphs
+# Late arrivals show in the first rounds of a plan and are expected from then on.
+_NUM_ROUNDS_READ_AT_ONCE = 2
+
+
+class CompiledPlan:
+    """A plan over `params`, ready to run; `generation` counts the plans of an engine."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Sequence[Tensor],
+        reducer: Reducer,
+        recorder: Recorder,
+        *,
+        generation: int,
+        sharding: Sharding | None = None,
+    ) -> None:
+        self.plan, self.generation = plan, generation
+        self.params = tuple(params)
+        self.strides = tuple(param.stride() for param in params)  # of this moment, as buckets are laid out
+        self.reducer, self.recorder, self.sharding = reducer, recorder, sharding
+        self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
+        self.is_profiling = False  # torch's profiler runs
+        self._num_rounds = 0
+        self.gather_in()
+
+    @cached_property
+    def buckets(self) -> list[LiveBucket]:
+        """Constructed at the first access: a group of one rank never needs them."""
+        shared = Shared(self.plan, self.reducer, self.recorder, self.finite)
+        if self.sharding is None:
+            return [LiveBucket(bucket, self._binding(bucket), shared) for bucket in self.plan.buckets]
+        bindings = map(self.sharding.binding, self.plan.buckets)
+        return [
+            ShardedBucket(bucket, binding, shared, self.sharding)
+            for bucket, binding in zip(self.plan.buckets, bindings, strict=True)
+        ]
+
+    @cached_property
+    def finite(self) -> FiniteCheck | None:
+        return None if self.reducer.config.nonfinite == "ignore" else FiniteCheck(self.reducer)
+
+    @cached_property
+    def group(self) -> OwnGroup:
+        """The ranks that its reductions wait for."""
+        return self.reducer.group if self.sharding is None else self.sharding.groups.shard.group
+
+    @cached_property
+    def cut_bytes(self) -> int:
+        """The bucket size at which torch.compile cuts graphs, or 0 if they stay whole."""
+        largest = max((bucket.num_bytes for bucket in self.plan.buckets), default=0)
+        return largest if self.plan.num_ranks > 1 and largest >= _LEAST_CUT_BYTES else 0
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        return DDP if self.sharding is None else self.sharding.strategy
+
+    @cached_property
+    def accumulating(self) -> Releases:
+        """The ops of a backward that only accumulates: the same under every strategy."""
+        return Releases(lower_accumulation(len(self.plan.buckets)))
+
+    @cached_property
+    def adding_up_shards(self) -> Releases:
+        """The ops of a backward that accumulates, if the strategy reduces micro-batches."""
+        return Releases(lower_accumulation(len(self.plan.buckets), self.strategy))
+
+    @property
+    def present(self) -> Present:
+        return Present(plan=self.plan, generation=self.generation, has_shards=self.sharding is not None)
+
+    def gather_in(self, order: Sequence[int] | None = None) -> None:
+        """Gathers buckets in that order from now on: the order of their use in the forward."""
+        num_buckets = len(self.plan.buckets)
+        if order is not None:  # a bucket without parameters is needed nowhere
+            order = tuple(dict.fromkeys((*order, *range(num_buckets))))
+        schedule = lower_data_parallel(num_buckets, self.strategy, overlap=self.reducer.config.overlap, gather_order=order)
+        self.synchronizing = Releases(schedule)
+        self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
+
+    def gather(self) -> None:
+        """Called after the optimizer has stepped, with or without a round: every rank gets the other ranks' updates."""
+        assert self.sharding is not None  # else nobody calls this
+        gathers = self.sharding.gathers
+        self.issue(self._gathers, lambda op: gathers.launch(op.bucket or 0))
+
+    def round_begins(self, *, is_synchronized: bool) -> list[Reading]:
+        """Called when a round starts; returns what the trailers of earlier ones say that have reached the host since."""
+        self.is_profiling = private.is_profiling()
+        self._num_rounds += is_synchronized
+        if self.reducer.hook is not None:
+            self.reducer.hook.begin_round()
+        if self.finite is not None:
+            self.finite.begin()
+        if self.sharding is not None:
+            self.sharding.round_begins()
+        if not self.snapshots:
+            return []
+        there = [snapshot for snapshot in self.snapshots if snapshot.is_there()]
+        self.snapshots = [snapshot for snapshot in self.snapshots if snapshot not in there]
+        return [reading for snapshot in there if (reading := snapshot.read()) is not None]
+
+    def reads_at_once(self, bucket: LiveBucket) -> bool:
+        """Returns True if the host reads the trailer when a bucket arrives. On a device it would wait for it."""
+        return bucket.binding.storage.flat.is_cpu or self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
+
+    def issue(self, ops: Sequence[Op], act: Callable[[Op], object]) -> None:
+        """Has `act` issue `ops`, at least one, in this order, and tells the observer of each, if there is one."""
+        is_waiting = ops[0].kind is OpKind.BIND  # a bucket names its own wait
+        watch = self.group.watch
+        if not is_waiting:
+            watch.check()
+        try:
+            if self.recorder.observer is None and not self.is_profiling:
+                for op in ops:
+                    act(op)
+            else:
+                self._issue_observed(ops, act)
+        except BaseException as error:
+            # These messages must be complete on every rank.
+            if not is_waiting and not isinstance(error, UndertowError):
+                watch.fail(error)
+            raise
+
+    def _issue_observed(self, ops: Sequence[Op], act: Callable[[Op], object]) -> None:
+        observer = self.recorder.observer
+        for op in ops:
+            with (
+                torch.profiler.record_function(f"undertow.{op.label}") if self.is_profiling else nullcontext(),
+                nullcontext() if observer is None else observer(op),
+            ):
+                act(op)
+
+    def is_completed(self) -> bool:
+        """Returns True if the collectives of all buckets are complete."""
+        return all(handle.is_completed() for bucket in self.buckets for handle in bucket.handles)
+
+    def look(self) -> None:
+        """Called when a step begins: marks present tensors in `.grad` as known."""
+        for bucket in self.buckets:
+            bucket.binding.look()
+
+    def written(self, params: Collection[int]) -> set[int]:
+        """Returns the `params` whose `.grad` was written without a gradient from autograd."""
+        if not params:
+            return set()
+        return {
+            param
+            for bucket in self.buckets
+            for position, param in enumerate(bucket.layout.params)
+            if param in params and bucket.binding.is_written(position)
+        }
+
+    def has_result(self) -> bool:
+        """Returns True if some `.grad` still holds the result of a round, changed or not, and was not zeroed."""
+        return any(bucket.binding.has_result() for bucket in self.buckets)
+
+    def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
+        """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still their result."""
+        own: dict[int, tuple[Tensor, bool]] = {}
+        for bucket in self.buckets:
+            own.update(bucket.own_gradients())
+        return own
+
+    def let_go(self) -> None:
+        """Frees the buckets. The next plan's buckets then take no pages that are new to the process.
+
+        If there is no memory for them, this plan is gone too, and so is the training.
+        """
+        for bucket in self.buckets:
+            bucket.binding.storage.release()
+        if isinstance(self.reducer.shard_exchanges, P2PCollectives):
+            self.reducer.shard_exchanges.free.clear()
+
+    def _binding(self, bucket: Bucket) -> Binding:
+        params = [self.params[index] for index in bucket.params]
+        if bucket.is_sparse:
+            return SparseBinding(BucketStorage(bucket, ()), params)
+        return DenseBinding(BucketStorage(bucket, params), params)

@@ -1,0 +1,552 @@
+"""The events of a step, and the rounds that they begin and end."""
+
+import contextlib
+import threading
+from functools import partial
+
+from torch import Tensor
+
+from undertow.config import SyncConfig
+from undertow.errors import PhaseError, require
+from undertow.runtime.comm.comm_hook import CommHook
+from undertow.runtime.comm.group import OwnGroup
+from undertow.runtime.comm.recorder import Recorder
+from undertow.runtime.engine import agreed_errors
+from undertow.runtime.engine.checks import Checks
+from undertow.runtime.engine.current_plan import CurrentPlan
+from undertow.runtime.engine.hooks import Listeners, OutermostEnd, is_watched, users_hooks
+from undertow.runtime.engine.meeting import Meeting
+from undertow.runtime.engine.progress import Forward, Gradients, Progress
+from undertow.runtime.engine.round import Facts, Round, RoundKind, Settings, Stage
+from undertow.runtime.engine.siblings import SiblingEngines, all_of
+from undertow.runtime.gradients.binding import gradients_aside
+from undertow.runtime.model.module_params import ModuleParams
+from undertow.runtime.torch_private import private
+
+
+class Engine:
+    """Synchronizes the gradients of `members` over `group`, backward after backward.
+
+    A round synchronizes gradients or only accumulates them, as decided when backward runs. One is under way at a time.
+
+        first gradient ──> _begin ──> hooks fill buckets ──> end of the outermost backward: _launch_rest
+                                                                       │
+        [Meeting ──>] _send ──> _wait ──> [_add_late ──>] [_compare_loaded ──>] _conclude
+
+    Each part in the lower line is a stage: it ends before the next wait for other ranks, and returns the next one. With several
+    engines in one backward all send before any of them waits.
+    """
+
+    def __init__(self, members: ModuleParams, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
+        self.is_accumulating = False  # a backward that runs now only accumulates
+        self.is_closed = False
+        self.recorder = recorder
+        self.progress = Progress()
+        group.here.progress = self.progress  # read by other threads, which must not keep the engine alive
+        self._round: Round | None = None  # the one under way
+        # After a backward that has failed, the next gradient looks whether there is a round.
+        self._end = OutermostEnd(self._launch_rest, lambda: self.current_plan.hooks.arrivals.forget_traversal())
+        listeners = Listeners(self, self._fill, self._enter, self._arrives_outside)
+        self.current_plan = CurrentPlan(members, group, config, recorder, listeners)
+        self.siblings: SiblingEngines  # set by the owner
+        self.checks = Checks(self.current_plan, config)
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a round is under way."""
+        return self._round is not None
+
+    @property
+    def has_arrived(self) -> bool:
+        """True if every bucket that has left in the round under way is reduced."""
+        return self._round is None or self.current_plan.compiled.is_completed()
+
+    @property
+    def unused_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters without a gradient on this rank in the last synchronized step."""
+        if self.current_plan.is_active:
+            return self.progress.unused.last
+        return tuple(name for name, param in self.current_plan.members.trained_now() if param.grad is None)
+
+    @property
+    def synchronizes(self) -> bool:
+        """True if a backward that runs now communicates, as one that only accumulates does if it adds up shards.
+
+        After a change of the plan there are no shards before the optimizer steps.
+        """
+        current_plan = self.current_plan
+        adds_up_shards = current_plan.change is None and current_plan.compiled.strategy.reduces_micro_batches
+        return not self.is_accumulating or adds_up_shards
+
+    @property
+    def follows_forward(self) -> bool:
+        """True if a forward that a backward may follow has run since all parameters were stepped."""
+        trains = bool(self.current_plan.hooks.ids) or self.current_plan.change is not None
+        return self.progress.forward is not Forward.NONE and trains
+
+    @property
+    def is_backward_due(self) -> bool:
+        """True if a training forward has run whose backward is to synchronize, and no synchronization has followed."""
+        return self.progress.is_owed and self._meets
+
+    @property
+    def is_step_empty(self) -> bool:
+        """True if neither a training forward nor a synchronization has begun the step."""
+        return not self.progress.is_owed and not (self.progress.steps.are_due and self.current_plan.has_result)
+
+    @property
+    def _meets(self) -> bool:
+        """True if the other ranks are needed: a rank that trains nothing is needed for what its siblings train."""
+        return self.current_plan.trains or (self.current_plan.is_active and self.siblings.are_several)
+
+    # A forward.
+
+    def forward_begins(self, *, is_training: bool, is_compiled: bool = False) -> None:
+        """Called before every forward that a backward may follow; `meet_before_forward` comes after the buffers."""
+        current_plan, progress = self.current_plan, self.progress
+        current_plan.group.watch.check()
+        if self._round is not None:
+            self._abandon()
+        if self.checks.sent:
+            self.checks.require_alike()
+        current_plan.look_at_forward()
+        current_plan.hooks.arrival_hooks.run_last()
+        if is_training and not progress.has_begun:
+            current_plan.compiled.look()
+        progress.forward = Forward.ENDED if is_compiled else Forward.RUNNING  # nothing tells the end of a compiled one
+        if progress.gradients is not Gradients.SOUND and not current_plan.has_result:
+            progress.gradients = Gradients.SOUND  # they are cleared
+        if not is_training:
+            return
+        # Other ranks are told of an exception that ends this thread, and shown its stack if it is late.
+        current_plan.group.here.thread = threading.get_ident()
+        self.recorder.forward_begins()
+        progress.forward_begins(synchronizes=self.synchronizes, is_last=not self.is_accumulating)
+
+    def meet_before_forward(self, *, has_buffers: bool) -> None:
+        """Meets the other ranks in the first training forward after parameters were added; a collective call there.
+
+        Otherwise the first gradients would be means over models that differ. A rank that has not changed must come to this
+        engine's round next, and not to its siblings', nor, if forwards synchronize buffers (`has_buffers`), to another forward.
+        """
+        current_plan, progress = self.current_plan, self.progress
+        if not current_plan.meets_before_forward or self.siblings.are_several:
+            return
+        if has_buffers and (self.is_accumulating or progress.num_forwards_before > 1):
+            return
+        if progress.num_rounds == 0:
+            current_plan.open()
+        current_plan.wait_for_parameters()
+        current_plan.look_again()
+        current_plan.adopt_plan()
+        hooks = current_plan.hooks
+        hooks.arrivals.reset()  # they are those of the round before
+        are_used = bool(hooks.outside)  # in a backward that only accumulated
+        stage: Stage | None = self._meeting(RoundKind.REDUCE, are_used=are_used).begin
+        while stage is not None:
+            stage = stage()
+
+    def forward_ends(self) -> None:
+        """Called after such a forward, which may have made a layer."""
+        self.recorder.forward_ends()
+        if self.current_plan.is_stale:
+            self.current_plan.look_again()
+        self.progress.forward = min(self.progress.forward, Forward.ENDED)
+
+    # A backward.
+
+    @private.untraced
+    def _enter(self, task: int) -> None:
+        """Called with the first gradient in backward `task`."""
+        if self._round is None or self._is_between_rounds():
+            outside = self.current_plan.hooks.outside_hooks
+            if outside.watched and outside.has_thawed():
+                self._follow_thawed()
+            self._take_part_all(task)
+        else:
+            self._end.watch(task)
+
+    @private.untraced
+    def _arrives_outside(self, param: Tensor) -> None:
+        """Called with a gradient of a parameter that the plan does not have; PhaseError if the next one will not have it."""
+        current_plan = self.current_plan
+        if self.is_closed or param.grad is None or is_watched(param, but=self):
+            return
+        is_between = self._is_between_rounds()
+        if is_between:
+            current_plan.mark_stale()
+            current_plan.look_again()
+        if current_plan.change is not None and id(param) in current_plan.change.ids:
+            current_plan.hooks.outside[id(param)] = param
+            if is_between:
+                self._follow_thawed()
+                self._take_part_all(private.graph_task_id())
+        elif not is_between and (name := current_plan.members.names.get(id(param))) is not None:
+            raise agreed_errors.unfrozen_in_backward(name, rank=current_plan.group.rank)
+
+    def _is_between_rounds(self) -> bool:
+        if self._round is not None and not self._end.is_coming:  # a new backward has begun, and this round is not its own
+            if self._round.has_ended:
+                raise agreed_errors.not_waited_for(self.progress.num_rounds)
+            self._give_up(self._round)
+        return self._round is None
+
+    def _follow_thawed(self) -> None:
+        """Called when parts of a module take turns: the backward of a part that is unfrozen needs no forward of the whole."""
+        self.current_plan.mark_stale()
+        self.progress.forward = max(self.progress.forward, Forward.ENDED)
+
+    def _take_part_all(self, task: int) -> None:
+        (self.siblings if self.siblings.are_several else self).take_part(task)
+        if self._round is None:
+            self._end.watch(task)
+
+    def take_part(self, task: int) -> None:
+        """Begins a round in backward `task`, unless one is under way, with or without gradients for this engine."""
+        is_open = self.current_plan.is_active and not self.is_closed
+        if is_open and (self._round is None or self._is_between_rounds()):
+            private.require_eager_backward()
+            self._end.watch(task)  # first: a round that is open without an end to come counts as a failed backward
+            self.current_plan.look_again()
+            kind = RoundKind.REDUCE
+            if not self.synchronizes:
+                kind = RoundKind.ACCUMULATE
+            elif not (self.follows_forward or self.siblings.follow_forward):
+                # As in torch's class, a backward of the bare module does not concern the other ranks.
+                kind = RoundKind.ACCUMULATE
+                self.progress.gradients = max(self.progress.gradients, Gradients.LOCAL)
+            self._begin(kind)
+
+    @private.untraced
+    def _fill(self, bucket: int) -> None:
+        if self._round is not None:
+            self._round.fill(bucket)
+
+    def _launch_rest(self) -> None:
+        """Called at the end of backward: parameters without a gradient are unused here; launches the remaining buckets."""
+        ending = self._round
+        if ending is None or ending.has_ended:
+            return  # a nested backward has reached the outermost end as well
+        self._end_backward(ending)
+        self._advance(ending)
+        if private.graph_task_id() != -1:
+            private.call_after_backward(self._go_on)
+
+    @private.left_alone
+    def _go_on(self) -> None:
+        """Called after the callbacks of all other engines: with several models in one backward all launch, then all wait."""
+        ending = self._round
+        if ending is None or ending.stage is None:
+            return
+        try:
+            self._advance(ending)
+        except BaseException:
+            self.siblings.complete()
+            raise
+        if ending.stage is not None:
+            private.call_after_backward(self._go_on)
+
+    # A round, from its begin to its end.
+
+    def _begin(self, kind: RoundKind, *, op: str | None = None) -> None:
+        current_plan, progress = self.current_plan, self.progress
+        # A hook that user code has registered since the forward may run after Undertow's, once, on the first gradient.
+        is_overtaken = current_plan.hooks.arrival_hooks.run_last()
+        opened = Round(kind=kind, is_last=not self.is_accumulating, op=op, holds_back=is_overtaken)
+        if opened.is_synchronized:
+            if progress.num_rounds == 0:
+                current_plan.open()
+            current_plan.adopt_plan()
+            progress.gradients = Gradients.INCOMPLETE
+        current_plan.hooks.arrivals.reset()
+        self._round = opened
+        self.recorder.backward_begins(generation=current_plan.compiled.generation)
+        if current_plan.change is None:
+            self._start(opened)
+
+    def _start(self, opened: Round) -> None:
+        """Starts the round under the plan in force."""
+        current_plan, progress, checks = self.current_plan, self.progress, self.checks
+        hooks, steps = current_plan.hooks, progress.steps
+        is_telling = opened.kind is RoundKind.REDUCE
+        loaded = checks.loads.digest() if is_telling and checks.loads.before else 0
+        tuning = hooks.tuning
+        is_measured = tuning is not None and tuning.act is not None and tuning.is_about_to_communicate
+        is_checked = checks.are_on and checks.must_be_read(progress.num_rounds)
+        facts = Facts(
+            number=progress.num_rounds,
+            mode=None if opened.kind is RoundKind.SHADOW else steps.mode,
+            settings=steps.settings,
+            loaded=loaded,
+            alike=(steps.digest, loaded) if is_telling else (None, None),
+            rescale=progress.rescale * (current_plan.group.num_ranks if opened.op == "sum" else 1),
+            is_read_at_once=is_measured or is_checked or loaded != 0,
+            keeps_own=progress.steps_in_shards and opened.op is None,
+        )
+        opened.start(current_plan.compiled, hooks, facts)
+
+    def _end_backward(self, ending: Round) -> None:
+        self.recorder.backward_ends()
+        ending.has_ended = True
+        if ending.has_started:
+            ending.stage = partial(self._send, ending)
+        elif not ending.is_synchronized:  # gradients stay where they are until the ranks have met
+            ending.stage = self._conclude_accumulation
+        else:
+            self.current_plan.look_again()
+            start = partial(self._start_late, ending)
+            hooks = self.current_plan.hooks
+            are_used = self.progress.has_begun or bool(hooks.arrivals.arrived or hooks.arrived_before or hooks.outside)
+            has_change = self.current_plan.change is not None
+            ending.stage = self._meeting(ending.kind, are_used=are_used, then=start).begin if has_change else start
+
+    def _meeting(self, kind: RoundKind, *, are_used: bool, then: Stage | None = None) -> Meeting:
+        number, steps = self.progress.num_rounds, self.progress.steps
+        self.progress.num_rounds += self.current_plan.changes_params  # also if the ranks do not agree: all of them have run it
+        mode = None if kind is RoundKind.SHADOW else steps.mode
+        return Meeting(self.current_plan, number, mode=mode, are_used=are_used, then=then)
+
+    def _start_late(self, ending: Round) -> Stage:
+        """Starts the round under the plan that the ranks have agreed on."""
+        self._start(ending)
+        return self._send(ending)
+
+    def _send(self, ending: Round) -> Stage:
+        ending.send()
+        return partial(self._wait, ending)
+
+    def _wait(self, ending: Round) -> Stage | None:
+        ending.wait()
+        if not ending.found.readings:  # the usual case
+            self._conclude(ending)
+            return None
+        if ending.found.late_buckets:
+            ending.launch_late()
+            return partial(self._add_late, ending)
+        return self._compare_loaded(ending)
+
+    def _add_late(self, ending: Round) -> Stage | None:
+        ending.add_late()
+        self.current_plan.hooks.arrivals.learn_repeats()
+        return self._compare_loaded(ending)
+
+    def _compare_loaded(self, ending: Round) -> Stage | None:
+        """Compares parameters if `load_state_dict` has changed them on some ranks only, or to different values."""
+        if "loaded" not in ending.found.unlike:
+            self._conclude(ending)
+            return None
+        difference = self.checks.compare_loaded(ending)
+
+        def conclude() -> None:
+            ending.found.apart = difference()
+            self._conclude(ending)
+
+        return conclude
+
+    def _conclude(self, ended: Round) -> None:
+        if not ended.is_synchronized:
+            self._conclude_accumulation()
+            return
+        self._close_round()
+        self._judge(ended)
+
+    def _conclude_accumulation(self) -> None:
+        hooks = self.current_plan.hooks
+        self._close_round()
+        hooks.arrived_before |= hooks.arrivals.arrived
+        self.progress.has_accumulated = True
+        self.current_plan.mark_stale()
+
+    def _judge(self, ended: Round) -> None:
+        """Ends a complete synchronization as all ranks do; raises the error that they have agreed on."""
+        current_plan, found = self.current_plan, ended.found
+        self.recorder.round_ends(found.busy_ms)
+        hooks, plan = current_plan.hooks, ended.compiled.plan
+        unused = hooks.names_of(plan, found.unused) if any(found.unused.values()) else ()
+        self.progress.round_ends(has_failed=ended.has_failed, is_last=ended.is_last)
+        self.progress.unused.round_ends(unused, hooks.named_params, is_last=ended.is_last)
+        if not ended.has_failed:
+            hooks.arrived_before.clear()
+            current_plan.is_stale = True
+        if self.checks.numbers.is_on:
+            self.checks.numbers.round_ends(ended, plan)
+        if found.readings or found.taken:
+            named = hooks.named_params[min(found.taken)] if found.taken else None
+            taken = "" if named is None else f"parameter {named[0]!r} with the hook {', '.join(users_hooks(named[1]))}"
+            group = current_plan.group
+            agreed_errors.require_sound(ended, rank=group.rank, places=group.watch.ask, taken=taken)
+        if found.readings:
+            current_plan.require_changed_alike(ended)
+        if ended.has_failed:
+            return  # it has left the other ranks already
+        self.progress.gradients = Gradients.SOUND
+        current_plan.round_ended()
+        if self.checks.every is not None or self.checks.loads.before:
+            self.checks.round_was_sound(ended)
+
+    def _advance(self, ending: Round) -> None:
+        """Runs the next stage; an error ends the round."""
+        stage, ending.stage = ending.stage, None
+        if stage is None:  # a signal handler has run it
+            return
+        try:
+            ending.stage = stage()
+        except BaseException:
+            if self._round is ending:
+                self._close_round()
+            raise
+
+    def complete(self) -> None:
+        """Waits for launched buckets and binds the gradients; raises the error that the ranks have agreed on."""
+        ending = self._round
+        if ending is None or not ending.has_ended:
+            self._abandon()
+            return
+        while self._round is ending and ending.stage is not None:  # None if a signal handler calls this in the middle of one
+            self._advance(ending)
+
+    def _close_round(self) -> None:
+        self._round = None
+        self._end.forget()
+        self.current_plan.hooks.arrivals.forget_traversal()
+
+    def _abandon(self) -> None:
+        """Ends a round that an exception in backward has left open, and waits for one that was launched by hand."""
+        if self._round is None or private.graph_task_id() != -1:
+            return
+        if self._round.has_ended:
+            self.complete()
+        else:
+            self._give_up(self._round)
+
+    def _give_up(self, failed: Round) -> None:
+        """Ends a round whose backward failed: the other ranks wait for this rank's buckets, and drop them.
+
+        Afterwards every `.grad` is as it is now: the user may have cleared it, or another backward may have begun.
+        """
+        failed.has_failed = failed.is_synchronized
+        self.progress.gradients = Gradients.INCOMPLETE
+        params = self.current_plan.all_params()
+        with gradients_aside(params) if failed.has_failed else contextlib.nullcontext():
+            self._end_backward(failed)
+            self.complete()
+
+    # An optimizer's step.
+
+    def finish_before_step(self, params: set[int]) -> None:
+        """Runs a round if one is owed before an optimizer steps on these parameters, by id, or their gradients are read.
+
+        Raises PhaseError inside a backward.
+        """
+        current_plan, progress = self.current_plan, self.progress
+        if (self._round is not None or progress.is_owed) and private.graph_task_id() != -1:
+            where = f"synchronization {progress.num_rounds}, rank {current_plan.group.rank}"
+            raise agreed_errors.step_within_backward(where)
+        if self._round is not None:
+            self._abandon()
+        is_up_to_date = progress.steps.are_due_for(params) and not current_plan.members.has_new_of(params)
+        if not is_up_to_date:
+            current_plan.mark_stale()  # the next backward may run without a forward that finds a change
+            current_plan.look_again()
+            current_plan.mark_stale()
+            progress.is_owed |= current_plan.change is not None  # parameters that no forward has found
+        if progress.is_owed and not (is_up_to_date and current_plan.has_result):
+            self._run_outside_of_backward()
+        if self.checks.sent:
+            self.checks.require_alike()
+
+    def require_sound_gradients(self, params: set[int], *, reader: str) -> None:
+        """Called when `reader` is about to use the gradients of these parameters, by id.
+
+        Raises PhaseError if they are incomplete, and warns if they are this rank's own because no forward preceded the backward.
+        """
+        progress, hooks = self.progress, self.current_plan.hooks
+        if progress.gradients is Gradients.SOUND:
+            return
+        where = f"{reader}, rank {self.current_plan.group.rank}"
+        if progress.gradients is Gradients.INCOMPLETE:
+            # Whatever `.grad` holds: on the rank whose backward failed it is None, cleared or not, if its bucket had left.
+            raise agreed_errors.step_after_failure(where)
+        if progress.gradients is Gradients.LOCAL and self.current_plan.has_result:
+            local = hooks.arrived_before & hooks.indices(params)
+            if local:
+                progress.gradients = Gradients.REPORTED
+                agreed_errors.warn_of_local_gradients(hooks.named_params[min(local)][0], where)
+
+    def optimizer_steps(self, params: set[int], settings: Settings, *, has_closure: bool) -> None:
+        """Called before an optimizer updates these parameters, by id, with these settings, once nothing speaks against it."""
+        self.progress.optimizer_steps(params, settings, of=self.current_plan.hooks.ids, has_closure=has_closure)
+
+    # Calls of users.
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Reduces buckets by `hook` from the next round on; PhaseError in a round, or if there is a hook already."""
+        earlier = self.current_plan.comm_hook
+        require(
+            self._round is None and earlier is None,
+            "register_comm_hook can only be called once, and not within a backward.",
+            where="gradients are being synchronized" if earlier is None else f"{earlier.name} is registered",
+            remedy="Write one hook that calls the others, and register it before training.",
+            error=PhaseError,
+        )
+        self.current_plan.use_hook(hook)
+
+    def reduce_accumulated(self, op: str | None) -> None:
+        """Sends accumulated gradients; `complete` waits for them. Raises PhaseError if there are none to send."""
+        if not self.current_plan.is_active:
+            return
+        number, rank = self.progress.num_rounds, self.current_plan.group.rank
+        if self._round is not None and self._round.has_ended:
+            raise agreed_errors.synchronized_already(number)
+        self._abandon()
+        if not self.progress.has_accumulated:
+            raise agreed_errors.nothing_to_reduce(number, rank=rank)
+        sharding = self.current_plan.compiled.sharding
+        if op is not None and sharding is not None and sharding.holds_gradients:
+            raise agreed_errors.shards_held(number, rank=rank)
+        self._launch_accumulated(op=op)
+
+    def finish(self) -> None:
+        """Runs a round, unless one has run since the last training forward or step; for a rank without gradients."""
+        num_rounds = self.progress.num_rounds
+        self._abandon()
+        was_abandoned = self.progress.num_rounds > num_rounds  # and its gradients may be gone
+        begins = self.is_step_empty and not was_abandoned
+        if begins:
+            self.progress.unused.so_far = None
+        if self.progress.is_owed or begins:
+            self._run_outside_of_backward()
+
+    def finish_owed(self) -> None:
+        """Runs a round if one is owed: a sibling has."""
+        if self.progress.is_owed:
+            self._run_outside_of_backward()
+
+    def shadow(self) -> None:
+        """Takes part in a round of the other ranks, without data; gradients that were not synchronized drop out."""
+        self._abandon()
+        self.current_plan.hooks.arrived_before.clear()
+        self.current_plan.look_again()
+        if self._meets:
+            with gradients_aside(self.current_plan.all_params()):
+                self._begin(RoundKind.SHADOW)
+                self._launch_rest()
+                self.complete()
+
+    def close(self) -> None:
+        """Ends the round under way and removes the hooks; gradients stay in place."""
+        self.is_closed = True
+        self.current_plan.close()
+
+    def _run_outside_of_backward(self) -> None:
+        own = (self._launch_accumulated, self.complete) if self._meets and not self.is_closed else ()
+        self.progress.is_owed = False
+        all_of(*own, self.siblings.finish_owed)
+
+    def _launch_accumulated(self, *, op: str | None = None) -> None:
+        """Sends accumulated gradients, outside of a backward; `complete` waits for them."""
+        if self._round is not None:
+            raise agreed_errors.synchronized_already(self.progress.num_rounds)
+        self.current_plan.look_again()
+        self._begin(RoundKind.REDUCE, op=op)
+        self._launch_rest()

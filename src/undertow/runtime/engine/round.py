@@ -1,0 +1,270 @@
+"""One round: a synchronization, or a backward that only accumulates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any, TypeAlias, Union
+
+from torch import Tensor
+
+from undertow.errors import ReplicaMismatch
+from undertow.plan import signature_of
+from undertow.plan.layout import ALIKE
+from undertow.runtime.engine.bucket import LiveBucket
+from undertow.runtime.engine.compiled_plan import CompiledPlan
+from undertow.runtime.engine.hooks import ParamHooks, users_hooks
+from undertow.runtime.gradients.trailer import Reading, Verdict
+from undertow.runtime.torch_private import private
+from undertow.schedule import Op, OpKind, Releases
+
+# For each group of an optimizer that has stepped: what it is called, and its settings by name.
+Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+# A part of a round between two waits for other ranks; returns the next part.
+Stage: TypeAlias = Callable[[], Union["Stage", None]]
+
+_NUM_STEPS_TOLD_APART = 64  # by trailers; a codec keeps the bits that it has written, and need not keep more
+
+_gradient_of = attrgetter("grad")
+
+
+class RoundKind(Enum):
+    """The treatment of gradients in a round."""
+
+    ACCUMULATE = auto()  # packs them, or leaves them in place, and sends nothing
+    REDUCE = auto()
+    SHADOW = auto()  # contributes none: this rank has run out of data
+    RETIRE = auto()  # the last one under a plan before its parameters, or its communication hook, change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What this rank says about itself in a round, and how its part is computed."""
+
+    number: int = 0  # of the synchronization
+    mode: int | None = None  # must be the same on every rank; None on a rank that accepts the mode of the others
+    settings: Settings = ()  # with which optimizers have stepped since the last synchronization
+    loaded: int = 0  # digest of parameters that `load_state_dict` has changed here; 0 without any
+    alike: Sequence[int | None] = (None,) * len(ALIKE)  # a digest for each; None accepts the others'
+    rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
+    is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
+    keeps_own: bool = False  # buckets keep this rank's gradients, because shards are to be reduced from them
+
+
+@dataclass(slots=True)
+class Findings:
+    """What this rank has found in a round, and what all ranks have reported."""
+
+    taken: set[int] = field(default_factory=set)  # parameters whose gradient arrived and was gone when its bucket left
+    unused: dict[int, list[int]] = field(default_factory=dict)  # bucket -> positions unused on this rank
+    keeps_earlier: bool = False  # the results are added to earlier ones of the step
+    readings: list[Reading] = field(default_factory=list)  # of trailers
+    nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)  # bucket -> positions, on any rank
+    busy_ms: tuple[float, ...] = ()  # of each rank
+    apart: ReplicaMismatch | None = None  # the error, if load_state_dict has made replicas differ
+
+    @property
+    def late_buckets(self) -> list[int]:
+        """Buckets with a gradient, on some rank, that arrived after they had been launched."""
+        return self.reported("late_buckets", overdue=False)
+
+    @property
+    def unlike(self) -> set[str]:
+        """Those of ALIKE in which ranks differ."""
+        return {fact for reading in self.readings for fact in reading.unlike}
+
+    def reported(self, name: str, *, overdue: bool = True) -> list[int]:
+        """Returns the ranks, or buckets, that the trailers list in that field.
+
+        With or without trailers of earlier rounds.
+        """
+        if not self.readings:
+            return []
+        readings = (reading for reading in self.readings if overdue or not reading.is_overdue)
+        return sorted({number for reading in readings for number in getattr(reading, name)})
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Round:
+    """A round that is under way.
+
+        opened ──> started under a plan ──> send ──> wait ──> [launch_late ──> add_late]
+                   buckets leave as they fill
+
+    It is open from its first gradient on. It starts at once, or after a meeting of the ranks that changes the plan.
+    """
+
+    kind: RoundKind
+    is_last: bool = True  # of the step, which adds up no more gradients
+    op: str | None = None  # of a reduction by hand, if it is not the mean
+    holds_back: bool = False  # no bucket leaves before the end of backward
+    has_failed: bool = False  # on this rank
+    has_ended: bool = False  # its backward has ended
+    stage: Stage | None = None  # the next one; None while backward runs, and while one runs
+    found: Findings = field(default_factory=Findings)
+    facts: Facts = Facts()
+    has_started: bool = False  # then there are:
+    compiled: CompiledPlan = field(init=False)
+    releases: Releases = field(init=False)
+    hooks: ParamHooks | None = None  # that follow its gradients; a meeting has none
+
+    @property
+    def is_synchronized(self) -> bool:
+        """False if it only accumulates."""
+        return self.kind is not RoundKind.ACCUMULATE
+
+    def start(self, compiled: CompiledPlan, hooks: ParamHooks | None, facts: Facts) -> None:
+        """Starts it under a plan."""
+        self.compiled, self.hooks, self.facts = compiled, hooks, facts
+        self.releases = compiled.synchronizing
+        if self.kind is RoundKind.ACCUMULATE:
+            self.releases = compiled.accumulating
+        elif not self.is_last and compiled.strategy.reduces_micro_batches:
+            self.releases = compiled.adding_up_shards  # and nothing more
+        self.releases.reset()
+        self.has_started = True
+        self.found.readings += compiled.round_begins(is_synchronized=self.kind is not RoundKind.ACCUMULATE)
+
+    def fill(self, bucket: int) -> None:
+        """Called when all gradients of a bucket have arrived: it leaves, if the buckets before it have left."""
+        if self.has_started and not self.holds_back:
+            self._issue(self.releases.happen(self.releases.fills[bucket]))
+
+    def send(self) -> None:
+        """Called at the end of backward: sends the remaining buckets."""
+        if self.hooks is not None and not self.has_failed:
+            arrivals = self.hooks.arrivals
+            absent = arrivals.absent
+            if absent:  # what something other than autograd has written into `.grad` counts as well
+                arrivals.note(self.compiled.written(absent - self.hooks.arrived_before))
+        self._issue(self.releases.happen(self.releases.end))
+
+    def wait(self) -> None:
+        """Waits for the buckets, and binds `.grad` to them."""
+        self._issue(self.releases.happen(self.releases.join))
+
+    def launch_late(self) -> None:
+        """Reduces again the gradients that arrived after their buckets had been launched, on any rank."""
+        for index in self.found.late_buckets:
+            self.compiled.buckets[index].launch_late()
+
+    def add_late(self) -> None:
+        """Waits for these gradients, and adds them."""
+        for bucket in self.compiled.buckets:
+            values = bucket.wait_for_late()
+            if values is None:
+                continue
+            bad = None if self.compiled.finite is None else self.compiled.finite.bad_slots(values, bucket.layout)
+            if bad is not None and bool(bad.any()):  # they have no trailer, but all ranks have the same now
+                found, index = self.found.nonfinite, bucket.layout.index
+                found[index] = frozenset(bad.nonzero().flatten().tolist()) | found.get(index, frozenset())
+            if self.facts.rescale != 1.0:
+                self._rescale(values)
+            bucket.binding.add_late(values)
+
+    def _issue(self, ops: Sequence[Op]) -> None:
+        if ops:
+            self.compiled.issue(ops, self._issue_one)
+
+    def _issue_one(self, op: Op) -> None:
+        bucket = self.compiled.buckets[op.bucket or 0]
+        if op.kind is OpKind.PACK:
+            self._pack(bucket)
+        elif op.kind is OpKind.BIND:
+            self._bind(bucket)
+        elif op.kind is bucket.reduction:
+            # At the end of the backward of one model, a single bucket is waited for at once.
+            recorder = bucket.shared.recorder
+            is_alone = len(self.compiled.buckets) == 1 and len(recorder.in_backward) <= 1
+            bucket.launch(
+                keeps_own=self.facts.keeps_own,
+                is_apart=self.has_failed or self.kind is RoundKind.RETIRE,
+                is_awaited_at_once=is_alone and private.graph_task_id() != -1,
+            )
+        else:
+            bucket.launch_across()
+
+    def _pack(self, bucket: LiveBucket) -> None:
+        binding, layout = bucket.binding, bucket.layout
+        if self.kind is RoundKind.ACCUMULATE:
+            if not binding.has_graph():
+                bucket.is_packed = True
+                binding.pack_local()
+            return
+        bucket.is_ready()
+        not_arrived = self._not_arrived(bucket)
+        unused = self.found.unused[layout.index] = binding.pack(not_arrived)
+        if self.hooks is not None and len(unused) > len(not_arrived) and not self.has_failed:
+            # Without a hook of the user's, the gradient that arrived was undefined, as of a function that returns None for it.
+            gone = set(map(layout.params.__getitem__, unused)) - self.hooks.arrivals.missing(layout.index)
+            self.found.taken.update(param for param in gone if users_hooks(self.compiled.params[param]))
+        self.found.keeps_earlier |= bool(binding.live)
+        signature = signature_of(generation=self.compiled.generation, mode=self.facts.mode, has_other_op=self.op is not None)
+        bucket.trailer.write(
+            unused=unused,
+            signature=signature,
+            step=self.facts.number % _NUM_STEPS_TOLD_APART,
+            verdict=self._verdict() if layout.trailer.late else None,
+        )
+
+    def _not_arrived(self, bucket: LiveBucket) -> Sequence[int]:
+        """Returns the positions without a gradient since the last synchronization, on this rank."""
+        params, hooks = bucket.layout.params, self.hooks
+        if hooks is None:
+            return range(len(params))
+        if hooks.arrivals.buckets[bucket.layout.index].is_full:
+            return ()
+        return hooks.not_arrived(params, hooks.arrivals.missing(bucket.layout.index))
+
+    def _verdict(self) -> Verdict:
+        # No `.grad` holds anything except late gradients, from autograd or written by some function, which no hook reports. This
+        # includes the last bucket, just packed: of a parameter in pieces it has taken the gradient as it was then.
+        compiled = self.compiled
+        has_late = self.hooks is not None and self.hooks.arrivals.has_repeats
+        if not has_late and len(compiled.buckets) > 1:  # a single bucket has just taken all that has arrived
+            has_late = any(map(is_not, map(_gradient_of, compiled.params), repeat(None)))
+        return Verdict(
+            rank=compiled.reducer.group.rank,
+            has_failed=self.has_failed,
+            has_taken=bool(self.found.taken),
+            has_changed=self.kind is RoundKind.RETIRE,
+            late_buckets=[each.layout.index for each in compiled.buckets if each.binding.catch_late()] if has_late else (),
+            busy_ms=compiled.recorder.busy_ms(),
+            alike=self.facts.alike,
+        )
+
+    def _bind(self, bucket: LiveBucket) -> None:
+        if not bucket.handles:
+            if bucket.is_packed:
+                bucket.is_packed = False
+                bucket.binding.bind_local()
+            return
+        with self.compiled.group.watch.waiting(bucket.label):
+            bucket.wait()
+            if self.facts.rescale != 1.0:
+                self._rescale(bucket.binding.values())
+            bucket.binding.bind(self._used_elsewhere(bucket))
+
+    def _used_elsewhere(self, bucket: LiveBucket) -> frozenset[int]:
+        """Reads the trailer; returns the positions to bind that are unused here and were used on another rank."""
+        index, found = bucket.layout.index, self.found
+        is_awaited = bool(found.unused[index]) or self.facts.is_read_at_once  # this rank needs to know
+        if not (is_awaited or self.compiled.reads_at_once(bucket)):
+            self.compiled.snapshots.append(bucket.trailer.snapshot())
+            return frozenset()
+        if bucket.layout.trailer.late:  # the last bucket
+            found.busy_ms = bucket.trailer.busy_ms()
+        reading = bucket.read_trailer(is_profiling=self.compiled.is_profiling)
+        if reading is None:
+            return frozenset()
+        found.readings.append(reading)
+        if reading.nonfinite:
+            found.nonfinite[index] = reading.nonfinite
+        return frozenset() if self.kind is RoundKind.RETIRE else reading.used
+
+    def _rescale(self, values: Sequence[Tensor]) -> None:
+        for value in values:
+            value.mul_(self.facts.rescale)
