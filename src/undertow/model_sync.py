@@ -26,11 +26,10 @@ from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buff
 from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.engine.checks import Arguments, NonFinite
-from undertow.runtime.engine.engine import Engine
+from undertow.runtime.engine.engine import Engine, SiblingEngines, all_of
 from undertow.runtime.engine.hooks import earlier_watchers, is_outermost_forward, is_watched, warn_of_late_backward
-from undertow.runtime.engine.progress import Forward
+from undertow.runtime.engine.progress import Forward, Gradients
 from undertow.runtime.engine.round import Settings
-from undertow.runtime.engine.siblings import SiblingEngines, all_of
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf, ModuleParams
 from undertow.runtime.step.sharded_steps import ShardedSteps
@@ -472,7 +471,7 @@ def _before_step(
     if sync._steps is not None and not steps:
         sync._steps.begin()  # a scaler is to unscale shards in every step, with the same bits
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-    if not has_closure:  # whose backward is still to come
+    if not has_closure and engine.progress.gradients is not Gradients.SOUND:  # a closure has its backward still to come
         engine.require_sound_gradients(params, reader=type(optimizer).__name__)
     if not steps:
         return None

@@ -15,10 +15,11 @@ from undertow.errors import WrongType
 from undertow.model_sync import ModelSync
 from undertow.profile import Profile
 from undertow.runtime.comm.comm_hook import CommHook
-from undertow.runtime.engine.planning import explanation_of, measured_profile, why_fixed
-from undertow.runtime.engine.siblings import all_of
+from undertow.runtime.engine.engine import all_of
+from undertow.runtime.engine.tuning import why_fixed
 from undertow.runtime.step.mean_over_ranks import MeanOverRanks, start_mean
-from undertow.runtime.step.reduction import Reduction, name_of_op, start_reduction, sweep
+from undertow.runtime.step.measurements import explanation_of, measured_profile, sweep
+from undertow.runtime.step.reduction import Reduction, name_of_op, start_reduction
 from undertow.runtime.step.sharded_steps import (
     full_gradient,
     no_hooks_with_shards,

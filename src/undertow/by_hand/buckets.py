@@ -12,7 +12,7 @@ from undertow.errors import PhaseError, require
 from undertow.plan import SizeCaps, group_by_size, largest_first
 from undertow.runtime.comm.group import user_group
 from undertow.runtime.comm.handles import Handle, all_reduce_async
-from undertow.runtime.gradients.storage import spec_of
+from undertow.runtime.model.module_params import spec_of
 from undertow.runtime.torch_private import private
 
 

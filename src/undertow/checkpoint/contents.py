@@ -22,7 +22,7 @@ from undertow.errors import CheckpointError, require
 from undertow.foreign import parsed_json
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.optim.state import MASTER, OF_THE_WHOLE, ShardedState, hyper_parameters, params_of
-from undertow.runtime.gradients.storage import strides_of_gradient
+from undertow.runtime.gradients.binding import strides_of_gradient
 from undertow.runtime.sharded.shards import ShardPart, in_memory_order
 from undertow.runtime.torch_private import private, tables
 

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional
 
 from undertow.plan import ParamSpec
-from undertow.runtime.gradients.storage import spec_of
+from undertow.runtime.model.module_params import spec_of
 
 _NUM_BYTE_VALUES = 256
 CONTEXT = 128  # bytes that the model sees

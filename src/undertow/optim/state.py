@@ -17,7 +17,7 @@ from undertow.boxes import Box, boxes_of_range
 from undertow.errors import CheckpointError, require
 from undertow.runtime.comm.agreement import gather_json
 from undertow.runtime.comm.collectives import accumulation_dtype
-from undertow.runtime.gradients.storage import strides_of_gradient
+from undertow.runtime.gradients.binding import strides_of_gradient
 from undertow.runtime.peers.faults import STATE
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart, in_memory_order

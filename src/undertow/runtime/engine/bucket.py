@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +16,7 @@ from undertow.runtime.comm.recorder import BucketMarks, Recorder
 from undertow.runtime.gradients.binding import Binding, DenseBinding
 from undertow.runtime.gradients.finite import FiniteCheck
 from undertow.runtime.gradients.reducer import Reducer
-from undertow.runtime.gradients.trailer import Reading, TrailerCodec
+from undertow.runtime.gradients.trailer import TrailerCodec
 from undertow.runtime.sharded.binding import ShardedBinding
 from undertow.runtime.sharded.layout import Sharding
 from undertow.schedule import OpKind
@@ -50,12 +49,7 @@ class LiveBucket:
         self.is_packed = False  # by a round that only accumulates
         self._late: tuple[Sequence[Tensor], list[Handle]] | None = None  # in a second collective
         self._reduce_flat = reducer.reducing(flat.dtype)
-        self._wire_bytes = reducer.wire_bytes(layout)
-
-    def is_ready(self) -> None:
-        """Marks the moment at which all of its gradients have arrived, or backward has ended."""
-        recorder = self.shared.recorder
-        self.marks = recorder.ready(self.layout.index, num_bytes=self._wire_bytes, kind=self.reduction)
+        self.wire_bytes = reducer.wire_bytes(layout)
 
     def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
         """Sends the packed gradients and the trailer.
@@ -92,12 +86,6 @@ class LiveBucket:
         for handle in handles:
             handle.wait()
         self.marks.wait_stop = recorder.mark()
-
-    def read_trailer(self, *, is_profiling: bool) -> Reading | None:
-        """Waits for the device, and reads the trailer; None if no rank has anything to report."""
-        # torch's name for it
-        with torch.profiler.record_function("search_unused_parameters") if is_profiling else nullcontext():
-            return self.trailer.read()
 
     def launch_late(self) -> None:
         """Reduces, in a second round, the gradients that arrived after the launch, on any rank."""
@@ -147,6 +135,7 @@ class ShardedBucket(LiveBucket):
     def __init__(self, layout: Bucket, binding: ShardedBinding, shared: Shared, sharding: Sharding) -> None:
         super().__init__(layout, binding, shared)
         self._shards, self._groups = binding, sharding.groups
+        self._trailer = range(layout.trailer.start, layout.storage_numel)
 
     def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
         layout, binding, finite = self.layout, self._shards, self.shared.finite
@@ -159,15 +148,14 @@ class ShardedBucket(LiveBucket):
             if finite is not None:
                 finite.look(binding, layout, self.trailer)
 
-        trailer = range(layout.trailer.start, layout.storage_numel)
-        reduce_scatter = self._groups.shard.reduce_scatter
-        self.handles = [reduce_scatter(binding.storage.flat, binding.reduced, trailer=trailer, pack=pack_and_look)]
+        flat, reduce_scatter = binding.storage.flat, self._groups.shard.reduce_scatter
+        self.handles = [reduce_scatter(flat, binding.reduced, trailer=self._trailer, pack=pack_and_look)]
         self.shared.recorder.completes(self.marks, self.handles[0])
 
     def launch_across(self) -> None:
-        layout, replicate = self.layout, self._groups.replicate
+        replicate = self._groups.replicate
         assert replicate is not None  # the schedule of a strategy with two axes
-        trailer = self.binding.storage.flat[layout.trailer.start : layout.storage_numel]
+        trailer = self.binding.storage.flat[self._trailer.start : self._trailer.stop]
         self.handles = [replicate.all_reduce_behind(self.handles[0], self._shards.reduced, trailer=trailer)]
         self.shared.recorder.completes(self.marks, self.handles[0])
 

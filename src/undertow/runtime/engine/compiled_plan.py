@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,18 +17,19 @@ from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.engine.bucket import LiveBucket, ShardedBucket, Shared
 from undertow.runtime.engine.tuning import Present
-from undertow.runtime.gradients.binding import Binding, DenseBinding, SparseBinding
+from undertow.runtime.gradients.binding import Binding, BucketStorage, DenseBinding, SparseBinding
 from undertow.runtime.gradients.finite import FiniteCheck
 from undertow.runtime.gradients.reducer import Reducer
-from undertow.runtime.gradients.storage import BucketStorage
 from undertow.runtime.gradients.trailer import Reading, Snapshot
+from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.torch_private import private
 from undertow.schedule import DDP, Op, OpKind, Releases, Strategy, lower_accumulation, lower_data_parallel
 
 _LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no smaller graphs
-# Late arrivals show in the first rounds of a plan and are expected from then on.
-_NUM_ROUNDS_READ_AT_ONCE = 2
+_NUM_ROUNDS_READ_AT_ONCE = 2  # on a device, where the host waits for it
+T = TypeVar("T")
+Acts: TypeAlias = Mapping[OpKind, Callable[[T, LiveBucket], object]]
 
 
 class CompiledPlan:
@@ -109,8 +111,7 @@ class CompiledPlan:
     def gather(self) -> None:
         """Called after the optimizer has stepped, with or without a round: every rank gets the other ranks' updates."""
         assert self.sharding is not None  # else nobody calls this
-        gathers = self.sharding.gathers
-        self.issue(self._gathers, lambda op: gathers.launch(op.bucket or 0))
+        self.issue(self._gathers, {OpKind.ALL_GATHER: _gather}, self.sharding.gathers)
 
     def round_begins(self, *, is_synchronized: bool) -> list[Reading]:
         """Called when a round starts; returns what the trailers of earlier ones say that have reached the host since."""
@@ -128,12 +129,15 @@ class CompiledPlan:
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot not in there]
         return [reading for snapshot in there if (reading := snapshot.read()) is not None]
 
-    def reads_at_once(self, bucket: LiveBucket) -> bool:
-        """Returns True if the host reads the trailer when a bucket arrives. On a device it would wait for it."""
-        return bucket.binding.storage.flat.is_cpu or self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
+    @property
+    def is_learning(self) -> bool:
+        """True while late arrivals show that are expected from then on."""
+        return self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
 
-    def issue(self, ops: Sequence[Op], act: Callable[[Op], object]) -> None:
-        """Has `act` issue `ops`, at least one, in this order, and tells the observer of each, if there is one."""
+    def issue(self, ops: Sequence[Op], acts: Acts[T], owner: T) -> None:
+        """Issues `ops` in this order, each by `acts` of `owner`, and tells the observer of each, if there is one."""
+        if not ops:
+            return
         is_waiting = ops[0].kind is OpKind.BIND  # a bucket names its own wait
         watch = self.group.watch
         if not is_waiting:
@@ -141,23 +145,23 @@ class CompiledPlan:
         try:
             if self.recorder.observer is None and not self.is_profiling:
                 for op in ops:
-                    act(op)
+                    acts[op.kind](owner, self.buckets[op.bucket or 0])
             else:
-                self._issue_observed(ops, act)
+                self._issue_observed(ops, acts, owner)
         except BaseException as error:
             # These messages must be complete on every rank.
             if not is_waiting and not isinstance(error, UndertowError):
                 watch.fail(error)
             raise
 
-    def _issue_observed(self, ops: Sequence[Op], act: Callable[[Op], object]) -> None:
+    def _issue_observed(self, ops: Sequence[Op], acts: Acts[T], owner: T) -> None:
         observer = self.recorder.observer
         for op in ops:
             with (
                 torch.profiler.record_function(f"undertow.{op.label}") if self.is_profiling else nullcontext(),
                 nullcontext() if observer is None else observer(op),
             ):
-                act(op)
+                acts[op.kind](owner, self.buckets[op.bucket or 0])
 
     def is_completed(self) -> bool:
         """Returns True if the collectives of all buckets are complete."""
@@ -205,3 +209,7 @@ class CompiledPlan:
         if bucket.is_sparse:
             return SparseBinding(BucketStorage(bucket, ()), params)
         return DenseBinding(BucketStorage(bucket, params), params)
+
+
+def _gather(gathers: Gathers, bucket: LiveBucket) -> None:
+    gathers.launch(bucket.layout.index)

@@ -1,15 +1,18 @@
 """The parameters and the plan in force: how they are made, and how all ranks change them together."""
 
+from __future__ import annotations
+
 import dataclasses
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError
-from undertow.plan import Plan, first_plan
+from undertow.plan import Plan, first_plan, groups_in_order, plan_from_groups, plan_in_order
 from undertow.runtime.comm.agreement import Agreement, surroundings
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import OwnGroup
@@ -26,14 +29,14 @@ from undertow.runtime.engine.hooks import (
     call_at_registration,
     earlier_watchers,
 )
-from undertow.runtime.engine.planning import follows_observed_order, measure, planned, sharded_plan
 from undertow.runtime.engine.round import Round, RoundKind
-from undertow.runtime.engine.tuning import ObservedOrder
+from undertow.runtime.engine.tuning import ObservedOrder, Tuning, why_fixed
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.model.module_params import ModuleParams, first_change
 from undertow.runtime.sharded.binding import make_gradients_whole
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
 from undertow.schedule import Strategy, strategy_named
+from undertow.tune import Tuner
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class Change:
 class CurrentPlan:
     """Owns the plan in force, `compiled`, and the `hooks` on its parameters; also a `change` that ranks have not agreed on yet.
 
+    `is_active` if there are rounds.
+
     A look at the module finds a change. It is a value: nothing follows it before the ranks have met (see `Meeting`), and the next
     look may find another one or none, as when torch.func.functional_call puts other parameters into the module for one call.
     Until then hooks tell which parameters outside of the plan get a gradient. `listeners` are called by the hooks.
@@ -67,10 +72,13 @@ class CurrentPlan:
         listeners: Listeners,
     ) -> None:
         self.members, self.group = members, group
-        self._config, self._recorder, self._listeners = config, recorder, listeners
+        self._recorder, self._listeners = recorder, listeners
         self.change: Change | None = None
         self.is_stale = False  # the module is to be looked at when the next round begins
         self._left: frozenset[int] = frozenset()  # parameters of the plan, by id, that the last forward has found frozen or gone
+        self.compiled: CompiledPlan
+        self.hooks: ParamHooks
+        self.is_active: bool
         self._put_in_force(self._planned(members.trained(), Reducer.of(group, config)), generation=0)
         # The settings of a group of experts list only that group, other settings none.
         divisor = config.experts[0].divisor if config.experts else None
@@ -79,11 +87,6 @@ class CurrentPlan:
         # A layer may be made in the middle of a forward, and be trained in the backward that follows.
         plans = weakref.ref(self)  # torch keeps such hooks for the life of the process
         self._end_registrations = call_at_registration(lambda *_: _mark_stale(plans()))
-
-    @property
-    def is_active(self) -> bool:
-        """True if there are rounds."""
-        return self.compiled.reducer.is_active
 
     @property
     def trains(self) -> bool:
@@ -249,7 +252,7 @@ class CurrentPlan:
         compiled, hooks = self.compiled, self.hooks
         order, tuning = hooks.order, hooks.tuning
         is_sent = (order is not None and order.sent is not None) or (tuning is not None and tuning.sent is not None)
-        plan = planned(compiled, hooks, self._config) if is_sent else None
+        plan = planned(compiled, hooks, self.compiled.reducer.config) if is_sent else None
         if compiled.sharding is None:
             if plan is not None:
                 self._move(Change(hooks.named_params, plan, compiled.reducer))
@@ -296,7 +299,7 @@ class CurrentPlan:
             )
         if compiled.sharding is not None:
             return compiled.sharding
-        plan = sharded_plan(compiled.plan, hooks, self._config)
+        plan = sharded_plan(compiled.plan, hooks, self.compiled.reducer.config)
         own = compiled.own_gradients() if self.is_active else {}
         if hooks.order is not None:
             hooks.order.close()
@@ -348,11 +351,11 @@ class CurrentPlan:
 
     def compare(self, plan: Plan, params: Sequence[Tensor], reducer: Reducer, *, new: Sequence[str] = ()) -> Agreement:
         """Compares the parameters and settings of all ranks, and the names of `new` parameters; a collective call."""
-        settings = {**surroundings(self.group, reducer.hook), **self._config.to_dict()}
+        settings = {**surroundings(self.group, reducer.hook), **self.compiled.reducer.config.to_dict()}
         return self.members.compare(self.group, plan.params, params, settings, new=new)
 
     def _planned(self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer, *, has_more: bool = False) -> Change:
-        config = self._config
+        config = reducer.config
         # A plan pinned for shards may have parameters in pieces; it counts from the first step of the optimizer on.
         if strategy_named(config.strategy).gather is not None:
             config = dataclasses.replace(config, plan=None)
@@ -371,12 +374,65 @@ class CurrentPlan:
                 compiled.snapshots += before.snapshots
             hooks.start()
             hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
-            if follows_observed_order(compiled, self._config):
+            if follows_observed_order(compiled, compiled.reducer.config):
                 hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
-            measure(hooks, compiled, self._config, self._recorder)
-        self.compiled, self.hooks = compiled, hooks
+            measure(hooks, compiled, compiled.reducer.config, self._recorder)
+        self.compiled, self.hooks, self.is_active = compiled, hooks, compiled.reducer.is_active
 
 
 def _mark_stale(plans: CurrentPlan | None) -> None:
     if plans is not None:
         plans.mark_stale()
+
+
+def measure(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig, recorder: Recorder) -> None:
+    """Starts to measure the parameters, and to improve the plan if it is not fixed."""
+    group = compiled.reducer.group
+    if not hooks.named_params or not recorder.is_on or group.num_ranks == 1:
+        return
+    order = None if config.order == "observed" else [param for bucket in compiled.plan.buckets for param in bucket.params]
+    hooks.tuning = Tuning(
+        hooks.arrivals,
+        recorder,
+        group,
+        Tuner(order),
+        may_move=not why_fixed(config, compiled.reducer),
+    )
+
+
+def sharded_plan(now: Plan, hooks: ParamHooks, config: SyncConfig) -> Plan:
+    """Returns the plan with large parameters in pieces, the pinned plan, or the plan to which a sharded optimizer moves."""
+    order = None if hooks.order is None else hooks.order.take()
+    if hooks.groups is not None:
+        return plan_from_groups(now.params, hooks.groups, num_ranks=now.num_ranks)
+    if config.plan is not None:
+        pinned = first_plan(now.params, config, num_ranks=now.num_ranks, splits=True)
+        if now.num_ranks > 1 or not pinned.split_params:  # one rank alone gathers nothing, and would not join pieces again
+            return pinned
+    order = [param for bucket in now.buckets for param in bucket.params] if order is None else order
+    return plan_in_order(now.params, order, config, num_ranks=now.num_ranks, splits=now.num_ranks > 1)
+
+
+def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | None:
+    """Returns the plan that rank 0 has sent for the round that begins, if any: its order of arrival, or its decision.
+
+    Not if every bucket would hold the same gradients as now: their order within a bucket changes nothing.
+    """
+    order = None if hooks.order is None else hooks.order.take()
+    if order is not None:
+        hooks.order = None
+    groups = None if hooks.tuning is None else hooks.tuning.take(now.present)
+    if groups is None and order is not None:
+        groups = groups_in_order(now.plan.params, order, config, num_ranks=now.plan.num_ranks)
+    if groups is None or list(map(frozenset, groups)) == list(map(frozenset, now.plan.groups)):
+        return None
+    return plan_from_groups(now.plan.params, groups, num_ranks=now.plan.num_ranks)
+
+
+def follows_observed_order(compiled: CompiledPlan, config: SyncConfig) -> bool:
+    """Returns True if the plan takes over rank 0's order of arrival."""
+    # A changed plan changes the rounding of three or more summands, which a user who wants the same bits does not expect. A hook
+    # may keep state for every bucket.
+    reducer = compiled.reducer
+    is_free = config.plan is None and reducer.hook is None and not torch.are_deterministic_algorithms_enabled()
+    return config.order == "observed" and is_free and reducer.group.num_ranks > 1 and bool(compiled.params)

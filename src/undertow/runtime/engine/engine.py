@@ -1,13 +1,17 @@
 """The events of a step, and the rounds that they begin and end."""
 
+from __future__ import annotations
+
 import contextlib
 import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import PhaseError, require
+from undertow.errors import PhaseError, UndertowError, require
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
@@ -18,7 +22,6 @@ from undertow.runtime.engine.hooks import Listeners, OutermostEnd, is_watched, u
 from undertow.runtime.engine.meeting import Meeting
 from undertow.runtime.engine.progress import Forward, Gradients, Progress
 from undertow.runtime.engine.round import Facts, Round, RoundKind, Settings, Stage
-from undertow.runtime.engine.siblings import SiblingEngines, all_of
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.torch_private import private
@@ -31,7 +34,7 @@ class Engine:
 
         first gradient ──> _begin ──> hooks fill buckets ──> end of the outermost backward: _launch_rest
                                                                        │
-        [Meeting ──>] _send ──> _wait ──> [_add_late ──>] [_compare_loaded ──>] _conclude
+        [Meeting ──>] the stages of the Round ──> _conclude ──> _judge
 
     Each part in the lower line is a stage: it ends before the next wait for other ranks, and returns the next one. With several
     engines in one backward all send before any of them waits.
@@ -111,7 +114,7 @@ class Engine:
             self.checks.require_alike()
         current_plan.look_at_forward()
         current_plan.hooks.arrival_hooks.run_last()
-        if is_training and not progress.has_begun:
+        if is_training and progress.num_forwards == 0:
             current_plan.compiled.look()
         progress.forward = Forward.ENDED if is_compiled else Forward.RUNNING  # nothing tells the end of a compiled one
         if progress.gradients is not Gradients.SOUND and not current_plan.has_result:
@@ -130,7 +133,7 @@ class Engine:
         engine's round next, and not to its siblings', nor, if forwards synchronize buffers (`has_buffers`), to another forward.
         """
         current_plan, progress = self.current_plan, self.progress
-        if not current_plan.meets_before_forward or self.siblings.are_several:
+        if current_plan.change is None or not current_plan.meets_before_forward or self.siblings.are_several:
             return
         if has_buffers and (self.is_accumulating or progress.num_forwards_before > 1):
             return
@@ -252,8 +255,10 @@ class Engine:
         current_plan, progress = self.current_plan, self.progress
         # A hook that user code has registered since the forward may run after Undertow's, once, on the first gradient.
         is_overtaken = current_plan.hooks.arrival_hooks.run_last()
-        opened = Round(kind=kind, is_last=not self.is_accumulating, op=op, holds_back=is_overtaken)
-        if opened.is_synchronized:
+        is_synchronized = kind is not RoundKind.ACCUMULATE
+        then = self._conclude if is_synchronized else self._conclude_accumulation
+        opened = Round(kind=kind, is_last=not self.is_accumulating, op=op, holds_back=is_overtaken, then=then)
+        if is_synchronized:
             if progress.num_rounds == 0:
                 current_plan.open()
             current_plan.adopt_plan()
@@ -289,9 +294,9 @@ class Engine:
         self.recorder.backward_ends()
         ending.has_ended = True
         if ending.has_started:
-            ending.stage = partial(self._send, ending)
-        elif not ending.is_synchronized:  # gradients stay where they are until the ranks have met
-            ending.stage = self._conclude_accumulation
+            ending.stage = ending.send
+        elif ending.kind is RoundKind.ACCUMULATE:  # gradients stay where they are until the ranks have met
+            ending.stage = partial(self._conclude_accumulation, ending)
         else:
             self.current_plan.look_again()
             start = partial(self._start_late, ending)
@@ -309,48 +314,25 @@ class Engine:
     def _start_late(self, ending: Round) -> Stage:
         """Starts the round under the plan that the ranks have agreed on."""
         self._start(ending)
-        return self._send(ending)
+        return ending.send()
 
-    def _send(self, ending: Round) -> Stage:
-        ending.send()
-        return partial(self._wait, ending)
+    def _conclude(self, ended: Round) -> Stage | None:
+        """Ends a synchronization that has bound its gradients.
 
-    def _wait(self, ending: Round) -> Stage | None:
-        ending.wait()
-        if not ending.found.readings:  # the usual case
-            self._conclude(ending)
+        Compares parameters before, if `load_state_dict` has changed them on some ranks only, or to different values.
+        """
+        if not ended.found.readings or "loaded" not in ended.found.unlike:
+            self._judge(ended)
             return None
-        if ending.found.late_buckets:
-            ending.launch_late()
-            return partial(self._add_late, ending)
-        return self._compare_loaded(ending)
-
-    def _add_late(self, ending: Round) -> Stage | None:
-        ending.add_late()
-        self.current_plan.hooks.arrivals.learn_repeats()
-        return self._compare_loaded(ending)
-
-    def _compare_loaded(self, ending: Round) -> Stage | None:
-        """Compares parameters if `load_state_dict` has changed them on some ranks only, or to different values."""
-        if "loaded" not in ending.found.unlike:
-            self._conclude(ending)
-            return None
-        difference = self.checks.compare_loaded(ending)
+        difference = self.checks.compare_loaded(ended)
 
         def conclude() -> None:
-            ending.found.apart = difference()
-            self._conclude(ending)
+            ended.found.apart = difference()
+            self._judge(ended)
 
         return conclude
 
-    def _conclude(self, ended: Round) -> None:
-        if not ended.is_synchronized:
-            self._conclude_accumulation()
-            return
-        self._close_round()
-        self._judge(ended)
-
-    def _conclude_accumulation(self) -> None:
+    def _conclude_accumulation(self, _ended: Round) -> None:
         hooks = self.current_plan.hooks
         self._close_round()
         hooks.arrived_before |= hooks.arrivals.arrived
@@ -359,6 +341,7 @@ class Engine:
 
     def _judge(self, ended: Round) -> None:
         """Ends a complete synchronization as all ranks do; raises the error that they have agreed on."""
+        self._close_round()
         current_plan, found = self.current_plan, ended.found
         self.recorder.round_ends(found.busy_ms)
         hooks, plan = current_plan.hooks, ended.compiled.plan
@@ -424,7 +407,7 @@ class Engine:
 
         Afterwards every `.grad` is as it is now: the user may have cleared it, or another backward may have begun.
         """
-        failed.has_failed = failed.is_synchronized
+        failed.has_failed = failed.kind is not RoundKind.ACCUMULATE
         self.progress.gradients = Gradients.INCOMPLETE
         params = self.current_plan.all_params()
         with gradients_aside(params) if failed.has_failed else contextlib.nullcontext():
@@ -461,8 +444,6 @@ class Engine:
         Raises PhaseError if they are incomplete, and warns if they are this rank's own because no forward preceded the backward.
         """
         progress, hooks = self.progress, self.current_plan.hooks
-        if progress.gradients is Gradients.SOUND:
-            return
         where = f"{reader}, rank {self.current_plan.group.rank}"
         if progress.gradients is Gradients.INCOMPLETE:
             # Whatever `.grad` holds: on the rank whose backward failed it is None, cleared or not, if its bucket had left.
@@ -550,3 +531,69 @@ class Engine:
         self.current_plan.look_again()
         self._begin(RoundKind.REDUCE, op=op)
         self._launch_rest()
+
+
+class SiblingEngines:
+    """Engines whose rounds belong to the same backwards: a backward that reaches one of them is a round of all.
+
+    No token of a rank may reach its experts; the ranks with the same experts wait for it in that backward nevertheless. The
+    order is the same on every rank, so that engines also wait for each other in one order.
+    """
+
+    def __init__(self, engines: Sequence[Engine], *, close: weakref.WeakMethod[Callable[[], None]]) -> None:
+        self._engines = [weakref.ref(engine) for engine in engines]  # which hold this object
+        self._close = close  # of the object that users hold
+        self.are_several = len(engines) > 1
+
+    @property
+    def watched_ids(self) -> set[int]:
+        """The parameters, by id, whose gradients the engines wait for."""
+        return {key for engine in self._present() for key in engine.current_plan.hooks.ids}
+
+    def close_model(self) -> None:
+        """Closes the model: a newer wrapper averages its gradients."""
+        close = self._close()
+        if close is not None:
+            close()
+
+    def take_part(self, task: int) -> None:
+        """Begins a round of every engine in backward `task`, unless it is in one."""
+        for engine in self._present():
+            engine.take_part(task)
+
+    @property
+    def follow_forward(self) -> bool:
+        """True if a forward has run since all parameters of every engine were stepped."""
+        return any(engine.follows_forward for engine in self._present())
+
+    def finish_owed(self) -> None:
+        """Called after one engine has run a round outside of backward: the others run theirs, for which other ranks wait too."""
+        all_of(*(engine.finish_owed for engine in self._present()))
+
+    def complete(self) -> None:
+        """Called after one engine has failed: ends the launched rounds of the others, and drops their errors."""
+        for engine in self._present():
+            with contextlib.suppress(UndertowError):
+                engine.complete()
+
+    def wait_for_parameters(self) -> None:
+        """Waits for the parameters of all engines; drops errors."""
+        for engine in self._present():
+            with contextlib.suppress(RuntimeError):
+                if engine.current_plan.group.is_alive:
+                    engine.current_plan.wait_for_parameters()
+
+    def _present(self) -> Iterator[Engine]:
+        return (engine for ref in self._engines if (engine := ref()) is not None)
+
+
+def all_of(*calls: Callable[[], object]) -> None:
+    """Calls all of `calls`, because other ranks wait in each, and then raises the first error."""
+    first: UndertowError | None = None
+    for call in calls:
+        try:
+            call()
+        except UndertowError as error:
+            first = first or error
+    if first is not None:
+        raise first

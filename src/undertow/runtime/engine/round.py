@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any, TypeAlias, Union
+from typing import Any, ClassVar, TypeAlias, Union
 
+import torch
 from torch import Tensor
 
 from undertow.errors import ReplicaMismatch
-from undertow.plan import signature_of
+from undertow.plan import Bucket, signature_of
 from undertow.plan.layout import ALIKE
 from undertow.runtime.engine.bucket import LiveBucket
-from undertow.runtime.engine.compiled_plan import CompiledPlan
+from undertow.runtime.engine.compiled_plan import Acts, CompiledPlan
 from undertow.runtime.engine.hooks import ParamHooks, users_hooks
 from undertow.runtime.gradients.trailer import Reading, Verdict
 from undertow.runtime.torch_private import private
-from undertow.schedule import Op, OpKind, Releases
+from undertow.schedule import OpKind, Releases
 
 # For each group of an optimizer that has stepped: what it is called, and its settings by name.
 Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
@@ -91,30 +93,27 @@ class Findings:
 class Round:
     """A round that is under way.
 
-        opened ──> started under a plan ──> send ──> wait ──> [launch_late ──> add_late]
+        opened ──> started under a plan ──> send ──> wait ──> [add_late ──>] then
                    buckets leave as they fill
 
-    It is open from its first gradient on. It starts at once, or after a meeting of the ranks that changes the plan.
+    It is open from its first gradient on. It starts at once, or after a meeting of the ranks that changes the plan. The parts
+    from `send` on are stages: each ends before the next wait for other ranks, and returns the next one.
     """
 
     kind: RoundKind
     is_last: bool = True  # of the step, which adds up no more gradients
     op: str | None = None  # of a reduction by hand, if it is not the mean
     holds_back: bool = False  # no bucket leaves before the end of backward
-    has_failed: bool = False  # on this rank
-    has_ended: bool = False  # its backward has ended
+    then: Callable[[Round], Stage | None] | None = None  # the stage after those of the buckets
     stage: Stage | None = None  # the next one; None while backward runs, and while one runs
+    has_ended: bool = False  # its backward has ended
+    has_failed: bool = False  # on this rank
     found: Findings = field(default_factory=Findings)
     facts: Facts = Facts()
     has_started: bool = False  # then there are:
     compiled: CompiledPlan = field(init=False)
     releases: Releases = field(init=False)
     hooks: ParamHooks | None = None  # that follow its gradients; a meeting has none
-
-    @property
-    def is_synchronized(self) -> bool:
-        """False if it only accumulates."""
-        return self.kind is not RoundKind.ACCUMULATE
 
     def start(self, compiled: CompiledPlan, hooks: ParamHooks | None, facts: Facts) -> None:
         """Starts it under a plan."""
@@ -131,27 +130,31 @@ class Round:
     def fill(self, bucket: int) -> None:
         """Called when all gradients of a bucket have arrived: it leaves, if the buckets before it have left."""
         if self.has_started and not self.holds_back:
-            self._issue(self.releases.happen(self.releases.fills[bucket]))
+            self.compiled.issue(self.releases.happen(self.releases.fills[bucket]), self.acts, self)
 
-    def send(self) -> None:
+    def send(self) -> Stage:
         """Called at the end of backward: sends the remaining buckets."""
         if self.hooks is not None and not self.has_failed:
             arrivals = self.hooks.arrivals
             absent = arrivals.absent
             if absent:  # what something other than autograd has written into `.grad` counts as well
                 arrivals.note(self.compiled.written(absent - self.hooks.arrived_before))
-        self._issue(self.releases.happen(self.releases.end))
+        self.compiled.issue(self.releases.happen(self.releases.end), self.acts, self)
+        return self.wait
 
-    def wait(self) -> None:
-        """Waits for the buckets, and binds `.grad` to them."""
-        self._issue(self.releases.happen(self.releases.join))
-
-    def launch_late(self) -> None:
-        """Reduces again the gradients that arrived after their buckets had been launched, on any rank."""
-        for index in self.found.late_buckets:
+    def wait(self) -> Stage | None:
+        """Waits for the buckets, and binds `.grad` to them; sends gradients again that arrived late on any rank."""
+        self.compiled.issue(self.releases.happen(self.releases.join), self.acts, self)
+        if self.then is None:
+            return None
+        late_buckets = self.found.late_buckets if self.found.readings else ()
+        if not late_buckets:
+            return self.then(self)
+        for index in late_buckets:
             self.compiled.buckets[index].launch_late()
+        return self._add_late
 
-    def add_late(self) -> None:
+    def _add_late(self) -> Stage | None:
         """Waits for these gradients, and adds them."""
         for bucket in self.compiled.buckets:
             values = bucket.wait_for_late()
@@ -161,31 +164,12 @@ class Round:
             if bad is not None and bool(bad.any()):  # they have no trailer, but all ranks have the same now
                 found, index = self.found.nonfinite, bucket.layout.index
                 found[index] = frozenset(bad.nonzero().flatten().tolist()) | found.get(index, frozenset())
-            if self.facts.rescale != 1.0:
-                self._rescale(values)
+            self._rescale(values)
             bucket.binding.add_late(values)
-
-    def _issue(self, ops: Sequence[Op]) -> None:
-        if ops:
-            self.compiled.issue(ops, self._issue_one)
-
-    def _issue_one(self, op: Op) -> None:
-        bucket = self.compiled.buckets[op.bucket or 0]
-        if op.kind is OpKind.PACK:
-            self._pack(bucket)
-        elif op.kind is OpKind.BIND:
-            self._bind(bucket)
-        elif op.kind is bucket.reduction:
-            # At the end of the backward of one model, a single bucket is waited for at once.
-            recorder = bucket.shared.recorder
-            is_alone = len(self.compiled.buckets) == 1 and len(recorder.in_backward) <= 1
-            bucket.launch(
-                keeps_own=self.facts.keeps_own,
-                is_apart=self.has_failed or self.kind is RoundKind.RETIRE,
-                is_awaited_at_once=is_alone and private.graph_task_id() != -1,
-            )
-        else:
-            bucket.launch_across()
+        assert self.hooks is not None  # only a round of gradients gets here
+        assert self.then is not None
+        self.hooks.arrivals.learn_repeats()
+        return self.then(self)
 
     def _pack(self, bucket: LiveBucket) -> None:
         binding, layout = bucket.binding, bucket.layout
@@ -194,12 +178,14 @@ class Round:
                 bucket.is_packed = True
                 binding.pack_local()
             return
-        bucket.is_ready()
-        not_arrived = self._not_arrived(bucket)
+        recorder, hooks = self.compiled.recorder, self.hooks
+        bucket.marks = recorder.ready(layout.index, num_bytes=bucket.wire_bytes, kind=bucket.reduction)
+        has_all = hooks is not None and hooks.arrivals.buckets[layout.index].is_full
+        not_arrived = () if has_all else self._not_arrived(layout)
         unused = self.found.unused[layout.index] = binding.pack(not_arrived)
-        if self.hooks is not None and len(unused) > len(not_arrived) and not self.has_failed:
+        if hooks is not None and len(unused) > len(not_arrived) and not self.has_failed:
             # Without a hook of the user's, the gradient that arrived was undefined, as of a function that returns None for it.
-            gone = set(map(layout.params.__getitem__, unused)) - self.hooks.arrivals.missing(layout.index)
+            gone = set(map(layout.params.__getitem__, unused)) - hooks.arrivals.missing(layout.index)
             self.found.taken.update(param for param in gone if users_hooks(self.compiled.params[param]))
         self.found.keeps_earlier |= bool(binding.live)
         signature = signature_of(generation=self.compiled.generation, mode=self.facts.mode, has_other_op=self.op is not None)
@@ -210,14 +196,26 @@ class Round:
             verdict=self._verdict() if layout.trailer.late else None,
         )
 
-    def _not_arrived(self, bucket: LiveBucket) -> Sequence[int]:
+    def _not_arrived(self, layout: Bucket) -> Sequence[int]:
         """Returns the positions without a gradient since the last synchronization, on this rank."""
-        params, hooks = bucket.layout.params, self.hooks
-        if hooks is None:
-            return range(len(params))
-        if hooks.arrivals.buckets[bucket.layout.index].is_full:
-            return ()
-        return hooks.not_arrived(params, hooks.arrivals.missing(bucket.layout.index))
+        if self.hooks is None:
+            return range(len(layout.params))
+        return self.hooks.not_arrived(layout.params, self.hooks.arrivals.missing(layout.index))
+
+    def _launch(self, bucket: LiveBucket) -> None:
+        # At the end of the backward of one model, a single bucket is waited for at once.
+        is_alone = len(self.compiled.buckets) == 1 and len(self.compiled.recorder.in_backward) <= 1
+        bucket.launch(
+            keeps_own=self.facts.keeps_own,
+            is_apart=self.has_failed or self.kind is RoundKind.RETIRE,
+            is_awaited_at_once=is_alone and private.graph_task_id() != -1,
+        )
+
+    def _all_reduce(self, bucket: LiveBucket) -> None:
+        if bucket.reduction is OpKind.ALL_REDUCE:
+            self._launch(bucket)
+        else:
+            bucket.launch_across()
 
     def _verdict(self) -> Verdict:
         # No `.grad` holds anything except late gradients, from autograd or written by some function, which no hook reports. This
@@ -244,20 +242,21 @@ class Round:
             return
         with self.compiled.group.watch.waiting(bucket.label):
             bucket.wait()
-            if self.facts.rescale != 1.0:
-                self._rescale(bucket.binding.values())
+            self._rescale(bucket.binding.values())
             bucket.binding.bind(self._used_elsewhere(bucket))
 
     def _used_elsewhere(self, bucket: LiveBucket) -> frozenset[int]:
         """Reads the trailer; returns the positions to bind that are unused here and were used on another rank."""
         index, found = bucket.layout.index, self.found
-        is_awaited = bool(found.unused[index]) or self.facts.is_read_at_once  # this rank needs to know
-        if not (is_awaited or self.compiled.reads_at_once(bucket)):
-            self.compiled.snapshots.append(bucket.trailer.snapshot())
+        must_know = bool(found.unused[index]) or self.facts.is_read_at_once
+        if not (bucket.binding.storage.flat.is_cpu or must_know or self.compiled.is_learning):
+            self.compiled.snapshots.append(bucket.trailer.snapshot())  # the host does not wait for a device
             return frozenset()
         if bucket.layout.trailer.late:  # the last bucket
             found.busy_ms = bucket.trailer.busy_ms()
-        reading = bucket.read_trailer(is_profiling=self.compiled.is_profiling)
+        # torch's name for it
+        with torch.profiler.record_function("search_unused_parameters") if self.compiled.is_profiling else nullcontext():
+            reading = bucket.trailer.read()
         if reading is None:
             return frozenset()
         found.readings.append(reading)
@@ -266,5 +265,12 @@ class Round:
         return frozenset() if self.kind is RoundKind.RETIRE else reading.used
 
     def _rescale(self, values: Sequence[Tensor]) -> None:
-        for value in values:
+        for value in values if self.facts.rescale != 1.0 else ():
             value.mul_(self.facts.rescale)
+
+    acts: ClassVar[Acts[Round]] = {
+        OpKind.PACK: _pack,
+        OpKind.REDUCE_SCATTER: _launch,
+        OpKind.ALL_REDUCE: _all_reduce,
+        OpKind.BIND: _bind,
+    }

@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.config import SyncConfig
 from undertow.plan import Groups, Plan, observed
 from undertow.runtime.comm.group import OwnGroup, Pending
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.comm.recorder import Recorder
+from undertow.runtime.gradients.reducer import Reducer
 from undertow.schedule import Arrivals
 from undertow.trace import StepRecord
 from undertow.tune import Decision, Outcome, Tuner, array_of_records, decision_from_array, measurement_from_array
@@ -163,3 +165,17 @@ class Tuning:
             decision = Decision(outcome=Outcome.UNKNOWN)  # rank 0's takes its place
         numbers = torch.from_numpy(decision.to_array(measured.plan.params))
         self.sent = measured, self._group.broadcast(numbers.to(self._group.device), "rank 0's plan")
+
+
+def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
+    """Returns why the plan does not follow measurements, or "" if it does; the same on every rank."""
+    reasons = (
+        (reducer.group.num_ranks == 1, "a single rank has nothing to communicate"),
+        (config.plan is not None, "it is pinned: SyncConfig(plan=...)"),
+        (config.bucket_cap_mb is not None, f"bucket_cap_mb={config.bucket_cap_mb} was asked for"),
+        (reducer.hook is not None, "a communication hook may keep state for every bucket"),
+        (config.record == "off", "record='off': nothing is measured"),
+        (not config.overlap, "overlap=False: nothing is to be hidden"),
+        (not config.auto_tune, "auto_tune=False: sizes follow from the size of the model"),
+    )
+    return next((reason for applies, reason in reasons if applies), "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ class Reducer:
         """The divisor that trailers come back with; shards' trailers are summed."""
         return self.group.num_ranks if self.shard_exchanges is None else 1
 
-    @property
+    @cached_property
     def is_active(self) -> bool:
         """True if there is work: a single rank has its mean already, unless a hook changes it."""
         return self.group.num_ranks > 1 or self.hook is not None

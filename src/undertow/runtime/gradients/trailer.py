@@ -11,7 +11,7 @@ from torch import Tensor
 
 from undertow.plan import Bucket, Trailer, ranks_differ
 from undertow.plan.layout import ALIKE, DIGEST_BITS, SIGNATURE_BITS, STEP_BITS, with_complements
-from undertow.runtime.gradients.storage import BucketStorage
+from undertow.runtime.gradients.binding import BucketStorage
 
 _DIGITS = bytes.maketrans(b"01", b"\0\1")
 

@@ -17,7 +17,6 @@ from undertow.plan import ParamSpec
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.comm.broadcast import CommonBuffers, Place, why_not_sent
 from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.gradients.storage import spec_of
 from undertow.runtime.torch_private import private, tables
 
 _children_of = attrgetter("_modules")
@@ -375,3 +374,17 @@ def _description(spec: ParamSpec, tensor: Tensor) -> dict[str, Any]:
         if len(axes) < 2 or tensor.is_contiguous()
         else sorted(axes, key=lambda axis: -tensor.stride()[axis]),
     }
+
+
+def spec_of(name: str, tensor: Tensor, *, is_sparse: bool = False) -> ParamSpec:
+    """Returns the planner's description of `tensor`."""
+    dtype = private.gradient_dtype(tensor)
+    return ParamSpec(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
+        device=str(tensor.device),
+        is_sparse=is_sparse,
+        own_dtype=None if dtype == tensor.dtype else str(tensor.dtype).removeprefix("torch."),
+    )

@@ -19,8 +19,7 @@ from undertow.errors import PhaseError, ShardedGradientError, require
 from undertow.plan import Bucket, Slot
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.gradients.binding import Binding, DenseBinding, has_values
-from undertow.runtime.gradients.storage import BucketStorage
+from undertow.runtime.gradients.binding import Binding, BucketStorage, DenseBinding, has_values
 from undertow.runtime.sharded.shards import ShardPart, in_memory_order
 from undertow.runtime.torch_private import private
 

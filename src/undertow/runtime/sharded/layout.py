@@ -20,7 +20,7 @@ from undertow.plan import Bucket, Plan
 from undertow.runtime.comm.collectives import Collectives, accumulation_dtype, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.gradients.storage import strides_of_gradient
+from undertow.runtime.gradients.binding import strides_of_gradient
 from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding, SplitParam
 from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order, shard_parts

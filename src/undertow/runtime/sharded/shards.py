@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from undertow.plan import Bucket, Slot
-from undertow.runtime.gradients.storage import strides_of_gradient
+from undertow.runtime.gradients.binding import strides_of_gradient
 from undertow.runtime.torch_private import private
 
 

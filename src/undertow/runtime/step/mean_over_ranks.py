@@ -11,8 +11,7 @@ from torch import Tensor
 from undertow.errors import PhaseError, WrongType, require
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle
-from undertow.runtime.engine.engine import Engine
-from undertow.runtime.engine.siblings import all_of
+from undertow.runtime.engine.engine import Engine, all_of
 from undertow.runtime.gradients.trailer import to_device
 from undertow.runtime.torch_private import private
 

@@ -1,26 +1,17 @@
-"""Reductions that user code asks for: of accumulated gradients, and of messages of many sizes to measure their cost."""
+"""The reduction of accumulated gradients, as user code asks for it."""
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Generator, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from undertow.config import SyncConfig
 from undertow.errors import PhaseError, UndertowError, require
-from undertow.runtime.engine.engine import Engine
-from undertow.runtime.engine.planning import no_profile
-from undertow.runtime.engine.siblings import all_of
-from undertow.runtime.gradients.reducer import Reducer
+from undertow.runtime.engine.engine import Engine, all_of
 from undertow.runtime.torch_private import private
 
-_SIZES = tuple(4096 * 4**power for power in range(8))  # bytes: 4 KiB to 64 MiB
-_NUM_TIMES = 5
 _POLL_S = 0.001
 _NAMES = ((dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "mean"))
 
@@ -82,37 +73,3 @@ def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool
             reduction.wait()  # for reductions over other groups of ranks
         raise
     return reduction
-
-
-def sweep(engine: Engine, config: SyncConfig) -> None:
-    """Teaches the tuner the cost of all-reduces of many sizes; a collective call. Raises PhaseError if nothing is measured."""
-    engine.complete()
-    tuner, group = engine.current_plan.hooks.tuner, engine.current_plan.group
-    if tuner is None:
-        raise no_profile(config, group)
-    engine.current_plan.open()
-    with group.waiting("the measurement of the network"):
-        tuner.learn_costs("all_reduce", _swept_costs(engine.current_plan.compiled.reducer))
-
-
-def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
-    """Returns pairs of bytes and microseconds of all-reduces, the same on every rank; a collective call.
-
-    Each time is the median of some, on the rank that waited longest.
-    """
-    group = reducer.group
-    tensor = torch.zeros(_SIZES[-1] // 4, device=group.device)
-    times = torch.zeros(len(_SIZES), _NUM_TIMES, dtype=torch.float64)
-    for row, num_bytes in zip(times, _SIZES, strict=True):
-        part = tensor[: num_bytes // 4]
-        for at in range(-1, _NUM_TIMES):  # the first one allocates memory for the others
-            group.barrier()
-            began_s = time.perf_counter()
-            reducer.reduce(part).wait()
-            if group.device.type == "cuda":
-                torch.cuda.synchronize(group.device)  # measures the end, not the launch
-            if at >= 0:
-                row[at] = (time.perf_counter() - began_s) * 1e6
-    latest = times.to(group.device)
-    group.all_reduce(latest, dist.ReduceOp.MAX)
-    return tuple((float(num_bytes), median(row)) for num_bytes, row in zip(_SIZES, latest.tolist(), strict=True))

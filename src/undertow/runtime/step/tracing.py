@@ -11,8 +11,8 @@ from pathlib import Path
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError, UndertowError, require
 from undertow.runtime.engine.engine import Engine
-from undertow.runtime.engine.planning import measured_profile
 from undertow.runtime.peers import faults
+from undertow.runtime.step.measurements import measured_profile
 from undertow.runtime.torch_private import private
 from undertow.simulate import Conditions, simulate
 from undertow.trace.chrome import trace_text

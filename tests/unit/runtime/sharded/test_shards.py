@@ -15,7 +15,7 @@ from support.strategies import spec
 from undertow import ShardedGradientError, SyncConfig
 from undertow.optim.state import InnerOptimizer, Owned
 from undertow.plan import Piece, Slot, first_plan, plan_from_groups
-from undertow.runtime.engine.planning import sharded_plan
+from undertow.runtime.engine.current_plan import sharded_plan
 from undertow.runtime.sharded.binding import GradientPlaceholder, SplitParam
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, shard_parts
 from undertow.runtime.torch_private import private

@@ -13,7 +13,7 @@ from undertow.runtime.gradients.trailer import Reading
 
 
 def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
-    result = Round(kind=RoundKind.REDUCE, facts=Facts(number=5), has_failed=has_failed)
+    result = Round(kind=RoundKind.REDUCE, facts=Facts(number=5, mode=0), has_failed=has_failed)
     result.found.readings += [Reading(**{"used": frozenset(), "ranks_differ": False, **said}) for said in readings]
     return result
 
@@ -97,7 +97,7 @@ def test_parameters_that_changed_on_all_ranks_or_none_are_fine(changed: list[tup
 
 def test_late_buckets_are_those_of_this_round() -> None:
     readings = [{"late_buckets": (4, 1)}, {"late_buckets": (1, 2)}, {"late_buckets": (0,), "is_overdue": True}]
-    assert (round_with(*readings).late_buckets, round_with().late_buckets) == ([1, 2, 4], [])
+    assert (round_with(*readings).found.late_buckets, round_with().found.late_buckets) == ([1, 2, 4], [])
 
 
 def test_where_all_ranks_stand_is_said_by_rank() -> None:
