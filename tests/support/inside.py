@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import undertow.demo.run
-import undertow.model_sync
+import undertow.sync
 from undertow import GradientSync, SyncConfig
 from undertow.checkpoint import files as checkpoint_files
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
@@ -179,8 +179,8 @@ def interrupted_at_the_end_of_backward(model: Model) -> AbstractContextManager[o
 # Calls inside of the library between which tests need a point, with the name that they have in tests.
 INNER_CALLS: dict[str, tuple[Any, str]] = {
     "connection": (private, "new_group"),
-    "construction": (undertow.model_sync, "broadcast_in_place"),
-    "buffers": (undertow.model_sync, "synchronize_buffers"),
+    "construction": (undertow.sync, "broadcast_in_place"),
+    "buffers": (undertow.sync, "synchronize_buffers"),
     "mean": (MeanOverRanks, "_start"),
     "reduce": (Reducer, "reduce"),
     "checkpoint": (checkpoint_files, "write_tensors"),

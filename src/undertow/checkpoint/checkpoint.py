@@ -16,7 +16,6 @@ from torch import nn
 from undertow.checkpoint import contents, files
 from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.errors import CheckpointError
-from undertow.model_sync import settings_of
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.runtime.comm.agreement import gather_bytes
 from undertow.runtime.comm.group import GroupRef, OwnGroup
@@ -24,6 +23,7 @@ from undertow.runtime.comm.handles import all_gather
 from undertow.runtime.engine.agreed_errors import require_same_settings, text_of
 from undertow.runtime.engine.hooks import earlier_watchers
 from undertow.runtime.peers.guard import over_users
+from undertow.runtime.step.settings import settings_of
 from undertow.runtime.torch_private import private, tables
 
 _Result = TypeVar("_Result")

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, require
-from undertow.model_sync import settings_of
 from undertow.optim.clipping import gradients_apart, norm_and_scale
 from undertow.optim.state import (
     MASTER,
@@ -40,6 +39,7 @@ from undertow.runtime.comm.agreement import gather_json
 from undertow.runtime.engine.agreed_errors import require_same_settings, text_of
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
+from undertow.runtime.step.settings import settings_of
 from undertow.runtime.step.sharded_steps import finish_before_look
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync, ZeroesWithoutReading, sync_of
