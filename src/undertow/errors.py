@@ -20,7 +20,7 @@ RuntimeErrors, like most of torch's own errors about distributed training: code 
 
 import difflib
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -168,3 +168,15 @@ def checked_writing(path: Path, *, where: str, to: str = "", remedy: str = _ELSE
     except OSError as error:
         what = f"nothing can be written {to or f'to {str(path)!r}'}: {error.strerror or type(error).__name__}."
         raise ConfigError(what, where=where, remedy=remedy) from error
+
+
+def all_of(*calls: Callable[[], object]) -> None:
+    """Calls all of `calls`, because other ranks wait in each, and then raises the first error."""
+    first: UndertowError | None = None
+    for call in calls:
+        try:
+            call()
+        except UndertowError as error:
+            first = first or error
+    if first is not None:
+        raise first

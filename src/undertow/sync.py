@@ -20,17 +20,18 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from undertow.config import SyncConfig
-from undertow.errors import PhaseError, WrongType, require
+from undertow.errors import PhaseError, WrongType, all_of, require
 from undertow.plan import Plan
 from undertow.profile import Profile
 from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buffers
 from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group
 from undertow.runtime.comm.recorder import Recorder
+from undertow.runtime.engine.agreed_errors import require_outside_of_backward
 from undertow.runtime.engine.checks import Arguments, NonFinite
-from undertow.runtime.engine.engine import Engine, SiblingEngines, all_of
+from undertow.runtime.engine.engine import Engine, SiblingEngines
 from undertow.runtime.engine.hooks import earlier_watchers, is_outermost_forward, is_watched, warn_of_late_backward
-from undertow.runtime.engine.progress import Forward, Gradients
+from undertow.runtime.engine.progress import Forward, Gradients, params_of, settings_of
 from undertow.runtime.engine.tuning import why_fixed
 from undertow.runtime.model.ignore import names_to_ignore
 from undertow.runtime.model.module_params import AnyOf, ModuleParams
@@ -38,7 +39,6 @@ from undertow.runtime.step.dropped import let_go
 from undertow.runtime.step.mean_over_ranks import MeanOverRanks, start_mean
 from undertow.runtime.step.measurements import explanation_of, measured_profile, sweep
 from undertow.runtime.step.reduction import Reduction, name_of_op, start_reduction
-from undertow.runtime.step.settings import params_of, settings_of
 from undertow.runtime.step.sharded_steps import (
     ShardedSteps,
     full_gradient,
@@ -322,7 +322,7 @@ class GradientSync:
         self._require_open("register_comm_hook()")
         if self._steps is not None:
             raise no_hooks_with_shards()
-        self._engine.use_hook(CommHook(state, hook))
+        self._engine.current_plan.use_hook(CommHook(state, hook), is_in_round=self._engine.is_busy)
         self._watch_forwards()
 
     def report(self) -> StepReport:
@@ -566,12 +566,10 @@ class GradientSync:
         """
         if all(part._is_closed for part in self._parts):
             return
-        require(
-            private.graph_task_id() == -1,
-            "close() was called inside a backward.",
+        require_outside_of_backward(
+            "close()",
             where=f"rank {self._group.rank}",
             remedy="Call it after backward: gradients of this one may be on their way.",
-            error=PhaseError,
         )
         all_of(*(expert.close for expert in self.experts), self._close)  # whose group watches the ranks for all
 
@@ -658,7 +656,7 @@ class GradientSync:
             return None
         current_plan = engine.current_plan
         settings = settings_of(optimizer, current_plan.members.names, current_plan.hooks.ids)
-        engine.optimizer_steps(params, settings, has_closure=has_closure)
+        engine.progress.optimizer_steps(params, settings, of=current_plan.hooks.ids, has_closure=has_closure)
         numbers: NonFinite = engine.checks.numbers
         return numbers.before_step(optimizer, args, kwargs) if numbers.is_on and sync._steps is None else None
 

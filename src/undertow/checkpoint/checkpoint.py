@@ -22,8 +22,8 @@ from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.comm.handles import all_gather
 from undertow.runtime.engine.agreed_errors import require_same_settings, text_of
 from undertow.runtime.engine.hooks import earlier_watchers
+from undertow.runtime.engine.progress import settings_of
 from undertow.runtime.peers.guard import over_users
-from undertow.runtime.step.settings import settings_of
 from undertow.runtime.torch_private import private, tables
 
 _Result = TypeVar("_Result")

@@ -37,9 +37,9 @@ from undertow.optim.state import (
 )
 from undertow.runtime.comm.agreement import gather_json
 from undertow.runtime.engine.agreed_errors import require_same_settings, text_of
+from undertow.runtime.engine.progress import settings_of
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
-from undertow.runtime.step.settings import settings_of
 from undertow.runtime.step.sharded_steps import finish_before_look
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync, ZeroesWithoutReading, sync_of

@@ -7,8 +7,9 @@ from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
 
-from undertow.errors import ConfigError, Desync, PeerFailed, PhaseError, PlanMismatch, ReplicaMismatch
+from undertow.errors import ConfigError, Desync, PeerFailed, PhaseError, PlanMismatch, ReplicaMismatch, require
 from undertow.runtime.engine.round import Round, Settings
+from undertow.runtime.torch_private import private
 
 LOADS = "Load the same values on every rank, or call broadcast_parameters() on every rank after a load on rank 0."
 
@@ -155,6 +156,12 @@ def started_unlike(name: str, number: int, *, others: Iterable[int], rank: int) 
         remedy="Initialize it alike on every rank, as by the same seed; or call broadcast_parameters() after adding it and "
         "before the forward. Drop the gradients of this step by zero_grad().",
     )
+
+
+def require_outside_of_backward(call: str, *, where: str, remedy: str) -> None:
+    """Raises PhaseError if a backward runs in this thread."""
+    is_outside = private.graph_task_id() == -1
+    require(is_outside, f"{call} was called inside a backward.", where=where, remedy=remedy, error=PhaseError)
 
 
 def step_within_backward(where: str) -> PhaseError:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import PhaseError
+from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, groups_in_order, plan_from_groups, plan_in_order
 from undertow.runtime.comm.agreement import Agreement, surroundings
 from undertow.runtime.comm.comm_hook import CommHook
@@ -232,8 +232,19 @@ class CurrentPlan:
         self.hooks.close()
         self._factor.follow(())
 
-    def use_hook(self, hook: CommHook) -> None:
-        """Reduces buckets by `hook` from the next round on; before it the ranks meet without it and compare their hooks."""
+    def use_hook(self, hook: CommHook, *, is_in_round: bool) -> None:
+        """Reduces buckets by `hook` from the next round on; before it the ranks meet without it and compare their hooks.
+
+        Raises PhaseError in a round, and if there is a hook already.
+        """
+        earlier = self.comm_hook
+        require(
+            not is_in_round and earlier is None,
+            "register_comm_hook can only be called once, and not within a backward.",
+            where="gradients are being synchronized" if earlier is None else f"{earlier.name} is registered",
+            remedy="Write one hook that calls the others, and register it before training.",
+            error=PhaseError,
+        )
         self.look_again()
         self.group.borrowers.add("hooks")
         reducer = dataclasses.replace(self.compiled.reducer, hook=hook)

@@ -11,8 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import PhaseError, UndertowError, require
-from undertow.runtime.comm.comm_hook import CommHook
+from undertow.errors import UndertowError, all_of
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.engine import agreed_errors
@@ -21,7 +20,7 @@ from undertow.runtime.engine.current_plan import CurrentPlan
 from undertow.runtime.engine.hooks import Listeners, OutermostEnd, is_watched, users_hooks
 from undertow.runtime.engine.meeting import Meeting
 from undertow.runtime.engine.progress import Forward, Gradients, Progress
-from undertow.runtime.engine.round import Facts, Round, RoundKind, Settings, Stage
+from undertow.runtime.engine.round import Facts, Round, RoundKind, Stage
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.torch_private import private
@@ -454,23 +453,7 @@ class Engine:
                 progress.gradients = Gradients.REPORTED
                 agreed_errors.warn_of_local_gradients(hooks.named_params[min(local)][0], where)
 
-    def optimizer_steps(self, params: set[int], settings: Settings, *, has_closure: bool) -> None:
-        """Called before an optimizer updates these parameters, by id, with these settings, once nothing speaks against it."""
-        self.progress.optimizer_steps(params, settings, of=self.current_plan.hooks.ids, has_closure=has_closure)
-
     # Calls of users.
-
-    def use_hook(self, hook: CommHook) -> None:
-        """Reduces buckets by `hook` from the next round on; PhaseError in a round, or if there is a hook already."""
-        earlier = self.current_plan.comm_hook
-        require(
-            self._round is None and earlier is None,
-            "register_comm_hook can only be called once, and not within a backward.",
-            where="gradients are being synchronized" if earlier is None else f"{earlier.name} is registered",
-            remedy="Write one hook that calls the others, and register it before training.",
-            error=PhaseError,
-        )
-        self.current_plan.use_hook(hook)
 
     def reduce_accumulated(self, op: str | None) -> None:
         """Sends accumulated gradients; `complete` waits for them. Raises PhaseError if there are none to send."""
@@ -585,15 +568,3 @@ class SiblingEngines:
 
     def _present(self) -> Iterator[Engine]:
         return (engine for ref in self._engines if (engine := ref()) is not None)
-
-
-def all_of(*calls: Callable[[], object]) -> None:
-    """Calls all of `calls`, because other ranks wait in each, and then raises the first error."""
-    first: UndertowError | None = None
-    for call in calls:
-        try:
-            call()
-        except UndertowError as error:
-            first = first or error
-    if first is not None:
-        raise first

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from undertow.runtime.engine.engine import Engine
 from undertow.runtime.engine.hooks import is_watched
-from undertow.runtime.step.settings import params_of
+from undertow.runtime.engine.progress import params_of
 from undertow.runtime.torch_private import private, tables
 
 _NOT_THE_USERS = ("undertow-", "Dummy-")  # names of Undertow's threads, and of threads that Python has not started

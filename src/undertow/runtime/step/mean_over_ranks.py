@@ -8,10 +8,11 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from undertow.errors import PhaseError, WrongType, require
+from undertow.errors import PhaseError, WrongType, all_of, require
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle
-from undertow.runtime.engine.engine import Engine, all_of
+from undertow.runtime.engine.agreed_errors import require_outside_of_backward
+from undertow.runtime.engine.engine import Engine
 from undertow.runtime.gradients.trailer import to_device
 from undertow.runtime.torch_private import private
 
@@ -48,12 +49,10 @@ def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
     current_plan = engines[0].current_plan
     group = current_plan.group
     mean = _checked(number, group.device)
-    require(
-        private.graph_task_id() == -1,
-        "mean_over_ranks() was called inside a backward.",
+    require_outside_of_backward(
+        "mean_over_ranks()",
         where=f"{_WHERE}, rank {group.rank}",
         remedy="Call it before the forward: during a backward, ranks may run in different orders.",
-        error=PhaseError,
     )
     require(
         "join" not in group.borrowers,

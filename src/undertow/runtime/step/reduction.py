@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from undertow.errors import PhaseError, UndertowError, require
-from undertow.runtime.engine.engine import Engine, all_of
+from undertow.errors import UndertowError, all_of, require
+from undertow.runtime.engine.agreed_errors import require_outside_of_backward
+from undertow.runtime.engine.engine import Engine
 from undertow.runtime.torch_private import private
 
 _POLL_S = 0.001
@@ -46,12 +47,10 @@ class Reduction:
 
 def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool) -> Reduction:
     """Starts GradientSync.reduce_gradients_async; `op=None` is the mean, or the result of a communication hook."""
-    require(
-        private.graph_task_id() == -1,
-        "reduce_gradients_async() was called inside a backward.",
+    require_outside_of_backward(
+        "reduce_gradients_async()",
         where="GradientSync.reduce_gradients_async",
         remedy="Call it after the last backward of the step.",
-        error=PhaseError,
     )
     require_op = partial(require, where="reduce_gradients_async(op)")
     require_op(
