@@ -1,6 +1,7 @@
 """Plans buckets before any gradient exists."""
 
 from undertow.plan.choose import Candidate, Choice, choose, equal_groups
+from undertow.plan.facts import Trailer, signature_of
 from undertow.plan.grouping import (
     SizeCaps,
     default_caps,
@@ -19,9 +20,6 @@ from undertow.plan.layout import (
     ParamSpec,
     Piece,
     Slot,
-    Trailer,
-    ranks_differ,
-    signature_of,
 )
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
 from undertow.plan.timing import StepTiming, finish_us
@@ -51,7 +49,6 @@ __all__ = [
     "observed",
     "plan_from_groups",
     "plan_in_order",
-    "ranks_differ",
     "reverse_registration",
     "signature_of",
 ]

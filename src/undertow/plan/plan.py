@@ -11,6 +11,7 @@ from typing import Any
 
 from undertow.errors import ConfigError, require
 from undertow.foreign import parsed_json
+from undertow.plan.facts import Trailer, trailer_at
 from undertow.plan.layout import (
     MOST,
     GroupEntry,
@@ -19,10 +20,8 @@ from undertow.plan.layout import (
     ParamSpec,
     Piece,
     Slot,
-    Trailer,
     padded_numel,
     piece_of,
-    trailer_at,
 )
 
 _MOST_RANKS = 1 << 20  # a simulation stores times of each rank
@@ -177,8 +176,8 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[Piece], index: int, num
         for piece, (start, stop) in zip(group, pairwise(ends), strict=True)
     )
     first = params[group[0].param] if group else ParamSpec(name="", shape=(), dtype="float32", itemsize=4)
-    verdict = {"num_late": num_buckets, "num_ranks": num_ranks} if index == num_buckets - 1 else {}
-    trailer_numel = trailer_at(0, num_slots=len(slots), **verdict).stop
+    of_last = {"num_buckets": num_buckets, "num_ranks": num_ranks} if index == num_buckets - 1 else {}
+    trailer_numel = trailer_at(0, num_slots=len(slots), **of_last).stop
     sharded_numel = padded_numel(slots[-1].stop if slots else 0, itemsize=first.itemsize, num_ranks=num_ranks)
     storage_numel = padded_numel(sharded_numel + trailer_numel, itemsize=first.itemsize, num_ranks=num_ranks)
     return Bucket(
@@ -188,7 +187,7 @@ def _bucket(params: Sequence[ParamSpec], group: Sequence[Piece], index: int, num
         device=first.device,
         is_sparse=first.is_sparse,
         slots=slots,
-        trailer=trailer_at(storage_numel - trailer_numel, num_slots=len(slots), **verdict),
+        trailer=trailer_at(storage_numel - trailer_numel, num_slots=len(slots), **of_last),
         shard_numel=sharded_numel // num_ranks,
         storage_numel=storage_numel,
         own_dtype=first.own_dtype,

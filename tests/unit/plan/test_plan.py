@@ -21,13 +21,12 @@ from undertow.plan import (
     Plan,
     SizeCaps,
     Slot,
-    Trailer,
     group_by_size,
     plan_from_groups,
-    ranks_differ,
     signature_of,
 )
-from undertow.plan.layout import padded_numel, trailer_at, with_complements
+from undertow.plan.facts import Trailer, ranks_differ, trailer_at, with_complements
+from undertow.plan.layout import padded_numel
 from undertow.profile import source_from_file
 
 PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
@@ -101,7 +100,7 @@ def test_the_slots_of_a_plan(plan: Plan, slots: list[list[tuple[int, ...]]]) -> 
         [len(of_bucket) for of_bucket in slots],
         [of_bucket[-1][2] if of_bucket else 0 for of_bucket in slots],
     )
-    assert plan.buckets[-1].trailer.has_verdict
+    assert plan.buckets[-1].trailer.facts
 
 
 @pytest.mark.parametrize(("is_sparse", "room"), [(False, 24), (True, 0)])
@@ -291,24 +290,24 @@ places = st.tuples(st.integers(0, 2**8 - 1), st.integers(0, 2**4 - 1))
 
 
 def ranges_of(trailer: Trailer) -> list[range]:
-    parts = (trailer.used, trailer.signature, trailer.alike, trailer.failed, trailer.changed, trailer.nonfinite)
-    return [*parts, trailer.late, trailer.busy]
+    return [trailer.used, trailer.signature, *(place for _, place in trailer.facts)]
 
 
 @pytest.mark.parametrize(
-    ("trailer", "has_verdict", "ends"),
+    ("trailer", "ends", "numbers"),
     [
-        (trailer_at(100, num_slots=3, num_late=2, num_ranks=4), True, (100, 103, 151, 247, 251, 255, 259, 261, 265)),
-        (trailer_at(100, num_slots=3), False, (100, 103, *[151] * 7)),
+        (
+            trailer_at(100, num_slots=3, num_buckets=2, num_ranks=4),
+            (100, 103, 151, 199, 247, 251, 255, 259, 263, 265, 269),
+            range(265, 269),
+        ),
+        (trailer_at(100, num_slots=3), (100, 103, 151), range(151, 151)),
     ],
-    ids=["the last bucket's", "another one's, without a verdict"],
+    ids=["the last bucket's", "another one's, without facts"],
 )
-def test_a_trailer(trailer: Trailer, has_verdict: bool, ends: tuple[int, ...]) -> None:
-    assert (trailer.has_verdict, trailer.stop, ranges_of(trailer)) == (
-        has_verdict,
-        ends[-1],
-        [range(*of) for of in pairwise(ends)],
-    )
+def test_a_trailer(trailer: Trailer, ends: tuple[int, ...], numbers: range) -> None:
+    assert ranges_of(trailer) == [range(*of) for of in pairwise(ends)]
+    assert (trailer.stop, trailer.numbers) == (ends[-1], numbers)
 
 
 def test_a_slot_knows_what_of_its_parameter_it_holds() -> None:
@@ -328,14 +327,14 @@ def test_padding_reaches_the_next_multiple_of_ranks_and_16_bytes(numel: int, ite
 def test_a_bucket_is_slots_a_trailer_and_equal_aligned_shards(plan: Plan) -> None:
     for bucket in plan.buckets:
         assert [*(slot.start for slot in bucket.slots), bucket.numel] == [0, *(slot.stop for slot in bucket.slots)]
-        ranges = [part for part in ranges_of(bucket.trailer) if bucket.trailer.has_verdict or len(part)]
+        ranges = ranges_of(bucket.trailer)
         sharded_numel = bucket.shard_numel * plan.num_ranks
         assert bucket.numel <= sharded_numel <= bucket.trailer.start == bucket.trailer.used.start
         assert all(earlier.stop == later.start for earlier, later in pairwise(ranges))
         assert ranges[-1].stop == bucket.trailer.stop == bucket.storage_numel
-        # Only the last one carries the verdict: digests, flags of each rank, flags of late buckets, and times.
-        of_last = [96] + [plan.num_ranks] * 3 + [len(plan.buckets), plan.num_ranks]
-        assert [len(part) for part in ranges_of(bucket.trailer)[2:]] == (of_last if bucket is plan.buckets[-1] else [0] * 6)
+        # Only the last one carries facts: digests, flags of each rank, flags of late buckets, and times.
+        of_last = [48, 48] + [plan.num_ranks] * 4 + [len(plan.buckets), plan.num_ranks]
+        assert [len(part) for part in ranges[2:]] == (of_last if bucket is plan.buckets[-1] else [])
         assert bucket.storage_numel % plan.num_ranks == bucket.wire_bytes % 16 == sharded_numel * bucket.itemsize % 16 == 0
 
 

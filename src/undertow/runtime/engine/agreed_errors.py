@@ -27,7 +27,7 @@ def taken_in_backward(ranks: Iterable[int], number: int, *, place: str) -> Phase
 def _place(ended: Round) -> str:
     op = "" if ended.op is None else f', op="{ended.op}"'
     stepped = {None: "", 0: ", after an optimizer step", 1: ", without an optimizer step since the one before"}
-    return f"synchronization {ended.facts.number}{stepped[ended.facts.mode]}{op}"
+    return f"synchronization {ended.terms.number}{stepped[ended.terms.mode]}{op}"
 
 
 def require_sound(ended: Round, *, rank: int, places: Callable[[str], Mapping[int, str]] = lambda _: {}, taken: str = "") -> None:
@@ -35,14 +35,14 @@ def require_sound(ended: Round, *, rank: int, places: Callable[[str], Mapping[in
 
     `places` asks all ranks for their positions, given this rank's. `taken` describes a gradient that is gone on this rank.
     """
-    number = ended.facts.number
+    number = ended.terms.number
     where = f"synchronization {number}, rank {rank}"
-    takers = set(ended.found.reported("taken_ranks"))
+    takers = set(ended.found.reported("taken"))
     if ended.found.taken:
         takers.add(rank)  # on a device the ranks read it later
     if takers:
         raise taken_in_backward(takers, number, place=taken or f"rank {rank}")
-    failed = ended.found.reported("failed_ranks")
+    failed = ended.found.reported("failed")
     if any(reading.ranks_differ for reading in ended.found.readings):
         listed = sorted(places(_place(ended)).items())
         raise Desync(
@@ -50,7 +50,7 @@ def require_sound(ended: Round, *, rank: int, places: Callable[[str], Mapping[in
             where="\n  ".join((where, *(f"rank {other}: {place}" for other, place in listed))),
             remedy="Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish().",
         )
-    if any(reading.late_buckets and reading.is_overdue for reading in ended.found.readings):
+    if any(reading.is_overdue and reading.flags.get("late") for reading in ended.found.readings):
         raise Desync(
             "gradients arrived again after their bucket was sent, and were left out.",
             where=f"{where}, or the one before",
@@ -63,7 +63,7 @@ def require_sound(ended: Round, *, rank: int, places: Callable[[str], Mapping[in
             remedy="The gradients of this step are incomplete on every rank: drop them, and see the log of that rank.",
         )
     if "settings" in ended.found.unlike and not ended.has_failed:
-        raise settings_differ(places(text_of(ended.facts.settings)), where=where)
+        raise settings_differ(places(text_of(ended.terms.settings)), where=where)
     if ended.found.apart is not None and not ended.has_failed:
         raise ended.found.apart
 
@@ -114,13 +114,13 @@ def require_same_settings(texts: Sequence[str], *, where: str) -> None:
 
 def loaded_apart(ended: Round, *, rank: int, places: Callable[[str], Mapping[int, str]]) -> ReplicaMismatch:
     """Returns the error of ranks that `load_state_dict` has given different parameters."""
-    loaded = ended.facts.loaded
+    loaded = ended.terms.loaded
     mine = f"it has changed parameters, fingerprint {loaded:06x}" if loaded else "it has changed no parameter"
     listed = sorted(places(mine).items())
     return ReplicaMismatch(
         "load_state_dict has changed parameters on some ranks only, or to different values.",
         where="\n  ".join(
-            (f"synchronization {ended.facts.number}, rank {rank}", *(f"rank {other}: {text}" for other, text in listed))
+            (f"synchronization {ended.terms.number}, rank {rank}", *(f"rank {other}: {text}" for other, text in listed))
         ),
         remedy=LOADS,
     )
@@ -136,14 +136,14 @@ def not_waited_for(number: int) -> PhaseError:
 
 def changed_unlike(ended: Round, *, rank: int, num_ranks: int, change: str = "") -> PlanMismatch | None:
     """Returns the error if parameters have changed on some ranks only; `change` describes the change on this rank."""
-    changed = ended.found.reported("changed_ranks")
+    changed = ended.found.reported("changed")
     if not 0 < len(changed) < num_ranks:
         return None
     unchanged = ", ".join(str(other) for other in range(num_ranks) if other not in changed)
     return PlanMismatch(
         f"the parameters, or the communication hook, have changed on rank {', '.join(map(str, changed))} and not on rank "
         f"{unchanged}.",
-        where=f"synchronization {ended.facts.number}, rank {rank}{change and f': {change}'}",
+        where=f"synchronization {ended.terms.number}, rank {rank}{change and f': {change}'}",
         remedy="Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank.",
     )
 

@@ -120,7 +120,7 @@ class LiveBucket:
         if reducer.hook is None:
             return [reducer.reduce(value) for value in values]
         of_values = [[param] for param in params] if layout.is_sparse else [params]
-        last = len(values) - 1 if layout.trailer.late else None
+        last = len(values) - 1 if layout.trailer.facts else None
         return [
             reducer.hook.start(HookedBucket(layout.index, value, of_value, is_last=place == last), reducer.group)
             for place, (value, of_value) in enumerate(zip(values, of_values, strict=True))

@@ -144,8 +144,8 @@ def _finding_of(ended: Round, plan: Plan, names: Sequence[int]) -> Finding:
     slots = [plan.buckets[bucket].slots[position] for bucket in buckets for position in ended.found.nonfinite[bucket]]
     return Finding(
         params=tuple(plan.params[index].name for index in sorted({slot.param for slot in slots})),
-        ranks=tuple(names[rank] for rank in ended.found.reported("nonfinite_ranks", overdue=False)),
-        where=f"synchronization {ended.facts.number}, bucket {_listed(list(map(str, buckets)))}",
+        ranks=tuple(names[rank] for rank in ended.found.reported("nonfinite", overdue=False)),
+        where=f"synchronization {ended.terms.number}, bucket {_listed(list(map(str, buckets)))}",
     )
 
 
@@ -249,7 +249,7 @@ class Checks:
     def round_was_sound(self, ended: Round) -> None:
         """Called after a synchronization that all ranks have found sound: starts a comparison of parameters if one is due."""
         self.loads.settle()
-        if self.are_compared(ended.facts.number):
+        if self.are_compared(ended.terms.number):
             self.sent.append(self._send(ended))
 
     def compare_loaded(self, ended: Round) -> Callable[[], ReplicaMismatch | None]:
@@ -270,11 +270,11 @@ class Checks:
         named_params = [*current_plan.hooks.named_params, *current_plan.members.common_frozen]
         named_params = [(name, param) for name, param in named_params if _has_bits(param)]
         counts = ended.kind is not RoundKind.SHADOW  # else this rank's parameters are allowed to differ
-        mine = torch.tensor([counts, bool(ended.facts.loaded)], dtype=torch.int64, device=group.device)
+        mine = torch.tensor([counts, bool(ended.terms.loaded)], dtype=torch.int64, device=group.device)
         if named_params:
             mine = torch.cat((mine, fingerprints([param for _, param in named_params], device=group.device)))
         received = group.all_gather(mine, "the comparison of all ranks' parameters")
-        return ended.facts.number, [name for name, _ in named_params], received
+        return ended.terms.number, [name for name, _ in named_params], received
 
     def require_alike(self) -> None:
         """Waits for compared parameters; raises ReplicaMismatch, on every rank, if they differ.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -20,10 +20,12 @@ from undertow.runtime.engine.current_plan import CurrentPlan
 from undertow.runtime.engine.hooks import Listeners, OutermostEnd, is_watched, users_hooks
 from undertow.runtime.engine.meeting import Meeting
 from undertow.runtime.engine.progress import Forward, Gradients, Progress
-from undertow.runtime.engine.round import Facts, Round, RoundKind, Stage
+from undertow.runtime.engine.round import Round, RoundKind, Stage, Terms
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.torch_private import private
+
+_NO_DIGESTS: Mapping[str, int | None] = {"settings": None, "loaded": None}  # accepts the other ranks'
 
 
 class Engine:
@@ -277,17 +279,17 @@ class Engine:
         tuning = hooks.tuning
         is_measured = tuning is not None and tuning.act is not None and tuning.is_about_to_communicate
         is_checked = checks.are_on and checks.must_be_read(progress.num_rounds)
-        facts = Facts(
+        terms = Terms(
             number=progress.num_rounds,
             mode=None if opened.kind is RoundKind.SHADOW else steps.mode,
             settings=steps.settings,
             loaded=loaded,
-            alike=(steps.digest, loaded) if is_telling else (None, None),
+            digests={"settings": steps.digest, "loaded": loaded} if is_telling else _NO_DIGESTS,
             rescale=progress.rescale * (current_plan.group.num_ranks if opened.op == "sum" else 1),
             is_read_at_once=is_measured or is_checked or loaded != 0,
             keeps_own=progress.steps_in_shards and opened.op is None,
         )
-        opened.start(current_plan.compiled, hooks, facts)
+        opened.start(current_plan.compiled, hooks, terms)
 
     def _end_backward(self, ending: Round) -> None:
         self.recorder.backward_ends()

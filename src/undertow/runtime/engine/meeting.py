@@ -12,7 +12,7 @@ from undertow.runtime.comm.broadcast import send_in_place
 from undertow.runtime.comm.group import Pending
 from undertow.runtime.engine.agreed_errors import require_sound, started_unlike
 from undertow.runtime.engine.current_plan import CurrentPlan
-from undertow.runtime.engine.round import Facts, Round, RoundKind, Stage
+from undertow.runtime.engine.round import Round, RoundKind, Stage, Terms
 from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.model.fingerprints import fingerprints
 from undertow.runtime.sharded.binding import make_gradients_whole
@@ -42,7 +42,7 @@ class Meeting:
         self._plans, self._group, self._compiled = plans, plans.group, plans.compiled
         self._then = then
         self._are_used = are_used
-        self._facts = Facts(number=number, mode=mode)
+        self._terms = Terms(number=number, mode=mode, digests=dict.fromkeys(("settings", "loaded")))
         self._round = Round(kind=RoundKind.RETIRE)
 
     def begin(self) -> Stage:
@@ -53,7 +53,7 @@ class Meeting:
         make_gradients_whole(change.named_params, rank=self._group.rank)
         self._plans.note_written()
         with gradients_aside(self._compiled.params):
-            self._round.start(self._compiled, None, self._facts)
+            self._round.start(self._compiled, None, self._terms)
             self._round.send()
         return self._bind
 
@@ -105,5 +105,5 @@ class Meeting:
 
     def _started_unlike(self, index: int, values: Sequence[int]) -> Exception:
         others = [rank for rank, value in enumerate(values) if value != values[0]]
-        number = self._round.facts.number
+        number = self._round.terms.number
         return started_unlike(self._new[index][0], number, others=others, rank=self._group.rank)

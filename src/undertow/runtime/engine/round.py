@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -15,11 +15,10 @@ from torch import Tensor
 
 from undertow.errors import ReplicaMismatch
 from undertow.plan import Bucket, signature_of
-from undertow.plan.layout import ALIKE
 from undertow.runtime.engine.bucket import LiveBucket
 from undertow.runtime.engine.compiled_plan import Acts, CompiledPlan
 from undertow.runtime.engine.hooks import ParamHooks, users_hooks
-from undertow.runtime.gradients.trailer import Reading, Verdict
+from undertow.runtime.gradients.trailer import Facts, Reading
 from undertow.runtime.torch_private import private
 from undertow.schedule import OpKind, Releases
 
@@ -43,14 +42,14 @@ class RoundKind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What this rank says about itself in a round, and how its part is computed."""
+class Terms:
+    """The conditions of a round, as its start decides them."""
 
     number: int = 0  # of the synchronization
     mode: int | None = None  # must be the same on every rank; None on a rank that accepts the mode of the others
     settings: Settings = ()  # with which optimizers have stepped since the last synchronization
     loaded: int = 0  # digest of parameters that `load_state_dict` has changed here; 0 without any
-    alike: Sequence[int | None] = (None,) * len(ALIKE)  # a digest for each; None accepts the others'
+    digests: Mapping[str, int | None] = field(default_factory=dict)  # facts that must be the same on every rank
     rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
     is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
     keeps_own: bool = False  # buckets keep this rank's gradients, because shards are to be reduced from them
@@ -71,22 +70,17 @@ class Findings:
     @property
     def late_buckets(self) -> list[int]:
         """Buckets with a gradient, on some rank, that arrived after they had been launched."""
-        return self.reported("late_buckets", overdue=False)
+        return self.reported("late", overdue=False)
 
     @property
     def unlike(self) -> set[str]:
-        """Those of ALIKE in which ranks differ."""
+        """The digests in which ranks differ."""
         return {fact for reading in self.readings for fact in reading.unlike}
 
-    def reported(self, name: str, *, overdue: bool = True) -> list[int]:
-        """Returns the ranks, or buckets, that the trailers list in that field.
-
-        With or without trailers of earlier rounds.
-        """
-        if not self.readings:
-            return []
-        readings = (reading for reading in self.readings if overdue or not reading.is_overdue)
-        return sorted({number for reading in readings for number in getattr(reading, name)})
+    def reported(self, fact: str, *, overdue: bool = True) -> list[int]:
+        """Returns the ranks, or buckets, with this flag; with or without trailers of earlier rounds."""
+        readings = [reading for reading in self.readings if overdue or not reading.is_overdue]
+        return sorted({marked for reading in readings for marked in reading.flags.get(fact, ())})
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -109,15 +103,15 @@ class Round:
     has_ended: bool = False  # its backward has ended
     has_failed: bool = False  # on this rank
     found: Findings = field(default_factory=Findings)
-    facts: Facts = Facts()
+    terms: Terms = Terms()
     has_started: bool = False  # then there are:
     compiled: CompiledPlan = field(init=False)
     releases: Releases = field(init=False)
     hooks: ParamHooks | None = None  # that follow its gradients; a meeting has none
 
-    def start(self, compiled: CompiledPlan, hooks: ParamHooks | None, facts: Facts) -> None:
+    def start(self, compiled: CompiledPlan, hooks: ParamHooks | None, terms: Terms) -> None:
         """Starts it under a plan."""
-        self.compiled, self.hooks, self.facts = compiled, hooks, facts
+        self.compiled, self.hooks, self.terms = compiled, hooks, terms
         self.releases = compiled.synchronizing
         if self.kind is RoundKind.ACCUMULATE:
             self.releases = compiled.accumulating
@@ -188,12 +182,12 @@ class Round:
             gone = set(map(layout.params.__getitem__, unused)) - hooks.arrivals.missing(layout.index)
             self.found.taken.update(param for param in gone if users_hooks(self.compiled.params[param]))
         self.found.keeps_earlier |= bool(binding.live)
-        signature = signature_of(generation=self.compiled.generation, mode=self.facts.mode, has_other_op=self.op is not None)
+        signature = signature_of(generation=self.compiled.generation, mode=self.terms.mode, has_other_op=self.op is not None)
         bucket.trailer.write(
             unused=unused,
             signature=signature,
-            step=self.facts.number % _NUM_STEPS_TOLD_APART,
-            verdict=self._verdict() if layout.trailer.late else None,
+            step=self.terms.number % _NUM_STEPS_TOLD_APART,
+            facts=self._facts() if layout.trailer.facts else None,
         )
 
     def _not_arrived(self, layout: Bucket) -> Sequence[int]:
@@ -206,7 +200,7 @@ class Round:
         # At the end of the backward of one model, a single bucket is waited for at once.
         is_alone = len(self.compiled.buckets) == 1 and len(self.compiled.recorder.in_backward) <= 1
         bucket.launch(
-            keeps_own=self.facts.keeps_own,
+            keeps_own=self.terms.keeps_own,
             is_apart=self.has_failed or self.kind is RoundKind.RETIRE,
             is_awaited_at_once=is_alone and private.graph_task_id() != -1,
         )
@@ -217,21 +211,23 @@ class Round:
         else:
             bucket.launch_across()
 
-    def _verdict(self) -> Verdict:
+    def _facts(self) -> Facts:
         # No `.grad` holds anything except late gradients, from autograd or written by some function, which no hook reports. This
-        # includes the last bucket, just packed: of a parameter in pieces it has taken the gradient as it was then.
+        # includes the last bucket, just packed.
         compiled = self.compiled
         has_late = self.hooks is not None and self.hooks.arrivals.has_repeats
         if not has_late and len(compiled.buckets) > 1:  # a single bucket has just taken all that has arrived
             has_late = any(map(is_not, map(_gradient_of, compiled.params), repeat(None)))
-        return Verdict(
-            rank=compiled.reducer.group.rank,
-            has_failed=self.has_failed,
-            has_taken=bool(self.found.taken),
-            has_changed=self.kind is RoundKind.RETIRE,
-            late_buckets=[each.layout.index for each in compiled.buckets if each.binding.catch_late()] if has_late else (),
-            busy_ms=compiled.recorder.busy_ms(),
-            alike=self.facts.alike,
+        here = (compiled.reducer.group.rank,)
+        return Facts(
+            digests=self.terms.digests,
+            flags={
+                "failed": here if self.has_failed else (),
+                "taken": here if self.found.taken else (),
+                "changed": here if self.kind is RoundKind.RETIRE else (),
+                "late": [each.layout.index for each in compiled.buckets if each.binding.catch_late()] if has_late else (),
+            },
+            numbers={"busy_ms": compiled.recorder.busy_ms()},
         )
 
     def _bind(self, bucket: LiveBucket) -> None:
@@ -248,12 +244,12 @@ class Round:
     def _used_elsewhere(self, bucket: LiveBucket) -> frozenset[int]:
         """Reads the trailer; returns the positions to bind that are unused here and were used on another rank."""
         index, found = bucket.layout.index, self.found
-        must_know = bool(found.unused[index]) or self.facts.is_read_at_once
+        must_know = bool(found.unused[index]) or self.terms.is_read_at_once
         if not (bucket.binding.storage.flat.is_cpu or must_know or self.compiled.is_learning):
             self.compiled.snapshots.append(bucket.trailer.snapshot())  # the host does not wait for a device
             return frozenset()
-        if bucket.layout.trailer.late:  # the last bucket
-            found.busy_ms = bucket.trailer.busy_ms()
+        if bucket.layout.trailer.facts:  # the last bucket
+            found.busy_ms = bucket.trailer.numbers("busy_ms")
         # torch's name for it
         with torch.profiler.record_function("search_unused_parameters") if self.compiled.is_profiling else nullcontext():
             reading = bucket.trailer.read()
@@ -265,8 +261,8 @@ class Round:
         return frozenset() if self.kind is RoundKind.RETIRE else reading.used
 
     def _rescale(self, values: Sequence[Tensor]) -> None:
-        for value in values if self.facts.rescale != 1.0 else ():
-            value.mul_(self.facts.rescale)
+        for value in values if self.terms.rescale != 1.0 else ():
+            value.mul_(self.terms.rescale)
 
     acts: ClassVar[Acts[Round]] = {
         OpKind.PACK: _pack,

@@ -67,8 +67,8 @@ class BucketStorage:
         # `.data` gives each view a separate version counter; plain views share one with their base.
         self.views = [view.data for view in self.views_of(self.flat)]
         trailer = self._layout.trailer
-        # The trailer, its part without the times, and the times.
-        parts = ((trailer.start, trailer.stop), (trailer.start, trailer.busy.start), (trailer.busy.start, trailer.busy.stop))
+        # The trailer, and its part without the numbers.
+        parts = ((trailer.start, trailer.stop), (trailer.start, trailer.numbers.start))
         self.trailer = [self.flat[start:stop] for start, stop in parts]
         self._pointers = list(map(Tensor.data_ptr, self.views))
         self._num_sharing = private.storage_use_count(self.flat)

@@ -36,8 +36,8 @@ class FiniteCheck:
         if bad is not None:
             trailer.mark_nonfinite(bad)
             self._has_found = bad.any() if self._has_found is None else self._has_found | bad.any().to(self._has_found.device)
-        if self._has_found is not None and layout.trailer.has_verdict:
-            trailer.tell_nonfinite(self._has_found, rank=self._reducer.group.rank)
+        if self._has_found is not None and layout.trailer.facts:
+            trailer.tell_nonfinite(self._has_found)
 
     def bad_slots(self, values: Sequence[Tensor], layout: Bucket) -> Tensor | None:
         """Returns which gradients in `values` (as from `Binding.values`) are not finite, or None if the host knows that all are.

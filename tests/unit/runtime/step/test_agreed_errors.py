@@ -8,12 +8,12 @@ from support.errors import text_of
 from undertow.errors import Desync, PeerFailed, PlanMismatch
 from undertow.runtime.engine.agreed_errors import changed_unlike, loaded_apart, require_sound, settings_differ
 from undertow.runtime.engine.agreed_errors import text_of as text_of_settings
-from undertow.runtime.engine.round import Facts, Round, RoundKind
+from undertow.runtime.engine.round import Round, RoundKind, Terms
 from undertow.runtime.gradients.trailer import Reading
 
 
 def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
-    result = Round(kind=RoundKind.REDUCE, facts=Facts(number=5, mode=0), has_failed=has_failed)
+    result = Round(kind=RoundKind.REDUCE, terms=Terms(number=5, mode=0), has_failed=has_failed)
     result.found.readings += [Reading(**{"used": frozenset(), "ranks_differ": False, **said}) for said in readings]
     return result
 
@@ -39,12 +39,12 @@ TEXTS = {
     ("readings", "error", "what"),
     [
         ([{}, {"ranks_differ": True}], Desync, DIFFERENT),
-        ([{"late_buckets": (1,), "is_overdue": True}], Desync, OVERDUE),
-        ([{"failed_ranks": (2,)}, {"failed_ranks": (0, 2)}], PeerFailed, FAILED),
-        ([{"failed_ranks": (0, 2), "ranks_differ": True}], Desync, DIFFERENT),
-        ([{"failed_ranks": (0, 2), "late_buckets": (0,), "is_overdue": True}], Desync, OVERDUE),
+        ([{"flags": {"late": (1,)}, "is_overdue": True}], Desync, OVERDUE),
+        ([{"flags": {"failed": (2,)}}, {"flags": {"failed": (0, 2)}}], PeerFailed, FAILED),
+        ([{"flags": {"failed": (0, 2)}, "ranks_differ": True}], Desync, DIFFERENT),
+        ([{"flags": {"failed": (0, 2), "late": (0,)}, "is_overdue": True}], Desync, OVERDUE),
         ([{"unlike": ("settings",)}], PlanMismatch, SETTINGS),
-        ([{"unlike": ("settings",), "failed_ranks": (0, 2)}], PeerFailed, FAILED),
+        ([{"unlike": ("settings",), "flags": {"failed": (0, 2)}}], PeerFailed, FAILED),
         ([{"unlike": ("settings",), "ranks_differ": True}], Desync, DIFFERENT),
     ],
     ids=[
@@ -64,7 +64,7 @@ def test_what_some_rank_reports_is_raised(readings: list[dict[str, Any]], error:
 
 @pytest.mark.parametrize(
     "readings",
-    [[], [{"used": frozenset({0})}], [{"late_buckets": (2,)}], [{"is_overdue": True}], [{"changed_ranks": (0,)}]],
+    [[], [{"used": frozenset({0})}], [{"flags": {"late": (2,)}}], [{"is_overdue": True}], [{"flags": {"changed": (0,)}}]],
     ids=["nothing", "uses", "late in time", "overdue without late parts", "changes"],
 )
 def test_a_round_without_trouble_is_sound(readings: list[dict[str, Any]]) -> None:
@@ -72,7 +72,7 @@ def test_a_round_without_trouble_is_sound(readings: list[dict[str, Any]]) -> Non
 
 
 def test_a_rank_that_has_failed_itself_is_not_told_so() -> None:
-    require_sound(round_with({"failed_ranks": (1,)}, has_failed=True), rank=1)
+    require_sound(round_with({"flags": {"failed": (1,)}}, has_failed=True), rank=1)
     with pytest.raises(Desync):
         require_sound(round_with({"ranks_differ": True}, has_failed=True), rank=1)
 
@@ -81,7 +81,9 @@ def test_a_rank_that_has_failed_itself_is_not_told_so() -> None:
     ("change", "where"), [("", ""), ("parameter 'w' is trained now", ": parameter 'w' is trained now")], ids=["no word", "word"]
 )
 def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, where: str) -> None:
-    error = changed_unlike(round_with({"changed_ranks": (3,)}, {"changed_ranks": (1,)}), rank=1, num_ranks=4, change=change)
+    error = changed_unlike(
+        round_with({"flags": {"changed": (3,)}}, {"flags": {"changed": (1,)}}), rank=1, num_ranks=4, change=change
+    )
     assert (type(error), str(error)) == (
         PlanMismatch,
         "the parameters, or the communication hook, have changed on rank 1, 3 and not on rank 0, 2.\n"
@@ -92,11 +94,11 @@ def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, 
 
 @pytest.mark.parametrize("changed", [[], [(0, 1)], [(0,), (1,)]], ids=["nowhere", "everywhere", "everywhere, in two buckets"])
 def test_parameters_that_changed_on_all_ranks_or_none_are_fine(changed: list[tuple[int, ...]]) -> None:
-    assert changed_unlike(round_with(*({"changed_ranks": ranks} for ranks in changed)), rank=0, num_ranks=2) is None
+    assert changed_unlike(round_with(*({"flags": {"changed": ranks}} for ranks in changed)), rank=0, num_ranks=2) is None
 
 
 def test_late_buckets_are_those_of_this_round() -> None:
-    readings = [{"late_buckets": (4, 1)}, {"late_buckets": (1, 2)}, {"late_buckets": (0,), "is_overdue": True}]
+    readings = [{"flags": {"late": (4, 1)}}, {"flags": {"late": (1, 2)}}, {"flags": {"late": (0,)}, "is_overdue": True}]
     assert (round_with(*readings).found.late_buckets, round_with().found.late_buckets) == ([1, 2, 4], [])
 
 
@@ -131,7 +133,7 @@ def test_settings_are_shown_with_six_digits(value: object, shown: str) -> None:
 
 @pytest.mark.parametrize(("loaded", "what"), [(0xABC, "parameters, fingerprint 000abc"), (0, "no parameter")])
 def test_each_rank_says_what_it_has_loaded(loaded: int, what: str) -> None:
-    result = Round(kind=RoundKind.REDUCE, facts=Facts(number=5, loaded=loaded))
+    result = Round(kind=RoundKind.REDUCE, terms=Terms(number=5, loaded=loaded))
     assert str(loaded_apart(result, rank=1, places=lambda mine: {1: mine, 0: "it has changed no parameter"})) == (
         "load_state_dict has changed parameters on some ranks only, or to different values.\n  synchronization 5, rank 1\n"
         f"  rank 0: it has changed no parameter\n  rank 1: it has changed {what}\n"

@@ -13,7 +13,7 @@ from support.strategies import spec
 from undertow.errors import NonFiniteGradient
 from undertow.plan import plan_from_groups
 from undertow.runtime.engine.checks import NonFinite
-from undertow.runtime.engine.round import Facts, Round, RoundKind
+from undertow.runtime.engine.round import Round, RoundKind, Terms
 from undertow.runtime.gradients.trailer import Reading
 
 PLAN = plan_from_groups([spec("weight", 6)], ((0,),), num_ranks=2)
@@ -47,11 +47,11 @@ def numbers(policy: str = "skip", *, is_found: bool) -> NonFinite:
 
 
 def a_round(is_found: bool, *, number: int = 4, ranks: tuple[int, ...] = (1,), keeps_earlier: bool = False) -> Round:
-    this = Round(kind=RoundKind.REDUCE, facts=Facts(number=number))
+    this = Round(kind=RoundKind.REDUCE, terms=Terms(number=number))
     this.found.keeps_earlier = keeps_earlier
     if is_found:
         this.found.nonfinite[0] = frozenset({0})
-        this.found.readings.append(Reading(used=frozenset({0}), ranks_differ=False, nonfinite_ranks=ranks))
+        this.found.readings.append(Reading(used=frozenset({0}), ranks_differ=False, flags={"nonfinite": ranks}))
     return this
 
 

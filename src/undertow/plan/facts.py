@@ -1,0 +1,120 @@
+"""The facts that all ranks must know at the end of a backward, and their place in the trailer of a bucket.
+
+    trailer   | used            | signature                | facts                        |
+                a flag per slot   bits and complements       in the last bucket: FACTS
+
+The trailer is summed or averaged with the gradients, in their dtype. So everything in it except
+numbers is read only as "not zero", which is exact in any dtype. A flag of `used` is NaN if the
+gradient contains NaN or Inf; a sum keeps NaN in any dtype too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import lru_cache
+
+STEP_BITS = 12
+_GENERATION_BITS = 8
+_MODE_BITS = 4
+SIGNATURE_BITS = STEP_BITS + _GENERATION_BITS + _MODE_BITS
+DIGEST_BITS = 24
+
+
+class FactKind(Enum):
+    """The form of a fact, and what the sum over ranks says about it."""
+
+    DIGEST = auto()  # bits and complements: whether ranks differ; None accepts the others' digests
+    RANK_FLAGS = auto()  # a flag per rank: the ranks that have set it
+    BUCKET_FLAGS = auto()  # a flag per bucket: the buckets for which some rank has set it
+    NUMBERS = auto()  # a number per rank, which each rank writes for itself
+
+
+# A new fact is one line here, and its value in the round.
+FACTS: Mapping[str, FactKind] = {
+    "settings": FactKind.DIGEST,  # of optimizers that have stepped since the last synchronization
+    "loaded": FactKind.DIGEST,  # parameters that load_state_dict has changed
+    "failed": FactKind.RANK_FLAGS,  # backward has failed
+    "taken": FactKind.RANK_FLAGS,  # a gradient had arrived, and was gone when its bucket left
+    "changed": FactKind.RANK_FLAGS,  # parameters, or the hook, differ from the plan's
+    "nonfinite": FactKind.RANK_FLAGS,  # a gradient is not finite
+    "late": FactKind.BUCKET_FLAGS,  # a gradient arrived again after the bucket was sent
+    "busy_ms": FactKind.NUMBERS,  # time since the rank finished the previous synchronization
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trailer:
+    """Half-open ranges of a bucket's storage, after the gradients.
+
+    Only the last bucket, which is sent at the end of backward, has facts.
+    """
+
+    used: range  # a flag per slot: a gradient arrived since the last synchronization
+    signature: range  # the bits of `signature_of` and the step, and their complements, lowest first
+    facts: tuple[tuple[str, range], ...]  # by name; numbers last
+    numbers: range  # the part of `facts` that is numbers
+
+    @property
+    def start(self) -> int:
+        return self.used.start
+
+    @property
+    def stop(self) -> int:
+        return self.numbers.stop
+
+
+def trailer_at(start: int, *, num_slots: int, num_buckets: int = 0, num_ranks: int = 0) -> Trailer:
+    """Lays out a trailer from `start` on; with facts for the last of `num_buckets`."""
+    sizes = {
+        FactKind.DIGEST: 2 * DIGEST_BITS,
+        FactKind.RANK_FLAGS: num_ranks,
+        FactKind.BUCKET_FLAGS: num_buckets,
+        FactKind.NUMBERS: num_ranks,
+    }
+    used = range(start, start + num_slots)
+    signature = range(used.stop, used.stop + 2 * SIGNATURE_BITS)
+    names = FACTS if num_buckets else ()
+    facts: list[tuple[str, range]] = []
+    stop = signature.stop
+    first_number = stop
+    # Numbers come last: usual trailers differ in nothing else.
+    for name in sorted(names, key=lambda name: FACTS[name] is FactKind.NUMBERS):
+        facts.append((name, range(stop, stop + sizes[FACTS[name]])))
+        stop += sizes[FACTS[name]]
+        if FACTS[name] is not FactKind.NUMBERS:
+            first_number = stop
+    numbers = range(first_number, stop)
+    return Trailer(used=used, signature=signature, facts=tuple(facts), numbers=numbers)
+
+
+@lru_cache(maxsize=256)
+def signature_of(*, generation: int, mode: int | None, has_other_op: bool = False) -> int:
+    """Returns the bits of generation and mode, and above them their complements.
+
+    The step's bits are 0. A rank whose mode is None accepts the mode of the others. `has_other_op`
+    marks a reduction by hand that is not a mean. Summed over ranks, a bit and its complement are
+    both non-zero exactly if ranks differ.
+    """
+    generation ^= has_other_op << (_GENERATION_BITS - 1)  # ranks have the same generation
+    bits = generation % (1 << _GENERATION_BITS) << STEP_BITS
+    bits |= (mode or 0) % (1 << _MODE_BITS) << STEP_BITS + _GENERATION_BITS
+    told = SIGNATURE_BITS if mode is not None else SIGNATURE_BITS - _MODE_BITS
+    return bits | (~bits & (1 << told) - 1) << SIGNATURE_BITS
+
+
+def with_complements(digest: int | None) -> int:
+    """Returns the bits of a digest, and above them their complements.
+
+    0 for None, which accepts the digests of the others.
+    """
+    if digest is None:
+        return 0
+    bits = digest % (1 << DIGEST_BITS)
+    return bits | (~bits & (1 << DIGEST_BITS) - 1) << DIGEST_BITS
+
+
+def ranks_differ(signature: Sequence[bool]) -> bool:
+    """Returns True if a reduced signature or digest, as non-zero flags, shows that ranks differ."""
+    half = len(signature) // 2
+    pairs = zip(signature[:half], signature[half:], strict=True)
+    return any(bit and complement for bit, complement in pairs)
