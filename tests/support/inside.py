@@ -360,15 +360,14 @@ def hearing_rank() -> Callable[[bytes], None]:
 
     def hear(message: bytes) -> None:
         ring.hear(source, [message], is_there=True)
-        if watch.inquiry is not None:
-            watch.report(watch.inquiry)
+        watch.report()
 
     return hear
 
 
 def shorten_patience(factor: float) -> None:
     """Shortens what this process waits for on purpose, where a rank is lost or late: not what others have to end or connect."""
-    for name in ("TICK_S", "LOOK_S", "PROBE_S", "WAITS_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S", "FREES_S"):
+    for name in ("TICK_S", "LOOK_S", "PROBE_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S", "FREES_S"):
         setattr(patience, name, factor * getattr(patience, name))
 
 

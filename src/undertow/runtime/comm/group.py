@@ -167,7 +167,8 @@ class OwnGroup:
         with self.waiting("all ranks, to make a process group"):
             if all_meet or self._within is None:  # so that no rank waits below for one that is gone
                 timeout = self.user.timeout
-                self.watch.meet(patience.GROUP_S if timeout is None else timeout.total_seconds())
+                within_s = patience.GROUP_S if timeout is None else timeout.total_seconds()
+                self.watch.ask("", topic=f"group {len(self.watch.groups)}", within_s=within_s)
             self.watch.check()
             self._group = weakref.ref(self._made())
 

@@ -10,7 +10,6 @@ PROBE_S = 2.0  # between two checks whether a rank that has not arrived at a mee
 EXIT_LOOK_S = 0.1  # between two checks at process exit whether another rank is lost
 
 # Actions of a waiting rank.
-WAITS_S = 1.0  # after that, a rank that gathers an optimizer's state may be waiting for this one
 ANSWERS_S = 1.0  # for ranks to report their activity
 VERDICT_S = 5.0  # from a broken connection until it is known which rank is gone
 ENDS_S = 2.0  # grace period after another rank ended with an UndertowError: this rank may be about to raise the same

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from support.ranks import in_ranks
-from undertow import CheckpointError, DistributedDataParallel, RankLost, StallTimeout, SyncConfig
+from undertow import DistributedDataParallel, RankLost, StallTimeout, SyncConfig
 from undertow.runtime.comm import comm_hook
 from undertow.runtime.peers import faults, patience
 from undertow.runtime.peers.connections import Connection
@@ -56,7 +55,7 @@ def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any],
     guard._thread.join(10.0)
 
 
-GOOD = {"kind": "meets", "from": 0, "id": 1, "number": 3}
+GOOD = {"kind": "tells", "from": 0, "id": 1, "number": 3, "topic": "group 1", "text": ""}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,6 @@ GOOD = {"kind": "meets", "from": 0, "id": 1, "number": 3}
         pytest.param({"from": -1}, id="from a rank below all"),
         pytest.param({"from": float("inf")}, id="from infinity"),
         pytest.param({"number": [1]}, id="of a number that is a list"),
-        pytest.param({"number": float("inf")}, id="of an infinite number"),
         pytest.param({"kind": "fails", "number": None}, id="of a failure without a text"),
         pytest.param({"kind": "leaves", "number": None, **faults.lost(0).content(), "error": "int"}, id="of a fault of no kind"),
         *("no json", "[1]", "[" * 1500 + "]" * 1500, '{"a":' * 600, "1" * 4400, '{"a": 1, "a": 2}', "\udcff{}", "\ufeff{}"),
@@ -80,11 +78,11 @@ def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplo
     line = change if isinstance(change, str) else json.dumps({**GOOD, **change})
     with caplog.at_level(logging.WARNING, "undertow"):
         ring.hear(source, [line.encode("utf-8", "surrogateescape")], is_there=True)
-    assert (ring.fault, ring.left, ring._early) == (None, {}, {})
+    assert (ring.fault, ring.left, len(ring._early)) == (None, {}, change == {"kind": None})
     # One without a kind is of a later version, which says more than this one knows.
     assert change == {"kind": None} or "made no sense" in caplog.messages[0]
     ring.hear(source, [json.dumps({**GOOD, "id": 2}).encode()], is_there=True)
-    assert ring._early == {3: [{**GOOD, "id": 2}]}
+    assert ring._early[-1] == {**GOOD, "id": 2}
 
 
 @pytest.fixture
@@ -102,7 +100,7 @@ def test_a_message_is_handled_once_whatever_way_it_comes() -> None:
     ring.hear(source, said, is_there=True)
     ring.hear(other, said, is_there=True)
     assert ([call.args[0] for call in other.send.call_args_list], source.send.call_count) == (said[:2], 0)
-    assert watch._peers[0].num_meetings == 2
+    assert watch._texts == {"group 1": {0: ""}}
 
 
 def test_the_end_of_a_connection_is_a_lost_rank_unless_it_has_left() -> None:
@@ -117,7 +115,6 @@ def test_a_watch_that_knows_nothing_has_what_a_watch_has() -> None:
     null = NullWatch()
     with null.waiting("bucket 3"):
         null.check()
-    null.meet(10.0)  # does not wait
     null.fail(ValueError("row 7 has no label"))
     null.leave(None)
     assert (null.ask("here"), null.fault) == ({}, None)
@@ -127,16 +124,16 @@ def test_what_is_said_of_a_model_before_it_is_made_counts() -> None:
     ring, fault = Ring([], rank=1, num_ranks=2, wake=int), faults.lost(0)
     about: dict[str, Any] = {"from": 0, "number": 0}
     for message in (
-        {"kind": "meets"},
+        {"kind": "tells", "topic": "group 1", "text": "here"},
         {"kind": "leaves", **faults.left(0, None, 7).content()},
         {"kind": "fails", **fault.content()},
     ):
         ring._handle({**about, **message})
     watch = ring.join(SyncConfig())
-    watch.meet(0.0)  # the other rank is there
+    assert watch.ask("there", topic="group 1", within_s=0.0) == {0: "here", 1: "there"}
     assert (watch.fault, watch.left, ring.fault) == (fault, {0: faults.left(0, None, 7)}, None)
     later = ring.join(SyncConfig())
-    later.meet(0.0)
+    later.ask("there", topic="group 1", within_s=0.0)
     assert later.fault == faults.never_came([0], 0.0)
 
 
@@ -165,20 +162,13 @@ def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: Wa
 
 
 @pytest.mark.parametrize(
-    ("step", "waits_for", "since_s", "told"),
-    [
-        (0, "bucket 3", 70.0, "rank 1 has waited 30 s."),
-        (0, "bucket 4", 101.0, ""),
-        (1, "bucket 3", 70.0, ""),
-        (0, "", 0.0, ""),
-    ],
-    ids=["this wait", "a later wait", "another step", "no wait"],
+    ("waits_for", "since_s", "told"),
+    [("bucket 3", 70.0, "rank 1 has waited 30 s."), ("bucket 4", 101.0, ""), ("", 0.0, "")],
+    ids=["this wait", "a later wait", "no wait"],
 )
-def test_the_last_report_is_told_with_the_wait_that_it_is_about(
-    step: int, waits_for: str, since_s: float, told: str, alone: Watch
-) -> None:
-    alone.told = 0, 100.0, "rank 1 has waited 30 s."
-    alone.here = faults.Activity(progress=SimpleNamespace(num_rounds=step, has_begun=True), wait=(waits_for, since_s))
+def test_the_last_report_is_told_with_the_wait_that_it_is_about(waits_for: str, since_s: float, told: str, alone: Watch) -> None:
+    alone.told = 100.0, "rank 1 has waited 30 s."
+    alone.here.wait = waits_for, since_s
     assert alone.reason(RuntimeError("Operation timed out!")).told == told
 
 
@@ -187,19 +177,6 @@ def test_a_rank_whose_process_has_ended_is_the_reason(alone: Watch) -> None:
     fault: Any = alone.reason(RuntimeError("Connection closed by peer"))
     left = "rank 0 has left: it has finished after 7 synchronizations, and others wait for it."
     assert (fault.kind, fault.what) == (RankLost, left)
-
-
-def test_a_rank_that_has_left_while_this_one_gathers_the_state_did_not_call_state_dict(alone: Watch) -> None:
-    alone.ring._handle({"kind": "leaves", "from": 0, **faults.left(0, None, 7).content()})
-    alone.here.wait = faults.STATE, 0.0
-    fault: Any = alone.reason(RuntimeError("Connection closed by peer"))
-    assert (fault.kind, str(fault.error("synchronization 7, rank 1"))) == (
-        CheckpointError,
-        "rank 1 called state_dict() of a ShardedOptimizer, which gathers it from every rank, and rank 0 did not.\n"
-        "  synchronization 7, rank 1\n"
-        "  rank 0 has left: it has finished after 7 synchronizations, and others wait for it.\n"
-        "  Call it on every rank. Before a framework calls it on one rank only, call consolidate_state_dict() on every rank.",
-    )
 
 
 @pytest.fixture
