@@ -24,7 +24,7 @@ from undertow.runtime.comm.handles import Handle, ThreadWork, Work
 from undertow.runtime.peers import patience
 from undertow.runtime.peers.faults import Activity, raised
 from undertow.runtime.peers.guard import watch_over
-from undertow.runtime.peers.threads import Worker, break_group
+from undertow.runtime.peers.threads import Worker
 from undertow.runtime.peers.watch import NullWatch
 from undertow.runtime.torch_private import private
 from undertow.schedule import HYBRID
@@ -163,12 +163,12 @@ class OwnGroup:
             self.watch = watch_over(self.user.ranks, self.rank, self._limits, self.here)
         else:
             self.watch = self._within.watch
-        self.watch.groups.append(weakref.ref(self))
+        self.watch.interrupts.append(weakref.WeakMethod(self.interrupt))
         with self.waiting("all ranks, to make a process group"):
             if all_meet or self._within is None:  # so that no rank waits below for one that is gone
                 timeout = self.user.timeout
                 within_s = patience.GROUP_S if timeout is None else timeout.total_seconds()
-                self.watch.ask("", topic=f"group {len(self.watch.groups)}", within_s=within_s)
+                self.watch.ask("", topic=f"group {len(self.watch.interrupts)}", within_s=within_s)
             self.watch.check()
             self._group = weakref.ref(self._made())
 
@@ -290,7 +290,7 @@ class OwnGroup:
         with self._destroying:
             group = self.existing()
             if group is not None and watch.fault is not None:
-                break_group(group)  # destroying would otherwise wait for operations in flight
+                private.interrupt(group)  # destroying would otherwise wait for operations in flight
             if group is not None:
                 with contextlib.suppress(ValueError):  # torch forgot it with all others, and a gather has held it until now
                     dist.destroy_process_group(group)
@@ -302,7 +302,7 @@ class OwnGroup:
             users = self.user.group if self.borrowers else None
             if group is not None:
                 for one in filter(None, {group, users}):
-                    break_group(one)
+                    private.interrupt(one)
 
 
 @dataclass(frozen=True, slots=True)

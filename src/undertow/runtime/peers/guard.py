@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from undertow.errors import RankLost, UndertowError
 from undertow.runtime.peers import faults, patience
 from undertow.runtime.peers.connections import connect_ring
 from undertow.runtime.peers.faults import Activity
-from undertow.runtime.peers.threads import FREEING
+from undertow.runtime.peers.threads import end_workers
 from undertow.runtime.peers.watch import NullWatch, Ring, Watch
 from undertow.runtime.torch_private import private
 
@@ -57,16 +58,20 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
     """
     ring = None if group is None else GUARD.ring_of(tuple(dist.get_process_group_ranks(group)))
     watch = None if ring is None else next(iter(ring.watches.values()), None)
-    if watch is None:
+    if group is None or watch is None:
         yield
         return
-    before, watch.borrowed = watch.borrowed, group
+
+    def interrupt() -> Callable[[], None]:
+        return partial(private.interrupt, group)
+
+    watch.interrupts.append(interrupt)
     try:
         watch.check()
         with watch.waiting(what):
             yield
     finally:
-        watch.borrowed = before
+        watch.interrupts.remove(interrupt)
 
 
 def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> Ring:
@@ -167,7 +172,6 @@ class Guard:
             neighbors, ring.neighbors = ring.neighbors, []
         for neighbor in neighbors:
             neighbor.finish(patience.FLUSH_S)
-        FREEING.finish()
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._listen, name="undertow-guard", daemon=True)
@@ -200,12 +204,8 @@ class Guard:
         sys.excepthook, threading.excepthook = process_ends, thread_ends
 
     def _at_exit(self) -> None:
+        end_workers()
         self.leave(faults.raised())
-        for watch in self._watches():
-            if watch.fault is not None:  # the process may abort if broken groups still exist when it ends
-                # An error in one group must not stop the rest of the exit.
-                with contextlib.suppress(RuntimeError, ValueError):
-                    watch.destroy()
         for ranks in list(self._rings):
             self._end(ranks)
         self._is_over = True

@@ -21,5 +21,4 @@ PROOF_S = 0.5  # for a connection to send its proof, which a rank does at once
 GROUP_S = 1800.0  # in a group without a timeout
 FLUSH_S = 1.0  # for neighbors to take the last messages
 EXIT_S = 1.0  # for a thread to end when another rank is lost and the process ends
-FREES_S = 0.5  # for gloo to free broken groups when the process ends
 LINK_S = 5.0  # for an emulated group to finish its messages in flight when it closes

@@ -45,9 +45,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from reprlib import repr as brief
-from typing import Any, Protocol
-
-import torch.distributed as dist
+from typing import Any
 
 from undertow.config import SyncConfig
 from undertow.errors import PeerFailed, UndertowError
@@ -55,9 +53,10 @@ from undertow.foreign import parsed_json
 from undertow.runtime.peers import faults, patience
 from undertow.runtime.peers.connections import Connection
 from undertow.runtime.peers.faults import Activity, Answer, Fault
-from undertow.runtime.peers.threads import WorkerThread, break_group
+from undertow.runtime.peers.threads import WorkerThread
 
 Message = dict[str, Any]
+Interrupt = Callable[[], Callable[[], None] | None]  # a weak reference to a method that ends every wait over a group
 
 _log = logging.getLogger("undertow")
 _MAX_SEEN = 256  # messages of one rank on their way at a time
@@ -72,23 +71,13 @@ _TIME_IS_OVER = re.compile(
 _OF_TRANSPORTS = re.compile(r"connection|closed|reset|broken pipe|time.?out|timed out|socket|gloo|nccl|peer|abort", re.IGNORECASE)
 
 
-class Interrupted(Protocol):
-    """A process group of a model."""
-
-    def interrupt(self) -> None:
-        """Ends every wait over the group."""
-
-    def close(self) -> None:
-        """Destroys the group."""
-
-
 class NullWatch:
     """The watch of a rank that has no other ranks, or is connected to none."""
 
     fault: Fault | None = None  # why no collective can succeed
 
     def __init__(self) -> None:
-        self.groups: list[weakref.ref[Interrupted]] = []
+        self.interrupts: list[Interrupt] = []
 
     def waiting(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Context for a wait for other ranks; an error inside it is replaced by its reason if that is known.
@@ -123,7 +112,6 @@ class Ring:
         self.rank = rank
         self.num_ranks = num_ranks
         self.neighbors = list(neighbors)
-        self.is_apart = not neighbors  # the ranks cannot connect, and train without a watch
         self.condition = threading.Condition(threading.RLock())
         self.fault: Fault | None = None  # of every model
         self.watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
@@ -133,6 +121,11 @@ class Ring:
         self._early: list[Message] = []  # about models that this rank has not created yet
         self._said = itertools.count()
         self._seen: defaultdict[int, deque[int]] = defaultdict(partial(deque, maxlen=_MAX_SEEN))
+
+    @property
+    def is_apart(self) -> bool:
+        """True if the ranks could not connect, and train without a watch."""
+        return not (self.neighbors or self.fault or self.left)
 
     def join(self, limits: SyncConfig, here: Activity | None = None) -> Watch:
         """Registers a new model of these ranks; each of them calls it, in the same order."""
@@ -170,8 +163,6 @@ class Ring:
     def _spread(self, message: Message, source: Connection | None = None) -> None:
         """Forwards a new message before handling it, because this process may not live long."""
         rank, number = message["from"], message["id"]
-        if type(rank) is not int or rank not in range(self.num_ranks) or type(number) is not int:
-            raise ValueError(f"there is no message {brief(number)} of rank {brief(rank)}")
         with self.condition:
             if number in self._seen[rank]:
                 return
@@ -235,7 +226,6 @@ class Watch(NullWatch):
         self.here = here
         self.fault = ring.fault
         self.interrupt_s = math.inf  # when waits over the groups are interrupted
-        self.borrowed: dist.ProcessGroup | None = None  # a group of the user's that is interrupted as well
         self.left = dict(ring.left)  # ranks that have closed the model, or ended
         self.asked_s = -math.inf  # when a rank that had waited for long asked
         self.answers: dict[int, Answer] = {}  # to that
@@ -383,14 +373,10 @@ class Watch(NullWatch):
 
     def interrupt(self) -> None:
         """Interrupts every wait over one of the groups."""
-        for group in filter(None, [ref() for ref in self.groups]):
-            group.interrupt()
-        if self.borrowed is not None:
-            break_group(self.borrowed)
-
-    def destroy(self) -> None:
-        for group in filter(None, [ref() for ref in self.groups]):
-            group.close()
+        for of_group in tuple(self.interrupts):
+            interrupt = of_group()
+            if interrupt is not None:
+                interrupt()
 
 
 class Waiting:

@@ -1,4 +1,4 @@
-"""Threads beside the one that trains: what the guard hears, what a rank waits for, workers, and broken groups that are freed."""
+"""Threads beside the one that trains: what the guard hears, what a rank waits for, and workers."""
 
 import atexit
 import json
@@ -6,25 +6,21 @@ import logging
 import multiprocessing.util
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from support.ranks import in_ranks
-from undertow import DistributedDataParallel, RankLost, StallTimeout, SyncConfig
+from undertow import RankLost, StallTimeout, SyncConfig
 from undertow.runtime.comm import comm_hook
 from undertow.runtime.peers import faults, patience
 from undertow.runtime.peers.connections import Connection
 from undertow.runtime.peers.guard import Guard
-from undertow.runtime.peers.threads import FREEING, LeakedGroups, Worker
+from undertow.runtime.peers.threads import Worker, end_workers
 from undertow.runtime.peers.watch import NullWatch, Ring, Watch
-from undertow.runtime.torch_private import private
 
 WORLD = dist.HashStore()  # a ring ends with it
 CANNOT_START = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
@@ -62,10 +58,7 @@ GOOD = {"kind": "tells", "from": 0, "id": 1, "number": 3, "topic": "group 1", "t
     "change",
     [
         pytest.param({"kind": None}, id="without a kind"),
-        pytest.param({"from": None}, id="from no rank"),
-        pytest.param({"from": 2}, id="from a rank that is not there"),
-        pytest.param({"from": -1}, id="from a rank below all"),
-        pytest.param({"from": float("inf")}, id="from infinity"),
+        pytest.param({"from": [1]}, id="from no rank"),
         pytest.param({"number": [1]}, id="of a number that is a list"),
         pytest.param({"kind": "fails", "number": None}, id="of a failure without a text"),
         pytest.param({"kind": "leaves", "number": None, **faults.lost(0).content(), "error": "int"}, id="of a fault of no kind"),
@@ -228,69 +221,37 @@ def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(watch: Watch, mo
     assert (waits_for, watch.here.wait[0]) == (["bucket 3"], "")
 
 
-def test_a_process_may_end_while_a_worker_starts(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # One worker has another one start, and the script is over.
-    start = threading.Thread.start
+def test_a_process_waits_at_its_end_for_tasks_and_for_workers_that_these_start() -> None:
+    one, other = Worker("undertow-test", is_broken=bool), Worker("undertow-test", is_broken=bool)
+    begins, done = threading.Event(), list[str]()
 
-    def start_at_exit(thread: threading.Thread) -> None:
-        for call in tuple(at_exit):
-            call()
-        start(thread)
+    def task() -> None:
+        assert begins.wait(10.0)
+        other.submit(done.append, "the task of another worker")
 
-    monkeypatch.setattr(threading.Thread, "start", start_at_exit)
-    worker, done = Worker("undertow-test", is_broken=bool), Future[None]()
-    worker.submit(done.set_result, None)
-    assert (done.result(10.0), len(at_exit)) == (None, 2)  # and from now on both ways of ending wait for it
-    for call in at_exit:
-        call()
+    one.submit(task)
+    threading.Timer(0.05, begins.set).start()
+    end_workers()
+    assert done == ["the task of another worker"]
 
 
-def test_a_worker_that_cannot_start_is_not_waited_for(at_exit: list[Any]) -> None:
+def test_a_process_does_not_wait_at_its_end_for_a_worker_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "EXIT_S", 0.0)
+    ends = threading.Event()
+    worker = Worker("undertow-test", is_broken=lambda: True)
+    worker.submit(ends.wait, 10.0)
+    end_workers()
+    ends.set()
+
+
+def test_a_worker_that_cannot_start_is_not_waited_for() -> None:
     with CANNOT_START, pytest.raises(RuntimeError, match="can't start new thread"):
         Worker("undertow-test", is_broken=bool).submit(int)
-    assert at_exit == []
+    end_workers()
 
 
 class Lost:
     is_broken = True
-
-
-@in_ranks(2)
-def test_a_group_is_freed_once_torch_has_let_go() -> None:
-    group, freeing = dist.new_group([0, 1]), LeakedGroups()
-    freeing.take(group)
-    freeing.take(group)  # is interrupted again
-    ((thread, _),) = freeing._threads
-    backend = weakref.ref(group._get_backend(torch.device("cpu")))
-    freeing.finish()
-    assert (thread.is_alive(), backend() is None) == (True, False)
-    dist.destroy_process_group(group)
-    del group
-    thread.join(10.0)
-    assert (thread.is_alive(), backend()) == (False, None)
-
-
-@in_ranks(2)
-def test_a_group_is_kept_where_no_thread_can_start() -> None:
-    group, freeing, held = dist.new_group([0, 1]), LeakedGroups(), []
-    with CANNOT_START, patch.object(private, "keep_for_ever", held.append):
-        freeing.take(group)
-    assert held == [group._get_backend(torch.device("cpu"))]
-    freeing.finish()
-    dist.destroy_process_group(group)
-
-
-@in_ranks(2)
-def test_nothing_is_taken_in_a_healthy_run() -> None:
-    def all_reduce(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda it: it.value()[0])
-
-    model = DistributedDataParallel(torch.nn.Linear(4, 4))
-    model.register_comm_hook(None, all_reduce)
-    for _ in range(3):
-        model(torch.ones(2, 4)).sum().backward()
-    model.close()
-    assert FREEING._threads == []
 
 
 def test_hooks_are_not_called_behind_one_that_may_be_stuck() -> None:
