@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan
-from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buffers
+from undertow.runtime.comm.facts import broadcast_in_place, synchronize_buffers
 from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.hooks import earlier_watchers, is_outermost_forward, is_watched, warn_of_late_backward

@@ -28,7 +28,7 @@ from undertow import GradientSync, SyncConfig
 from undertow.checkpoint import files as checkpoint_files
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.plan import ParamSpec
-from undertow.runtime.comm import agreement
+from undertow.runtime.comm import facts
 from undertow.runtime.comm.collectives import P2PCollectives
 from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
 from undertow.runtime.comm.group import GroupRef, OwnGroup
@@ -326,7 +326,7 @@ def without_a_ring() -> contextlib.AbstractContextManager[object]:
 
 
 def of_version(version: str) -> contextlib.AbstractContextManager[object]:
-    return mock.patch.object(agreement, "__version__", version)
+    return mock.patch.object(facts, "__version__", version)
 
 
 def on_device(name: str) -> contextlib.AbstractContextManager[object]:
@@ -354,7 +354,7 @@ def readings_of_trailers() -> Iterator[list[object]]:
 
 def hearing_rank() -> Callable[[bytes], None]:
     """A rank that has heard nothing: what is called receives these bytes of its neighbor, and answers what they ask."""
-    ring = Ring([], rank=1, num_ranks=2, wake=int)
+    ring = Ring([], rank=1, num_ranks=2)
     watch = ring.join(SyncConfig(stall_warning_s=0.001))
     source = mock.Mock(spec=connections.Connection)
 

@@ -1,7 +1,6 @@
 """The user's optimizer over this rank's parts of the parameters, and its state: as shards, as whole tensors."""
 
 import copy
-import json
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from undertow.boxes import Box, boxes_of_range
 from undertow.errors import CheckpointError, require
-from undertow.runtime.comm.agreement import gather_json
 from undertow.runtime.comm.collectives import accumulation_dtype
+from undertow.runtime.comm.facts import gather_json
 from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart, in_memory_order
@@ -381,7 +380,7 @@ def _agreed_descriptions(sharding: Sharding, mine: Mapping[ShardPart, ParamState
     if sharding.group.num_ranks == 1:
         return own
     waits_for = "the state of a ShardedOptimizer, for which every rank must call state_dict()"
-    of_ranks = gather_json(sharding.group, json.dumps(own).encode(), waits_for=waits_for)
+    of_ranks = gather_json(sharding.group, own, waits_for=waits_for)
     return dict(sorted({int(index): state for of_rank in of_ranks for index, state in of_rank.items()}.items()))
 
 

@@ -2,9 +2,9 @@
 
 Ranks meet in the store of torch.distributed and leave there where they listen, with a random token. Every rank then
 
-1. connects to the next rank, and sends the first half of that rank's token;
-2. accepts connections until one brings the first half of its own token, and answers with the second;
-3. waits for the answer of the next rank.
+1. connects to the next rank, and sends that rank's token;
+2. accepts connections until one brings its own token;
+3. meets the others again: if one of them was not reached, all give up.
 
 No rank waits before it has connected, so that ranks cannot wait for each other in a circle. A
 connection without the token is closed: nothing that a port scanner sends is parsed. The listening
@@ -35,7 +35,6 @@ Look = Callable[[Sequence[int]], object]
 _MAX_UNSENT = 1 << 20  # bytes for a neighbor that does not read; further messages to it are dropped
 _READ = 1 << 18
 _BACKLOG = 128
-_HALF = 32  # characters of a token that a connection brings; the answer is the rest
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved for documents: the route to them is the default one
 _GET_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
 # Firewalls forget connections that say nothing for minutes, so the kernel says something, also while
@@ -145,7 +144,7 @@ def connect_ring(store: Store, key: str, *, rank: int, num_ranks: int, look: Loo
     meet = partial(_meet, store, rank=rank, num_ranks=num_ranks, look=look)
     has_given_up = partial(store.check, [f"{key}/why"])
     links = list[tuple[socket.socket, _Place]]()
-    address, port, token, reason = "", 0, secrets.token_hex(_HALF), ""
+    address, port, token, reason = "", 0, secrets.token_hex(), ""
     with contextlib.ExitStack() as undo:
         try:
             listener = undo.enter_context(_listening(own_address(host_of(store))))
@@ -163,8 +162,6 @@ def connect_ring(store: Store, key: str, *, rank: int, num_ranks: int, look: Loo
                     links.append((undo.enter_context(_connected(after)), after))
                 if num_ranks > 2 or rank == 1:
                     links.append((undo.enter_context(_accepted(listener, here, has_given_up)), before))
-                if links[0][1] is after and not _brings(links[0][0], after.token[_HALF:], patience.CONNECT_S):
-                    raise ConnectionError(f"cannot connect to {after}: that is not a rank of this run")
             except OSError as error:
                 reason = f"rank {rank} {error}"
         if reason and not has_given_up():  # later ranks fail because this one has
@@ -178,35 +175,34 @@ def connect_ring(store: Store, key: str, *, rank: int, num_ranks: int, look: Loo
 
 
 def _connected(place: _Place) -> socket.socket:
-    """Returns a connection to that rank, which has the token and has not answered yet."""
+    """Returns a connection to that rank, which is sent its token."""
     try:
         link = socket.create_connection((place.address, place.port), patience.CONNECT_S)
-        link.sendall(place.token[:_HALF].encode())
+        link.sendall(place.token.encode())
     except OSError as error:
         raise ConnectionError(f"cannot connect to {place}: {error}") from error
     return link
 
 
 def _accepted(listener: socket.socket, here: _Place, has_given_up: Callable[[], bool]) -> socket.socket:
-    """Returns the first connection that brings the token, and answers it; closes all others."""
+    """Returns the first connection that brings the token; closes all others."""
     until_s = time.monotonic() + patience.CONNECT_S
     while time.monotonic() < until_s and not has_given_up():
         with contextlib.suppress(TimeoutError):
             link, _ = listener.accept()
-            if _brings(link, here.token[:_HALF], patience.PROOF_S):
-                link.sendall(here.token[_HALF:].encode())
+            if _brings_token(link, here.token):
                 return link
             link.close()
     raise TimeoutError(f"is not reached at {here.address} port {here.port} by the rank before it")
 
 
-def _brings(link: socket.socket, proof: str, within_s: float) -> bool:
+def _brings_token(link: socket.socket, token: str) -> bool:
     said = b""
-    link.settimeout(within_s)
+    link.settimeout(patience.PROOF_S)
     with contextlib.suppress(OSError):
-        while len(said) < len(proof) and (part := link.recv(len(proof) - len(said))):
+        while len(said) < len(token) and (part := link.recv(len(token) - len(said))):
             said += part
-    return secrets.compare_digest(said, proof.encode())
+    return secrets.compare_digest(said, token.encode())
 
 
 def own_address(host: str) -> str:
@@ -248,8 +244,7 @@ def _address_of(interface: str) -> str:
 def _address_towards(host: str) -> str:
     """Returns this machine's address on the route to `host`, or an empty text; sends nothing."""
     with contextlib.suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else []
-        for family, kind, protocol, _, address in found:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
                 return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""The process's one thread that watches: it sleeps until a neighbor sends, a neighbor dies, or a wait is long.
+"""The process's one thread that watches: it sleeps until a neighbor sends or dies, and looks at all waits now and then.
 
 watch_over     makes the watch of a new model; the first one of these ranks connects them
 over_users     context: a wait over a group of the user's
@@ -12,7 +12,6 @@ import logging
 import multiprocessing.util
 import os
 import selectors
-import socket
 import sys
 import threading
 import time
@@ -35,13 +34,13 @@ from undertow.runtime.torch_private import private
 _log = logging.getLogger("undertow")
 
 
-def watch_over(ranks: tuple[int, ...], rank: int, limits: SyncConfig, here: Activity) -> Watch | NullWatch:
+def watch_over(ranks: tuple[int, ...], rank: int, limits: SyncConfig, here: Activity, *, within_s: float) -> Watch | NullWatch:
     """Registers a new model of `ranks` of the world; this is rank `rank` of them. A collective call.
 
     Returns a NullWatch if the ranks cannot connect. Raises RankLost if a rank has died earlier, and
-    StallTimeout if one does not arrive within the timeout of process groups.
+    StallTimeout if one does not arrive in time.
     """
-    ring = GUARD.ring_of(ranks) or _new_ring(ranks, rank, limits)
+    ring = GUARD.ring_of(ranks) or _new_ring(ranks, rank, limits, min(limits.stall_timeout_s, within_s))
     if ring.is_apart:
         return NullWatch()
     watch = ring.join(limits, here)
@@ -74,10 +73,8 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
         watch.interrupts.remove(interrupt)
 
 
-def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> Ring:
+def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, patience_s: float) -> Ring:
     where = f"the making of a process group, rank {rank}"
-    of_groups = None if dist.group.WORLD is None else private.timeout_of(dist.group.WORLD)
-    patience_s = min(limits.stall_timeout_s, patience.GROUP_S if of_groups is None else of_groups.total_seconds())
     began_s = time.monotonic()
     told_s = 0.0
 
@@ -114,7 +111,7 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> Ring:
             where=where,
             remedy="Find out why that process ended, often rank 0's, and start again.",
         ) from error
-    ring = Ring(neighbors, rank=rank, num_ranks=len(ranks), wake=GUARD.wake)
+    ring = Ring(neighbors, rank=rank, num_ranks=len(ranks))
     GUARD.adopt(ranks, ring, dist.group.WORLD)
     return ring
 
@@ -138,7 +135,6 @@ class Guard:
         self._rings: dict[tuple[int, ...], tuple[Ring, weakref.ref[Any]]] = {}
         self._is_over = False
         self._thread: threading.Thread | None = None
-        self._wakes: tuple[socket.socket, ...] = ()  # a byte into the second one wakes the thread
 
     def ring_of(self, ranks: tuple[int, ...]) -> Ring | None:
         """Returns the ring of these ranks, or None if torch.distributed was initialized again since it was made."""
@@ -150,12 +146,6 @@ class Guard:
             self._begin()
         self._end(ranks)
         self._rings[ranks] = ring, weakref.ref(world, lambda _: self._end(ranks))
-        self.wake()
-
-    def wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it wakes anyway
-            for waking in self._wakes[1:]:
-                waking.send(b"\0")
 
     def leave(self, error: BaseException | None) -> None:
         for ring, _ in list(self._rings.values()):
@@ -175,9 +165,6 @@ class Guard:
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._listen, name="undertow-guard", daemon=True)
-        self._wakes = self._wakes or socket.socketpair()  # a thread may not have started
-        for end in self._wakes:
-            end.setblocking(False)
         thread.start()
         self._thread = thread
         if hasattr(os, "register_at_fork"):
@@ -206,10 +193,9 @@ class Guard:
     def _at_exit(self) -> None:
         end_workers()
         self.leave(faults.raised())
-        for ranks in list(self._rings):
-            self._end(ranks)
         self._is_over = True
-        self.wake()
+        for ranks in list(self._rings):
+            self._end(ranks)  # this wakes the thread
         if self._thread is not None:
             self._thread.join(patience.FLUSH_S)
 
@@ -219,8 +205,6 @@ class Guard:
             for neighbor in ring.neighbors:
                 neighbor.close()
             ring.neighbors = []
-        for waking in self._wakes:
-            waking.close()
         self.__init__()  # type: ignore[misc]  # the thread does not exist in the child
 
     def _watches(self) -> list[Watch]:
@@ -236,19 +220,14 @@ class Guard:
 
     def _listen_once(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wakes[0], selectors.EVENT_READ)
             for ring, _ in list(self._rings.values()):
                 for neighbor in tuple(ring.neighbors):
                     neighbor.flush()
                     events = selectors.EVENT_READ | (selectors.EVENT_WRITE if neighbor.has_unsent else 0)
                     with contextlib.suppress(ValueError):  # another thread has closed it
                         selector.register(neighbor, events, (ring, neighbor))
-            pause_s = min((watch.pause_s() for watch in self._watches()), default=None)  # for ever, if nothing is trained
-            ready = selector.select(pause_s)
+            ready = selector.select(patience.TICK_S)
         for key, _ in ready:
-            if key.data is None:
-                self._wakes[0].recv(4096)
-                continue
             ring, neighbor = key.data
             messages, is_there = neighbor.receive()
             if not is_there:

@@ -4,7 +4,7 @@ They are read at their use, as `patience.ANSWERS_S`, so that tests can shorten t
 """
 
 # Checks.
-TICK_S = 2.0  # at most, between two checks of how long this rank has waited
+TICK_S = 0.25  # between two checks of how long this rank has waited
 LOOK_S = 0.25  # between two checks during a wait whether a rank is gone; the second one counts
 PROBE_S = 2.0  # between two checks whether a rank that has not arrived at a meeting exists at all
 EXIT_LOOK_S = 0.1  # between two checks at process exit whether another rank is lost

@@ -106,9 +106,9 @@ class NullWatch:
 
 
 class Ring:
-    """This rank's view of the ranks of a group. `wake` makes the thread that looks at the models look at once."""
+    """This rank's view of the ranks of a group."""
 
-    def __init__(self, neighbors: Sequence[Connection], *, rank: int, num_ranks: int, wake: Callable[[], object]) -> None:
+    def __init__(self, neighbors: Sequence[Connection], *, rank: int, num_ranks: int) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self.neighbors = list(neighbors)
@@ -116,7 +116,6 @@ class Ring:
         self.fault: Fault | None = None  # of every model
         self.watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
         self.left: dict[int, Fault] = {}  # ranks whose process has ended without an error that is fatal to the others
-        self._wake = wake
         self._num_watches = 0  # models that this rank has created
         self._early: list[Message] = []  # about models that this rank has not created yet
         self._said = itertools.count()
@@ -135,7 +134,6 @@ class Ring:
             early, self._early = self._early, []
             for message in early:
                 self._handle(message)
-        self._wake()  # there is something to watch now
         return watch
 
     def say(self, kind: str, **content: Any) -> None:
@@ -174,7 +172,6 @@ class Ring:
         self._handle(message)
         with self.condition:
             self.condition.notify_all()
-        self._wake()  # the thread sends the rest, and looks at what this has changed
 
     def _handle(self, message: Message) -> None:
         kind, rank, number = message["kind"], message["from"], message.get("number")
@@ -187,21 +184,12 @@ class Ring:
             threads = [watch.here.thread for watch in list(self.watches.values())]
             answer = faults.without_model(self.rank, threads[0] if threads else threading.main_thread().ident or 0)
             self.say("does", number=number, **asdict(answer))
-        elif kind == "fails":
-            fault = faults.fault_from(message)
-            if number is None:
-                self.fault = self.fault or fault
-            for watch in watches:
-                watch.latch(fault)
-        elif kind == "leaves":
-            fault = faults.fault_from(message)
-            if number is None:
-                self.left[rank] = fault
-            for watch in watches:  # a model's last message tells its progress, so it counts
-                watch.left[rank] = fault if number is not None else watch.left.get(rank, fault)
-        else:
-            for watch in watches:
-                watch.handle(kind, rank, message)
+        elif number is None and kind == "fails":
+            self.fault = self.fault or faults.fault_from(message)
+        elif number is None:
+            self.left[rank] = faults.fault_from(message)
+        for watch in watches:
+            watch.handle(kind, rank, message)
 
     def leave(self, error: BaseException | None) -> None:
         """Sends this rank's last message before the process ends, once."""
@@ -270,6 +258,10 @@ class Watch(NullWatch):
 
     def handle(self, kind: str, rank: int, message: Message) -> None:
         match kind:
+            case "fails":
+                self.latch(faults.fault_from(message))
+            case "leaves" if "number" in message or rank not in self.left:  # a model's last message tells its progress
+                self.left[rank] = faults.fault_from(message)
             case "tells":
                 self._texts[str(message["topic"])][rank] = str(message["text"])
             case "asks" if self.has_answers():  # several ranks may ask at once
@@ -324,14 +316,6 @@ class Watch(NullWatch):
     def has_answers(self) -> bool:
         """Returns True if the ranks have had their time to answer."""
         return time.monotonic() > self.asked_s + patience.ANSWERS_S
-
-    def pause_s(self) -> float:
-        """Returns how long the process's thread may sleep before it looks at this model again."""
-        if self.interrupt_s < math.inf:
-            return max(0.0, self.interrupt_s - time.monotonic())
-        if self.told[0] < self.asked_s:
-            return 0.1 * patience.ANSWERS_S
-        return min(patience.TICK_S, 0.25 * self.limits.stall_warning_s, 0.25 * self.limits.stall_timeout_s)
 
     def look(self) -> None:
         """Interrupts groups that cannot continue. Otherwise checks whether this rank has waited too long."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError
 from undertow.plan import Groups, Plan, first_plan
-from undertow.runtime.comm.agreement import Agreement, surroundings
 from undertow.runtime.comm.comm_hook import CommHook
+from undertow.runtime.comm.facts import Agreement, surroundings
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.agreed_errors import (

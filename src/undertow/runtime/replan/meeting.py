@@ -8,8 +8,7 @@ from typing import TypeAlias, Union
 import torch
 from torch import Tensor
 
-from undertow.runtime.comm.agreement import Agreement
-from undertow.runtime.comm.broadcast import send_in_place
+from undertow.runtime.comm.facts import Agreement, send_in_place
 from undertow.runtime.comm.group import Pending
 from undertow.runtime.execute.agreed_errors import require_sound, started_unlike
 from undertow.runtime.execute.round import Round, RoundKind, RoundResult

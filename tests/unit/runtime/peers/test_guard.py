@@ -26,7 +26,7 @@ def joined(rank: Rank, **limits: float) -> Watch:
     """This rank's watch in a ring with the others."""
     store = dist.FileStore(str(rank.directory / "store"), rank.num_ranks)
     neighbors = connect_ring(store, "ring", rank=rank.number, num_ranks=rank.num_ranks, look=lambda _: None)
-    ring = Ring(neighbors, rank=rank.number, num_ranks=rank.num_ranks, wake=GUARD.wake)
+    ring = Ring(neighbors, rank=rank.number, num_ranks=rank.num_ranks)
     GUARD.adopt(tuple(range(rank.num_ranks)), ring, store)
     watch = ring.join(SyncConfig(**limits))
     watch.ask("", topic="group 1", within_s=10.0)

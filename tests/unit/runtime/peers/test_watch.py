@@ -40,14 +40,13 @@ def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
 def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
     monkeypatch.setattr(Guard, "_leave_before_end", lambda _: None)
-    guard, ring = Guard(), Ring([], rank=0, num_ranks=2, wake=int)
+    guard, ring = Guard(), Ring([], rank=0, num_ranks=2)
     with CANNOT_START, pytest.raises(RuntimeError, match="can't start new thread"):
         guard.adopt((0, 1), ring, WORLD)
     assert at_exit == []
     guard.adopt((0, 1), ring, WORLD)
     assert guard._thread.is_alive()
     guard._is_over = True
-    guard.wake()
     guard._thread.join(10.0)
 
 
@@ -67,7 +66,7 @@ GOOD = {"kind": "tells", "from": 0, "id": 1, "number": 3, "topic": "group 1", "t
     ids=lambda line: ascii(line)[:9],
 )
 def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplog: pytest.LogCaptureFixture) -> None:
-    ring, source = Ring([], rank=1, num_ranks=2, wake=int), Mock(spec=Connection)
+    ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection)
     line = change if isinstance(change, str) else json.dumps({**GOOD, **change})
     with caplog.at_level(logging.WARNING, "undertow"):
         ring.hear(source, [line.encode("utf-8", "surrogateescape")], is_there=True)
@@ -82,11 +81,11 @@ def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplo
 def alone(monkeypatch: pytest.MonkeyPatch) -> Watch:
     monkeypatch.setattr(patience, "ANSWERS_S", 0.0)
     monkeypatch.setattr(patience, "VERDICT_S", 0.0)
-    return Ring([], rank=1, num_ranks=2, wake=int).join(SyncConfig())
+    return Ring([], rank=1, num_ranks=2).join(SyncConfig())
 
 
 def test_a_message_is_handled_once_whatever_way_it_comes() -> None:
-    ring, source, other = Ring([], rank=1, num_ranks=3, wake=int), Mock(spec=Connection), Mock(spec=Connection)
+    ring, source, other = Ring([], rank=1, num_ranks=3), Mock(spec=Connection), Mock(spec=Connection)
     ring.neighbors = [source, other]
     watch = ring.join(SyncConfig())
     said = [json.dumps({**GOOD, "id": number, "number": 0}).encode() for number in (1, 0, 1, 0)]
@@ -97,7 +96,7 @@ def test_a_message_is_handled_once_whatever_way_it_comes() -> None:
 
 
 def test_the_end_of_a_connection_is_a_lost_rank_unless_it_has_left() -> None:
-    ring, source = Ring([], rank=1, num_ranks=2, wake=int), Mock(spec=Connection, rank=0, has_unsent=False)
+    ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection, rank=0, has_unsent=False)
     for has_left in (True, False):
         ring.neighbors, ring.left = [source], {0: faults.left(0, None, 7)} if has_left else {}
         ring.hear(source, [], is_there=False)
@@ -114,7 +113,7 @@ def test_a_watch_that_knows_nothing_has_what_a_watch_has() -> None:
 
 
 def test_what_is_said_of_a_model_before_it_is_made_counts() -> None:
-    ring, fault = Ring([], rank=1, num_ranks=2, wake=int), faults.lost(0)
+    ring, fault = Ring([], rank=1, num_ranks=2), faults.lost(0)
     about: dict[str, Any] = {"from": 0, "number": 0}
     for message in (
         {"kind": "tells", "topic": "group 1", "text": "here"},
@@ -174,7 +173,7 @@ def test_a_rank_whose_process_has_ended_is_the_reason(alone: Watch) -> None:
 
 @pytest.fixture
 def watch() -> Watch:
-    return Ring([], rank=1, num_ranks=2, wake=int).join(SyncConfig())
+    return Ring([], rank=1, num_ranks=2).join(SyncConfig())
 
 
 def wait_here(watch: Watch, name: str, begins: threading.Event, ends: threading.Event) -> None:
