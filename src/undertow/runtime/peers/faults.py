@@ -1,4 +1,4 @@
-"""Faults and activities of ranks, as values and as text; no torch, no sockets."""
+"""Faults and activities of ranks, as values and as text."""
 
 import contextlib
 import logging
@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
+
+from torch import nn
 
 from undertow.errors import NonFiniteGradient, PeerFailed, RankLost, StallTimeout, UndertowError
 from undertow.foreign import printable_lines
@@ -57,42 +59,34 @@ class Answer:
     text: str  # what it does, in one line or several
 
 
-class Progress(Protocol):
-    """How far the training of a model is."""
-
-    num_rounds: int  # synchronizations that this rank has completed
-
-    @property
-    def has_begun(self) -> bool:
-        """True if a step has begun since the last one."""
-
-
 @dataclass(slots=True)
 class Activity:
     """The training of one model in this process. The training thread writes its part; a query from another rank reads it."""
 
-    progress: Progress | None = None
-    module: Callable[[], Any] | None = None  # a weak reference
+    steps: Callable[[], tuple[int, bool]] = lambda: (0, True)  # completed synchronizations; True if a step has begun since
+    module: Callable[[], nn.Module | None] = lambda: None  # a weak reference
     thread: int = field(default_factory=threading.get_ident)  # the training thread as far as known: this one until another trains
     wait: tuple[str, float] = "", 0.0  # its name, and when it began; without a name if this rank does not wait
 
     def num_steps(self) -> int:
-        return 0 if self.progress is None else self.progress.num_rounds
+        return self.steps()[0]
 
     def waited_s(self) -> float:
         waits_for, since_s = self.wait
         return time.monotonic() - since_s if waits_for else 0.0
 
     def answer(self, rank: int) -> Answer:
-        waits_for, waited_s, step = self.wait[0], self.waited_s(), self.num_steps()
+        step, has_begun = self.steps()
         head = f"rank {rank}: synchronization {step}, "
+        waits_for, since_s = self.wait
         if waits_for:
-            return Answer(waits_for, waited_s, f"{head}waits for {waits_for}")
-        model, names = self.module and self.module(), dict[int, str]()
+            return Answer(waits_for, time.monotonic() - since_s, f"{head}waits for {waits_for}")
+        names = dict[int, str]()
+        model = self.module()
         with contextlib.suppress(RuntimeError):  # the model may be changing at this moment
             names = {} if model is None else {id(module): name for name, module in model.named_modules()}
         idle = ""
-        if self.progress is not None and not self.progress.has_begun:
+        if not has_begun:
             idle = f", no training forward since synchronization {step}" if step else ", no training forward yet"
         return Answer("", 0.0, head + _described(self.thread, names, idle))
 

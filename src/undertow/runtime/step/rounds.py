@@ -67,8 +67,9 @@ class RoundRunner:
         self.is_accumulating = False  # a backward that runs now only accumulates
         self.phase = Phase.IDLE
         self.recorder = recorder
-        self.progress = Progress()
-        group.here.progress = self.progress  # read by other threads, which must not keep the engine alive
+        progress = self.progress = Progress()
+        # Called by other threads, which must not keep the engine alive.
+        group.here.steps = lambda: (progress.num_rounds, progress.has_begun)
         self._open: OpenRound | None = None
         # After a backward that has failed, the next gradient looks whether there is a round.
         self._end = OutermostEnd(self._launch_rest, lambda: self.current_plan.now.hooks.arrivals.forget_traversal())

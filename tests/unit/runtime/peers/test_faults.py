@@ -5,7 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -163,7 +163,7 @@ def test_what_is_no_answer_is_refused(broken: dict[str, object]) -> None:
 
 
 def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
-    idle = [faults.Activity(progress=SimpleNamespace(num_rounds=number, has_begun=False)) for number in (118, 0)]
+    idle = [faults.Activity(steps=partial(tuple, (number, False))) for number in (118, 0)]
     assert [here.answer(1).text.splitlines()[0].rpartition(", ")[2] for here in idle] == [
         "no training forward since synchronization 118",
         "no training forward yet",
