@@ -23,8 +23,8 @@ from undertow.config import SyncConfig
 from undertow.errors import PhaseError, WrongType, all_of, require
 from undertow.plan import Plan
 from undertow.profile import Profile
-from undertow.runtime.comm.broadcast import broadcast_in_place, synchronize_buffers
 from undertow.runtime.comm.comm_hook import CommHook
+from undertow.runtime.comm.facts import broadcast_in_place, synchronize_buffers
 from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.engine.agreed_errors import require_outside_of_backward

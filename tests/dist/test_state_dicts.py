@@ -155,18 +155,6 @@ def test_one_rank_may_have_all_of_the_state_until_the_next_step(kind: str) -> No
         )
 
 
-@pytest.mark.slow
-@in_ranks(2, is_fresh=True)
-def test_a_state_dict_on_one_rank_only_is_an_error_on_all() -> None:
-    with trained_by(Setup(), num_steps=2) as (model, optimizer):
-        next_step = partial(train, Setup(), model, optimizer, steps=range(2, 3))
-        what, *_, remedy = text_of(CheckpointError, optimizer.state_dict if dist.get_rank() == 0 else next_step).splitlines()
-    assert what == "rank 0 called state_dict() of a ShardedOptimizer, which gathers it from every rank, and rank 1 did not."
-    assert remedy == (
-        "  Call it on every rank. Before a framework calls it on one rank only, call consolidate_state_dict() on every rank."
-    )
-
-
 @pytest.mark.waits
 @in_ranks(2, is_fresh=True)
 def test_a_rank_that_gathers_the_state_alone_says_what_it_waits_for() -> None:

@@ -105,7 +105,8 @@ with contextlib.suppress(undertow.RankLost):
             os.kill(os.getpid(), signal.SIGKILL)
         model(torch.ones(2, 4)).sum().backward()
 dist.destroy_process_group()
-dist.init_process_group("gloo", init_method=at, rank=0, world_size=1)
+# Broken groups keep their store, so at another port.
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{next_port}", rank=0, world_size=1)
 if ending == "closes":
     model.close()
 again = undertow.DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -117,7 +118,7 @@ print("trained again")
 @pytest.mark.parametrize("ending", ["closes", "leaves it"])
 def test_a_survivor_may_begin_anew_in_the_same_process(ending: str) -> None:
     """And has nothing to say when it ends."""
-    survivor = run_ranks(partial(script, SURVIVES, port=free_port(), ending=ending), 2, is_script=True)[0]
+    survivor = run_ranks(partial(script, SURVIVES, port=free_port(), next_port=free_port(), ending=ending), 2, is_script=True)[0]
     assert (survivor.out, survivor.exit_code, "Traceback" in survivor.log) == ("trained again\n", 0, False)
 
 

@@ -134,13 +134,13 @@ def test_a_rank_that_never_makes_a_second_model_is_not_waited_for_for_ever(num_r
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_rank_that_is_stopped_is_said_to_be(num_ranks: int, record: Record) -> None:
+def test_a_rank_that_is_stopped_is_named(num_ranks: int, record: Record) -> None:
     fault = PLACES["in forward"].fault("stopped", num_ranks, settings=STOPS)
     found = [rank for number, rank in enumerate(outcomes(fault)) if number != fault.rank]
     for rank in found:
         head = HEAD.format(faulty=fault.rank, bucket=FIRST)
         assert (rank.kind, plain(rank.text).split("\n")[0], rank.seconds < WITHIN_S) == ("StallTimeout", head, True)
-        assert f"\n  rank {fault.rank}: stopped by a signal\n" in rank.text
+        assert f"\n  rank {fault.rank}: no answer; it is stopped, " in rank.text
     record(f"stopped, beyond stall_timeout_s={STOPS['stall_timeout_s']}", found)
 
 
@@ -151,7 +151,7 @@ def test_a_stall_names_the_rank_in_other_rows_and_columns_and_with_other_experts
     for rank in fault.others:
         assert (found[rank].kind, found[rank].exit_code) == ("StallTimeout", 1)
         assert re.match(r"rank \d has waited \d+ s for bucket \d .*: rank 3 has not come\.", found[rank].text)
-        assert "\n  rank 3: stopped by a signal\n" in found[rank].text
+        assert "\n  rank 3: no answer; it is stopped, " in found[rank].text
 
 
 # Calls that all ranks have to make, and one does not: they end by stall_timeout_s, and say why.
@@ -195,7 +195,7 @@ def test_the_first_wrapper_of_all_ends_with_the_rank_that_has_made_none() -> Non
 
 
 NO_SUCH_WRAPPER = (
-    "rank R has waited N s for all ranks, to make a process group: rank 1 has made no such wrapper.",
+    "rank R has waited N s for all ranks, to make a process group: rank 1 has not come.",
     "  rank 0: synchronization 0, waits for all ranks, to make a process group",
     "  rank 1: has made no such wrapper, in code outside of the model",
 )

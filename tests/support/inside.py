@@ -28,7 +28,7 @@ from undertow import GradientSync, SyncConfig
 from undertow.checkpoint import files as checkpoint_files
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.plan import ParamSpec
-from undertow.runtime.comm import agreement
+from undertow.runtime.comm import facts
 from undertow.runtime.comm.collectives import P2PCollectives
 from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
 from undertow.runtime.comm.group import GroupRef, OwnGroup
@@ -325,7 +325,7 @@ def without_a_ring() -> contextlib.AbstractContextManager[object]:
 
 
 def of_version(version: str) -> contextlib.AbstractContextManager[object]:
-    return mock.patch.object(agreement, "__version__", version)
+    return mock.patch.object(facts, "__version__", version)
 
 
 def on_device(name: str) -> contextlib.AbstractContextManager[object]:
@@ -353,21 +353,20 @@ def readings_of_trailers() -> Iterator[list[object]]:
 
 def hearing_rank() -> Callable[[bytes], None]:
     """A rank that has heard nothing: what is called receives these bytes of its neighbor, and answers what they ask."""
-    ring = Ring([], rank=1, num_ranks=2, wake=int)
+    ring = Ring([], rank=1, num_ranks=2)
     watch = ring.join(SyncConfig(stall_warning_s=0.001))
     source = mock.Mock(spec=connections.Connection)
 
     def hear(message: bytes) -> None:
         ring.hear(source, [message], is_there=True)
-        if watch.inquiry is not None:
-            watch.report(watch.inquiry)
+        watch.report()
 
     return hear
 
 
 def shorten_patience(factor: float) -> None:
     """Shortens what this process waits for on purpose, where a rank is lost or late: not what others have to end or connect."""
-    for name in ("TICK_S", "LOOK_S", "PROBE_S", "WAITS_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S", "FREES_S"):
+    for name in ("TICK_S", "LOOK_S", "PROBE_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S"):
         setattr(patience, name, factor * getattr(patience, name))
 
 

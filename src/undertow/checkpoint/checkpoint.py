@@ -17,7 +17,7 @@ from undertow.checkpoint import contents, files
 from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.errors import CheckpointError
 from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.runtime.comm.agreement import gather_bytes
+from undertow.runtime.comm.facts import gather_bytes
 from undertow.runtime.comm.group import GroupRef, OwnGroup
 from undertow.runtime.comm.handles import all_gather
 from undertow.runtime.engine.agreed_errors import require_same_settings, text_of

@@ -12,7 +12,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 
 from undertow.ddp import rpc
 from undertow.errors import PhaseError, require
-from undertow.runtime.peers.guard import over_users
 from undertow.runtime.step.sharded_steps import no_join_with_shards
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
@@ -36,16 +35,13 @@ class UnevenInputs(Join):
             self._joinables[0]._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
     def _get_num_nonjoined_procs(self) -> int:
-        with self._hook.sync._group.waiting("what ranks that have data do next"), over_users(self._hook.sync.process_group):
+        with self._hook.sync._group.waiting("what ranks that have data do next"):
             num_active = int(super()._get_num_nonjoined_procs())  # type: ignore[no-untyped-call]
         self._hook.rescale(num_active)
         return num_active
 
     def _notify_procs_to_terminate(self) -> None:
-        with (
-            self._hook.sync._group.waiting("all ranks, to tell that the data has ended"),
-            over_users(self._hook.sync.process_group),
-        ):
+        with self._hook.sync._group.waiting("all ranks, to tell that the data has ended"):
             super()._notify_procs_to_terminate()  # type: ignore[no-untyped-call]
 
 
@@ -98,7 +94,7 @@ class ShadowHook(JoinHook):
         Returns the rank that buffers follow, or None: rank 0 may have run out of data long ago.
         """
         sync, num_active = self.sync, self.sync.num_ranks
-        with sync._group.waiting("all ranks, to tell them that there is data"), over_users(sync.process_group):
+        with sync._group.waiting("all ranks, to tell them that there is data"):
             work = Join.notify_join_context(joinable)
             if work is not None:
                 work.wait()

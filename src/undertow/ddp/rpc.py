@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
-from undertow.runtime.comm.broadcast import send_in_place
+from undertow.runtime.comm.facts import send_in_place
 from undertow.runtime.engine.engine import Engine
 from undertow.runtime.engine.hooks import is_outermost_forward, remove_all
 from undertow.runtime.torch_private import private

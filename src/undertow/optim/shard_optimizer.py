@@ -13,7 +13,7 @@ from torch import nn
 from undertow.errors import WrongType, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.optim.state import description, params_of, require_elementwise
-from undertow.runtime.comm.agreement import Agreement
+from undertow.runtime.comm.facts import Agreement
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
 
@@ -98,7 +98,7 @@ def shard_optimizer(
     if group.num_ranks > 1:
         states = (optimizer.state.get(param, {}) for param in params_of(optimizer))
         described = [{key: description(value) for key, value in state.items()} for state in states]
-        Agreement(group, settings={"state of the optimizer": described}, params=[], others=[]).require()
+        Agreement(group, settings={"state of the optimizer": described}).require()
     if optimizer.state:
         sharded.load_state_dict(optimizer.state_dict())
         optimizer.state.clear()

@@ -1,6 +1,5 @@
 """An optimizer whose state and work are sharded over ranks."""
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
@@ -35,7 +34,7 @@ from undertow.optim.state import (
     with_copied_scalars,
     with_scalars_in_place,
 )
-from undertow.runtime.comm.agreement import gather_json
+from undertow.runtime.comm.facts import gather_json
 from undertow.runtime.engine.agreed_errors import require_same_settings, text_of
 from undertow.runtime.engine.progress import settings_of
 from undertow.runtime.sharded.layout import Sharding
@@ -451,7 +450,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         states = nobodys | self._full_states(keeps=keeps, device=device) | waiting
         if self._sharding is not None and self._sharding.group.num_ranks > 1:
             mine = text_of(settings_of(self, self._sync._members.names, set(map(id, params_of(self)))))
-            texts = gather_json(self._sync._group, json.dumps(mine).encode())
+            texts = gather_json(self._sync._group, mine)
             require_same_settings(texts, where="ShardedOptimizer.state_dict")
         return states
 

@@ -1,7 +1,6 @@
 """The user's optimizer over this rank's parts of the parameters, and its state: as shards, as whole tensors."""
 
 import copy
-import json
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from torch import Tensor
 
 from undertow.boxes import Box, boxes_of_range
 from undertow.errors import CheckpointError, require
-from undertow.runtime.comm.agreement import gather_json
 from undertow.runtime.comm.collectives import accumulation_dtype
+from undertow.runtime.comm.facts import gather_json
 from undertow.runtime.gradients.binding import strides_of_gradient
-from undertow.runtime.peers.faults import STATE
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart, in_memory_order
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
@@ -381,8 +379,8 @@ def _agreed_descriptions(sharding: Sharding, mine: Mapping[ShardPart, ParamState
     own = {part.param: {key: description(value) for key, value in state.items()} for part, state in mine.items() if state}
     if sharding.group.num_ranks == 1:
         return own
-    with sharding.group.waiting(STATE):
-        of_ranks = gather_json(sharding.group, json.dumps(own).encode(), waits_for="")  # the wait is named inside
+    waits_for = "the state of a ShardedOptimizer, for which every rank must call state_dict()"
+    of_ranks = gather_json(sharding.group, own, waits_for=waits_for)
     return dict(sorted({int(index): state for of_rank in of_ranks for index, state in of_rank.items()}.items()))
 
 

@@ -24,7 +24,7 @@ from undertow.runtime.comm.handles import Handle, ThreadWork, Work
 from undertow.runtime.peers import patience
 from undertow.runtime.peers.faults import Activity, raised
 from undertow.runtime.peers.guard import watch_over
-from undertow.runtime.peers.threads import Worker, break_group
+from undertow.runtime.peers.threads import Worker
 from undertow.runtime.peers.watch import NullWatch
 from undertow.runtime.torch_private import private
 from undertow.schedule import HYBRID
@@ -158,16 +158,17 @@ class OwnGroup:
         if self.num_ranks == 1:
             self._group = weakref.ref(self.user.clone())
             return
+        timeout = self.user.timeout
+        within_s = patience.GROUP_S if timeout is None else timeout.total_seconds()
         if self._within is None:
             self.here.thread = threading.get_ident()  # until another thread trains
-            self.watch = watch_over(self.user.ranks, self.rank, self._limits, self.here)
+            self.watch = watch_over(self.user.ranks, self.rank, self._limits, self.here, within_s=within_s)
         else:
             self.watch = self._within.watch
-        self.watch.groups.append(weakref.ref(self))
+        self.watch.interrupts.append(weakref.WeakMethod(self.interrupt))
         with self.waiting("all ranks, to make a process group"):
             if all_meet or self._within is None:  # so that no rank waits below for one that is gone
-                timeout = self.user.timeout
-                self.watch.meet(patience.GROUP_S if timeout is None else timeout.total_seconds())
+                self.watch.ask("", topic=f"group {len(self.watch.interrupts)}", within_s=within_s)
             self.watch.check()
             self._group = weakref.ref(self._made())
 
@@ -219,10 +220,6 @@ class OwnGroup:
             work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return Pending(self, work, tensor, what)
 
-    def barrier(self) -> None:
-        """Waits until all ranks have called it."""
-        self.complete(dist.barrier(group=self.process_group, async_op=True))
-
     def complete(self, work: Work) -> None:
         """Waits for `work` (on a device: makes the current stream wait); raises its error if it failed.
 
@@ -252,7 +249,7 @@ class OwnGroup:
     def process_group(self) -> dist.ProcessGroup:
         if self._group is None:
             self.open()
-        group = self._group() if self._group is not None and dist.is_initialized() else None  # no call: every message asks
+        group = self.existing()
         if group is None:
             raise PhaseError(
                 "the process group of this model has been destroyed.",
@@ -289,7 +286,7 @@ class OwnGroup:
         with self._destroying:
             group = self.existing()
             if group is not None and watch.fault is not None:
-                break_group(group)  # destroying would otherwise wait for operations in flight
+                private.interrupt(group)  # destroying would otherwise wait for operations in flight
             if group is not None:
                 with contextlib.suppress(ValueError):  # torch forgot it with all others, and a gather has held it until now
                     dist.destroy_process_group(group)
@@ -301,7 +298,7 @@ class OwnGroup:
             users = self.user.group if self.borrowers else None
             if group is not None:
                 for one in filter(None, {group, users}):
-                    break_group(one)
+                    private.interrupt(one)
 
 
 @dataclass(frozen=True, slots=True)

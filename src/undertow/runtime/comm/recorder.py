@@ -18,10 +18,10 @@ from undertow.runtime.comm.handles import Handle
 from undertow.schedule import Op
 from undertow.trace import BucketRecord, StepRecord
 
-_NUM_KEPT_IN_SUMMARY = 64
+_NUM_KEPT = {"off": 0, "summary": 64, "full": None}  # steps
 
 Mark: TypeAlias = Any  # seconds on a host, an event on a device; only the clock that made it can read it
-Event: TypeAlias = Literal["launched", "wait_start", "wait_stop"]
+Event: TypeAlias = Literal["wait_start", "wait_stop"]
 
 
 class HostClock:
@@ -115,7 +115,7 @@ class Recorder:
         self._rank = group.rank
         self.is_on = level != "off"
         self.mark: Callable[[], Mark] = self._clock.mark if self.is_on else float  # of this moment
-        self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT_IN_SUMMARY if level == "summary" else None)
+        self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT[level])
         self._now = _StepMarks(step=0)
         self._gathers: dict[int, BucketMarks] = {}  # since the last step
         self._are_gathers_seen = False
@@ -123,21 +123,18 @@ class Recorder:
         self._round_stop_s = time.perf_counter()
 
     def forward_begins(self) -> None:
-        if not self.is_on:
-            return
         mark = self.mark()
         if self._now.is_synchronized:
             self._step_begins(mark)
         self._now.forwards.append([mark, None])
 
     def forward_ends(self) -> None:
-        if self.is_on and self._now.forwards and self._now.forwards[-1][1] is None:
-            self._now.forwards[-1][1] = self.mark()
+        forwards = self._now.forwards
+        if forwards and forwards[-1][1] is None:
+            forwards[-1][1] = self.mark()
 
     def backward_begins(self, *, generation: int) -> None:
         """Called at the first gradient. A backward is measured from the end of its forward, if there is one."""
-        if not self.is_on:
-            return
         if self._now.is_synchronized:  # a second backward without a forward counts as a separate step
             self._step_begins(self.mark())
         self.in_backward.add(self)
@@ -147,14 +144,12 @@ class Recorder:
         now.backwards.append([forward if forward is not None else self.mark(), None])
 
     def backward_ends(self) -> None:
-        if self.is_on:
-            self._now.backwards[-1][1] = self.mark()
-            self._now.cpu_s = self._clock.cpu_s()
+        self._now.backwards[-1][1] = self.mark()
+        self._now.cpu_s = self._clock.cpu_s()
 
     def gradient_arrives(self, param: int) -> None:
         """Called in some steps only, because it takes time with many parameters."""
-        if self.is_on:
-            self._now.arrivals[param] = self.mark()
+        self._now.arrivals[param] = self.mark()
 
     def forgets_buckets(self) -> None:
         """Discards the buckets launched so far in this step, because they were empty."""
@@ -162,22 +157,17 @@ class Recorder:
 
     def forgets_gathers(self) -> None:
         """Discards recorded gathers, because they belong to another plan than the following steps."""
-        self._gathers, self._are_gathers_seen = {}, False
+        self._gathers = {}
+        self._are_gathers_seen = False
 
     def ready(self, bucket: int, *, num_bytes: int, kind: str) -> BucketMarks:
         """Marks a full bucket; returns the marks of its reduction, into which the caller writes the later ones."""
-        marks = BucketMarks(num_bytes, kind, ready=self.mark())
-        if self.is_on:
-            self._now.buckets[bucket] = marks
+        marks = self._now.buckets[bucket] = BucketMarks(num_bytes, kind, ready=self.mark())
         return marks
 
     def mark_gather(self, bucket: int, event: Event) -> None:
-        """Marks an event of a gather.
-
-        One that was launched before its bucket was stepped is launched again, from another thread, when it starts.
-        """
-        if self.is_on:
-            setattr(self._gathers[bucket], event, self.mark())
+        """Marks an event of a gather."""
+        setattr(self._gathers[bucket], event, self.mark())
 
     def completes(self, marks: BucketMarks, handle: Handle) -> None:
         """Marks the completion of a collective, now or later."""
@@ -186,14 +176,11 @@ class Recorder:
 
     def gather_launches(self, bucket: int, *, num_bytes: int) -> BucketMarks:
         """Records a gather after an optimizer step; it counts for the step whose forward it overlaps. Returns its marks."""
-        mark = self.mark()
-        marks = BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
-        if not self.is_on:
-            return marks
         if self._are_gathers_seen:
-            self._gathers, self._are_gathers_seen = {}, False
+            self.forgets_gathers()
         self._now.gathers_after = self._gathers
-        self._gathers[bucket] = marks
+        mark = self.mark()
+        marks = self._gathers[bucket] = BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
         return marks
 
     def busy_ms(self) -> float:
@@ -203,10 +190,12 @@ class Recorder:
     def round_ends(self, busy_ms: tuple[float, ...]) -> None:
         self._round_stop_s = time.perf_counter()
         self.in_backward.discard(self)
-        if self.is_on and (self._now.forwards or self._now.backwards):
-            self._now.busy_ms, self._now.cpu_s = busy_ms, self._clock.cpu_s() - self._now.cpu_s
-            self._now.is_synchronized = True
-            self._steps.append(self._now)
+        now = self._now
+        if now.forwards or now.backwards:
+            now.busy_ms = busy_ms
+            now.cpu_s = self._clock.cpu_s() - now.cpu_s
+            now.is_synchronized = True
+            self._steps.append(now)
             self._round_stop = self.mark()
 
     def _step_begins(self, mark: Mark) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, groups_in_order, plan_from_groups, plan_in_order
-from undertow.runtime.comm.agreement import Agreement, surroundings
 from undertow.runtime.comm.comm_hook import CommHook
+from undertow.runtime.comm.facts import Agreement, surroundings
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.engine.agreed_errors import (

@@ -45,8 +45,9 @@ class Engine:
         self.is_accumulating = False  # a backward that runs now only accumulates
         self.is_closed = False
         self.recorder = recorder
-        self.progress = Progress()
-        group.here.progress = self.progress  # read by other threads, which must not keep the engine alive
+        progress = self.progress = Progress()
+        # Called by other threads, which must not keep the engine alive.
+        group.here.steps = lambda: (progress.num_rounds, progress.has_begun)
         self._round: Round | None = None  # the one under way
         # After a backward that has failed, the next gradient looks whether there is a round.
         self._end = OutermostEnd(self._launch_rest, lambda: self.current_plan.hooks.arrivals.forget_traversal())

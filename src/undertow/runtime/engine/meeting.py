@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undertow.runtime.comm.agreement import Agreement
-from undertow.runtime.comm.broadcast import send_in_place
+from undertow.runtime.comm.facts import Agreement, send_in_place
 from undertow.runtime.comm.group import Pending
 from undertow.runtime.engine.agreed_errors import require_sound, started_unlike
 from undertow.runtime.engine.current_plan import CurrentPlan

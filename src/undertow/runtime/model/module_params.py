@@ -14,8 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import ParamSpec
-from undertow.runtime.comm.agreement import Agreement
-from undertow.runtime.comm.broadcast import CommonBuffers, Place, why_not_sent
+from undertow.runtime.comm.facts import Agreement, CommonBuffers, Place, why_not_sent
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.torch_private import private, tables
 

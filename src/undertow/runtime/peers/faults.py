@@ -1,4 +1,4 @@
-"""Faults and activities of ranks, as values and as text; no torch, no sockets."""
+"""Faults and activities of ranks, as values and as text."""
 
 import contextlib
 import logging
@@ -7,20 +7,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol, TypedDict
+from typing import Any
 
-from undertow.errors import CheckpointError, NonFiniteGradient, PeerFailed, RankLost, StallTimeout, UndertowError
+from torch import nn
+
+from undertow.errors import NonFiniteGradient, PeerFailed, RankLost, StallTimeout, UndertowError
 from undertow.foreign import printable_lines
 
 _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
-_MAX_TEXT = 2000  # limit on the characters of an error or a stack that are sent
-_UNKNOWN, _NO_MODEL = -1, -2  # special values of the number of synchronizations
-STATE = "the state of a ShardedOptimizer, for which every rank must call state_dict()"  # the name of a wait
-_KINDS = {kind.__name__: kind for kind in (CheckpointError, NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
+_MAX_TEXT = 2000  # limit on the characters of an error that are sent
+_KINDS = {kind.__name__: kind for kind in (NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
 # Parts of a file's path, and the activity of a thread that runs its code.
 _ACTIVITIES = {
     "/torch/utils/data/": "loading data",
@@ -50,55 +50,55 @@ class Fault:
         return {"error": self.kind.__name__, "what": self.what, "remedy": self.remedy, "told": self.told}
 
 
-class State(TypedDict):
-    """A rank's own report of its activity."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A rank's own report of its activity, to ranks that have waited for long."""
 
-    rank: int
-    step: int  # completed synchronizations; negative if unknown
-    doing: str
-    waits_for: str  # the wait of the group in question; empty if the rank does not wait
+    waits_for: str  # the name of its wait; empty if it does not wait
     waited_s: float
-    stack: list[str]
-
-
-class Progress(Protocol):
-    """How far the training of a model is."""
-
-    num_rounds: int  # synchronizations that this rank has completed
-
-    @property
-    def has_begun(self) -> bool:
-        """True if a step has begun since the last one."""
+    text: str  # what it does, in one line or several
 
 
 @dataclass(slots=True)
 class Activity:
     """The training of one model in this process. The training thread writes its part; a query from another rank reads it."""
 
-    progress: Progress | None = None
-    module: Callable[[], Any] | None = None  # a weak reference
+    steps: Callable[[], tuple[int, bool]] = lambda: (0, True)  # completed synchronizations; True if a step has begun since
+    module: Callable[[], nn.Module | None] = lambda: None  # a weak reference
     thread: int = field(default_factory=threading.get_ident)  # the training thread as far as known: this one until another trains
     wait: tuple[str, float] = "", 0.0  # its name, and when it began; without a name if this rank does not wait
 
     def num_steps(self) -> int:
-        return 0 if self.progress is None else self.progress.num_rounds
-
-    def is_idle(self) -> bool:
-        return self.progress is not None and not self.progress.has_begun
+        return self.steps()[0]
 
     def waited_s(self) -> float:
         waits_for, since_s = self.wait
         return time.monotonic() - since_s if waits_for else 0.0
 
-    def state(self, rank: int) -> State:
-        step, waits_for, waited_s = self.num_steps(), self.wait[0], self.waited_s()
-        frames, model, names = frames_of(self.thread), self.module and self.module(), dict[int, str]()
+    def answer(self, rank: int) -> Answer:
+        step, has_begun = self.steps()
+        head = f"rank {rank}: synchronization {step}, "
+        waits_for, since_s = self.wait
+        if waits_for:
+            return Answer(waits_for, time.monotonic() - since_s, f"{head}waits for {waits_for}")
+        names = dict[int, str]()
+        model = self.module()
         with contextlib.suppress(RuntimeError):  # the model may be changing at this moment
             names = {} if model is None else {id(module): name for name, module in model.named_modules()}
-        doing = activity(frames, names)
-        if self.is_idle():
-            doing += f", no training forward since synchronization {step}" if step else ", no training forward yet"
-        return State(rank=rank, step=step, doing=doing, waits_for=waits_for, waited_s=waited_s, stack=stack_lines(frames))
+        idle = ""
+        if not has_begun:
+            idle = f", no training forward since synchronization {step}" if step else ", no training forward yet"
+        return Answer("", 0.0, head + _described(self.thread, names, idle))
+
+
+def without_model(rank: int, thread: int) -> Answer:
+    """The answer of a rank that was asked about a model it has not created; its script runs in `thread`."""
+    return Answer("", 0.0, f"rank {rank}: has made no such wrapper, {_described(thread, {})}")
+
+
+def _described(thread: int, names: Mapping[int, str], more: str = "") -> str:
+    frames = frames_of(thread)
+    return "\n    ".join((activity(frames, names) + more, *stack_lines(frames)))
 
 
 def failed(rank: int, error: BaseException) -> Fault:
@@ -163,28 +163,6 @@ def never_came(ranks: Sequence[int], waited_s: float) -> Fault:
     )
 
 
-def gathers_alone(rank: int, *, missed_by: int, told: str = "") -> Fault:
-    """A rank gathers the state of an optimizer while another one continues to train, or has left."""
-    return Fault(
-        CheckpointError,
-        f"rank {rank} called state_dict() of a ShardedOptimizer, which gathers it from every rank, and rank {missed_by} did not.",
-        "Call it on every rank. Before a framework calls it on one rank only, call consolidate_state_dict() on every rank.",
-        told=told,
-    )
-
-
-def stopped(rank: int) -> State:
-    """The state that a neighbor reports for a rank that cannot answer."""
-    return State(rank=rank, step=_UNKNOWN, doing="stopped by a signal", waits_for="", waited_s=0.0, stack=[])
-
-
-def without_model(rank: int, thread: int) -> State:
-    """The state of a rank that was asked about a model it has not created; its script runs in `thread`."""
-    frames = frames_of(thread)
-    doing = f"has made no such wrapper, {activity(frames, {})}"
-    return State(rank=rank, step=_NO_MODEL, doing=doing, waits_for="", waited_s=0.0, stack=stack_lines(frames))
-
-
 def raised() -> BaseException | None:
     """Returns the exception that this thread is leaving with, or None if the script ends normally."""
     error = sys.exc_info()[1]
@@ -193,30 +171,28 @@ def raised() -> BaseException | None:
     return error
 
 
-def late_ranks(asking: State, states: Mapping[int, State], *, ranks: Collection[int]) -> set[int]:
-    """Returns the ranks that do not wait like the asking one."""
-    return {rank for rank in ranks if rank != asking["rank"] and (rank not in states or not states[rank]["waits_for"])}
+def late_ranks(answers: Mapping[int, Answer], *, num_ranks: int) -> set[int]:
+    """Returns the ranks that do not wait, or do not answer."""
+    return {rank for rank in range(num_ranks) if rank not in answers or not answers[rank].waits_for}
 
 
-def stall_text(asking: State, states: Mapping[int, State], gone: Mapping[int, str], *, ranks: Collection[int]) -> str:
-    """Describes each rank's wait or activity; ranks with the same states produce the same text."""
-    late = late_ranks(asking, states, ranks=ranks)
+def stall_text(answers: Mapping[int, Answer], gone: Mapping[int, str], *, num_ranks: int) -> str:
+    """Describes each rank's wait or activity, if one waits; ranks with the same answers produce the same text."""
+    late = late_ranks(answers, num_ranks=num_ranks)
+    waiting = set(range(num_ranks)) - late
+    if not waiting:
+        return ""
+    first = max(waiting, key=lambda rank: answers[rank].waited_s)
     late = late - gone.keys() or late
-    are_without = all(rank in states and states[rank]["step"] == _NO_MODEL for rank in late)
-    how = "has made no such wrapper" if are_without else "has not come"
-    named = f"rank {', '.join(map(str, sorted(late)))} {how}" if late else "all ranks wait, for different things"
-    lines = [f"rank {asking['rank']} has waited {asking['waited_s']:.0f} s for {asking['waits_for']}: {named}."]
-    for rank in ranks:
-        state = states.get(rank)
+    named = f"rank {', '.join(map(str, sorted(late)))} has not come" if late else "all ranks wait, for different things"
+    lines = [f"rank {first} has waited {answers[first].waited_s:.0f} s for {answers[first].waits_for}: {named}."]
+    for rank in range(num_ranks):
         if rank in gone:
             lines.append(gone[rank])
-        elif state is None:
-            lines.append(f"rank {rank}: no answer; it is stopped, out of reach, or in a call that keeps Python from running")
-        elif state["waits_for"]:
-            lines.append(f"rank {rank}: synchronization {state['step']}, waits for {state['waits_for']}")
+        elif rank in answers:
+            lines.append(answers[rank].text)
         else:
-            step = f"synchronization {state['step']}, " if state["step"] >= 0 else ""
-            lines += [f"rank {rank}: {step}{state['doing']}", *(f"  {line}" for line in state["stack"])]
+            lines.append(f"rank {rank}: no answer; it is stopped, out of reach, or in a call that keeps Python from running")
     return "\n  ".join(lines)
 
 
@@ -250,16 +226,10 @@ def fault_from(message: Mapping[str, Any]) -> Fault:
     return Fault(_KINDS[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"]))
 
 
-def state_from(message: Mapping[str, Any]) -> State:
-    """Parses another rank's state; raises ValueError, TypeError or KeyError if it is malformed."""
-    return State(
-        rank=int(message["rank"]),
-        step=int(message["step"]),
-        doing=str(message["doing"])[:_MAX_TEXT],
-        waits_for=str(message["waits_for"])[:_MAX_TEXT],
-        waited_s=float(message["waited_s"]),
-        stack=[str(line)[:200] for line in message["stack"][:_NUM_FRAMES]],
-    )
+def answer_from(message: Mapping[str, Any]) -> Answer:
+    """Parses another rank's answer; raises ValueError, TypeError or KeyError if it is malformed."""
+    waits_for = str(message["waits_for"])[:_MAX_TEXT]
+    return Answer(waits_for, float(message["waited_s"]), str(message["text"])[: 2 * _MAX_TEXT])
 
 
 def tell(text: str) -> None:

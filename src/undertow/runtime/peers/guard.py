@@ -1,4 +1,4 @@
-"""The process's one thread that watches: it sleeps until a neighbor sends, a neighbor dies, or a wait is long.
+"""The process's one thread that watches: it sleeps until a neighbor sends or dies, and looks at all waits now and then.
 
 watch_over     makes the watch of a new model; the first one of these ranks connects them
 over_users     context: a wait over a group of the user's
@@ -12,12 +12,12 @@ import logging
 import multiprocessing.util
 import os
 import selectors
-import socket
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -27,24 +27,21 @@ from undertow.errors import RankLost, UndertowError
 from undertow.runtime.peers import faults, patience
 from undertow.runtime.peers.connections import connect_ring
 from undertow.runtime.peers.faults import Activity
-from undertow.runtime.peers.threads import FREEING
+from undertow.runtime.peers.threads import end_workers
 from undertow.runtime.peers.watch import NullWatch, Ring, Watch
 from undertow.runtime.torch_private import private
 
 _log = logging.getLogger("undertow")
 
 
-def watch_over(ranks: tuple[int, ...], rank: int, limits: SyncConfig, here: Activity) -> Watch | NullWatch:
+def watch_over(ranks: tuple[int, ...], rank: int, limits: SyncConfig, here: Activity, *, within_s: float) -> Watch | NullWatch:
     """Registers a new model of `ranks` of the world; this is rank `rank` of them. A collective call.
 
     Returns a NullWatch if the ranks cannot connect. Raises RankLost if a rank has died earlier, and
-    StallTimeout if one does not arrive within the timeout of process groups.
+    StallTimeout if one does not arrive in time.
     """
-    apart = GUARD.apart.get(ranks)
-    if apart is not None and apart() is dist.group.WORLD:  # they have tried before
-        return NullWatch()
-    ring = GUARD.ring_of(ranks, dist.group.WORLD) or _new_ring(ranks, rank, limits)
-    if ring is None:
+    ring = GUARD.ring_of(ranks) or _new_ring(ranks, rank, limits, min(limits.stall_timeout_s, within_s))
+    if ring.is_apart:
         return NullWatch()
     watch = ring.join(limits, here)
     watch.check()
@@ -58,71 +55,72 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
     This works if a model is synchronized over the same ranks. Without a name in `what`, the wait may
     take any time and no rank counts as late.
     """
-    ring = None if group is None else GUARD.ring_of(tuple(dist.get_process_group_ranks(group)), dist.group.WORLD)
+    ring = None if group is None else GUARD.ring_of(tuple(dist.get_process_group_ranks(group)))
     watch = None if ring is None else next(iter(ring.watches.values()), None)
-    if ring is None or watch is None:
+    if group is None or watch is None:
         yield
         return
-    watch.borrowed, before = group, watch.borrowed
+
+    def interrupt() -> Callable[[], None]:
+        return partial(private.interrupt, group)
+
+    watch.interrupts.append(interrupt)
     try:
-        for fault in watch.failures():  # after the assignment, so that later failures interrupt the group
-            ring.latch(fault, watch)
         watch.check()
         with watch.waiting(what):
             yield
     finally:
-        watch.borrowed = before
+        watch.interrupts.remove(interrupt)
 
 
-def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig) -> Ring | None:
+def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, patience_s: float) -> Ring:
     where = f"the making of a process group, rank {rank}"
-    of_groups = None if dist.group.WORLD is None else private.timeout_of(dist.group.WORLD)
-    patience_s = min(limits.stall_timeout_s, patience.GROUP_S if of_groups is None else of_groups.total_seconds())
-    began_s = told_s = time.monotonic()
+    began_s = time.monotonic()
+    told_s = 0.0
 
     def look(late: Sequence[int]) -> None:
         """Raises if one of the ranks that have not arrived is gone, or the time has passed."""
         nonlocal told_s
-        now_s = time.monotonic()
+        waited_s = time.monotonic() - began_s
         for other in late:
             if private.is_gone(ranks[other]):
                 raise faults.lost(other).error(where)
-        if now_s - began_s > patience_s and not store.check([over]):
+        if waited_s > patience_s and not store.check([over]):
             store.set(over, json.dumps(list(late)))  # tells ranks that arrive later that the others have given up
         if store.check([over]):
             raise faults.never_came(json.loads(store.get(over)), patience_s).error(where)
-        if now_s - told_s > limits.stall_warning_s:
-            told_s, named = now_s, ", ".join(map(str, late))
-            faults.tell(f"rank {rank} has waited {now_s - began_s:.0f} s for rank {named} to synchronize a model.")
+        if waited_s > told_s + limits.stall_warning_s:
+            told_s = waited_s
+            named = ", ".join(map(str, late))
+            faults.tell(f"rank {rank} has waited {waited_s:.0f} s for rank {named} to synchronize a model.")
 
     try:
         store, name = private.default_store(), f"undertow/ring/{'_'.join(map(str, ranks))}"
         key = f"{name}/{store.add(f'{name}/tries/{rank}', 1)}"
         over = f"{key}/over"
         look(())
-        neighbors, reason = connect_ring(store, key, rank=rank, num_ranks=len(ranks), look=look)
+        neighbors = connect_ring(store, key, rank=rank, num_ranks=len(ranks), look=look)
     except UndertowError:
         raise
+    except ConnectionError as error:
+        neighbors = []
+        _warn(rank, error)
     except RuntimeError as error:  # from the store
         raise RankLost(
             "the store that connects the ranks is gone, most likely because the rank that served it has ended.",
             where=where,
             remedy="Find out why that process ended, often rank 0's, and start again.",
         ) from error
-    if reason:
-        GUARD.apart[ranks] = weakref.ref(dist.group.WORLD)  # the same on every rank
-        _warn(rank, reason)
-        return None
-    ring = Ring(neighbors, rank=rank, num_ranks=len(ranks), wake=GUARD.wake)
+    ring = Ring(neighbors, rank=rank, num_ranks=len(ranks))
     GUARD.adopt(ranks, ring, dist.group.WORLD)
     return ring
 
 
-def _warn(rank: int, reason: str) -> None:
+def _warn(rank: int, error: ConnectionError) -> None:
     """Says once, on rank 0, that the ranks train on without a watch."""
     if rank == 0:
         faults.tell(
-            f"the ranks do not watch over each other: {reason}.\n"
+            f"the ranks do not watch over each other: {error}.\n"
             "  Training continues, and lost ranks are found by the backend and its timeout alone.\n"
             "  Allow TCP connections between all ranks, on any port, or name the interface that "
             "connects them in GLOO_SOCKET_IFNAME."
@@ -135,28 +133,19 @@ class Guard:
     def __init__(self) -> None:
         # Each ring ends with torch.distributed's default group.
         self._rings: dict[tuple[int, ...], tuple[Ring, weakref.ref[Any]]] = {}
-        self.apart: dict[tuple[int, ...], weakref.ref[Any]] = {}  # ranks that could not connect, with the same group
         self._is_over = False
         self._thread: threading.Thread | None = None
-        self._selector: selectors.BaseSelector | None = None
-        self._wakes: tuple[socket.socket, ...] = ()  # a byte into the second one wakes the thread
 
-    def ring_of(self, ranks: tuple[int, ...], world: object) -> Ring | None:
+    def ring_of(self, ranks: tuple[int, ...]) -> Ring | None:
         """Returns the ring of these ranks, or None if torch.distributed was initialized again since it was made."""
         ring, of_world = self._rings.get(ranks, (None, None))
-        return ring if of_world is not None and of_world() is world else None
+        return ring if of_world is not None and of_world() is dist.group.WORLD else None
 
     def adopt(self, ranks: tuple[int, ...], ring: Ring, world: object) -> None:
         if self._thread is None:
             self._begin()
         self._end(ranks)
         self._rings[ranks] = ring, weakref.ref(world, lambda _: self._end(ranks))
-        self.wake()
-
-    def wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it wakes anyway
-            for waking in self._wakes[1:]:
-                waking.send(b"\0")
 
     def leave(self, error: BaseException | None) -> None:
         for ring, _ in list(self._rings.values()):
@@ -173,15 +162,9 @@ class Guard:
             neighbors, ring.neighbors = ring.neighbors, []
         for neighbor in neighbors:
             neighbor.finish(patience.FLUSH_S)
-        FREEING.finish()
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._listen, name="undertow-guard", daemon=True)
-        selector, wakes = selectors.DefaultSelector(), socket.socketpair()
-        for end in wakes:
-            end.setblocking(False)
-        selector.register(wakes[0], selectors.EVENT_READ)
-        self._selector, self._wakes = selector, wakes
         thread.start()
         self._thread = thread
         if hasattr(os, "register_at_fork"):
@@ -208,77 +191,50 @@ class Guard:
         sys.excepthook, threading.excepthook = process_ends, thread_ends
 
     def _at_exit(self) -> None:
+        end_workers()
         self.leave(faults.raised())
-        for watch in self._watches():
-            if watch.fault is not None:  # the process may abort if broken groups still exist when it ends
-                # An error in one group must not stop the rest of the exit.
-                with contextlib.suppress(RuntimeError, ValueError):
-                    watch.destroy()
-        for ranks in list(self._rings):
-            self._end(ranks)
         self._is_over = True
-        self.wake()
+        for ranks in list(self._rings):
+            self._end(ranks)  # this wakes the thread
         if self._thread is not None:
             self._thread.join(patience.FLUSH_S)
 
     def _forget(self) -> None:
-        """Closes all connections in a child process, which would keep them open after its parent has ended.
-
-        The selector is closed as it is: its list in the kernel is the parent's too.
-        """
+        """Closes all connections in a child process, which would keep them open after its parent has ended."""
         for ring, _ in self._rings.values():
             for neighbor in ring.neighbors:
-                neighbor.forget()
+                neighbor.close()
             ring.neighbors = []
-        for waking in self._wakes:
-            waking.close()
-        if self._selector is not None:
-            self._selector.close()
         self.__init__()  # type: ignore[misc]  # the thread does not exist in the child
 
     def _watches(self) -> list[Watch]:
         return [watch for ring, _ in list(self._rings.values()) for watch in list(ring.watches.values())]
 
     def _listen(self) -> None:
-        selector = self._selector
-        assert selector is not None
         while not self._is_over:
             try:
-                self._listen_once(selector)
+                self._listen_once()
             except Exception:
                 _log.exception("the thread that listens to other ranks continues after an error.")
                 time.sleep(patience.ANSWERS_S)
 
-    def _listen_once(self, selector: selectors.BaseSelector) -> None:
-        self._register(selector)
-        pause_s = min((watch.pause_s() for watch in self._watches()), default=None)  # for ever, if nothing is trained
-        for key, events in selector.select(pause_s):
-            if key.data is None:
-                with contextlib.suppress(OSError):
-                    self._wakes[0].recv(4096)
-                continue
+    def _listen_once(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for ring, _ in list(self._rings.values()):
+                for neighbor in tuple(ring.neighbors):
+                    neighbor.flush()
+                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if neighbor.has_unsent else 0)
+                    with contextlib.suppress(ValueError):  # another thread has closed it
+                        selector.register(neighbor, events, (ring, neighbor))
+            ready = selector.select(patience.TICK_S)
+        for key, _ in ready:
             ring, neighbor = key.data
-            if events & selectors.EVENT_WRITE:
-                neighbor.flush()
-            if events & selectors.EVENT_READ:
-                messages, is_there = neighbor.receive()
-                if not is_there:
-                    selector.unregister(neighbor)
-                    neighbor.close()
-                ring.hear(neighbor, messages, is_there)
+            messages, is_there = neighbor.receive()
+            if not is_there:
+                neighbor.close()
+            ring.hear(neighbor, messages, is_there)
         for watch in self._watches():
             watch.look()
-
-    def _register(self, selector: selectors.BaseSelector) -> None:
-        """Has the selector know all connections, and those that wait for room to send."""
-        for ring, _ in list(self._rings.values()):
-            for neighbor in tuple(ring.neighbors):
-                events = selectors.EVENT_READ
-                if neighbor.has_unsent:
-                    events |= selectors.EVENT_WRITE
-                is_known = neighbor in selector.get_map()
-                place = selector.modify if is_known else selector.register
-                place(neighbor, events, (ring, neighbor))
 
 
 GUARD = Guard()  # one for the process, like sys.excepthook

@@ -4,13 +4,12 @@ They are read at their use, as `patience.ANSWERS_S`, so that tests can shorten t
 """
 
 # Checks.
-TICK_S = 2.0  # at most, between two checks of how long this rank has waited
+TICK_S = 0.25  # between two checks of how long this rank has waited
 LOOK_S = 0.25  # between two checks during a wait whether a rank is gone; the second one counts
 PROBE_S = 2.0  # between two checks whether a rank that has not arrived at a meeting exists at all
 EXIT_LOOK_S = 0.1  # between two checks at process exit whether another rank is lost
 
 # Actions of a waiting rank.
-WAITS_S = 1.0  # after that, a rank that gathers an optimizer's state may be waiting for this one
 ANSWERS_S = 1.0  # for ranks to report their activity
 VERDICT_S = 5.0  # from a broken connection until it is known which rank is gone
 ENDS_S = 2.0  # grace period after another rank ended with an UndertowError: this rank may be about to raise the same
@@ -22,5 +21,4 @@ PROOF_S = 0.5  # for a connection to send its proof, which a rank does at once
 GROUP_S = 1800.0  # in a group without a timeout
 FLUSH_S = 1.0  # for neighbors to take the last messages
 EXIT_S = 1.0  # for a thread to end when another rank is lost and the process ends
-FREES_S = 0.5  # for gloo to free broken groups when the process ends
 LINK_S = 5.0  # for an emulated group to finish its messages in flight when it closes

@@ -75,7 +75,7 @@ def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
     for row, num_bytes in zip(times, _SIZES, strict=True):
         part = tensor[: num_bytes // 4]
         for at in range(-1, _NUM_TIMES):  # the first one allocates memory for the others
-            group.barrier()
+            group.all_reduce(times[0, 0].to(group.device))  # all begin at the same time
             began_s = time.perf_counter()
             reducer.reduce(part).wait()
             if group.device.type == "cuda":

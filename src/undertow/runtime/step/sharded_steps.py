@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, require
-from undertow.runtime.comm.agreement import Agreement
+from undertow.runtime.comm.facts import Agreement
 from undertow.runtime.engine.engine import Engine
 from undertow.runtime.sharded.gathers import ForwardWaits
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
@@ -53,7 +53,7 @@ class ShardedSteps:
         group = self._engine.current_plan.group
         if group.num_ranks > 1:
             described = {"there is an earlier ShardedOptimizer": earlier is not None, **settings, **self._config.to_dict()}
-            Agreement(group, settings=described, params=[], others=[]).require()
+            Agreement(group, settings=described).require()
         if earlier is not None:
             raise ConfigError(
                 f"this model has a ShardedOptimizer already, of {self._stepper_class}: its gradients are cut into "

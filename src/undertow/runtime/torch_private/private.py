@@ -153,25 +153,18 @@ def is_gone(rank: int) -> bool:
 def interrupt(group: dist.ProcessGroup) -> None:
     """Makes all operations in flight over a group of Undertow's fail, here and then on the other ranks; breaks the group.
 
-    When a gloo receive times out, gloo closes all connections of its group.
+    When a gloo receive times out, gloo closes all connections of its group. The group is never freed then, because freeing it
+    may last until its timeout: if the other rank is gone, a message that gloo could not write never fails, its collective never
+    ends, and the destructor waits for it.
     """
     gloo = _gloo_of(group)
     with contextlib.suppress(RuntimeError):
         if gloo is not None:
+            backend = gloo._get_backend(torch.device("cpu"))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
             gloo.recv_anysource([torch.zeros(1)], _NOBODYS_TAG).wait(timedelta(milliseconds=1))
         else:
             group.abort()
-
-
-def held_by_gloo(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, object] | None:
-    """Returns the gloo group and the object that joins its threads when the last reference is dropped, or None."""
-    gloo = _gloo_of(group)
-    return None if gloo is None else (gloo, gloo._get_backend(torch.device("cpu")))
-
-
-def keep_for_ever(held: object) -> None:
-    """Keeps an object alive forever, because freeing it would block."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 def _connects_lazily() -> bool:

@@ -4,11 +4,8 @@ import contextlib
 import os
 import random
 import re
-import signal
 import socket
-import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,7 +31,7 @@ def over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def pair() -> Iterator[tuple[Connection, Connection]]:
     first, second = socket.socketpair()
-    connections = Connection(first, 1), Connection(second, 0, os.getpid())
+    connections = Connection(first, 1), Connection(second, 0)
     yield connections
     for connection in connections:
         connection.close()
@@ -46,7 +43,10 @@ def made(num_ranks: int, *, ranks: Sequence[int] | None = None, look: Any = lamb
 
     def rank(number: int) -> tuple[list[Connection], str]:
         store = dist.FileStore(str(path), num_ranks)
-        return connect_ring(store, "ring", rank=number, num_ranks=num_ranks, look=look)
+        try:
+            return connect_ring(store, "ring", rank=number, num_ranks=num_ranks, look=look), ""
+        except ConnectionError as error:
+            return [], str(error)
 
     with ThreadPoolExecutor(num_ranks) as threads:
         return list(threads.map(rank, range(num_ranks) if ranks is None else ranks))
@@ -133,7 +133,6 @@ def test_a_firewall_that_drops_everything_leaves_all_without_a_ring(monkeypatch:
 def test_a_rank_that_nobody_reaches_waits_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "CONNECT_S", 0.05)
     monkeypatch.setattr(module, "_connected", lambda _: MagicMock())  # it is taken, and never arrives
-    monkeypatch.setattr(module, "_brings", lambda *_: True)
     for neighbors, reason in made(2):
         assert neighbors == []
         assert re.fullmatch(r"rank 1 is not reached at 127\.0\.0\.1 port \d+ by the rank before it", reason)
@@ -193,23 +192,15 @@ def test_several_strangers_keep_nobody_for_long(monkeypatch: pytest.MonkeyPatch)
         link.close()
 
 
-def answers(service: socket.socket) -> None:
-    with service.accept()[0] as link:
-        link.recv(100)
-        link.sendall(b"220 mail.example ESMTP, ready at once\r\n")
-
-
 def test_another_service_at_the_address_of_a_rank_is_no_neighbor(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = socket.create_connection
+    monkeypatch.setattr(patience, "CONNECT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as service:
         monkeypatch.setattr(socket, "create_connection", lambda _, within_s: connect(service.getsockname(), within_s))
-        thread = threading.Thread(target=answers, args=(service,))
-        thread.start()
         ends = made(2)
-        thread.join()
     for neighbors, reason in ends:
         assert neighbors == []
-        assert re.fullmatch(r"rank 0 cannot connect to rank 1 at 127\.0\.0\.1 port \d+: that is not a rank of this run", reason)
+        assert re.fullmatch(r"rank 1 is not reached at 127\.0\.0\.1 port \d+ by the rank before it", reason)
 
 
 # How ranks meet.
@@ -257,7 +248,7 @@ ROUTES = {"": "", "node-0": "10.0.0.7", "own-name": "127.0.1.1", "localhost": "1
     [
         pytest.param("node-0", "192.168.1.7", "10.0.0.7", id="on the way to the store"),
         pytest.param("own-name", "192.168.1.7", "192.168.1.7", id="a name of its own that only it reaches"),
-        pytest.param("own-name", "", "127.0.1.1", id="without a network"),
+        pytest.param("own-name", "", "127.0.0.1", id="without a network"),
         pytest.param("localhost", "192.168.1.7", "127.0.0.1", id="one machine, by name"),
         pytest.param("127.0.0.1", "192.168.1.7", "127.0.0.1", id="one machine"),
         pytest.param("", "192.168.1.7", "192.168.1.7", id="a store without a host"),
@@ -278,9 +269,9 @@ def test_the_address_is_the_one_on_the_way_to_the_store(
         ("lo", "", "127.0.0.1"),
         ("lo,eth7", "=eth7", "127.0.0.1"),
         ("", "lo", "127.0.0.1"),
-        ("", "l", "127.0.0.1"),
         ("", "=lo", "127.0.0.1"),
         ("", "^lo,docker0", "10.0.0.7"),
+        ("eth71", "", "10.0.0.7"),
         ("", "", "10.0.0.7"),
     ],
 )
@@ -289,14 +280,6 @@ def test_a_variable_names_the_interface(gloo: str, nccl: str, expected: str, mon
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
     monkeypatch.setattr(module, "_address_towards", lambda _: "10.0.0.7")
     assert own_address("node-0") == expected
-
-
-@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
-def test_an_interface_that_is_not_there_is_said_to_have_no_address(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setenv(variable, "eth71")
-    with pytest.raises(OSError, match="the interface 'eth71', of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, has no address"):
-        own_address("localhost")
 
 
 def test_the_host_of_a_store_is_found_behind_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +294,7 @@ def test_the_host_of_a_store_is_found_behind_prefixes(monkeypatch: pytest.Monkey
 
 def test_messages_come_whole_and_in_order(pair: tuple[Connection, Connection]) -> None:
     sent = [b"%d" % number * 5000 for number in range(10)]
-    for message in (b"x" * (1 << 17), *sent):  # one that is too long is not sent
+    for message in sent:
         pair[0].send(message)
     assert received(pair[1], len(sent)) == sent
     assert pair[1].receive() == ([], True)
@@ -327,24 +310,12 @@ def test_the_end_of_a_connection_is_read_after_its_last_words(pair: tuple[Connec
     assert not second.has_unsent
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_bytes_that_make_no_sense_are_no_messages_and_the_end_is_still_seen(
-    seed: int, pair: tuple[Connection, Connection]
-) -> None:
-    first, second = pair
-    first.send(b"a")
-    first._unsent += b"\xff" + random.Random(seed).randbytes(5000)
-    first.send(b"b")
-    first.finish(30.0)
-    assert (until_the_end(second), len(second._received)) == ([b"a"], module._LENGTH.size)
-
-
 def test_a_neighbor_that_does_not_read_misses_messages_and_no_more(pair: tuple[Connection, Connection]) -> None:
     first, second = pair
     sent = [b"%d" % number * 10_000 for number in range(100, 1100)]
     for message in sent:
         first.send(message)
-    assert len(first._unsent) < module._MAX_UNSENT + module._MAX_MESSAGE
+    assert len(first._unsent) < module._MAX_UNSENT + 100_000
     messages = list[bytes]()
     while first.has_unsent:
         first.flush()
@@ -373,25 +344,10 @@ def test_a_message_in_the_middle_of_another_one_follows_it(pair: tuple[Connectio
     assert received(second, 2) == [b"first", b"in between"]
 
 
-def test_a_process_that_is_stopped_is_seen_to_be(pair: tuple[Connection, Connection]) -> None:
-    sleeping = subprocess.Popen(["sleep", "600"])
-    first, second = pair
-    try:
-        sleeping.send_signal(signal.SIGSTOP)
-        os.waitpid(sleeping.pid, os.WUNTRACED)
-        first._process = sleeping.pid
-        assert (first.is_stopped(), second.is_stopped()) == (True, False)  # the second is this process
-        second._process = None
-        assert not second.is_stopped()
-    finally:
-        sleeping.kill()
-        sleeping.wait()
-
-
 def test_a_child_that_closes_its_copy_leaves_the_connection_open(pair: tuple[Connection, Connection]) -> None:
     first, second = pair
     if (child := os.fork()) == 0:
-        first.forget()
+        first.close()
         os._exit(0)
     os.waitpid(child, 0)
     first.send(b"still here")

@@ -5,7 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,15 +18,19 @@ from support.project import ROOT
 from undertow import PeerFailed, RankLost, StallTimeout
 from undertow.runtime.engine.checks import Finding, mismatch
 from undertow.runtime.peers import faults
-from undertow.runtime.peers.faults import State
+from undertow.runtime.peers.faults import Answer
 
-ASKING = State(rank=0, step=7, doing="", waits_for="bucket 2 ('a', 'b')", waited_s=31.4, stack=[])
-LATE = State(rank=1, step=7, doing="loading data", waits_for="", waited_s=0.0, stack=["train.py, line 4, in rows"])
-WAITING: State = {**ASKING, "rank": 2, "waited_s": 30.0}
+
+def waiting(rank: int, waited_s: float, waits_for: str = "bucket 2 ('a', 'b')") -> Answer:
+    return Answer(waits_for, waited_s, f"rank {rank}: synchronization 7, waits for {waits_for}")
+
+
+LATE = Answer("", 0.0, "rank 1: synchronization 7, loading data\n    train.py, line 4, in rows")
+WAITING = {0: waiting(0, 31.4), 2: waiting(2, 30.0)}
 
 
 def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
-    assert faults.stall_text(ASKING, {0: ASKING, 1: LATE, 2: WAITING}, {4: "rank 4 has left: so it is."}, ranks=range(5)) == (
+    assert faults.stall_text({1: LATE, **WAITING}, {4: "rank 4 has left: so it is."}, num_ranks=5) == (
         "rank 0 has waited 31 s for bucket 2 ('a', 'b'): rank 1, 3 has not come.\n"
         "  rank 0: synchronization 7, waits for bucket 2 ('a', 'b')\n"
         "  rank 1: synchronization 7, loading data\n"
@@ -39,26 +43,23 @@ def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
 
 def test_a_report_says_where_all_wait_for_different_things() -> None:
     told = "rank 0 has waited 31 s for bucket 2 ('a', 'b'): all ranks wait, for different things.\n"
-    assert faults.stall_text(
-        ASKING, {0: ASKING, 1: {**WAITING, "rank": 1, "waits_for": "the norm of all gradients"}}, {}, ranks=range(2)
-    ).startswith(told)
+    answers = {0: WAITING[0], 1: waiting(1, 9.0, "the norm of all gradients")}
+    assert faults.stall_text(answers, {}, num_ranks=2).startswith(told)
+
+
+def test_there_is_no_report_where_no_rank_waits_any_more() -> None:
+    assert faults.stall_text({1: LATE}, {}, num_ranks=2) == ""
 
 
 PAGE = ROOT / "docs" / "reliability.md"
-ASKED: State = {**ASKING, "step": 3, "waits_for": "bucket 0 ('last.bias')", "waited_s": 30.0}
+FRAME = re.findall(r"^    (\S+, line \d+, in \w+)$", PAGE.read_text(), re.M)[0]
 TOLD = faults.stall_text(
-    ASKED,
     {
-        0: ASKED,
-        1: {
-            **LATE,
-            "step": 3,
-            "doing": "in the forward of 'norm'",
-            "stack": re.findall(r"^    (\S+, line \d+, in \w+)$", PAGE.read_text(), re.M)[:1],
-        },
+        0: Answer("bucket 0 ('last.bias')", 30.0, "rank 0: synchronization 3, waits for bucket 0 ('last.bias')"),
+        1: Answer("", 0.0, f"rank 1: synchronization 3, in the forward of 'norm'\n    {FRAME}"),
     },
     {},
-    ranks=range(2),
+    num_ranks=2,
 )
 WRITTEN = {
     "where": "synchronization 199; 1 of 6 parameters differ",
@@ -155,15 +156,15 @@ def test_a_stack_has_places_and_no_values() -> None:
     assert len(lines) <= 12
 
 
-@pytest.mark.parametrize("broken", [{}, {**LATE, "stack": None}, {**LATE, "step": "x"}])
-def test_what_is_no_state_is_refused(broken: dict[str, object]) -> None:
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        faults.state_from(broken)
+@pytest.mark.parametrize("broken", [{}, {"waits_for": "", "waited_s": "x", "text": ""}])
+def test_what_is_no_answer_is_refused(broken: dict[str, object]) -> None:
+    with pytest.raises((KeyError, ValueError)):
+        faults.answer_from(broken)
 
 
 def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
-    idle = [faults.Activity(progress=SimpleNamespace(num_rounds=number, has_begun=False)) for number in (118, 0)]
-    assert [here.state(1)["doing"].rpartition(", ")[2] for here in idle] == [
+    idle = [faults.Activity(steps=partial(tuple, (number, False))) for number in (118, 0)]
+    assert [here.answer(1).text.splitlines()[0].rpartition(", ")[2] for here in idle] == [
         "no training forward since synchronization 118",
         "no training forward yet",
     ]

@@ -25,12 +25,11 @@ GONE = ["RankLost", "rank 1 is gone: its process has ended without a word, or wa
 def joined(rank: Rank, **limits: float) -> Watch:
     """This rank's watch in a ring with the others."""
     store = dist.FileStore(str(rank.directory / "store"), rank.num_ranks)
-    neighbors, reason = connect_ring(store, "ring", rank=rank.number, num_ranks=rank.num_ranks, look=lambda _: None)
-    assert reason == ""
-    ring = Ring(neighbors, rank=rank.number, num_ranks=rank.num_ranks, wake=GUARD.wake)
+    neighbors = connect_ring(store, "ring", rank=rank.number, num_ranks=rank.num_ranks, look=lambda _: None)
+    ring = Ring(neighbors, rank=rank.number, num_ranks=rank.num_ranks)
     GUARD.adopt(tuple(range(rank.num_ranks)), ring, store)
     watch = ring.join(SyncConfig(**limits))
-    watch.meet(10.0)
+    watch.ask("", topic="group 1", within_s=10.0)
     vars(watch)["store"] = store  # with which the ring would end
     return watch
 

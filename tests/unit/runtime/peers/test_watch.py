@@ -1,4 +1,4 @@
-"""Threads beside the one that trains: what the guard hears, what a rank waits for, workers, and broken groups that are freed."""
+"""Threads beside the one that trains: what the guard hears, what a rank waits for, and workers."""
 
 import atexit
 import json
@@ -6,26 +6,21 @@ import logging
 import multiprocessing.util
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from support.ranks import in_ranks
-from undertow import CheckpointError, DistributedDataParallel, RankLost, StallTimeout, SyncConfig
+from undertow import RankLost, StallTimeout, SyncConfig
 from undertow.runtime.comm import comm_hook
 from undertow.runtime.peers import faults, patience
 from undertow.runtime.peers.connections import Connection
 from undertow.runtime.peers.guard import Guard
-from undertow.runtime.peers.threads import FREEING, LeakedGroups, Worker
+from undertow.runtime.peers.threads import Worker, end_workers
 from undertow.runtime.peers.watch import NullWatch, Ring, Watch
-from undertow.runtime.torch_private import private
 
 WORLD = dist.HashStore()  # a ring ends with it
 CANNOT_START = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
@@ -45,30 +40,25 @@ def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
 def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
     monkeypatch.setattr(Guard, "_leave_before_end", lambda _: None)
-    guard, ring = Guard(), Ring([], rank=0, num_ranks=2, wake=int)
+    guard, ring = Guard(), Ring([], rank=0, num_ranks=2)
     with CANNOT_START, pytest.raises(RuntimeError, match="can't start new thread"):
         guard.adopt((0, 1), ring, WORLD)
     assert at_exit == []
     guard.adopt((0, 1), ring, WORLD)
     assert guard._thread.is_alive()
     guard._is_over = True
-    guard.wake()
     guard._thread.join(10.0)
 
 
-GOOD = {"kind": "meets", "from": 0, "id": 1, "number": 3}
+GOOD = {"kind": "tells", "from": 0, "id": 1, "number": 3, "topic": "group 1", "text": ""}
 
 
 @pytest.mark.parametrize(
     "change",
     [
         pytest.param({"kind": None}, id="without a kind"),
-        pytest.param({"from": None}, id="from no rank"),
-        pytest.param({"from": 2}, id="from a rank that is not there"),
-        pytest.param({"from": -1}, id="from a rank below all"),
-        pytest.param({"from": float("inf")}, id="from infinity"),
+        pytest.param({"from": [1]}, id="from no rank"),
         pytest.param({"number": [1]}, id="of a number that is a list"),
-        pytest.param({"number": float("inf")}, id="of an infinite number"),
         pytest.param({"kind": "fails", "number": None}, id="of a failure without a text"),
         pytest.param({"kind": "leaves", "number": None, **faults.lost(0).content(), "error": "int"}, id="of a fault of no kind"),
         *("no json", "[1]", "[" * 1500 + "]" * 1500, '{"a":' * 600, "1" * 4400, '{"a": 1, "a": 2}', "\udcff{}", "\ufeff{}"),
@@ -76,37 +66,37 @@ GOOD = {"kind": "meets", "from": 0, "id": 1, "number": 3}
     ids=lambda line: ascii(line)[:9],
 )
 def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplog: pytest.LogCaptureFixture) -> None:
-    ring, source = Ring([], rank=1, num_ranks=2, wake=int), Mock(spec=Connection)
+    ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection)
     line = change if isinstance(change, str) else json.dumps({**GOOD, **change})
     with caplog.at_level(logging.WARNING, "undertow"):
         ring.hear(source, [line.encode("utf-8", "surrogateescape")], is_there=True)
-    assert (ring.fault, ring.left, ring._early) == (None, {}, {})
+    assert (ring.fault, ring.left, len(ring._early)) == (None, {}, change == {"kind": None})
     # One without a kind is of a later version, which says more than this one knows.
     assert change == {"kind": None} or "made no sense" in caplog.messages[0]
     ring.hear(source, [json.dumps({**GOOD, "id": 2}).encode()], is_there=True)
-    assert ring._early == {3: [{**GOOD, "id": 2}]}
+    assert ring._early[-1] == {**GOOD, "id": 2}
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Watch:
     monkeypatch.setattr(patience, "ANSWERS_S", 0.0)
     monkeypatch.setattr(patience, "VERDICT_S", 0.0)
-    return Ring([], rank=1, num_ranks=2, wake=int).join(SyncConfig())
+    return Ring([], rank=1, num_ranks=2).join(SyncConfig())
 
 
 def test_a_message_is_handled_once_whatever_way_it_comes() -> None:
-    ring, source, other = Ring([], rank=1, num_ranks=3, wake=int), Mock(spec=Connection), Mock(spec=Connection)
+    ring, source, other = Ring([], rank=1, num_ranks=3), Mock(spec=Connection), Mock(spec=Connection)
     ring.neighbors = [source, other]
     watch = ring.join(SyncConfig())
     said = [json.dumps({**GOOD, "id": number, "number": 0}).encode() for number in (1, 0, 1, 0)]
     ring.hear(source, said, is_there=True)
     ring.hear(other, said, is_there=True)
     assert ([call.args[0] for call in other.send.call_args_list], source.send.call_count) == (said[:2], 0)
-    assert watch._peers[0].num_meetings == 2
+    assert watch._texts == {"group 1": {0: ""}}
 
 
 def test_the_end_of_a_connection_is_a_lost_rank_unless_it_has_left() -> None:
-    ring, source = Ring([], rank=1, num_ranks=2, wake=int), Mock(spec=Connection, rank=0, has_unsent=False)
+    ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection, rank=0, has_unsent=False)
     for has_left in (True, False):
         ring.neighbors, ring.left = [source], {0: faults.left(0, None, 7)} if has_left else {}
         ring.hear(source, [], is_there=False)
@@ -117,26 +107,25 @@ def test_a_watch_that_knows_nothing_has_what_a_watch_has() -> None:
     null = NullWatch()
     with null.waiting("bucket 3"):
         null.check()
-    null.meet(10.0)  # does not wait
     null.fail(ValueError("row 7 has no label"))
     null.leave(None)
     assert (null.ask("here"), null.fault) == ({}, None)
 
 
 def test_what_is_said_of_a_model_before_it_is_made_counts() -> None:
-    ring, fault = Ring([], rank=1, num_ranks=2, wake=int), faults.lost(0)
+    ring, fault = Ring([], rank=1, num_ranks=2), faults.lost(0)
     about: dict[str, Any] = {"from": 0, "number": 0}
     for message in (
-        {"kind": "meets"},
+        {"kind": "tells", "topic": "group 1", "text": "here"},
         {"kind": "leaves", **faults.left(0, None, 7).content()},
         {"kind": "fails", **fault.content()},
     ):
         ring._handle({**about, **message})
     watch = ring.join(SyncConfig())
-    watch.meet(0.0)  # the other rank is there
+    assert watch.ask("there", topic="group 1", within_s=0.0) == {0: "here", 1: "there"}
     assert (watch.fault, watch.left, ring.fault) == (fault, {0: faults.left(0, None, 7)}, None)
     later = ring.join(SyncConfig())
-    later.meet(0.0)
+    later.ask("there", topic="group 1", within_s=0.0)
     assert later.fault == faults.never_came([0], 0.0)
 
 
@@ -165,20 +154,13 @@ def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: Wa
 
 
 @pytest.mark.parametrize(
-    ("step", "waits_for", "since_s", "told"),
-    [
-        (0, "bucket 3", 70.0, "rank 1 has waited 30 s."),
-        (0, "bucket 4", 101.0, ""),
-        (1, "bucket 3", 70.0, ""),
-        (0, "", 0.0, ""),
-    ],
-    ids=["this wait", "a later wait", "another step", "no wait"],
+    ("waits_for", "since_s", "told"),
+    [("bucket 3", 70.0, "rank 1 has waited 30 s."), ("bucket 4", 101.0, ""), ("", 0.0, "")],
+    ids=["this wait", "a later wait", "no wait"],
 )
-def test_the_last_report_is_told_with_the_wait_that_it_is_about(
-    step: int, waits_for: str, since_s: float, told: str, alone: Watch
-) -> None:
-    alone.told = 0, 100.0, "rank 1 has waited 30 s."
-    alone.here = faults.Activity(progress=SimpleNamespace(num_rounds=step, has_begun=True), wait=(waits_for, since_s))
+def test_the_last_report_is_told_with_the_wait_that_it_is_about(waits_for: str, since_s: float, told: str, alone: Watch) -> None:
+    alone.told = 100.0, "rank 1 has waited 30 s."
+    alone.here.wait = waits_for, since_s
     assert alone.reason(RuntimeError("Operation timed out!")).told == told
 
 
@@ -189,22 +171,9 @@ def test_a_rank_whose_process_has_ended_is_the_reason(alone: Watch) -> None:
     assert (fault.kind, fault.what) == (RankLost, left)
 
 
-def test_a_rank_that_has_left_while_this_one_gathers_the_state_did_not_call_state_dict(alone: Watch) -> None:
-    alone.ring._handle({"kind": "leaves", "from": 0, **faults.left(0, None, 7).content()})
-    alone.here.wait = faults.STATE, 0.0
-    fault: Any = alone.reason(RuntimeError("Connection closed by peer"))
-    assert (fault.kind, str(fault.error("synchronization 7, rank 1"))) == (
-        CheckpointError,
-        "rank 1 called state_dict() of a ShardedOptimizer, which gathers it from every rank, and rank 0 did not.\n"
-        "  synchronization 7, rank 1\n"
-        "  rank 0 has left: it has finished after 7 synchronizations, and others wait for it.\n"
-        "  Call it on every rank. Before a framework calls it on one rank only, call consolidate_state_dict() on every rank.",
-    )
-
-
 @pytest.fixture
 def watch() -> Watch:
-    return Ring([], rank=1, num_ranks=2, wake=int).join(SyncConfig())
+    return Ring([], rank=1, num_ranks=2).join(SyncConfig())
 
 
 def wait_here(watch: Watch, name: str, begins: threading.Event, ends: threading.Event) -> None:
@@ -251,69 +220,37 @@ def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(watch: Watch, mo
     assert (waits_for, watch.here.wait[0]) == (["bucket 3"], "")
 
 
-def test_a_process_may_end_while_a_worker_starts(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # One worker has another one start, and the script is over.
-    start = threading.Thread.start
+def test_a_process_waits_at_its_end_for_tasks_and_for_workers_that_these_start() -> None:
+    one, other = Worker("undertow-test", is_broken=bool), Worker("undertow-test", is_broken=bool)
+    begins, done = threading.Event(), list[str]()
 
-    def start_at_exit(thread: threading.Thread) -> None:
-        for call in tuple(at_exit):
-            call()
-        start(thread)
+    def task() -> None:
+        assert begins.wait(10.0)
+        other.submit(done.append, "the task of another worker")
 
-    monkeypatch.setattr(threading.Thread, "start", start_at_exit)
-    worker, done = Worker("undertow-test", is_broken=bool), Future[None]()
-    worker.submit(done.set_result, None)
-    assert (done.result(10.0), len(at_exit)) == (None, 2)  # and from now on both ways of ending wait for it
-    for call in at_exit:
-        call()
+    one.submit(task)
+    threading.Timer(0.05, begins.set).start()
+    end_workers()
+    assert done == ["the task of another worker"]
 
 
-def test_a_worker_that_cannot_start_is_not_waited_for(at_exit: list[Any]) -> None:
+def test_a_process_does_not_wait_at_its_end_for_a_worker_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "EXIT_S", 0.0)
+    ends = threading.Event()
+    worker = Worker("undertow-test", is_broken=lambda: True)
+    worker.submit(ends.wait, 10.0)
+    end_workers()
+    ends.set()
+
+
+def test_a_worker_that_cannot_start_is_not_waited_for() -> None:
     with CANNOT_START, pytest.raises(RuntimeError, match="can't start new thread"):
         Worker("undertow-test", is_broken=bool).submit(int)
-    assert at_exit == []
+    end_workers()
 
 
 class Lost:
     is_broken = True
-
-
-@in_ranks(2)
-def test_a_group_is_freed_once_torch_has_let_go() -> None:
-    group, freeing = dist.new_group([0, 1]), LeakedGroups()
-    freeing.take(group)
-    freeing.take(group)  # is interrupted again
-    ((thread, _),) = freeing._threads
-    backend = weakref.ref(group._get_backend(torch.device("cpu")))
-    freeing.finish()
-    assert (thread.is_alive(), backend() is None) == (True, False)
-    dist.destroy_process_group(group)
-    del group
-    thread.join(10.0)
-    assert (thread.is_alive(), backend()) == (False, None)
-
-
-@in_ranks(2)
-def test_a_group_is_kept_where_no_thread_can_start() -> None:
-    group, freeing, held = dist.new_group([0, 1]), LeakedGroups(), []
-    with CANNOT_START, patch.object(private, "keep_for_ever", held.append):
-        freeing.take(group)
-    assert held == [group._get_backend(torch.device("cpu"))]
-    freeing.finish()
-    dist.destroy_process_group(group)
-
-
-@in_ranks(2)
-def test_nothing_is_taken_in_a_healthy_run() -> None:
-    def all_reduce(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda it: it.value()[0])
-
-    model = DistributedDataParallel(torch.nn.Linear(4, 4))
-    model.register_comm_hook(None, all_reduce)
-    for _ in range(3):
-        model(torch.ones(2, 4)).sum().backward()
-    model.close()
-    assert FREEING._threads == []
 
 
 def test_hooks_are_not_called_behind_one_that_may_be_stuck() -> None:
