@@ -237,8 +237,6 @@ def _stored(name: str, key: str, value: Tensor, param: Tensor) -> dict[str, Tens
     entry = f"{name}/{key}"
     if isinstance(value, ShardedState):
         pieces = [(part.start, part.stop, values) for part, values in value.pieces]
-        if param.numel() == 0:  # no rank has a part, but the state exists
-            pieces = [(0, 0, torch.empty(0, dtype=value.dtype))]
     elif value.shape == param.shape and key not in OF_THE_WHOLE:
         pieces = [(0, param.numel(), in_memory_order(value, strides_of_gradient(param)))]
     else:

@@ -12,7 +12,7 @@ from torch import nn
 
 from undertow.errors import WrongType, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.optim.state import description, params_of, require_elementwise
+from undertow.optim.state import description, params_of
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
@@ -69,7 +69,6 @@ def shard_optimizer(
         remedy="Give the optimizer itself, such as torch.optim.AdamW(model.parameters(), lr=...).",
         error=WrongType,
     )
-    require_elementwise(type(optimizer), is_vouched_for=elementwise)
     schedulers = list(_with_parts(schedulers))
     settings = _constructor_settings(optimizer)
     # Schedulers have torch replace `step`, to warn if they step first.

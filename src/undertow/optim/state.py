@@ -1,13 +1,11 @@
 """The user's optimizer over this rank's parts of the parameters, and its state: as shards, as whole tensors."""
 
-import copy
 import json
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, Self
 
 import torch
@@ -52,36 +50,48 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         torch.optim.SGD,
     ]
 )
-_shard_part = attrgetter("part")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Owned:
     """This rank's part of one parameter."""
 
     part: ShardPart
     param: Tensor
+    group: dict[str, Any]  # of the parameter, in the ShardedOptimizer
     values: Tensor  # [part.numel] in place, of the parameter's dtype
     target: Tensor  # the tensor that the inner optimizer updates: `values`, or an fp32 copy of 16-bit values
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class InnerOptimizer:
-    """An optimizer of the user's class over some of this rank's parts."""
+    """An optimizer of the user's class over this rank's parts of the parameters in `groups`, as `sharding` lays them out."""
 
-    owned: Sequence[Owned]
-    optimizer: torch.optim.Optimizer
-
-    def step(
-        self, settings: Sequence[dict[str, Any]], gradients_of: Callable[[Iterable[ShardPart]], Sequence[Tensor | None]]
+    def __init__(
+        self,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        groups: Sequence[dict[str, Any]],
+        sharding: Sharding,
     ) -> None:
-        """Steps with these hyper-parameters, one dict for each group."""
-        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(setting)
-        for owned, grad in zip(self.owned, gradients_of(map(_shard_part, self.owned)), strict=True):
+        self.sharding = sharding
+        self.grouped = [list(group["params"]) for group in groups]
+        self.owned: list[Owned] = []
+        inner_groups = []
+        for group in groups:
+            mine = [_owned(sharding, param, part, group) for param in group["params"] for part in sharding.parts.get(param, ())]
+            inner_groups.append({**hyper_parameters(group), "params": [owned.target for owned in mine]})
+            self.owned += mine
+        self.optimizer = make(inner_groups)
+
+    def step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Steps with the hyper-parameters of these groups, including changes by schedulers and users."""
+        for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
+            for name, value in hyper_parameters(settings).items():
+                group[name] = value.clone() if isinstance(value, Tensor) else value
+        for owned in self.owned:
             target = owned.target
+            grad = self.sharding.gradient(owned.part)
             target.grad = None if grad is None else grad.to(target.dtype)
-            if target is not owned.values:  # follow values that were written into the parameter, for example by `load_state_dict`
+            if target is not owned.values:  # follow values that were written into the parameter, as by `load_state_dict`
                 is_written = owned.values != target.to(owned.values.dtype)
                 target.copy_(torch.where(is_written, owned.values.to(target.dtype), target))
         try:
@@ -92,30 +102,70 @@ class InnerOptimizer:
                 if owned.target is not owned.values:
                     owned.values.copy_(owned.target)
 
-    def take(self, owned: Owned, state: ParamState) -> None:
-        """Takes over the state of a part and its fp32 values."""
-        master = state.pop(MASTER, None)
-        if master is not None and owned.target is not owned.values:
-            owned.target.copy_(master)
-        self.optimizer.state.pop(owned.target, None)
-        if state:
-            self.optimizer.state[owned.target] = state
+    def take(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Takes over this rank's parts of these parameters' states, and of their fp32 values."""
+        for owned in self.owned:
+            state = states.get(owned.param)
+            if state is None:
+                continue
+            mine = {key: _part_of(key, value, owned) for key, value in state.items()}
+            master = mine.pop(MASTER, None)
+            # A `master` that is not wider than the parameter went through a plain optimizer, which
+            # narrows it and then does not update it along with the parameter.
+            if owned.target is not owned.values and master is not None and state[MASTER].dtype == master.dtype:
+                owned.target.copy_(master)
+            self.optimizer.state.pop(owned.target, None)
+            if mine:
+                self.optimizer.state[owned.target] = mine
+
+    def states(self, *, is_moved: bool = False) -> dict[ShardPart, ParamState]:
+        """Returns the state of each part with its fp32 values; an empty state stays empty, except when state moves."""
+        found: dict[ShardPart, ParamState] = {}
+        for owned in self.owned:
+            state = dict(self.optimizer.state.get(owned.target, {}))
+            if owned.target is not owned.values and (is_moved or state):
+                state[MASTER] = owned.target
+            found[owned.part] = state
+        return found
+
+    def whole_states(self, *, is_moved: bool = False, keeps: bool = True, device: torch.device | None = None) -> FullStates:
+        """Gathers the whole state of every parameter that has state on some rank, as new tensors of its shape.
+
+        A collective call. They are on `device`, or on the parameters' devices if None. A rank with `keeps=False` contributes
+        and returns nothing.
+        """
+        sharding = self.sharding
+        mine = self.states(is_moved=is_moved)
+        described = _agreed_descriptions(sharding, mine)
+        found: dict[int, ParamState] = {}
+        for index, entries in described.items() if keeps else ():
+            param, strides = sharding.params[index], sharding.strides[index]
+            found[index] = {key: _room(what, param, strides, device) for key, what in entries.items()}
+        for bucket in sharding.plan.buckets:
+            flat_states = {
+                (key, what[1]) for index in bucket.params for key, what in described.get(index, {}).items() if what[0] == _TENSOR
+            }
+            for key, dtype in sorted(flat_states):
+                own = torch.zeros(sharding.shard_numel(bucket), dtype=getattr(torch, dtype), device=bucket.device)
+                for part, state in mine.items():
+                    if part.bucket == bucket.index and key in state and state[key].dtype == own.dtype:
+                        part.of_shard(own).copy_(state[key])
+                flat = sharding.gathered(bucket.index, own)
+                for slot in bucket.slots:
+                    if slot.param in found and described[slot.param].get(key) == [_TENSOR, dtype]:
+                        whole = in_memory_order(found[slot.param][key], sharding.strides[slot.param])
+                        whole[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
+        return {sharding.params[index]: state for index, state in found.items()}
 
 
-def owned_part(sharding: Sharding, param: Tensor, part: ShardPart) -> Owned:
-    """Returns this rank's part of `param`, with an fp32 copy if its dtype has 16 bits."""
+def _owned(sharding: Sharding, param: Tensor, part: ShardPart, group: dict[str, Any]) -> Owned:
     values = part.of_bucket(sharding.flats[part.bucket].flat)
-    return Owned(part, param, values, values.to(accumulation_dtype(values.dtype)))
+    return Owned(part, param, group, values, values.to(accumulation_dtype(values.dtype)))
 
 
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a parameter group, without its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def settings_as_text(group: dict[str, Any]) -> dict[str, str]:
-    """Returns the settings of a parameter group as text, because a function or NaN among them does not equal its own copy."""
-    return {name: repr(value) for name, value in hyper_parameters(group).items()}
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -135,18 +185,6 @@ def require_elementwise(cls: type[torch.optim.Optimizer], *, is_vouched_for: boo
         remedy="Pass elementwise=True if the update of an element depends on no other element. If it does, or if you are "
         "not sure, use this optimizer without sharding.",
     )
-
-
-def state_of_one_element(
-    make: partial[torch.optim.Optimizer], group: dict[str, Any], dtype: torch.dtype, device: torch.device
-) -> ParamState:
-    """Returns the state of a parameter with one element, after one step with the settings of `group`."""
-    like = torch.nn.Parameter(torch.zeros(1, dtype=accumulation_dtype(dtype), device=device))
-    like.grad = torch.ones_like(like)
-    optimizer = make([{"params": [like], **copy.deepcopy(hyper_parameters(group))}])
-    private.step_unwatched(optimizer)
-    state = dict(optimizer.state.get(like, {}))
-    return state if like.dtype == dtype else {**state, MASTER: like.detach()}
 
 
 class Written(UserDict[Any, Any]):
@@ -272,9 +310,6 @@ class ShardedState(Tensor):
 
     def boxes(self) -> list[tuple[Box, Tensor]]:
         """Returns the pieces as boxes, each with an in-place view of its values."""
-        if self.numel() == 0:  # no rank owns it, but the checkpoint must record that it exists
-            box = Box(offsets=(0,) * self.dim(), sizes=tuple(self.shape), start=0)
-            return [(box, torch.empty(self.shape, dtype=self.dtype, device=self.device))]
         return [
             (box, values.as_strided(box.sizes, self.stride(), values.storage_offset() + box.start - part.start))
             for part, values in self.pieces
@@ -282,79 +317,14 @@ class ShardedState(Tensor):
         ]
 
 
-def with_scalars_in_place(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]) -> ParamState:
-    """Returns `state` with scalars on the device that the optimizer expects, as torch's optimizers do when they load.
-
-    A checkpoint does not record that device.
-    """
-    is_on_device = group.get("capturable") or group.get("fused")
-    return {
-        key: value.to(param.device) if is_on_device and key in OF_THE_WHOLE and isinstance(value, Tensor) else value
-        for key, value in state.items()
-    }
-
-
-def parts_of_state(state: Mapping[str, Any], part: ShardPart, param: Tensor) -> ParamState:
-    """Returns copies of the state of `part`, cut from whole tensors or from shards that contain it, in Undertow's dtypes.
-
-    A `master` that is not wider than the parameter is left out. It went through a plain optimizer, which narrows it and then does
-    not update it along with the parameter.
-    """
-    return {
-        key: _part_of(key, value, part, param)
-        for key, value in state.items()
-        if key != MASTER or value.dtype == accumulation_dtype(param.dtype)
-    }
-
-
-def sharded_state(
-    param: Tensor, parts: Sequence[tuple[ShardPart, ParamState]], of_one_element: Callable[[], ParamState]
-) -> ParamState:
-    """Returns a parameter's scalars and shards, from the states of its `parts` on this rank; without parts, empty shards.
-
-    A parameter without elements has its scalars on every rank.
-    """
-    state = parts[0][1] if parts else of_one_element()
-    return {
-        key: ShardedState(param, value.dtype, [(part, of_part[key]) for part, of_part in parts]) if _is_flat(value) else value
-        for key, value in state.items()
-        if _is_flat(value) or parts or param.numel() == 0
-    }
-
-
-def whole_state_without_elements(param: Tensor, of_one_element: ParamState) -> ParamState:
-    """Returns the state of a parameter without elements: no rank owns it, but plain optimizers keep state for it too."""
-    return {
-        key: torch.empty_like(param, dtype=value.dtype) if _is_flat(value) else value for key, value in of_one_element.items()
-    }
-
-
-def full_states(
-    sharding: Sharding, mine: Mapping[ShardPart, ParamState], *, keeps: bool = True, device: torch.device | None = None
-) -> FullStates:
-    """Gathers the whole state of every parameter that has state on some rank, as new tensors of its shape; a collective call.
-
-    They are on `device`, or on the parameters' devices if None. A rank with `keeps=False` contributes and returns nothing.
-    """
-    described = _agreed_descriptions(sharding, mine)
-    found = {
-        index: {key: _room(what, sharding.params[index], sharding.strides[index], device) for key, what in state.items()}
-        for index, state in described.items()
-        if keeps
-    }
-    for bucket in sharding.plan.buckets:
-        states = [described.get(index, {}) for index in bucket.params]
-        for key, dtype in sorted({(key, what[1]) for state in states for key, what in state.items() if what[0] == _TENSOR}):
-            own = torch.zeros(sharding.shard_numel(bucket), dtype=getattr(torch, dtype), device=bucket.device)
-            for part, state in mine.items():
-                if part.bucket == bucket.index and key in state and state[key].dtype == own.dtype:
-                    part.of_shard(own).copy_(state[key])
-            flat = sharding.gathered(bucket.index, own)
-            for slot in bucket.slots:
-                if slot.param in found and described[slot.param].get(key) == [_TENSOR, dtype]:
-                    whole = in_memory_order(found[slot.param][key], sharding.strides[slot.param])
-                    whole[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
-    return {sharding.params[index]: state for index, state in found.items()}
+def sharded_state(param: Tensor, parts: Sequence[tuple[ShardPart, ParamState]]) -> ParamState:
+    """Returns a parameter's scalars and shards, from the states of its `parts` on this rank."""
+    found: ParamState = {}
+    for key, value in parts[0][1].items() if parts else ():
+        found[key] = value
+        if _is_flat(value):
+            found[key] = ShardedState(param, value.dtype, [(part, state[key]) for part, state in parts])
+    return found
 
 
 def _is_flat(value: object) -> bool:
@@ -362,13 +332,17 @@ def _is_flat(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _part_of(key: str, value: Any, part: ShardPart, param: Tensor) -> Any:
+def _part_of(key: str, value: Any, owned: Owned) -> Any:
+    """Returns a copy of a state's entry for a part, cut from a whole tensor or from a shard, in Undertow's dtype."""
+    param, part = owned.param, owned.part
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, ShardedState):
         mine = value.of_part(part)
     elif value.shape == param.shape and key not in OF_THE_WHOLE:
         mine = in_memory_order(value, strides_of_gradient(param))[part.start : part.stop]
+    elif owned.group.get("capturable") or owned.group.get("fused"):
+        return value.to(param.device, copy=True)  # as torch's optimizers do; a checkpoint does not record the device
     else:
         return value.clone()
     # A plain optimizer keeps the state of a 16-bit parameter in 16 bits.

@@ -6,7 +6,7 @@ replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, then all
     v
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, repeat
 from operator import attrgetter
 from types import NoneType
@@ -60,7 +60,7 @@ class ShardGroups:
 class Sharding:
     """This rank's shards of `plan` over `params`, which move into memory of the buckets.
 
-    `flats` is the memory of each bucket, and `parts` are this rank's nonempty parts of the parameters.
+    `flats` is the memory of each bucket, and `parts` are this rank's nonempty parts of each parameter.
     """
 
     def __init__(
@@ -84,7 +84,11 @@ class Sharding:
             )
             for bucket in plan.buckets
         ]
-        self.parts = [part for flat in self.flats for part in flat.parts if part.numel]
+        self.parts: dict[Tensor, list[ShardPart]] = {param: [] for param in params}  # by identity
+        for flat in self.flats:
+            for part in flat.parts:
+                if part.numel:
+                    self.parts[params[part.param]].append(part)
         self.bindings: list[ShardedBinding] = []  # by bucket; a single rank has none
         self._index_of = {id(param): index for index, param in enumerate(params)}
         self._placeholders = [
@@ -133,10 +137,9 @@ class Sharding:
             for index, grad in enumerate(grads)
             if grad is not None and not isinstance(grad, GradientPlaceholder)
         }
-        for part in self.parts:
-            if part.param in whole:
-                values = whole[part.param][part.start : part.stop]
-                self._placeholders[part.param].parts[part.bucket].copy_(values)
+        for index, values in whole.items():
+            for part in self.parts[self.params[index]]:
+                self._placeholders[index].parts[part.bucket].copy_(values[part.start : part.stop])
         for index in whole:
             self._placeholders[index].bind_to(self.params[index])
 
@@ -163,24 +166,16 @@ class Sharding:
                 if own[part.param][1]:
                     self._placeholders[part.param].parts[part.bucket].copy_(part.of_shard(shard))
 
-    def gradients(self, parts: Iterable[ShardPart]) -> list[Tensor | None]:
-        """Returns the mean gradient of each part, or None if the parameter has none. [part.numel] of the wide dtype
-
-        Raises PhaseError if a later backward has added gradients that are not synchronized.
-        """
-        found: list[Tensor | None] = []
-        for part in parts:
-            grad = self.params[part.param].grad
-            if isinstance(grad, GradientPlaceholder):
-                if grad.added is not None:
-                    raise self._not_synchronized(part.param)
-                mine = grad.parts[part.bucket]
-                grad = torch.zeros_like(mine) if grad.is_cleared else mine
-            elif grad is not None:  # on a single rank
-                whole = in_memory_order(grad, self.strides[part.param])
-                grad = whole[part.start : part.stop].to(accumulation_dtype(whole.dtype))
-            found.append(grad)
-        return found
+    def gradient(self, part: ShardPart) -> Tensor | None:
+        """Returns the mean gradient of a part, or None if the parameter has none. [part.numel] of the wide dtype"""
+        grad = self.params[part.param].grad
+        if isinstance(grad, GradientPlaceholder):
+            mine = grad.parts[part.bucket]
+            return torch.zeros_like(mine) if grad.is_cleared else mine
+        if grad is None:
+            return None
+        whole = in_memory_order(grad, self.strides[part.param])  # on a single rank
+        return whole[part.start : part.stop].to(accumulation_dtype(whole.dtype))
 
     def require_synchronized(self, params: Sequence[Tensor]) -> None:
         """Raises PhaseError if a gradient of these parameters has grown since it was reduced, on any rank's part.
@@ -198,23 +193,14 @@ class Sharding:
                     remedy="Freeze and unfreeze parameters between a step and its next forward, or call zero_grad() then.",
                     error=PhaseError,
                 )
-            elif getattr(param.grad, "added", None) is not None:
-                raise self._not_synchronized(index)
-
-    def _not_synchronized(self, index: int) -> PhaseError:
-        return PhaseError(
-            "the optimizer steps on gradients that were accumulated and not synchronized.",
-            where=f"parameter {self.plan.params[index].name!r}, rank {self.groups.rank}",
-            remedy="Run the last backward of a step outside of accumulate() and no_sync().",
-        )
-
-    @torch.no_grad()
-    def scale_gradients(self, parts: Sequence[ShardPart], scale: Tensor) -> None:
-        for part in parts:
-            grad = self.params[part.param].grad
-            if grad is not None:  # on a single rank, parts are whole parameters
-                mine = grad.parts[part.bucket] if isinstance(grad, GradientPlaceholder) else grad
-                mine.mul_(scale.to(grad.device))
+            else:
+                require(
+                    getattr(param.grad, "added", None) is None,
+                    "the optimizer steps on gradients that were accumulated and not synchronized.",
+                    where=f"parameter {self.plan.params[index].name!r}, rank {self.groups.rank}",
+                    remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+                    error=PhaseError,
+                )
 
     def drop_gradients(self) -> None:
         for param in self.params:
