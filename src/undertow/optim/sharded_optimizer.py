@@ -121,11 +121,12 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
                 loss = closure()
             self._sync.finish()
         self._consolidated = None
-        if self._steps.skips(self):
+        numbers = self._sync._engine.checks.numbers
+        if numbers.is_on and numbers.skips(self):  # on every rank
             return loss
         inner, params = self._begin(), params_of(self)
         inner.sharding.require_synchronized(params)
-        with self._steps.update():
+        with self._steps.update(inner.sharding):
             inner.step(self.param_groups)
             self._stepped.update(param for param in params if param.grad is not None)
         return loss
@@ -287,7 +288,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._stepped = set()
         self._consolidated = None
         if self._inner is not None:
-            self._steps.wait()
+            self._sync.wait()
             self._inner.sharding.follow_parameters()  # values may have been loaded into the parameters before
             self._take_over(self._inner.sharding)
 
@@ -385,9 +386,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     def _whole_states(self, *, keeps: bool = True, device: torch.device | None = None) -> FullStates:
         """Gathers the whole state of every parameter, on `device` if given; empty if not `keeps`. A collective call."""
-        self._steps.require_gatherable()
         states: FullStates = {}
         if self._inner is not None:
+            if self._inner.sharding.group.num_ranks > 1:
+                self._steps.require_open("Call state_dict() before close(); save_checkpoint() works afterwards too.")
             states = self._inner.whole_states(keeps=keeps, device=device)
         return states | {param: state for param, state in self._waiting.items() if state.keys() - {MASTER}}
 

@@ -53,7 +53,9 @@ class CompiledPlan:
         self._recorder = recorder
         # The same under every strategy: it sends nothing.
         self.accumulating = Releases(lower_accumulation(len(plan.buckets)))
-        self.gather_in()
+        schedule = lower_data_parallel(len(plan.buckets), self.strategy, overlap=reducer.config.overlap)
+        self.synchronizing = Releases(schedule)
+        self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 
     @cached_property
     def cut_bytes(self) -> int:
@@ -76,15 +78,6 @@ class CompiledPlan:
         if self.sharding is None:
             return Executor(self.plan, self.params, self._recorder, self.reducer)
         return ShardedExecutor(self.plan, self.params, self._recorder, self.reducer, self.sharding)
-
-    def gather_in(self, order: Sequence[int] | None = None) -> None:
-        """Gathers buckets in that order from now on: the order of their use in the forward."""
-        num_buckets = len(self.plan.buckets)
-        if order is not None:  # a bucket without parameters is needed nowhere
-            order = tuple(dict.fromkeys((*order, *range(num_buckets))))
-        schedule = lower_data_parallel(num_buckets, self.strategy, overlap=self.reducer.config.overlap, gather_order=order)
-        self.synchronizing = Releases(schedule)
-        self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 
     def gather(self) -> None:
         """Called after the optimizer has stepped, with or without a round: every rank gets the other ranks' updates."""

@@ -19,9 +19,9 @@ from undertow.errors import PhaseError, ShardedGradientError, require
 from undertow.plan import Bucket, Slot
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.gradients.binding import Binding, DenseBinding, has_values
+from undertow.runtime.gradients.binding import DenseBinding, has_values
 from undertow.runtime.gradients.storage import BucketStorage
-from undertow.runtime.sharded.shards import ShardPart, in_memory_order
+from undertow.runtime.sharded.shards import FlatParams, in_memory_order
 from undertow.runtime.torch_private import private
 
 _grad_of = attrgetter("grad")
@@ -157,36 +157,34 @@ def _new_gradient(grad: Tensor | None) -> Tensor | None:
     return added
 
 
-class ShardedBinding(Binding):
-    """The `.grad` of a bucket's parameters, whose gradients are reduced to `parts`.
+class ShardedBinding(DenseBinding):
+    """The `.grad` of a bucket's parameters, whose gradients are reduced to the parts of `flat`.
 
-    `placeholders` belong to the parameters, and `splits` to those that also lie in other buckets; both are by position.
+    `placeholders` belong to the parameters, and `splits` to those that also lie in other buckets; both are by position. A split
+    parameter has a stand-in of its piece's size in `params`, without memory for it, whose `.grad` is the piece.
     """
 
     def __init__(
         self,
         bucket: Bucket,
-        params: Sequence[Tensor],
-        parts: Sequence[ShardPart],
+        flat: FlatParams,
         placeholders: Sequence[GradientPlaceholder],
         splits: Mapping[int, SplitParam],
         *,
         shard_numel: int,
     ) -> None:
         dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
-        # A split parameter has a stand-in of its piece's size, without memory for it, whose `.grad` is the piece.
-        packed = list(params)
+        packed = list(flat.params)
         for position in splits:
             packed[position] = torch.empty(1, dtype=dtype, device=device).expand(bucket.slots[position].numel)
-        super().__init__(BucketStorage(bucket, packed), params)
-        self._dense = DenseBinding(self.storage, packed)
-        self._own = tuple(zip(placeholders, parts, strict=True))
+        self._whole_params = flat.params
+        self._own = tuple(zip(placeholders, flat.parts, strict=True))
         self._splits = {position: (split, bucket.slots[position]) for position, split in splits.items()}
         self.shard = torch.zeros(shard_numel, dtype=accumulation_dtype(dtype), device=device)
         self.reduced = self.shard  # the executor sets it to other memory if `shard` may have values that must be kept
         self.live: set[int] = set()  # positions with an earlier part, to which the result is added
         self._before: dict[int, Any] = {}  # by position, the former `.grad`: placeholders, and gradients of split parameters
-        self.look()
+        super().__init__(BucketStorage(bucket, packed), packed)
         for placeholder, part in self._own:
             placeholder.parts[bucket.index] = part.of_shard(self.shard)
 
@@ -196,16 +194,16 @@ class ShardedBinding(Binding):
     def pack(self, not_arrived: Collection[int] = (), *, takes_pieces: bool = True) -> list[int]:
         self._before = {}
         for position, (split, slot) in self._splits.items() if takes_pieces else ():
-            self._before[position], self._dense.params[position].grad = split.take(slot)
-        for position, param in enumerate(self.params):
+            self._before[position], self.params[position].grad = split.take(slot)
+        for position, param in enumerate(self._whole_params):
             if isinstance(param.grad, GradientPlaceholder) and position not in self._splits:
                 self._before[position] = param.grad
                 param.grad = _new_gradient(param.grad)
         self.live = {
             position for position, grad in self._before.items() if isinstance(grad, GradientPlaceholder) and not grad.is_cleared
         }
-        self._dense.postponed = []
-        return self._dense.pack(not_arrived)
+        self.postponed = []
+        return super().pack(not_arrived)
 
     def pack_local(self) -> None:
         """Like `pack`, but a gradient with pieces in other buckets stays in place until all of them take it."""
@@ -213,7 +211,7 @@ class ShardedBinding(Binding):
 
     def packing(self) -> Callable[[], None]:
         """Returns a function that copies the taken gradients into the bucket, for another thread, so that backward continues."""
-        postponed, self._dense.postponed = self._dense.postponed or [], None
+        postponed, self.postponed = self.postponed or [], None
 
         def pack() -> None:
             while postponed:
@@ -221,18 +219,15 @@ class ShardedBinding(Binding):
 
         return pack
 
-    def has_graph(self) -> bool:
-        return self._dense.has_graph()
-
     @torch.no_grad()
     def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         """Moves the reduced values to their final place, and puts placeholders into `.grad`."""
         reduced, self.reduced = self.reduced, self.shard
-        unused = self._dense.release()
+        unused = self.release()
         restored = (unused | self._before) if unused else {}
         for position, (placeholder, part) in enumerate(self._own):
             if position in unused and position not in used_elsewhere:
-                self.params[position].grad = restored[position]
+                self._whole_params[position].grad = restored[position]
                 continue
             if reduced is not self.shard:
                 own = part.of_shard(self.shard)
@@ -240,7 +235,7 @@ class ShardedBinding(Binding):
                 write(part.of_shard(reduced))
             placeholder.added = None
             placeholder.is_cleared = False
-            self.params[position].grad = placeholder
+            self._whole_params[position].grad = placeholder
         self._before = {}
         if unused:
             self.look()
@@ -248,15 +243,15 @@ class ShardedBinding(Binding):
     @torch.no_grad()
     def bind_local(self) -> None:
         self.packing()()
-        self._dense.bind_local()
+        super().bind()
         for position in self._splits:
-            self._dense.params[position].grad = None
+            self.params[position].grad = None
         for position, placeholder in self._before.items():
-            param = self.params[position]
+            param = self._whole_params[position]
             param.grad, placeholder.added = placeholder, param.grad
 
     def has_result(self) -> bool:
-        for grad in map(_grad_of, self.params):
+        for grad in map(_grad_of, self._whole_params):
             is_cleared = isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None
             if grad is not None and not is_cleared:
                 return True
@@ -264,29 +259,26 @@ class ShardedBinding(Binding):
 
     def look(self) -> None:
         with private.as_plain_tensors():  # parameters may be on their way
-            grads = list(map(_grad_of, self.params))
+            grads = list(map(_grad_of, self._whole_params))
         if all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
             self._known.entries.clear()
         else:
             self._known.look(enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
 
     def is_written(self, position: int) -> bool:
-        grad = self.params[position].grad
+        grad = self._whole_params[position].grad
         if isinstance(grad, GradientPlaceholder):
             return grad.added is not None and has_values(grad.added)
         return grad is not None and not self._known.has(position, grad) and has_values(grad)
 
     def catch_late(self) -> bool:
         for position, (split, slot) in self._splits.items():
-            _, self._dense.params[position].grad = split.take(slot, is_late=True)
-        return self._dense.catch_late()
-
-    def late_values(self) -> Sequence[Tensor]:
-        return self._dense.late_values()
+            _, self.params[position].grad = split.take(slot, is_late=True)
+        return super().catch_late()
 
     @torch.no_grad()
     def add_late(self, values: Sequence[Tensor]) -> None:
-        for param, (placeholder, part) in zip(self.params, self._own, strict=True):
+        for param, (placeholder, part) in zip(self._whole_params, self._own, strict=True):
             own = part.of_shard(self.shard)
             if not isinstance(param.grad, GradientPlaceholder):
                 placeholder.bind_to(param)

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
@@ -117,7 +117,6 @@ class Gathers:
 
     def __init__(self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder) -> None:
         self.in_flight: dict[int, Handle] = {}
-        self.waited: dict[int, None] = {}  # buckets in the order of the waits for them, since the last launch
         self._is_compiled_in = False  # code of torch.compile reads the parameters, and guards their class
         self.flats, self._exchanges, self._recorder = flats, exchanges, recorder
         self._buckets_of: dict[int, list[int]] = {}  # by id of the parameter
@@ -156,7 +155,6 @@ class Gathers:
             handle = self.in_flight.get(bucket)
             if handle is None:
                 continue
-            self.waited[bucket] = None
             self._recorder.mark_gather(bucket, "wait_start")
             try:
                 with self._exchanges.group.waiting(f"the parameters of bucket {bucket}"):
@@ -236,7 +234,6 @@ class Gathers:
 
     def _watch(self, bucket: int, handle: Handle) -> None:
         with self._lock:
-            self.waited.pop(bucket, None)
             self.in_flight[bucket] = handle
             for param in self.flats[bucket].params:
                 kind = getattr(type(param), "arrived_class", type(param))
@@ -268,52 +265,22 @@ class _WaitHook(ModuleHook):
             self._then()
 
 
-class ForwardWaits:
+def wait_before_forwards(module: nn.Module, gathers: Gathers) -> list[RemovableHandle]:
     """Makes every module wait for its own parameters before its forward, because reads by C++ code cannot be seen.
 
-    Reads of other modules' parameters wait by themselves.
-
-    `on_order` is called once, with all buckets in the order of the waits of a training forward. If parts of the
-    model are compiled (`only_root`) or scripted, the whole model waits for everything: hooks would split compiled graphs, and
-    TorchScript calls none.
+    Reads of other modules' parameters wait by themselves. If parts of the model are compiled or scripted, there are no hooks, and
+    the whole model is to wait for everything: hooks would split compiled graphs, and TorchScript calls none.
     """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        gathers: Gathers,
-        *,
-        on_order: Callable[[Sequence[int]], object] | None,
-        only_root: bool,
-    ) -> None:
-        self._gathers, self._on_order = gathers, on_order
-        self._is_watched = False
-        self._hooks: list[RemovableHandle] = []
-        parts = [part for _, part in tables.named_modules(module)]
-        self._only_root = only_root or any(private.is_compiled(part) or private.is_script(part) for part in parts)
-        for part in () if self._only_root else parts:
-            buckets = gathers.buckets_of(_own_params(part))
-            if buckets:
-                # First, because other hooks may read parameters, such as weight_norm's.
-                hook = part.register_forward_pre_hook(_WaitHook(part, gathers, buckets), prepend=True)
-                self._hooks.append(hook)
-
-    def root_begins(self, *, is_training: bool) -> None:
-        if self._only_root or not is_training:
-            self._gathers.wait_for_all()
-        self._is_watched = self._on_order is not None and not self._gathers.waited
-
-    def root_ends(self) -> None:
-        # This increments versions, so autograd detects a parameter that was read too early.
-        if self._gathers.in_flight:
-            self._gathers.wait_for_all()
-        if self._is_watched and self._on_order is not None and self._gathers.waited:
-            self._on_order(tuple(self._gathers.waited))
-            self._on_order = None
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    parts = [part for _, part in tables.named_modules(module)]
+    hooks: list[RemovableHandle] = []
+    if any(private.is_compiled(part) or private.is_script(part) for part in parts):
+        return hooks
+    for part in parts:
+        buckets = gathers.buckets_of(_own_params(part))
+        if buckets:
+            # First, because other hooks may read parameters, such as weight_norm's.
+            hooks.append(part.register_forward_pre_hook(_WaitHook(part, gathers, buckets), prepend=True))
+    return hooks
 
 
 def _own_params(module: nn.Module) -> Iterator[Tensor | None]:

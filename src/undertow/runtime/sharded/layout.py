@@ -7,15 +7,14 @@ replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, then all
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, repeat
+from itertools import pairwise
 from operator import attrgetter
-from types import NoneType
 
 import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, PhaseError, require
+from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Bucket, Plan
 from undertow.runtime.comm.collectives import Collectives, accumulation_dtype, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
@@ -23,7 +22,7 @@ from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding, SplitParam
 from undertow.runtime.sharded.gathers import Gathers
-from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order, shard_parts
+from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order
 from undertow.schedule import Strategy
 
 _grad_of = attrgetter("grad")
@@ -39,22 +38,20 @@ class ShardGroups:
     def __init__(self, all_ranks: OwnGroup, config: SyncConfig) -> None:
         user = all_ranks.user
         self.rank, self.num_ranks = user.rank, len(user.ranks)
-        groups = [OwnGroup(axis, device=all_ranks.device, within=all_ranks) for axis in user.axes()]
-        for group in groups if self.num_ranks > 1 else ():
-            group.open(all_meet=True)  # every rank creates each of them
+        axes = [OwnGroup(axis, device=all_ranks.device, within=all_ranks) for axis in user.axes()]
+        for axis in axes if self.num_ranks > 1 else ():
+            axis.open(all_meet=True)  # every rank creates each of them
+        # On a mesh, inner sums are not divided: the mean is rounded once, after all summands are added.
+        self.shard = exchanges_over(axes[0], config, divisor=self.num_ranks if len(axes) == 1 else 1)
         self.replicate: Collectives | None = None
-        divisor = self.num_ranks
-        if len(groups) > 1:
-            self.replicate = exchanges_over(groups[1], config, divisor=divisor)
-            divisor = 1  # of inner sums: the mean is rounded once, after all summands are added
-        self.shard = exchanges_over(groups[0], config, divisor=divisor)
+        if len(axes) > 1:
+            self.replicate = exchanges_over(axes[1], config, divisor=self.num_ranks)
 
     def close(self) -> None:
-        axes = [axis for axis in (self.shard, self.replicate) if axis is not None]
-        for axis in axes:
-            axis.close()
-        for axis in axes:
-            axis.group.close()
+        for axis in (self.shard, self.replicate):
+            if axis is not None:
+                axis.close()
+                axis.group.close()
 
 
 class Sharding:
@@ -75,12 +72,14 @@ class Sharding:
         self.plan, self.params, self.strategy, self.groups = plan, tuple(params), strategy, groups
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
+        num_replicas = plan.num_ranks // self.group.num_ranks
         self.flats = [
             FlatParams(
                 bucket,
                 [params[index] for index in bucket.params],
-                shard_parts(bucket, rank=self.group.rank, num_replicas=plan.num_ranks // self.group.num_ranks),
+                rank=self.group.rank,
                 num_ranks=plan.num_ranks,
+                num_replicas=num_replicas,
             )
             for bucket in plan.buckets
         ]
@@ -108,8 +107,7 @@ class Sharding:
     def binding(self, bucket: Bucket) -> ShardedBinding:
         made = ShardedBinding(
             bucket,
-            self.flats[bucket.index].params,
-            self.flats[bucket.index].parts,
+            self.flats[bucket.index],
             [self._placeholders[index] for index in bucket.params],
             {position: self.splits[index] for position, index in enumerate(bucket.params) if index in self.splits},
             shard_numel=self.shard_numel(bucket),
@@ -129,19 +127,13 @@ class Sharding:
     @torch.no_grad()
     def adopt_gradients(self) -> None:
         """Replaces whole gradients, which are the same on every rank, by placeholders; a single rank keeps them."""
-        grads = list(map(_grad_of, self.params))
-        if not self.bindings or all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
-            return
-        whole = {
-            index: in_memory_order(grad, self.strides[index])
-            for index, grad in enumerate(grads)
-            if grad is not None and not isinstance(grad, GradientPlaceholder)
-        }
-        for index, values in whole.items():
+        for index, grad in enumerate(map(_grad_of, self.params) if self.bindings else ()):
+            if grad is None or isinstance(grad, GradientPlaceholder):
+                continue
+            values, placeholder = in_memory_order(grad, self.strides[index]), self._placeholders[index]
             for part in self.parts[self.params[index]]:
-                self._placeholders[index].parts[part.bucket].copy_(values[part.start : part.stop])
-        for index in whole:
-            self._placeholders[index].bind_to(self.params[index])
+                placeholder.parts[part.bucket].copy_(values[part.start : part.stop])
+            placeholder.bind_to(self.params[index])
 
     @torch.no_grad()
     def reduce_again(self, own: Mapping[int, tuple[Tensor, bool]]) -> None:
@@ -185,21 +177,17 @@ class Sharding:
         """
         for param in params:
             index = self._index_of.get(id(param))
-            if index is None:
-                require(
-                    not param.requires_grad or param.grad is None,
-                    "the optimizer steps on a gradient that is not synchronized: its parameter was frozen in the meantime.",
-                    where=f"a parameter of shape {tuple(param.shape)}, rank {self.groups.rank}",
-                    remedy="Freeze and unfreeze parameters between a step and its next forward, or call zero_grad() then.",
-                    error=PhaseError,
-                )
-            else:
-                require(
-                    getattr(param.grad, "added", None) is None,
+            if index is not None and getattr(param.grad, "added", None) is not None:
+                raise PhaseError(
                     "the optimizer steps on gradients that were accumulated and not synchronized.",
                     where=f"parameter {self.plan.params[index].name!r}, rank {self.groups.rank}",
                     remedy="Run the last backward of a step outside of accumulate() and no_sync().",
-                    error=PhaseError,
+                )
+            if index is None and param.requires_grad and param.grad is not None:
+                raise PhaseError(
+                    "the optimizer steps on a gradient that is not synchronized: its parameter was frozen in the meantime.",
+                    where=f"a parameter of shape {tuple(param.shape)}, rank {self.groups.rank}",
+                    remedy="Freeze and unfreeze parameters between a step and its next forward, or call zero_grad() then.",
                 )
 
     def drop_gradients(self) -> None:

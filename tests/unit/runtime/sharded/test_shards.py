@@ -14,7 +14,7 @@ from undertow import ShardedGradientError, SyncConfig
 from undertow.plan import Piece, Slot, first_plan, plan_from_groups
 from undertow.runtime.replan.planning import sharded_plan
 from undertow.runtime.sharded.binding import GradientPlaceholder, SplitParam
-from undertow.runtime.sharded.shards import FlatParams, shard_parts
+from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.torch_private import private
 
 
@@ -23,7 +23,7 @@ def in_pieces() -> FlatParams:
     bucket = plan_from_groups(
         [spec("weight", 8)], ((Piece(param=0, first=0, stop=5),), (Piece(param=0, first=5, stop=8),)), num_ranks=2
     ).buckets[0]
-    return FlatParams(bucket, [nn.Parameter(torch.ones(8))], shard_parts(bucket, rank=0), num_ranks=2)
+    return FlatParams(bucket, [nn.Parameter(torch.ones(8))], rank=0, num_ranks=2)
 
 
 def test_a_parameter_in_pieces_is_shared_while_another_tensor_has_its_memory() -> None:
