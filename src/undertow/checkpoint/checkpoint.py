@@ -258,7 +258,7 @@ def _group_of(
 
 
 def _require_no_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    is_of_experts = isinstance(optimizer, ShardedOptimizer) and optimizer.has_experts
+    is_of_experts = isinstance(optimizer, ShardedOptimizer) and optimizer._sync.config.experts
     if is_of_experts or (isinstance(model, DistributedDataParallel) and model.sync.config.experts):
         raise CheckpointError(
             "this model has experts: ranks have different tensors under one name, and a checkpoint stores one per name.",

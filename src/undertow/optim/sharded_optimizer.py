@@ -321,11 +321,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
                 remedy="Give it only parameters of the wrapped module that `ignore` does not name.",
             )
 
-    def _has_other_params(self, inner: InnerOptimizer) -> bool:
-        """True if users have put other parameters into the groups, or in another order."""
-        present = [list(map(id, group["params"])) for group in self.param_groups]
-        return present != [list(map(id, params)) for params in inner.grouped]
-
     def __getstate__(self) -> dict[str, Any]:
         raise WrongType(
             "a ShardedOptimizer cannot be pickled or copied: each rank has a part of it.",
@@ -338,12 +333,14 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         sharding, inner = self._steps.begin(), self._inner
         if inner is None:
             return self._take_over(sharding)
-        has_other_params = self._has_other_params(inner)
+        # Users may have put other parameters into the groups, or in another order.
+        present = [list(map(id, group["params"])) for group in self.param_groups]
+        has_other_params = present != [list(map(id, params)) for params in inner.grouped]
         if has_other_params:
             self._require_params_of_the_model()
         if has_other_params or sharding is not inner.sharding:
             self._waiting = inner.whole_states(is_moved=True) | self._waiting
-            return self._take_over(sharding)
+            inner = self._take_over(sharding)
         return inner
 
     def _take_over(self, sharding: Sharding) -> InnerOptimizer:
@@ -360,11 +357,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     def process_group(self) -> dist.ProcessGroup:
         """The group that the state is sharded over; on a mesh it has all ranks, and each row holds the same state."""
         return self._sync.process_group
-
-    @property
-    def has_experts(self) -> bool:
-        """True if the model has experts."""
-        return bool(self._sync.config.experts)
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:

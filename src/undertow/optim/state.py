@@ -77,7 +77,11 @@ class InnerOptimizer:
         self.owned: list[Owned] = []
         inner_groups = []
         for group in groups:
-            mine = [_owned(sharding, param, part, group) for param in group["params"] for part in sharding.parts.get(param, ())]
+            mine = []
+            for param in group["params"]:
+                for part in sharding.parts.get(param, ()):
+                    values = part.of_bucket(sharding.flats[part.bucket].flat)
+                    mine.append(Owned(part, param, group, values, values.to(accumulation_dtype(values.dtype))))
             inner_groups.append({**hyper_parameters(group), "params": [owned.target for owned in mine]})
             self.owned += mine
         self.optimizer = make(inner_groups)
@@ -150,17 +154,13 @@ class InnerOptimizer:
                 for part, state in mine.items():
                     if part.bucket == bucket.index and key in state and state[key].dtype == own.dtype:
                         part.of_shard(own).copy_(state[key])
-                flat = sharding.gathered(bucket.index, own)
-                for slot in bucket.slots:
-                    if slot.param in found and described[slot.param].get(key) == [_TENSOR, dtype]:
-                        whole = in_memory_order(found[slot.param][key], sharding.strides[slot.param])
-                        whole[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
+                into = {
+                    index: in_memory_order(found[index][key], sharding.strides[index])
+                    for index in bucket.params
+                    if index in found and described[index].get(key) == [_TENSOR, dtype]
+                }
+                sharding.gather_whole(bucket, own, into)
         return {sharding.params[index]: state for index, state in found.items()}
-
-
-def _owned(sharding: Sharding, param: Tensor, part: ShardPart, group: dict[str, Any]) -> Owned:
-    values = part.of_bucket(sharding.flats[part.bucket].flat)
-    return Owned(part, param, group, values, values.to(accumulation_dtype(values.dtype)))
 
 
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -319,17 +319,11 @@ class ShardedState(Tensor):
 
 def sharded_state(param: Tensor, parts: Sequence[tuple[ShardPart, ParamState]]) -> ParamState:
     """Returns a parameter's scalars and shards, from the states of its `parts` on this rank."""
-    found: ParamState = {}
-    for key, value in parts[0][1].items() if parts else ():
-        found[key] = value
-        if _is_flat(value):
+    found = dict(parts[0][1]) if parts else {}
+    for key, value in found.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
             found[key] = ShardedState(param, value.dtype, [(part, state[key]) for part, state in parts])
     return found
-
-
-def _is_flat(value: object) -> bool:
-    """Returns True for one value per element of a part, and False for values of the whole parameter."""
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _part_of(key: str, value: Any, owned: Owned) -> Any:

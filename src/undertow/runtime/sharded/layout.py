@@ -72,14 +72,14 @@ class Sharding:
         self.plan, self.params, self.strategy, self.groups = plan, tuple(params), strategy, groups
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
-        num_replicas = plan.num_ranks // self.group.num_ranks
+        self.num_replicas = plan.num_ranks // self.group.num_ranks
         self.flats = [
             FlatParams(
                 bucket,
                 [params[index] for index in bucket.params],
                 rank=self.group.rank,
                 num_ranks=plan.num_ranks,
-                num_replicas=num_replicas,
+                num_replicas=self.num_replicas,
             )
             for bucket in plan.buckets
         ]
@@ -117,7 +117,7 @@ class Sharding:
 
     def shard_numel(self, bucket: Bucket) -> int:
         """Returns the number of a bucket's elements that a rank owns, padding included."""
-        return bucket.shard_numel * (self.plan.num_ranks // self.group.num_ranks)
+        return bucket.shard_numel * self.num_replicas
 
     def follow_parameters(self) -> None:
         """Takes over values written into parameters from outside since the last step; nothing may be in flight."""
@@ -207,23 +207,25 @@ class Sharding:
             return param.grad
         whole = torch.zeros(param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device)
         for bucket in () if param.grad.is_cleared else self.plan.buckets:
-            slots = [slot for slot in bucket.slots if slot.param == index]
-            if slots:
-                flat = self.gathered(bucket.index, self.bindings[bucket.index].shard)
-            for slot in slots:
-                whole[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
+            if index in bucket.params:
+                self.gather_whole(bucket, self.bindings[bucket.index].shard, {index: whole})
         return whole.as_strided(param.shape, self.strides[index]).to(param.grad.dtype)
 
-    def gathered(self, bucket: int, own: Tensor) -> Tensor:
-        """Returns every rank's shard of data in that bucket's layout; a collective call. [ranks * shard]"""
+    def gather_whole(self, bucket: Bucket, own: Tensor, into: Mapping[int, Tensor]) -> None:
+        """Writes the shards of all ranks, which are laid out as that bucket, into whole tensors; a collective call.
+
+        own: This rank's shard. into: By parameter, its elements in memory order.
+        """
         num_ranks = self.group.num_ranks
-        whole = own.new_empty(num_ranks * own.numel())
-        whole.view(num_ranks, -1)[self.group.rank].copy_(own)
+        flat = own.new_empty(num_ranks * own.numel())
+        flat.view(num_ranks, -1)[self.group.rank].copy_(own)
         if num_ranks > 1:
-            handle = self.groups.shard.all_gather(whole, number=len(self.plan.buckets) + bucket)
-            with self.group.waiting(f"the shards of bucket {bucket}"):
+            handle = self.groups.shard.all_gather(flat, number=len(self.plan.buckets) + bucket.index)
+            with self.group.waiting(f"the shards of bucket {bucket.index}"):
                 handle.wait()
-        return whole
+        for slot in bucket.slots:
+            if slot.param in into:
+                into[slot.param][slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
 
 
 def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:
