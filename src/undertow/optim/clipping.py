@@ -7,23 +7,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from undertow.errors import NonFiniteGradient, require
+from undertow.errors import NonFiniteGradient, PhaseError, require
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.sharded.binding import GradientPlaceholder
-from undertow.runtime.step.sharded_steps import finish_before_look, require_synchronized
+from undertow.runtime.step.sharded_steps import finish_before_look
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync, sync_of
 
 
 @private.untraced
 def clip_grad_norm_(
-    target: GradientSync | nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    target: GradientSync | nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scales all gradients of `target` so that their total norm is at most `max_norm`.
 
     A collective call, after backward. Each parameter counts once: a replicated one, an expert on
-    whichever rank it lives, and the shards of a ShardedOptimizer. A frozen parameter with a gradient
-    counts, as in torch; an ignored one does not, because each rank has its own gradient of it.
+    whichever rank it lives, and the shards of a ShardedOptimizer. A frozen parameter with a
+    gradient counts, as in torch; an ignored one does not, because each rank has its own gradient of
+    it.
 
         loss.backward()
         undertow.clip_grad_norm_(model, 1.0)
@@ -43,8 +48,14 @@ def clip_grad_norm_(
         NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
         PhaseError: If accumulated gradients are not synchronized yet.
     """
-    sync = sync_of(target, where="clip_grad_norm_", remedy="For a bare model use torch.nn.utils.clip_grad_norm_.")
-    members = [(each, [param for _, param in each.named_parameters()]) for each in (sync, *sync.experts)]
+    sync = sync_of(
+        target,
+        where="clip_grad_norm_",
+        remedy="For a bare model use torch.nn.utils.clip_grad_norm_.",
+    )
+    members: list[tuple[GradientSync, list[Tensor]]] = []
+    for each in (sync, *sync.experts):
+        members.append((each, [param for _, param in each.named_parameters()]))
     return clip_members(members, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
 
@@ -56,10 +67,16 @@ def clip_members(
     *,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """Clips the gradients of some parameters of a model, and of its experts if it has any; returns their norm."""
+    """Clips the gradients of some parameters of a model, and of its experts; returns their norm."""
     for sync, params in members:
         finish_before_look(sync._engine, params)
-        require_synchronized(sync._engine)
+        require(
+            not sync._engine.current_plan.now.hooks.arrived_before,
+            "gradients were accumulated and are not synchronized: each rank would compute a different norm.",
+            where=f"clip_grad_norm_, rank {sync.rank}",
+            remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+            error=PhaseError,
+        )
     group = members[0][0]._group
     counted: list[Tensor] = []
     scaled: list[Tensor] = []
@@ -87,7 +104,10 @@ def clip_members(
 
 
 def _gradients_of(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-    """Yields this rank's gradients, each with True if it is a part; parameters outside of the layout have some too."""
+    """Yields this rank's gradients, each with True if it is a part.
+
+    Parameters outside of the layout have some too: those that were frozen.
+    """
     for grad in (param.grad for param in params):
         if isinstance(grad, GradientPlaceholder):
             for part in () if grad.is_cleared else grad.parts.values():

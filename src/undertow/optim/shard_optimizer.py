@@ -38,10 +38,10 @@ def shard_optimizer(
         optimizer = timm.optim.create_optimizer_v2(model.module, "adamw", weight_decay=0.05)
         optimizer = undertow.shard_optimizer(optimizer, model)
 
-    It is for optimizers that a factory makes, as in timm, Transformers and Accelerate. The result has
-    the class, the parameter groups and the state of `optimizer`. If `optimizer` has stepped, its state
-    moves, and each rank keeps its shards. Register hooks on the result. `optimizer` must not be stepped
-    afterwards: its step raises PhaseError.
+    It is for optimizers that a factory makes, as in timm, Transformers and Accelerate. The result
+    has the class, the parameter groups and the state of `optimizer`. If `optimizer` has stepped,
+    its state moves, and each rank keeps its shards. Register hooks on the result. `optimizer` must
+    not be stepped afterwards: its step raises PhaseError.
 
     Args:
         optimizer: An optimizer of a class that ShardedOptimizer takes, the same on every rank.
@@ -73,9 +73,9 @@ def shard_optimizer(
     settings = _constructor_settings(optimizer)
     # Schedulers have torch replace `step`, to warn if they step first.
     is_watched = getattr(vars(optimizer).get("step"), "__wrapped__", None) is type(optimizer).step
-    strangers = [type(each).__name__ for each in schedulers if getattr(each, "optimizer", None) is not optimizer]
+    strangers = [each for each in schedulers if getattr(each, "optimizer", None) is not optimizer]
     if strangers:
-        reason = f"{strangers[0]} is not a scheduler of it"
+        reason = f"{type(strangers[0]).__name__} is not a scheduler of it"
     elif is_watched and not schedulers:
         reason = "it has a scheduler that is not given"
     else:
@@ -135,8 +135,12 @@ def _constructor_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.defaults.items() if name in arguments}
 
 
-def _found_different(optimizer: torch.optim.Optimizer, settings: dict[str, Any], passed_over: Set[str]) -> str:
-    """Returns how a new optimizer with these settings and the same groups differs, or "" if it does not."""
+def _found_different(
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    passed_over: Set[str],
+) -> str:
+    """Returns how a new optimizer with these settings and groups differs, or "" if it does not."""
     make: Any = type(optimizer)
     try:
         # With the same values, not copies, whose texts may differ.

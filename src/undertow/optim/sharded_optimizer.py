@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, require
 from undertow.optim.clipping import clip_members
 from undertow.optim.state import (
+    ELEMENTWISE,
     MASTER,
     FullStates,
     InnerOptimizer,
@@ -19,7 +20,6 @@ from undertow.optim.state import (
     WrittenStates,
     hyper_parameters,
     params_of,
-    require_elementwise,
     sharded_state,
     with_copied_scalars,
 )
@@ -39,12 +39,12 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     On a mesh, n is the number of ranks of a row. Construction is a collective call; a model has one
     ShardedOptimizer at a time. From its first step on, gradients are reduced to shards. Updated
-    parameters are gathered during the next forward; any other read of a parameter waits for it. 16-bit
-    parameters are updated in fp32.
+    parameters are gathered during the next forward; any other read of a parameter waits for it.
+    16-bit parameters are updated in fp32.
 
-    A model with experts needs one optimizer for each group of ranks: one for the model with its dense
-    parameters as `params`, and one for each of `sync.experts`. `undertow.clip_grad_norm_` computes
-    their common norm.
+    A model with experts needs one optimizer for each group of ranks: one for the model with its
+    dense parameters as `params`, and one for each of `sync.experts`. `undertow.clip_grad_norm_`
+    computes their common norm.
 
     Args:
         cls: A class of torch.optim that updates each element on its own: Adadelta, Adagrad, Adam, AdamW,
@@ -82,7 +82,14 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             "Parameters or groups come third: ShardedOptimizer(torch.optim.AdamW, model, groups, lr=...).",
         )
         _require_arguments(cls, self._sync, params, state_dict)
-        require_elementwise(cls, is_vouched_for=elementwise)
+        # A class that is derived from a known one is not known: its constructor alone may add hooks.
+        require(
+            cls in ELEMENTWISE or elementwise,
+            f"{cls.__name__} cannot be sharded: Undertow does not know that it updates each element on its own.",
+            where="ShardedOptimizer, which gives each rank a part of a parameter as a flat piece",
+            remedy="Pass elementwise=True if the update of an element depends on no other element. If it does, or if you are "
+            "not sure, use this optimizer without sharding.",
+        )
         # Parameter groups alone are not enough: some settings are read only by the constructor.
         self._make: partial[Any] = partial(cls, **defaults)
         whole = self._make([param for _, param in self._sync.named_parameters()] if params is None else params)
@@ -90,19 +97,13 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._stepped: set[Tensor] = set()  # parameters that have state on some rank, by identity
         self._waiting: FullStates = {}  # states of parameters that are not among this rank's parts, or not yet
         self._gives_shards = state_dict == "sharded"
-        # What `consolidate_state_dict` has gathered, None on other ranks; valid until the state changes.
+        # The rank of `consolidate_state_dict`, and what it has gathered there; until the state changes.
         self._consolidated: tuple[int, FullStates | None] | None = None
         super().__init__(whole.param_groups, whole.defaults)
-        described = {"optimizer": f"{cls.__module__}.{cls.__qualname__}", "parameter groups": self._groups_as_text()}
+        # Texts, because a function or NaN does not equal its own copy.
+        groups = [(len(group["params"]), repr(hyper_parameters(group))) for group in self.param_groups]
+        described = {"optimizer": f"{cls.__module__}.{cls.__qualname__}", "parameter groups": groups}
         self._steps = self._sync._shard(self, described)
-
-    def _groups_as_text(self) -> list[dict[str, object]]:
-        """Describes the groups, which all ranks must have alike; a function or NaN does not equal its own copy."""
-        described: list[dict[str, object]] = []
-        for group in self.param_groups:
-            settings = {name: repr(value) for name, value in hyper_parameters(group).items()}
-            described.append({"parameters": len(group["params"]), **settings})
-        return described
 
     @private.untraced
     @torch.no_grad()
@@ -128,12 +129,17 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         inner.sharding.require_synchronized(params)
         with self._steps.update(inner.sharding):
             inner.step(self.param_groups)
-            self._stepped.update(param for param in params if param.grad is not None)
+            self._stepped.update([param for param in params if param.grad is not None])
         return loss
 
     @private.untraced
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False, foreach: bool | None = None
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> Tensor:
         """Scales all gradients of its parameters so that their total norm is at most `max_norm`; a collective call.
 
@@ -197,8 +203,9 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole state on every rank, as the state dict of a plain optimizer; a collective call.
 
-        After `consolidate_state_dict(to)`, rank `to` returns it without communication until the next step. With
-        `state_dict="sharded"`, the optimizer returns this rank's part instead, for torch.distributed.checkpoint.
+        After `consolidate_state_dict(to)`, rank `to` returns it without communication until the
+        next step. With `state_dict="sharded"`, the optimizer returns this rank's part instead, for
+        torch.distributed.checkpoint.
         """
         if self._consolidated is None:
             return self.sharded_state_dict() if self._gives_shards else self.full_state_dict()
@@ -226,8 +233,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         """Brings the whole state to one rank, in host memory; a collective call.
 
         It is for frameworks that call `state_dict()` on one rank only, as with torch's
-        ZeroRedundancyOptimizer; Lightning makes this call itself. The state is kept until the next step;
-        until then, `state_dict()` raises PhaseError on the other ranks.
+        ZeroRedundancyOptimizer; Lightning makes this call itself. The state is kept until the next
+        step; until then, `state_dict()` raises PhaseError on the other ranks.
 
         Args:
             to: The rank of the process group.
@@ -261,18 +268,19 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
         def take(_self: object, found: dict[str, Any]) -> dict[str, Any]:
             given.update(found)
-            known = set(chain.from_iterable(group["params"] for group in found["param_groups"]))
-            for key in found["state"]:
-                require(
-                    key in known,
-                    f"the state has an entry for {key!r}, which is not a parameter.",
-                    where="ShardedOptimizer.load_state_dict",
-                    remedy="Remove it: a sharded optimizer keeps state for parameters only.",
-                    error=CheckpointError,
-                )
+            of_groups = chain.from_iterable(group["params"] for group in found["param_groups"])
+            others = [*(found["state"].keys() - set(of_groups)), None]
+            require(
+                len(others) == 1,
+                f"the state has an entry for {others[0]!r}, which is not a parameter.",
+                where="ShardedOptimizer.load_state_dict",
+                remedy="Remove it: a sharded optimizer keeps state for parameters only.",
+                error=CheckpointError,
+            )
             return {**found, "state": {}}  # super() loads the groups and checks their order
 
-        # User hooks that run before may change the state, and user hooks that run after see the loaded one.
+        # User hooks that run before may change the state, and user hooks that run after see the
+        # loaded one.
         with (
             self.register_load_state_dict_pre_hook(take),
             self.register_load_state_dict_post_hook(lambda _: self._load(given), prepend=True),
@@ -282,15 +290,18 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         states = state_dict["state"]
-        self._waiting = {
-            param: dict(states[number]) for number, param in zip(numbers, params_of(self), strict=True) if number in states
-        }
+        waiting: FullStates = {}
+        for number, param in zip(numbers, params_of(self), strict=True):
+            if number in states:
+                waiting[param] = dict(states[number])
         self._stepped = set()
         self._consolidated = None
+        self._waiting = waiting
         if self._inner is not None:
             self._sync.wait()
-            self._inner.sharding.follow_parameters()  # values may have been loaded into the parameters before
-            self._take_over(self._inner.sharding)
+            # Values may have been loaded into the parameters before.
+            self._inner.sharding.follow_parameters()
+            self._take_over(self._inner.sharding, waiting)
 
     @private.untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -332,19 +343,18 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         """Waits for everything in flight, and returns the optimizer over this rank's parts."""
         sharding, inner = self._steps.begin(), self._inner
         if inner is None:
-            return self._take_over(sharding)
+            return self._take_over(sharding, self._waiting)
         # Users may have put other parameters into the groups, or in another order.
         present = [list(map(id, group["params"])) for group in self.param_groups]
-        has_other_params = present != [list(map(id, params)) for params in inner.grouped]
-        if has_other_params:
-            self._require_params_of_the_model()
-        if has_other_params or sharding is not inner.sharding:
-            self._waiting = inner.whole_states(is_moved=True) | self._waiting
-            inner = self._take_over(sharding)
-        return inner
+        laid_out = [list(map(id, params)) for params in inner.grouped]
+        if sharding is inner.sharding and present == laid_out:
+            return inner
+        return self._take_over(sharding, inner.whole_states(is_moved=True) | self._waiting)
 
-    def _take_over(self, sharding: Sharding) -> InnerOptimizer:
-        """Makes an optimizer over this rank's parts in `sharding`, and moves waiting states to it."""
+    def _take_over(self, sharding: Sharding, states: FullStates) -> InnerOptimizer:
+        """Makes an optimizer over this rank's parts in `sharding`, and moves these states to it."""
+        self._require_params_of_the_model()
+        self._waiting = states
         inner = self._inner = InnerOptimizer(self._make, self.param_groups, sharding)
         inner.optimizer.defaults = self.defaults  # follows changes that users make
         inner.take(self._waiting)
@@ -371,19 +381,31 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         """Returns torch's state dict filled with these states; the user's hooks see the result."""
 
         def fill(_self: object, packed: dict[str, Any]) -> None:
-            packed["state"] = {number: states[param] for number, param in enumerate(params_of(self)) if param in states}
+            params = enumerate(params_of(self))
+            packed["state"] = {number: states[param] for number, param in params if param in states}
 
         with self.register_state_dict_post_hook(fill, prepend=True):
             return super().state_dict()
 
-    def _whole_states(self, *, keeps: bool = True, device: torch.device | None = None) -> FullStates:
-        """Gathers the whole state of every parameter, on `device` if given; empty if not `keeps`. A collective call."""
+    def _whole_states(
+        self,
+        *,
+        keeps: bool = True,
+        device: torch.device | None = None,
+    ) -> FullStates:
+        """Gathers the whole state of every parameter, on `device` if given; a collective call.
+
+        Returns nothing if not `keeps`.
+        """
         states: FullStates = {}
         if self._inner is not None:
             if self._inner.sharding.group.num_ranks > 1:
                 self._steps.require_open("Call state_dict() before close(); save_checkpoint() works afterwards too.")
             states = self._inner.whole_states(keeps=keeps, device=device)
-        return states | {param: state for param, state in self._waiting.items() if state.keys() - {MASTER}}
+        for param, state in self._waiting.items():
+            if state.keys() - {MASTER}:
+                states[param] = state
+        return states
 
     def _states(self) -> FullStates:
         """Returns this rank's knowledge of every parameter's state; it may have no part of one."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from undertow.boxes import Box, boxes_of_range
-from undertow.errors import CheckpointError, require
+from undertow.errors import CheckpointError
 from undertow.runtime.comm.agreement import gather_json
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.gradients.storage import strides_of_gradient
@@ -64,7 +64,10 @@ class Owned:
 
 
 class InnerOptimizer:
-    """An optimizer of the user's class over this rank's parts of the parameters in `groups`, as `sharding` lays them out."""
+    """An optimizer of the user's class over this rank's parts of the parameters in `groups`.
+
+    `sharding` lays the parameters out.
+    """
 
     def __init__(
         self,
@@ -81,21 +84,23 @@ class InnerOptimizer:
             for param in group["params"]:
                 for part in sharding.parts.get(param, ()):
                     values = part.of_bucket(sharding.flats[part.bucket].flat)
-                    mine.append(Owned(part, param, group, values, values.to(accumulation_dtype(values.dtype))))
-            inner_groups.append({**hyper_parameters(group), "params": [owned.target for owned in mine]})
+                    target = values.to(accumulation_dtype(values.dtype))
+                    mine.append(Owned(part, param, group, values, target))
+            targets = [owned.target for owned in mine]
+            inner_groups.append({**hyper_parameters(group), "params": targets})
             self.owned += mine
         self.optimizer = make(inner_groups)
 
     def step(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Steps with the hyper-parameters of these groups, including changes by schedulers and users."""
+        """Steps with the hyper-parameters of these groups, as schedulers and users left them."""
         for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
             for name, value in hyper_parameters(settings).items():
                 group[name] = value.clone() if isinstance(value, Tensor) else value
-        for owned in self.owned:
+        grads = self.sharding.gradients([owned.part for owned in self.owned])
+        for owned, grad in zip(self.owned, grads, strict=True):
             target = owned.target
-            grad = self.sharding.gradient(owned.part)
             target.grad = None if grad is None else grad.to(target.dtype)
-            if target is not owned.values:  # follow values that were written into the parameter, as by `load_state_dict`
+            if target is not owned.values:  # follow writes into the parameter, such as a load
                 is_written = owned.values != target.to(owned.values.dtype)
                 target.copy_(torch.where(is_written, owned.values.to(target.dtype), target))
         try:
@@ -116,14 +121,18 @@ class InnerOptimizer:
             master = mine.pop(MASTER, None)
             # A `master` that is not wider than the parameter went through a plain optimizer, which
             # narrows it and then does not update it along with the parameter.
-            if owned.target is not owned.values and master is not None and state[MASTER].dtype == master.dtype:
+            has_copy = owned.target is not owned.values
+            if has_copy and master is not None and state[MASTER].dtype == master.dtype:
                 owned.target.copy_(master)
             self.optimizer.state.pop(owned.target, None)
             if mine:
                 self.optimizer.state[owned.target] = mine
 
     def states(self, *, is_moved: bool = False) -> dict[ShardPart, ParamState]:
-        """Returns the state of each part with its fp32 values; an empty state stays empty, except when state moves."""
+        """Returns the state of each part with its fp32 values.
+
+        An empty state stays empty, except when state moves.
+        """
         found: dict[ShardPart, ParamState] = {}
         for owned in self.owned:
             state = dict(self.optimizer.state.get(owned.target, {}))
@@ -132,11 +141,17 @@ class InnerOptimizer:
             found[owned.part] = state
         return found
 
-    def whole_states(self, *, is_moved: bool = False, keeps: bool = True, device: torch.device | None = None) -> FullStates:
-        """Gathers the whole state of every parameter that has state on some rank, as new tensors of its shape.
+    def whole_states(
+        self,
+        *,
+        is_moved: bool = False,
+        keeps: bool = True,
+        device: torch.device | None = None,
+    ) -> FullStates:
+        """Gathers the whole state of every parameter that has one on some rank, as new tensors.
 
-        A collective call. They are on `device`, or on the parameters' devices if None. A rank with `keeps=False` contributes
-        and returns nothing.
+        A collective call. The tensors are on `device`, or on the parameters' devices if None. A
+        rank with `keeps=False` contributes and returns nothing.
         """
         sharding = self.sharding
         mine = self.states(is_moved=is_moved)
@@ -144,21 +159,24 @@ class InnerOptimizer:
         found: dict[int, ParamState] = {}
         for index, entries in described.items() if keeps else ():
             param, strides = sharding.params[index], sharding.strides[index]
-            found[index] = {key: _room(what, param, strides, device) for key, what in entries.items()}
+            room = {key: _room(what, param, strides, device) for key, what in entries.items()}
+            found[index] = room
         for bucket in sharding.plan.buckets:
-            flat_states = {
-                (key, what[1]) for index in bucket.params for key, what in described.get(index, {}).items() if what[0] == _TENSOR
-            }
-            for key, dtype in sorted(flat_states):
-                own = torch.zeros(sharding.shard_numel(bucket), dtype=getattr(torch, dtype), device=bucket.device)
+            entries_of = {index: described.get(index, {}) for index in bucket.params}
+            every = chain.from_iterable(entries.items() for entries in entries_of.values())
+            for key, dtype in sorted({(key, what[1]) for key, what in every if what[0] == _TENSOR}):
+                own = torch.zeros(
+                    sharding.shard_numel(bucket),
+                    dtype=getattr(torch, dtype),
+                    device=bucket.device,
+                )
+                indices = {index for index, entries in entries_of.items() if entries.get(key) == [_TENSOR, dtype]}
                 for part, state in mine.items():
-                    if part.bucket == bucket.index and key in state and state[key].dtype == own.dtype:
+                    if part.bucket == bucket.index and part.param in indices and state:
                         part.of_shard(own).copy_(state[key])
-                into = {
-                    index: in_memory_order(found[index][key], sharding.strides[index])
-                    for index in bucket.params
-                    if index in found and described[index].get(key) == [_TENSOR, dtype]
-                }
+                into: dict[int, Tensor] = {}
+                for index in indices & found.keys():
+                    into[index] = in_memory_order(found[index][key], sharding.strides[index])
                 sharding.gather_whole(bucket, own, into)
         return {sharding.params[index]: state for index, state in found.items()}
 
@@ -171,20 +189,6 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Returns the parameters of all groups, in their order."""
     return list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
-
-
-def require_elementwise(cls: type[torch.optim.Optimizer], *, is_vouched_for: bool) -> None:
-    """Raises ConfigError unless shards of parameters can be stepped by this class.
-
-    A class that is derived from a known one is not known: its constructor alone may add hooks.
-    """
-    require(
-        cls in ELEMENTWISE or is_vouched_for,
-        f"{cls.__name__} cannot be sharded: Undertow does not know that it updates each element on its own.",
-        where="ShardedOptimizer, which gives each rank a part of a parameter as a flat piece",
-        remedy="Pass elementwise=True if the update of an element depends on no other element. If it does, or if you are "
-        "not sure, use this optimizer without sharding.",
-    )
 
 
 class Written(UserDict[Any, Any]):
@@ -229,9 +233,10 @@ def with_copied_scalars(state: Mapping[str, Any]) -> ParamState:
 class ShardedState(Tensor):
     """A state tensor of a parameter's shape. This rank holds `pieces` of it, flat ranges of the parameter in memory order.
 
-    It is a tensor because torch.distributed.checkpoint looks for shards only in tensors, and it has the methods that
-    torch.distributed.checkpoint saves and loads boxes by. The pieces of all ranks are stored as one tensor of this shape. It can
-    be moved and copied; every other use raises, because it has no values itself.
+    It is a tensor because torch.distributed.checkpoint looks for shards only in tensors, and it has
+    the methods that torch.distributed.checkpoint saves and loads boxes by. The pieces of all ranks
+    are stored as one tensor of this shape. It can be moved and copied; every other use raises,
+    because it has no values itself.
     """
 
     pieces: tuple[tuple[ShardPart, Tensor], ...]
@@ -290,9 +295,16 @@ class ShardedState(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # the signature that torch documents
-        cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        op: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given, first = {name: value for name, value in (kwargs or {}).items() if value is not None}, args[0] if args else None
+        given, first = (
+            {name: value for name, value in (kwargs or {}).items() if value is not None},
+            args[0] if args else None,
+        )
         if isinstance(first, ShardedState):
             if op is torch.ops.aten.detach.default:
                 return first
@@ -311,7 +323,10 @@ class ShardedState(Tensor):
     def boxes(self) -> list[tuple[Box, Tensor]]:
         """Returns the pieces as boxes, each with an in-place view of its values."""
         return [
-            (box, values.as_strided(box.sizes, self.stride(), values.storage_offset() + box.start - part.start))
+            (
+                box,
+                values.as_strided(box.sizes, self.stride(), values.storage_offset() + box.start - part.start),
+            )
             for part, values in self.pieces
             for box in boxes_of_range(self.shape, self.stride(), part.start, part.stop)
         ]
@@ -322,12 +337,16 @@ def sharded_state(param: Tensor, parts: Sequence[tuple[ShardPart, ParamState]]) 
     found = dict(parts[0][1]) if parts else {}
     for key, value in found.items():
         if isinstance(value, Tensor) and value.dim() > 0:
-            found[key] = ShardedState(param, value.dtype, [(part, state[key]) for part, state in parts])
+            pieces = [(part, state[key]) for part, state in parts]
+            found[key] = ShardedState(param, value.dtype, pieces)
     return found
 
 
 def _part_of(key: str, value: Any, owned: Owned) -> Any:
-    """Returns a copy of a state's entry for a part, cut from a whole tensor or from a shard, in Undertow's dtype."""
+    """Returns a copy of a state's entry for a part, in Undertow's dtype.
+
+    It is cut from a whole tensor or from a shard.
+    """
     param, part = owned.param, owned.part
     if not isinstance(value, Tensor):
         return value
@@ -336,7 +355,8 @@ def _part_of(key: str, value: Any, owned: Owned) -> Any:
     elif value.shape == param.shape and key not in OF_THE_WHOLE:
         mine = in_memory_order(value, strides_of_gradient(param))[part.start : part.stop]
     elif owned.group.get("capturable") or owned.group.get("fused"):
-        return value.to(param.device, copy=True)  # as torch's optimizers do; a checkpoint does not record the device
+        # As torch's optimizers do: a checkpoint does not record the device.
+        return value.to(param.device, copy=True)
     else:
         return value.clone()
     # A plain optimizer keeps the state of a 16-bit parameter in 16 bits.

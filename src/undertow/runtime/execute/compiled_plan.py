@@ -53,7 +53,8 @@ class CompiledPlan:
         self._recorder = recorder
         # The same under every strategy: it sends nothing.
         self.accumulating = Releases(lower_accumulation(len(plan.buckets)))
-        schedule = lower_data_parallel(len(plan.buckets), self.strategy, overlap=reducer.config.overlap)
+        overlap = reducer.config.overlap
+        schedule = lower_data_parallel(len(plan.buckets), self.strategy, overlap=overlap)
         self.synchronizing = Releases(schedule)
         self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 

@@ -32,8 +32,9 @@ _UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 class GradientPlaceholder(Tensor):
     """A gradient of the parameter's shape, dtype and device without values; every use of it raises.
 
-    `parts` has this rank's elements by bucket, 1-D. `added` collects the gradients that autograd adds in a later backward.
-    `is_cleared` is True if the gradient was set to zero. A GradScaler unscales the parts, and all ranks find the same infinities.
+    `parts` has this rank's elements by bucket, 1-D. `added` collects the gradients that autograd
+    adds in a later backward. `is_cleared` is True if the gradient was set to zero. A GradScaler
+    unscales the parts, and all ranks find the same infinities.
     """
 
     parts: dict[int, Tensor]
@@ -68,7 +69,11 @@ class GradientPlaceholder(Tensor):
     @classmethod
     @private.left_alone
     def __torch_dispatch__(  # type: ignore[override]  # the signature that torch documents
-        cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        op: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if op is torch.ops.aten._foreach_zero_.default:
             for each in args[0]:
@@ -134,7 +139,8 @@ class SplitParam:
         self.begin_round()
 
     def begin_round(self) -> None:
-        # In time, and late: the former `.grad` and the gradient, once for each bucket that has not taken them yet.
+        # In time, and late: the former `.grad` and the gradient, once for each bucket that has not
+        # taken them yet.
         self._taken: tuple[list[tuple[Any, Tensor | None]], ...] = ([], [])
 
     def take(self, piece: Slot, *, is_late: bool = False) -> tuple[Any, Tensor | None]:
@@ -160,8 +166,9 @@ def _new_gradient(grad: Tensor | None) -> Tensor | None:
 class ShardedBinding(DenseBinding):
     """The `.grad` of a bucket's parameters, whose gradients are reduced to the parts of `flat`.
 
-    `placeholders` belong to the parameters, and `splits` to those that also lie in other buckets; both are by position. A split
-    parameter has a stand-in of its piece's size in `params`, without memory for it, whose `.grad` is the piece.
+    `placeholders` belong to the parameters, and `splits` to those that also lie in other buckets;
+    both are by position. A split parameter has a stand-in of its piece's size in `params`, without
+    memory for it, whose `.grad` is the piece.
     """
 
     def __init__(

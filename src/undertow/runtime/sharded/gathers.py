@@ -1,8 +1,9 @@
 """Gathers parameters from the ranks that own them, during the next forward, which waits for each where it is read.
 
-While a parameter is in flight, its class is a subclass that waits, in the same way as torch exchanges the class of a lazy
-parameter when it gets its shape. torch calls such a class before every function and attribute of the tensor, so old lists of
-parameters, the bare module and copies need no hooks. C++ code that is given the parameter itself does not call it.
+While a parameter is in flight, its class is a subclass that waits, in the same way as torch
+exchanges the class of a lazy parameter when it gets its shape. torch calls such a class before
+every function and attribute of the tensor, so old lists of parameters, the bare module and copies
+need no hooks. C++ code that is given the parameter itself does not call it.
 """
 
 import copy
@@ -36,16 +37,32 @@ from undertow.runtime.torch_private.module_hook import ModuleHook
 _addresses_of = attrgetter("addresses")
 _T: Any = Tensor  # its attributes are descriptors on the class
 
-# These read no values of a parameter. Every `zero_grad()` uses the first two, and forwards use devices and dtypes. `dim()` is not
-# here, because torch.vmap calls nothing else before it takes a tensor from C++.
+# These read no values of a parameter. Every `zero_grad()` uses the first two, and forwards use
+# devices and dtypes. `dim()` is not here, because torch.vmap calls nothing else before it takes a
+# tensor from C++.
 _READ_NO_VALUES = frozenset(
     {
         *(
             descriptor.__get__
-            for descriptor in (_T.grad, _T.requires_grad, _T.is_leaf, _T.shape, _T.dtype, _T.device, _T.is_meta)
+            for descriptor in (
+                _T.grad,
+                _T.requires_grad,
+                _T.is_leaf,
+                _T.shape,
+                _T.dtype,
+                _T.device,
+                _T.is_meta,
+            )
         ),
         *(_T.grad.__set__, _T.grad.__delete__, _T.requires_grad.__set__, _T.requires_grad_),
-        *(_T.numel, _T.size, _T.is_floating_point, torch.is_floating_point, _T.is_complex, torch.is_complex),
+        *(
+            _T.numel,
+            _T.size,
+            _T.is_floating_point,
+            torch.is_floating_point,
+            _T.is_complex,
+            torch.is_complex,
+        ),
     }
 )
 
@@ -63,7 +80,11 @@ def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
                 _let_read(param)
 
     def read(
-        cls: type[Tensor], function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls: type[Tensor],
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if function in _READ_NO_VALUES:
             with private.as_plain_tensors():
@@ -109,10 +130,11 @@ def _let_read(param: Tensor) -> None:
 class Gathers:
     """The gathers of a plan's buckets; a read of a parameter first waits for its buckets.
 
-    A gather that could not be started is in flight too, and has failed: every read of its parameters raises.
+    A gather that could not be started is in flight too, and has failed: every read of its
+    parameters raises.
 
-    A signal handler or `__del__` may run between any two lines. It may read parameters, which waits for them and gives them
-    their class back. Ctrl-C may end any function here.
+    A signal handler or `__del__` may run between any two lines. It may read parameters, which waits
+    for them and gives them their class back. Ctrl-C may end any function here.
     """
 
     def __init__(self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder) -> None:
@@ -165,7 +187,8 @@ class Gathers:
                     raise
                 raise self._torn(bucket) from error
             self._recorder.mark_gather(bucket, "wait_stop")
-            # Only now, so that a wait that failed fails again. Another thread may have waited too, and launched the next gather.
+            # Only now, so that a wait that failed fails again. Another thread may have waited too,
+            # and launched the next gather.
             with self._lock:
                 if self.in_flight.get(bucket) is handle:
                     # Again, so that a forward that has read too early fails in its backward.
@@ -215,7 +238,8 @@ class Gathers:
         # Compiled code would be compiled again each time for the class of a parameter in flight.
         self._is_compiled_in |= private.is_compiling()
         for param in params:
-            # torch.utils.swap_tensors gives the class to tensors that nothing gathers: these wait for everything.
+            # torch.utils.swap_tensors gives the class to tensors that nothing gathers: these wait
+            # for everything.
             self.wait(self._buckets_of.get(id(param), tuple(self.in_flight)))
             with self._lock:
                 # Whatever left the class on it, so that the read does not come here again.
@@ -244,13 +268,16 @@ class Gathers:
                 self._release(bucket)
 
     def _release(self, bucket: int) -> None:
-        flat, coming = self.flats[bucket], set[int]()  # parameters with another bucket to come stay watched
+        flat, coming = (
+            self.flats[bucket],
+            set[int](),
+        )  # parameters with another bucket to come stay watched
         for param in flat.split_params:
             if any(other != bucket and other in self.in_flight for other in self._buckets_of[id(param)]):
                 coming.add(id(param))
         for param in flat.params:
             if id(param) not in coming:
-                _let_read(param)
+                param.__class__ = getattr(type(param), "arrived_class", type(param))
 
 
 class _WaitHook(ModuleHook):
@@ -268,8 +295,9 @@ class _WaitHook(ModuleHook):
 def wait_before_forwards(module: nn.Module, gathers: Gathers) -> list[RemovableHandle]:
     """Makes every module wait for its own parameters before its forward, because reads by C++ code cannot be seen.
 
-    Reads of other modules' parameters wait by themselves. If parts of the model are compiled or scripted, there are no hooks, and
-    the whole model is to wait for everything: hooks would split compiled graphs, and TorchScript calls none.
+    Reads of other modules' parameters wait by themselves. If parts of the model are compiled or
+    scripted, there are no hooks, and the whole model is to wait for everything: hooks would split
+    compiled graphs, and TorchScript calls none.
     """
     parts = [part for _, part in tables.named_modules(module)]
     hooks: list[RemovableHandle] = []
@@ -279,7 +307,8 @@ def wait_before_forwards(module: nn.Module, gathers: Gathers) -> list[RemovableH
         buckets = gathers.buckets_of(_own_params(part))
         if buckets:
             # First, because other hooks may read parameters, such as weight_norm's.
-            hooks.append(part.register_forward_pre_hook(_WaitHook(part, gathers, buckets), prepend=True))
+            hook = _WaitHook(part, gathers, buckets)
+            hooks.append(part.register_forward_pre_hook(hook, prepend=True))
     return hooks
 
 

@@ -31,8 +31,8 @@ _grad_of = attrgetter("grad")
 class ShardGroups:
     """Exchanges over separate groups: `shard` and, on a mesh, `replicate`. Construction is a collective call.
 
-    `all_ranks` is the group of all these ranks. Reductions give means over all of them. `close` ends the threads and destroys the
-    groups.
+    `all_ranks` is the group of all these ranks. Reductions give means over all of them. `close`
+    ends the threads and destroys the groups.
     """
 
     def __init__(self, all_ranks: OwnGroup, config: SyncConfig) -> None:
@@ -41,8 +41,10 @@ class ShardGroups:
         axes = [OwnGroup(axis, device=all_ranks.device, within=all_ranks) for axis in user.axes()]
         for axis in axes if self.num_ranks > 1 else ():
             axis.open(all_meet=True)  # every rank creates each of them
-        # On a mesh, inner sums are not divided: the mean is rounded once, after all summands are added.
-        self.shard = exchanges_over(axes[0], config, divisor=self.num_ranks if len(axes) == 1 else 1)
+        # On a mesh, inner sums are not divided: the mean is rounded once, after all summands are
+        # added.
+        divisor = self.num_ranks if len(axes) == 1 else 1
+        self.shard = exchanges_over(axes[0], config, divisor=divisor)
         self.replicate: Collectives | None = None
         if len(axes) > 1:
             self.replicate = exchanges_over(axes[1], config, divisor=self.num_ranks)
@@ -57,7 +59,8 @@ class ShardGroups:
 class Sharding:
     """This rank's shards of `plan` over `params`, which move into memory of the buckets.
 
-    `flats` is the memory of each bucket, and `parts` are this rank's nonempty parts of each parameter.
+    `flats` is the memory of each bucket, and `parts` are this rank's nonempty parts of each
+    parameter.
     """
 
     def __init__(
@@ -72,14 +75,14 @@ class Sharding:
         self.plan, self.params, self.strategy, self.groups = plan, tuple(params), strategy, groups
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
-        self.num_replicas = plan.num_ranks // self.group.num_ranks
+        num_replicas = plan.num_ranks // self.group.num_ranks
         self.flats = [
             FlatParams(
                 bucket,
                 [params[index] for index in bucket.params],
                 rank=self.group.rank,
                 num_ranks=plan.num_ranks,
-                num_replicas=self.num_replicas,
+                num_replicas=num_replicas,
             )
             for bucket in plan.buckets
         ]
@@ -94,7 +97,11 @@ class Sharding:
             GradientPlaceholder(param, name=spec.name, group=self.group) for spec, param in zip(plan.params, params, strict=True)
         ]
         self.splits = {
-            index: SplitParam(params[index], self.strides[index], sum(bucket.params.count(index) for bucket in plan.buckets))
+            index: SplitParam(
+                params[index],
+                self.strides[index],
+                sum(bucket.params.count(index) for bucket in plan.buckets),
+            )
             for index in plan.split_params
         }
         self.gathers = Gathers(self.flats, groups.shard, recorder)
@@ -117,7 +124,7 @@ class Sharding:
 
     def shard_numel(self, bucket: Bucket) -> int:
         """Returns the number of a bucket's elements that a rank owns, padding included."""
-        return bucket.shard_numel * self.num_replicas
+        return bucket.shard_numel * (self.plan.num_ranks // self.group.num_ranks)
 
     def follow_parameters(self) -> None:
         """Takes over values written into parameters from outside since the last step; nothing may be in flight."""
@@ -130,7 +137,10 @@ class Sharding:
         for index, grad in enumerate(map(_grad_of, self.params) if self.bindings else ()):
             if grad is None or isinstance(grad, GradientPlaceholder):
                 continue
-            values, placeholder = in_memory_order(grad, self.strides[index]), self._placeholders[index]
+            values, placeholder = (
+                in_memory_order(grad, self.strides[index]),
+                self._placeholders[index],
+            )
             for part in self.parts[self.params[index]]:
                 placeholder.parts[part.bucket].copy_(values[part.start : part.stop])
             placeholder.bind_to(self.params[index])
@@ -139,12 +149,16 @@ class Sharding:
     def reduce_again(self, own: Mapping[int, tuple[Tensor, bool]]) -> None:
         """Replaces gradients that were reduced whole, and rounded, by parts reduced as in the following steps.
 
-        A collective call. `own` has this rank's gradients by parameter, each with False if something has changed `.grad` since.
+        A collective call. `own` has this rank's gradients by parameter, each with False if
+        something has changed `.grad` since.
         """
         for bucket in self.plan.buckets:
             if own.keys().isdisjoint(bucket.params):  # of another dtype, or without parameters
                 continue
-            binding, trailer = self.bindings[bucket.index], range(bucket.trailer.start, bucket.storage_numel)
+            binding, trailer = (
+                self.bindings[bucket.index],
+                range(bucket.trailer.start, bucket.storage_numel),
+            )
             sent, shard = torch.zeros_like(binding.storage.flat), torch.zeros_like(binding.shard)
             for slot in bucket.slots:
                 values = in_memory_order(own[slot.param][0], self.strides[slot.param])
@@ -158,22 +172,25 @@ class Sharding:
                 if own[part.param][1]:
                     self._placeholders[part.param].parts[part.bucket].copy_(part.of_shard(shard))
 
-    def gradient(self, part: ShardPart) -> Tensor | None:
-        """Returns the mean gradient of a part, or None if the parameter has none. [part.numel] of the wide dtype"""
-        grad = self.params[part.param].grad
-        if isinstance(grad, GradientPlaceholder):
-            mine = grad.parts[part.bucket]
-            return torch.zeros_like(mine) if grad.is_cleared else mine
-        if grad is None:
-            return None
-        whole = in_memory_order(grad, self.strides[part.param])  # on a single rank
-        return whole[part.start : part.stop].to(accumulation_dtype(whole.dtype))
+    def gradients(self, parts: Sequence[ShardPart]) -> list[Tensor | None]:
+        """Returns the mean gradient of each part, or None. [part.numel] of the wide dtype"""
+        found: list[Tensor | None] = []
+        for part in parts:
+            grad = self.params[part.param].grad
+            if isinstance(grad, GradientPlaceholder):
+                mine = grad.parts[part.bucket]
+                grad = torch.zeros_like(mine) if grad.is_cleared else mine
+            elif grad is not None:  # on a single rank
+                whole = in_memory_order(grad, self.strides[part.param])
+                grad = whole[part.start : part.stop].to(accumulation_dtype(whole.dtype))
+            found.append(grad)
+        return found
 
     def require_synchronized(self, params: Sequence[Tensor]) -> None:
         """Raises PhaseError if a gradient of these parameters has grown since it was reduced, on any rank's part.
 
-        Also raises it if a parameter has a gradient but no part in the layout, because it was frozen when gradients were
-        synchronized.
+        Also raises it if a parameter has a gradient but no part in the layout, because it was
+        frozen when gradients were synchronized.
         """
         for param in params:
             index = self._index_of.get(id(param))
@@ -212,20 +229,23 @@ class Sharding:
         return whole.as_strided(param.shape, self.strides[index]).to(param.grad.dtype)
 
     def gather_whole(self, bucket: Bucket, own: Tensor, into: Mapping[int, Tensor]) -> None:
-        """Writes the shards of all ranks, which are laid out as that bucket, into whole tensors; a collective call.
+        """Writes all ranks' shards of data in that bucket's layout into whole tensors.
 
-        own: This rank's shard. into: By parameter, its elements in memory order.
+        A collective call. `own` is this rank's shard. `into` has elements in memory order, by
+        parameter.
         """
         num_ranks = self.group.num_ranks
         flat = own.new_empty(num_ranks * own.numel())
         flat.view(num_ranks, -1)[self.group.rank].copy_(own)
         if num_ranks > 1:
-            handle = self.groups.shard.all_gather(flat, number=len(self.plan.buckets) + bucket.index)
+            number = len(self.plan.buckets) + bucket.index
+            handle = self.groups.shard.all_gather(flat, number=number)
             with self.group.waiting(f"the shards of bucket {bucket.index}"):
                 handle.wait()
         for slot in bucket.slots:
             if slot.param in into:
-                into[slot.param][slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
+                piece = slice(slot.first, slot.first + slot.numel)
+                into[slot.param][piece] = flat[slot.start : slot.stop]
 
 
 def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:

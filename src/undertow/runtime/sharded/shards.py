@@ -76,10 +76,12 @@ class _Slot:
         if is_of_processes or private.are_shared(private.addresses_of([storage])):
             return False
         self.memory.as_strided(param.shape, self.strides).copy_(param)
-        # A storage of exactly its size over the same memory, which it keeps alive: savers write whole storages, and safetensors
-        # refuses tensors that cover only part of theirs. As bytes, because DLPack does not support every dtype.
+        # A storage of exactly its size over the same memory, which it keeps alive: savers write
+        # whole storages, and safetensors refuses tensors that cover only part of theirs. As bytes,
+        # because DLPack does not support every dtype.
         memory = from_dlpack(self.memory.view(torch.uint8)).view(self.memory.dtype)
-        # This keeps the version counter: the values have not changed, and autograd must not see a change.
+        # This keeps the version counter: the values have not changed, and autograd must not see a
+        # change.
         param.data = memory.as_strided(param.shape, self.strides)
         return True
 
@@ -87,11 +89,20 @@ class _Slot:
 class FlatParams:
     """Moves the parameters of one bucket into one allocation.
 
-    Parameters that also lie in other buckets keep their memory, and gathered pieces are copied to it. So do parameters whose
-    memory other code refers to (a kept `state_dict()`, `param.data`, another process), because that code must see every step.
+    Parameters that also lie in other buckets keep their memory, and gathered pieces are copied to
+    it. So do parameters whose memory other code refers to (a kept `state_dict()`, `param.data`,
+    another process), because that code must see every step.
     """
 
-    def __init__(self, bucket: Bucket, params: Sequence[Tensor], *, rank: int, num_ranks: int, num_replicas: int = 1) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: Sequence[Tensor],
+        *,
+        rank: int,
+        num_ranks: int,
+        num_replicas: int = 1,
+    ) -> None:
         self.params = tuple(params)
         # The parameters' dtype; the bucket has the gradients' dtype.
         dtype = params[0].dtype if params else getattr(torch, bucket.dtype)
@@ -99,7 +110,13 @@ class FlatParams:
         self.flat[bucket.numel :].zero_()  # padding
         shard = bucket.shard_range(rank, num_replicas=num_replicas)
         self._slots = [
-            _Slot(slot, _part_of(bucket, slot, shard), param, self.flat[slot.start : slot.stop], strides_of_gradient(param))
+            _Slot(
+                slot,
+                _part_of(bucket, slot, shard),
+                param,
+                self.flat[slot.start : slot.stop],
+                strides_of_gradient(param),
+            )
             for slot, param in zip(bucket.slots, params, strict=True)
         ]
         self.parts = tuple(slot.part for slot in self._slots)  # empty ones too
@@ -107,14 +124,16 @@ class FlatParams:
         self._apart = self._slots  # parameters with separate memory
         self._pointers: list[int] = []  # of the parameters, at the last look
         self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay valid
-        self.addresses: list[int] = []  # of the parameters' memory, for `private.are_shared`; `copy_out` shares it too
+        # Of the parameters' memory, for `private.are_shared`; `copy_out` shares it too.
+        self.addresses: list[int] = []
         self.follow()
 
     @torch.no_grad()
     def follow(self) -> None:
         """Takes over values written from outside, in new memory (`param.data = ...`) or in the separate memory of parameters."""
         # Other code may have released the memory of those that are apart.
-        if len(self._apart) > len(self.split_params) or list(map(Tensor.data_ptr, self.params)) != self._pointers:
+        may_move = len(self._apart) > len(self.split_params)
+        if may_move or list(map(Tensor.data_ptr, self.params)) != self._pointers:
             self._apart = [slot for slot in self._slots if not (slot.is_whole and slot.moves_in())]
             self._pointers = list(map(Tensor.data_ptr, self.params))
             self._storages = [param.untyped_storage() for param in self.params]

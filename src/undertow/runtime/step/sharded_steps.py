@@ -23,8 +23,8 @@ from undertow.schedule import ZERO1, strategy_named
 class ShardedSteps:
     """Steps of `module` in shards, exchanged over separate process groups; making one is a collective call.
 
-    Updated parameters are gathered during the next forward, or at once if the settings ask for no overlap. Raises ConfigError if
-    the settings do not go with shards.
+    Updated parameters are gathered during the next forward, or at once if the settings ask for no
+    overlap. Raises ConfigError if the settings do not go with shards.
     """
 
     def __init__(self, module: nn.Module, engine: Engine, config: SyncConfig, *, is_compiled: bool) -> None:
@@ -60,15 +60,20 @@ class ShardedSteps:
         stepper_class = settings["optimizer"].rpartition(".")[2]
         group = self._engine.current_plan.group
         if group.num_ranks > 1:
-            described = {"there is an earlier ShardedOptimizer": has_earlier, **settings, **self._config.to_dict()}
+            described = {
+                "there is an earlier ShardedOptimizer": has_earlier,
+                **settings,
+                **self._config.to_dict(),
+            }
             Agreement(group, settings=described, params=[], others=[]).require()
         require(
             not has_earlier,
-            f"this model has a ShardedOptimizer already, of {self._stepper_class}: its gradients are cut into "
-            "shards for one optimizer.",
+            f"this model has a ShardedOptimizer already, of {self._stepper_class}: "
+            "its gradients are cut into shards for one optimizer.",
             where=f"ShardedOptimizer({stepper_class}, ...)",
-            remedy="Give all parameters to one ShardedOptimizer, in several groups. Wrap networks that step in turns each "
-            "on its own. To replace the optimizer, `del` the first one before you make another.",
+            remedy="Give all parameters to one ShardedOptimizer, in several groups. "
+            "Wrap networks that step in turns each on its own. "
+            "To replace the optimizer, `del` the first one before you make another.",
         )
         self._stepper = weakref.ref(stepper)
         self._stepper_class = stepper_class
@@ -79,13 +84,12 @@ class ShardedSteps:
         return None if self._stepper is None else self._stepper()
 
     def require_stepper(self, optimizer: Optimizer) -> None:
-        require(
-            self._stepper is None or self._stepper() is optimizer,
-            f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
-            where=f"rank {self._groups.rank}: each rank has its shards of the gradients only",
-            remedy="Give all parameters to the ShardedOptimizer, and step that one.",
-            error=PhaseError,
-        )
+        if self._stepper is not None and self._stepper() is not optimizer:
+            raise PhaseError(
+                f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
+                where=f"rank {self._groups.rank}: each rank has its shards of the gradients only",
+                remedy="Give all parameters to the ShardedOptimizer, and step that one.",
+            )
 
     def begin(self) -> Sharding:
         """Returns this rank's shards, with nothing in flight, to be stepped: the same object while the layout is the same."""
@@ -132,13 +136,12 @@ class ShardedSteps:
 
     def require_open(self, remedy: str) -> None:
         """Raises PhaseError after `close`."""
-        require(
-            not self._is_closed,
-            "the model of this optimizer is closed: nobody brings the ranks' shards together.",
-            where=f"ShardedOptimizer, rank {self._groups.rank}",
-            remedy=remedy,
-            error=PhaseError,
-        )
+        if self._is_closed:
+            raise PhaseError(
+                "the model of this optimizer is closed: nobody brings the ranks' shards together.",
+                where=f"ShardedOptimizer, rank {self._groups.rank}",
+                remedy=remedy,
+            )
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
@@ -188,17 +191,6 @@ def finish_before_look(engine: Engine, params: Iterable[Tensor]) -> None:
     ids = set(map(id, params))
     if engine.phase < Phase.CLOSED and engine.current_plan.owns_any(ids):
         engine.finish_before_step(ids)
-
-
-def require_synchronized(engine: Engine) -> None:
-    """Raises PhaseError if gradients were accumulated since the last synchronization: each rank has different ones."""
-    require(
-        not engine.current_plan.now.hooks.arrived_before,
-        "gradients were accumulated and are not synchronized: each rank would compute a different norm.",
-        where=f"clip_grad_norm_, rank {engine.current_plan.group.rank}",
-        remedy="Run the last backward of a step outside of accumulate() and no_sync().",
-        error=PhaseError,
-    )
 
 
 def full_gradient(engine: Engine, steps: ShardedSteps | None, param: Tensor) -> Tensor | None:
