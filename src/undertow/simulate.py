@@ -195,7 +195,6 @@ class _Step:
             len(plan.buckets),
             strategy,
             overlap=conditions.overlap,
-            gather_order=[bucket for bucket, _ in self._uses],
         )
         self._clocks = _Clocks(_slowness(plan.num_ranks, effects["skew"], profile), contention=effects["contention"])
         self._ready_us: dict[int, float] = {}  # by bucket: when it is packed, or its parameters are updated

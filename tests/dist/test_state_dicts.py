@@ -117,11 +117,13 @@ def test_wide_values_that_a_plain_optimizer_has_left_behind_are_not_taken_back()
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "plain SGD", "NAdam"])
-def test_a_full_state_has_what_torchs_has_of_every_parameter(optimizer: str) -> None:
+def test_a_full_state_has_what_torchs_has_of_every_parameter_with_elements(optimizer: str) -> None:
+    of_model = [value.numel() for value in case_of(Setup("oddities")).make().parameters()]
     ours, torchs = (
         {
             number: {key: value.shape for key, value in state.items() if key != "master"}
             for number, state in state_after(Setup("oddities", strategy, optimizer), 1)["optimizer"]["state"].items()
+            if of_model[number] > 0
         }
         for strategy in ("zero1", "ddp")
     )

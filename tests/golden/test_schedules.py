@@ -29,7 +29,6 @@ SCHEDULES = [
     ("zero1_3_buckets", lower_data_parallel(3, ZERO1), ZERO1, 3),
     ("zero1_3_buckets", lower_data_parallel(3, ZERO2), ZERO2, 3),
     ("zero1_3_buckets_no_overlap", lower_data_parallel(3, ZERO1, overlap=False), ZERO1, 3),
-    ("zero1_3_buckets_in_order", lower_data_parallel(3, ZERO1, gather_order=(0, 2, 1)), ZERO1, 3),
     ("accumulation_3_buckets", lower_accumulation(3, ZERO1), ZERO1, 3),
     ("zero2_accumulation_3_buckets", lower_accumulation(3, ZERO2), ZERO2, 3),
     ("hybrid_2_buckets", lower_data_parallel(2, HYBRID), HYBRID, 2),

@@ -138,10 +138,8 @@ def load_checkpoint(
     of_model = ranks.agree(lambda: contents.state_for_model(folder, index, names))
     of_optimizer: dict[str, Any] = {}
     if optimizer is not None:
-        given = optimizer
-        of_optimizer = ranks.agree(
-            lambda: contents.state_for_optimizer(folder, index, names, given),
-        )
+        read = partial(contents.state_for_optimizer, folder, index, names, optimizer)
+        of_optimizer = ranks.agree(read)
 
     def put() -> None:
         # The model comes first: an optimizer derives missing fp32 values from 16-bit parameters.
@@ -208,13 +206,13 @@ class _Ranks:
         try:
             result = work()
         except Exception as error:  # of any kind: other ranks are about to wait for this one
+            cause = error
             failure = CheckpointError(
                 f"it was not possible to {self.to} in {self.path}.",
                 where=f"{type(error).__name__}: {error}",
                 remedy="A checkpoint that was there before is still there.",
             )
             text = str(error if isinstance(error, CheckpointError) else failure)
-            cause = error
         failed = [text for text in self.from_all(text) if text]
         if failed:
             raise CheckpointError(failed[0]) from cause
@@ -258,7 +256,7 @@ def _group_of(
 
 
 def _require_no_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    is_of_experts = isinstance(optimizer, ShardedOptimizer) and optimizer.has_experts
+    is_of_experts = isinstance(optimizer, ShardedOptimizer) and optimizer._sync.config.experts
     if is_of_experts or (isinstance(model, DistributedDataParallel) and model.sync.config.experts):
         raise CheckpointError(
             "this model has experts: ranks have different tensors under one name, and a checkpoint stores one per name.",

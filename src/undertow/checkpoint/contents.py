@@ -148,23 +148,23 @@ def state_for_optimizer(
         error=CheckpointError,
     )
     params = names.params_of(optimizer)
-    is_sharded = isinstance(optimizer, ShardedOptimizer)
-    parts = optimizer.owned_parts() if isinstance(optimizer, ShardedOptimizer) else {}
+    parts: dict[Tensor, list[ShardPart]] | None = None
+    if isinstance(optimizer, ShardedOptimizer):
+        parts = optimizer.owned_parts()
     state: dict[str, dict[str, Any]] = {}
     for (name, key), value in _read(folder, index["num_files"]).items():
         text = f"has a state of {name!r}, which is not one of the optimizer's parameters"
         _require_same(name in params, folder, text)
         param = params[name]
         axes = index["axes"].get(name, list(range(param.dim())))
-        if isinstance(value, _Elements) and param in parts:
-            value = value.parts(param, axes, parts[param])
-        elif isinstance(value, _Elements):
-            value = value.whole(param, axes)
-        elif is_sharded:
+        if isinstance(value, _Elements):
+            mine = None if parts is None else parts.get(param)
+            value = value.whole(param, axes) if mine is None else value.parts(param, axes, mine)
+        elif parts is not None:
             is_scalar = not isinstance(value, Tensor) or value.dim() == 0
             text = f"has {key!r} of {name!r}, but not for each element"
             _require_same(is_scalar and key != MASTER, folder, text)
-        if is_sharded or key != MASTER:  # a plain optimizer has no fp32 values
+        if parts is not None or key != MASTER:  # a plain optimizer has no fp32 values
             state.setdefault(name, {})[key] = value
     return {"state": state, "param_groups": _groups(index["param_groups"], names, optimizer)}
 
@@ -237,8 +237,6 @@ def _stored(name: str, key: str, value: Tensor, param: Tensor) -> dict[str, Tens
     entry = f"{name}/{key}"
     if isinstance(value, ShardedState):
         pieces = [(part.start, part.stop, values) for part, values in value.pieces]
-        if param.numel() == 0:  # no rank has a part, but the state exists
-            pieces = [(0, 0, torch.empty(0, dtype=value.dtype))]
     elif value.shape == param.shape and key not in OF_THE_WHOLE:
         pieces = [(0, param.numel(), in_memory_order(value, strides_of_gradient(param)))]
     else:
@@ -288,9 +286,7 @@ def _described(value: object) -> str:
 
 
 def _class_name(optimizer: torch.optim.Optimizer) -> str:
-    if isinstance(optimizer, ShardedOptimizer):
-        return optimizer.optimizer_class.__name__
-    return type(optimizer).__name__
+    return getattr(optimizer, "optimizer_class", type(optimizer)).__name__
 
 
 def _plain(key: str) -> str:

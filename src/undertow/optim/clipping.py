@@ -1,31 +1,34 @@
 """Clips by the norm of all gradients as one vector, across shards, experts and ranks."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from undertow.errors import NonFiniteGradient, require
+from undertow.errors import NonFiniteGradient, PhaseError, require
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.sharded.binding import GradientPlaceholder
-from undertow.runtime.sharded.layout import Sharding
-from undertow.runtime.step.sharded_steps import finish_before_look, require_synchronized
+from undertow.runtime.step.sharded_steps import finish_before_look
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync, sync_of
 
 
 @private.untraced
-@torch.no_grad()
 def clip_grad_norm_(
-    target: GradientSync | nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    target: GradientSync | nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scales all gradients of `target` so that their total norm is at most `max_norm`.
 
     A collective call, after backward. Each parameter counts once: a replicated one, an expert on
-    whichever rank it lives, and the shards of a ShardedOptimizer. A frozen parameter with a gradient
-    counts, as in torch; an ignored one does not, because each rank has its own gradient of it.
+    whichever rank it lives, and the shards of a ShardedOptimizer. A frozen parameter with a
+    gradient counts, as in torch; an ignored one does not, because each rank has its own gradient of
+    it.
 
         loss.backward()
         undertow.clip_grad_norm_(model, 1.0)
@@ -45,65 +48,87 @@ def clip_grad_norm_(
         NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
         PhaseError: If accumulated gradients are not synchronized yet.
     """
-    sync = sync_of(target, where="clip_grad_norm_", remedy="For a bare model use torch.nn.utils.clip_grad_norm_.")
-    syncs = (sync, *sync.experts)
-    for each in syncs:
-        finish_before_look(each._engine, [param for _, param in each.named_parameters()])
-        require_synchronized(each._engine)
-    shardings = [None if each._steps is None else each._steps.begin() for each in syncs]
-    counted: list[Tensor | None] = []
+    sync = sync_of(
+        target,
+        where="clip_grad_norm_",
+        remedy="For a bare model use torch.nn.utils.clip_grad_norm_.",
+    )
+    members: list[tuple[GradientSync, list[Tensor]]] = []
+    for each in (sync, *sync.experts):
+        members.append((each, [param for _, param in each.named_parameters()]))
+    return clip_members(members, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+
+@torch.no_grad()
+def clip_members(
+    members: Sequence[tuple[GradientSync, Sequence[Tensor]]],
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Clips the gradients of some parameters of a model, and of its experts; returns their norm."""
+    for sync, params in members:
+        finish_before_look(sync._engine, params)
+        require(
+            not sync._engine.current_plan.hooks.arrived_before,
+            "gradients were accumulated and are not synchronized: each rank would compute a different norm.",
+            where=f"clip_grad_norm_, rank {sync.rank}",
+            remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+            error=PhaseError,
+        )
+    group = members[0][0]._group
+    counted: list[Tensor] = []
     scaled: list[Tensor] = []
-    for each, sharding in zip(syncs, shardings, strict=True):
-        if sharding is not None:
-            counted += sharding.gradients(sharding.parts)
-        parts, whole = gradients_apart((param for _, param in each.named_parameters()), sharding)
-        counted += parts if (each if sharding is None else sharding.group).rank else parts + whole  # the same on all ranks
-        scaled += parts + whole
-    # Without experts, sum over the ranks that hold shards of the same parameters: on a mesh, each row has all of them.
-    group = sync._group if shardings[0] is None or sync.experts else shardings[0].group
-    norm, scale = norm_and_scale(counted, max_norm, norm_type, group, rank=sync.rank, error_if_nonfinite=error_if_nonfinite)
-    for sharding in filter(None, shardings):
-        sharding.scale_gradients(sharding.parts, scale)
+    for sync, params in members:
+        own = sync._group
+        if sync._steps is not None:
+            own = sync._steps.begin().group
+            if len(members) == 1:  # on a mesh, each row has all shards
+                group = own
+        for grad, is_part in _gradients_of(params):
+            scaled.append(grad)
+            if is_part or own.rank == 0:  # a whole gradient is the same on all ranks
+                counted.append(grad)
+    norm = _norm_over_ranks(counted, float(norm_type), group)
+    if error_if_nonfinite and not norm.isfinite():
+        raise NonFiniteGradient(
+            f"the total norm of order {float(norm_type)} of the gradients is {norm.item()}.",
+            where=f"clip_grad_norm_, rank {members[0][0].rank}",
+            remedy="Look for the cause, skip this step, or pass error_if_nonfinite=False.",
+        )
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in scaled:
         grad.mul_(scale.to(grad.device))
     return norm
 
 
-def gradients_apart(params: Iterable[Tensor], sharding: Sharding | None) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the gradients that `params` have outside of the layout: this rank's parts, and whole ones.
+def _gradients_of(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Yields this rank's gradients, each with True if it is a part.
 
-    Frozen parameters have them: parts from an earlier layout, or a whole gradient, which is the same on all ranks.
+    Parameters outside of the layout have some too: those that were frozen.
     """
-    parts: list[Tensor] = []
-    whole: list[Tensor] = []
-    known = set() if sharding is None else set(map(id, sharding.params))
-    for grad in (param.grad for param in params if id(param) not in known):
+    for grad in (param.grad for param in params):
         if isinstance(grad, GradientPlaceholder):
-            parts += () if grad.is_cleared else grad.parts.values()
+            for part in () if grad.is_cleared else grad.parts.values():
+                yield part, True
         elif grad is not None:
-            whole.append(grad)
-    return parts, whole
+            yield grad, False
 
 
-def norm_and_scale(
-    counted: Iterable[Tensor | None],
-    max_norm: float,
-    norm_type: float,
-    group: OwnGroup,
-    *,
-    rank: int,
-    error_if_nonfinite: bool,
-) -> tuple[Tensor, Tensor]:
-    """Returns the norm of the gradients that the ranks of `group` count, and the factor that limits it; both 0-dim fp32."""
-    norm_type = float(norm_type)
+def _norm_over_ranks(counted: Iterable[Tensor], norm_type: float, group: OwnGroup) -> Tensor:
+    """Returns the norm of the gradients that the ranks of `group` count, 0-dim fp32."""
     require(
         norm_type > 0,
         f"norm_type must be above zero, got {norm_type}.",
         where="clip_grad_norm_",
         remedy="Give 2.0, another power, or infinity for the largest element.",
     )
-    is_largest, norm = math.isinf(norm_type), torch.zeros((), dtype=torch.float64, device=group.device)
-    for grad in (each for each in counted if each is not None):
+    is_largest = math.isinf(norm_type)
+    norm = torch.zeros((), dtype=torch.float64, device=group.device)
+    for grad in counted:
+        if grad.numel() == 0:
+            continue
         values = grad.coalesce().values() if grad.is_sparse else grad  # the elements that may be nonzero, each once
         wide = torch.complex128 if grad.dtype.is_complex else torch.float64
         own = torch.linalg.vector_norm(values, norm_type, dtype=wide).to(norm)
@@ -111,11 +136,6 @@ def norm_and_scale(
     if group.num_ranks > 1:
         with group.waiting("the norm of all gradients"):
             group.all_reduce(norm, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
-    norm = (norm if is_largest else norm ** (1.0 / norm_type)).to(torch.float32)
-    if error_if_nonfinite and not norm.isfinite():
-        raise NonFiniteGradient(
-            f"the total norm of order {norm_type} of the gradients is {norm.item()}.",
-            where=f"clip_grad_norm_, rank {rank}",
-            remedy="Look for the cause, skip this step, or pass error_if_nonfinite=False.",
-        )
-    return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if not is_largest:
+        norm = norm ** (1.0 / norm_type)
+    return norm.to(torch.float32)

@@ -12,7 +12,7 @@ from torch import nn
 
 from undertow.errors import WrongType, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.optim.state import description, params_of, require_elementwise
+from undertow.optim.state import description, params_of
 from undertow.runtime.comm.facts import Agreement
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
@@ -38,10 +38,10 @@ def shard_optimizer(
         optimizer = timm.optim.create_optimizer_v2(model.module, "adamw", weight_decay=0.05)
         optimizer = undertow.shard_optimizer(optimizer, model)
 
-    It is for optimizers that a factory makes, as in timm, Transformers and Accelerate. The result has
-    the class, the parameter groups and the state of `optimizer`. If `optimizer` has stepped, its state
-    moves, and each rank keeps its shards. Register hooks on the result. `optimizer` must not be stepped
-    afterwards: its step raises PhaseError.
+    It is for optimizers that a factory makes, as in timm, Transformers and Accelerate. The result
+    has the class, the parameter groups and the state of `optimizer`. If `optimizer` has stepped,
+    its state moves, and each rank keeps its shards. Register hooks on the result. `optimizer` must
+    not be stepped afterwards: its step raises PhaseError.
 
     Args:
         optimizer: An optimizer of a class that ShardedOptimizer takes, the same on every rank.
@@ -69,14 +69,19 @@ def shard_optimizer(
         remedy="Give the optimizer itself, such as torch.optim.AdamW(model.parameters(), lr=...).",
         error=WrongType,
     )
-    require_elementwise(type(optimizer), is_vouched_for=elementwise)
     schedulers = list(_with_parts(schedulers))
     settings = _constructor_settings(optimizer)
     # Schedulers have torch replace `step`, to warn if they step first.
     is_watched = getattr(vars(optimizer).get("step"), "__wrapped__", None) is type(optimizer).step
-    reason = _reason_against(optimizer, schedulers, settings, is_watched=is_watched)
+    strangers = [each for each in schedulers if getattr(each, "optimizer", None) is not optimizer]
+    if strangers:
+        reason = f"{type(strangers[0]).__name__} is not a scheduler of it"
+    elif is_watched and not schedulers:
+        reason = "it has a scheduler that is not given"
+    else:
+        reason = _found_different(optimizer, settings, {"step"} if is_watched else set())
     require(
-        reason is None,
+        not reason,
         f"{type(optimizer).__name__} cannot be taken over: {reason}.",
         where="shard_optimizer",
         remedy="Give a plain optimizer and all its schedulers, as schedulers=[...], and register hooks on the one that is "
@@ -107,20 +112,9 @@ def shard_optimizer(
         scheduler.optimizer = sharded
     if is_watched:
         torch.optim.lr_scheduler.ConstantLR(sharded, factor=1.0)  # has torch replace this step too, and changes no rate
-        vars(sharded).update({name: True for name in vars(optimizer) if name == "_opt_called"})
+        if "_opt_called" in vars(optimizer):
+            vars(sharded)["_opt_called"] = True
     return sharded
-
-
-def _reason_against(
-    optimizer: torch.optim.Optimizer, schedulers: Iterable[Any], settings: dict[str, Any], *, is_watched: bool
-) -> str | None:
-    """Returns why it cannot be taken over, or None if it can."""
-    strangers = [type(each).__name__ for each in schedulers if getattr(each, "optimizer", None) is not optimizer]
-    return (
-        (f"{strangers[0]} is not a scheduler of it" if strangers else None)
-        or ("it has a scheduler that is not given" if is_watched and not schedulers else None)
-        or _found_different(optimizer, settings, {"step"} if is_watched else set())
-    )
 
 
 def _with_parts(schedulers: Iterable[Any]) -> Iterator[Any]:
@@ -141,18 +135,21 @@ def _constructor_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.defaults.items() if name in arguments}
 
 
-def _found_different(optimizer: torch.optim.Optimizer, settings: dict[str, Any], passed_over: Set[str]) -> str | None:
-    """Returns how a new optimizer with these settings and the same groups differs, or None if it does not."""
+def _found_different(
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    passed_over: Set[str],
+) -> str:
+    """Returns how a new optimizer with these settings and groups differs, or "" if it does not."""
     make: Any = type(optimizer)
     try:
         # With the same values, not copies, whose texts may differ.
         new = make([dict(group) for group in optimizer.param_groups], **settings)
     except Exception as error:  # a constructor may raise anything
         return f"a new one cannot be made with its defaults ({type(error).__name__}: {error})"
-    mine, theirs = _attributes(optimizer), _attributes(new)
-    names = sorted(mine.keys() | theirs.keys())
-    different = [name for name in names if name not in passed_over and mine.get(name) != theirs.get(name)]
-    return f"a new one differs in {', '.join(different)}" if different else None
+    differences = _attributes(optimizer).items() ^ _attributes(new).items()
+    names = sorted({name for name, _ in differences} - passed_over)
+    return f"a new one differs in {', '.join(names)}" if names else ""
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, str | int]:

@@ -1,10 +1,8 @@
 """An optimizer whose state and work are sharded over ranks."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
-from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not, itemgetter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -12,38 +10,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, require
-from undertow.optim.clipping import gradients_apart, norm_and_scale
+from undertow.optim.clipping import clip_members
 from undertow.optim.state import (
+    ELEMENTWISE,
     MASTER,
     FullStates,
     InnerOptimizer,
-    Owned,
     ParamState,
-    ShardedState,
     WrittenStates,
-    full_states,
     hyper_parameters,
-    owned_part,
     params_of,
-    parts_of_state,
-    require_elementwise,
-    settings_as_text,
     sharded_state,
-    state_of_one_element,
-    whole_state_without_elements,
     with_copied_scalars,
-    with_scalars_in_place,
 )
-from undertow.runtime.comm.facts import gather_json
-from undertow.runtime.engine.agreed_errors import require_same_settings, text_of
-from undertow.runtime.engine.progress import settings_of
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.sharded.shards import ShardPart
-from undertow.runtime.step.sharded_steps import finish_before_look
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync, ZeroesWithoutReading, sync_of
 
-_grad_of = attrgetter("grad")
 ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
@@ -55,12 +39,12 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     On a mesh, n is the number of ranks of a row. Construction is a collective call; a model has one
     ShardedOptimizer at a time. From its first step on, gradients are reduced to shards. Updated
-    parameters are gathered during the next forward; any other read of a parameter waits for it. 16-bit
-    parameters are updated in fp32.
+    parameters are gathered during the next forward; any other read of a parameter waits for it.
+    16-bit parameters are updated in fp32.
 
-    A model with experts needs one optimizer for each group of ranks: one for the model with its dense
-    parameters as `params`, and one for each of `sync.experts`. `undertow.clip_grad_norm_` computes
-    their common norm.
+    A model with experts needs one optimizer for each group of ranks: one for the model with its
+    dense parameters as `params`, and one for each of `sync.experts`. `undertow.clip_grad_norm_`
+    computes their common norm.
 
     Args:
         cls: A class of torch.optim that updates each element on its own: Adadelta, Adagrad, Adam, AdamW,
@@ -98,22 +82,27 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             "Parameters or groups come third: ShardedOptimizer(torch.optim.AdamW, model, groups, lr=...).",
         )
         _require_arguments(cls, self._sync, params, state_dict)
-        require_elementwise(cls, is_vouched_for=elementwise)
+        # A class that is derived from a known one is not known: its constructor alone may add hooks.
+        require(
+            cls in ELEMENTWISE or elementwise,
+            f"{cls.__name__} cannot be sharded: Undertow does not know that it updates each element on its own.",
+            where="ShardedOptimizer, which gives each rank a part of a parameter as a flat piece",
+            remedy="Pass elementwise=True if the update of an element depends on no other element. If it does, or if you are "
+            "not sure, use this optimizer without sharding.",
+        )
         # Parameter groups alone are not enough: some settings are read only by the constructor.
         self._make: partial[Any] = partial(cls, **defaults)
         whole = self._make([param for _, param in self._sync.named_parameters()] if params is None else params)
-        self._sharding: Sharding | None = None
         self._inner: InnerOptimizer | None = None  # over this rank's parts
         self._stepped: set[Tensor] = set()  # parameters that have state on some rank, by identity
         self._waiting: FullStates = {}  # states of parameters that are not among this rank's parts, or not yet
         self._gives_shards = state_dict == "sharded"
-        self._consolidated: Callable[[], FullStates] | None = None  # valid until the state changes
+        # The rank of `consolidate_state_dict`, and what it has gathered there; until the state changes.
+        self._consolidated: tuple[int, FullStates | None] | None = None
         super().__init__(whole.param_groups, whole.defaults)
-        self._grouped = [list(group["params"]) for group in self.param_groups]  # as in the layout of the parts
-        described = {  # all ranks must have the same
-            "optimizer": f"{cls.__module__}.{cls.__qualname__}",
-            "parameter groups": [{"parameters": len(group["params"]), **settings_as_text(group)} for group in self.param_groups],
-        }
+        # Texts, because a function or NaN does not equal its own copy.
+        groups = [(len(group["params"]), repr(hyper_parameters(group))) for group in self.param_groups]
+        described = {"optimizer": f"{cls.__module__}.{cls.__qualname__}", "parameter groups": groups}
         self._steps = self._sync._shard(self, described)
 
     @private.untraced
@@ -133,20 +122,24 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
                 loss = closure()
             self._sync.finish()
         self._consolidated = None
-        if self._steps.skips(self):
+        numbers = self._sync._engine.checks.numbers
+        if numbers.is_on and numbers.skips(self):  # on every rank
             return loss
-        sharding, params = self._begin(), params_of(self)
-        sharding.require_synchronized(params)
-        with self._steps.update():
-            if self._inner is not None:
-                self._inner.step(self._settings(), sharding.gradients)
-            self._stepped.update(compress(params, map(is_not, map(_grad_of, params), repeat(None))))
+        inner, params = self._begin(), params_of(self)
+        inner.sharding.require_synchronized(params)
+        with self._steps.update(inner.sharding):
+            inner.step(self.param_groups)
+            self._stepped.update([param for param in params if param.grad is not None])
         return loss
 
     @private.untraced
-    @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False, foreach: bool | None = None
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> Tensor:
         """Scales all gradients of its parameters so that their total norm is at most `max_norm`; a collective call.
 
@@ -163,23 +156,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         Raises:
             NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
         """
-        finish_before_look(self._sync._engine, params_of(self))
-        sharding = self._begin()
-        sharding.require_synchronized(params_of(self))
-        parts = [] if self._inner is None else [owned.part for owned in self._inner.owned]
-        in_parts, whole = gradients_apart(params_of(self), sharding)
-        norm, scale = norm_and_scale(
-            [*sharding.gradients(parts), *in_parts, *(whole if sharding.group.rank == 0 else ())],
-            max_norm,
-            norm_type,
-            sharding.group,
-            rank=self._sync.rank,
-            error_if_nonfinite=error_if_nonfinite,
-        )
-        sharding.scale_gradients(parts, scale)
-        for grad in (*in_parts, *whole):
-            grad.mul_(scale.to(grad.device))
-        return norm
+        members = [(self._sync, params_of(self))]
+        return clip_members(members, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     @property  # type: ignore[override]  # an attribute in torch
     def state(self) -> WrittenStates:
@@ -203,9 +181,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     def _put(self, param: Tensor, state: Mapping[str, Any]) -> None:
         """Replaces the state of a parameter on this rank; an empty state stands for none."""
-        group = next((group for group in self.param_groups if any(param is each for each in group["params"])), None)
         require(
-            group is not None or not state,
+            any(param is each for each in params_of(self)) or not state,
             "state can be kept for parameters in the groups of the optimizer only, got it for "
             f"{f'one of shape {tuple(param.shape)}' if isinstance(param, Tensor) else repr(param)}.",
             where="ShardedOptimizer.state",
@@ -214,44 +191,50 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._consolidated = None
         self._stepped.discard(param)
         self._waiting.pop(param, None)
-        whole = with_scalars_in_place(state, param, group or {})
-        if self._sharding is None or param not in self.owned_parts():
-            self._waiting |= {param: whole} if state else {}
+        if self._inner is None or param not in self._inner.sharding.parts:
+            if state:
+                self._waiting[param] = dict(state)
             return
-        self._stepped |= {param} if state.keys() - {MASTER} else set()
-        if self._inner is not None:
-            for owned in self._inner.owned:
-                if owned.param is param:
-                    self._inner.take(owned, parts_of_state(whole, owned.part, param))
+        if state.keys() - {MASTER}:
+            self._stepped.add(param)
+        self._inner.take({param: state})
 
     @private.untraced
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole state on every rank, as the state dict of a plain optimizer; a collective call.
 
-        After `consolidate_state_dict(to)`, rank `to` returns it without communication until the next step. With
-        `state_dict="sharded"`, the optimizer returns this rank's part instead, for torch.distributed.checkpoint.
+        After `consolidate_state_dict(to)`, rank `to` returns it without communication until the
+        next step. With `state_dict="sharded"`, the optimizer returns this rank's part instead, for
+        torch.distributed.checkpoint.
         """
-        if self._consolidated is not None:
-            return self._packed(self._consolidated)
-        return self.sharded_state_dict() if self._gives_shards else self.full_state_dict()
+        if self._consolidated is None:
+            return self.sharded_state_dict() if self._gives_shards else self.full_state_dict()
+        to, states = self._consolidated
+        if states is None:
+            raise PhaseError(
+                f"consolidate_state_dict() gathered the state on rank {to}, and state_dict() is called on another rank.",
+                where="ShardedOptimizer.state_dict",
+                remedy=f"Call state_dict() on rank {to} only, or full_state_dict() on every rank.",
+            )
+        return self._packed(states)
 
     @private.untraced
     def sharded_state_dict(self) -> dict[str, Any]:
         """Returns this rank's part in the layout of torch's optimizers, for torch.distributed.checkpoint, as `ShardedState`."""
-        return self._packed(self._states)
+        return self._packed(self._states())
 
     @private.untraced
     def full_state_dict(self) -> dict[str, Any]:
         """Returns the whole state on every rank, as the state dict of a plain optimizer; a collective call."""
-        return self._packed(self._whole_states)
+        return self._packed(self._whole_states())
 
     @private.untraced
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Brings the whole state to one rank, in host memory; a collective call.
 
         It is for frameworks that call `state_dict()` on one rank only, as with torch's
-        ZeroRedundancyOptimizer; Lightning makes this call itself. The state is kept until the next step;
-        until then, `state_dict()` raises PhaseError on the other ranks.
+        ZeroRedundancyOptimizer; Lightning makes this call itself. The state is kept until the next
+        step; until then, `state_dict()` raises PhaseError on the other ranks.
 
         Args:
             to: The rank of the process group.
@@ -267,7 +250,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             remedy=f"Give a rank of the process group, 0 to {num_ranks - 1}.",
         )
         states = self._whole_states(keeps=rank == to, device=torch.device("cpu"))
-        self._consolidated = (lambda: states) if rank == to else partial(_raise_elsewhere, to)
+        self._consolidated = (to, states if rank == to else None)
 
     @private.untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -285,20 +268,19 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
         def take(_self: object, found: dict[str, Any]) -> dict[str, Any]:
             given.update(found)
-            others = found["state"].keys() - set(chain.from_iterable(map(itemgetter("params"), found["param_groups"])))
+            of_groups = chain.from_iterable(group["params"] for group in found["param_groups"])
+            others = [*(found["state"].keys() - set(of_groups)), None]
             require(
-                not others,
-                f"the state has an entry for {next(iter(others), None)!r}, which is not a parameter.",
+                len(others) == 1,
+                f"the state has an entry for {others[0]!r}, which is not a parameter.",
                 where="ShardedOptimizer.load_state_dict",
                 remedy="Remove it: a sharded optimizer keeps state for parameters only.",
                 error=CheckpointError,
             )
-            is_in_shards = any(isinstance(value, ShardedState) for state in found["state"].values() for value in state.values())
-            if self._sharding is None and is_in_shards:
-                self._begin()  # they must match this rank's parts, which are known only now
             return {**found, "state": {}}  # super() loads the groups and checks their order
 
-        # User hooks that run before may change the state, and user hooks that run after see the loaded one.
+        # User hooks that run before may change the state, and user hooks that run after see the
+        # loaded one.
         with (
             self.register_load_state_dict_pre_hook(take),
             self.register_load_state_dict_post_hook(lambda _: self._load(given), prepend=True),
@@ -306,18 +288,20 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             super().load_state_dict(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        params = ((param, group) for group in self.param_groups for param in group["params"])
-        self._waiting = {
-            param: with_scalars_in_place(state_dict["state"][number], param, group)
-            for number, (param, group) in zip(numbers, params, strict=True)
-            if number in state_dict["state"]
-        }
-        self._stepped, self._consolidated = set(), None
-        if self._sharding is not None:
-            self._steps.wait()
-            self._sharding.follow_parameters()  # values may have been loaded into the parameters before
-            self._take_over(self._sharding)
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        states = state_dict["state"]
+        waiting: FullStates = {}
+        for number, param in zip(numbers, params_of(self), strict=True):
+            if number in states:
+                waiting[param] = dict(states[number])
+        self._stepped = set()
+        self._consolidated = None
+        self._waiting = waiting
+        if self._inner is not None:
+            self._sync.wait()
+            # Values may have been loaded into the parameters before.
+            self._inner.sharding.follow_parameters()
+            self._take_over(self._inner.sharding, waiting)
 
     @private.untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -339,20 +323,14 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             raise
 
     def _require_params_of_the_model(self) -> None:
-        known, params = {id(param) for _, param in self._sync.named_parameters()}, params_of(self)
-        stranger = next((index for index, param in enumerate(params) if id(param) not in known), None)
-        if stranger is not None:
-            raise ConfigError(
-                f"parameter {stranger} of the optimizer, of shape {tuple(params[stranger].shape)}, is not synchronized.",
+        known = {id(param) for _, param in self._sync.named_parameters()}
+        for number, param in enumerate(params_of(self)):
+            require(
+                id(param) in known,
+                f"parameter {number} of the optimizer, of shape {tuple(param.shape)}, is not synchronized.",
                 where="ShardedOptimizer",
                 remedy="Give it only parameters of the wrapped module that `ignore` does not name.",
             )
-
-    def _has_other_params(self) -> bool:
-        """True if users have put other parameters into the groups, or in another order."""
-        now = [group["params"] for group in self.param_groups]
-        same_sizes = list(map(len, now)) == list(map(len, self._grouped))
-        return not same_sizes or not all(map(is_, chain.from_iterable(now), chain.from_iterable(self._grouped)))
 
     def __getstate__(self) -> dict[str, Any]:
         raise WrongType(
@@ -361,47 +339,29 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             remedy="Save its state_dict(), called on every rank.",
         )
 
-    def _begin(self) -> Sharding:
-        """Waits for everything in flight and returns the sharding of this rank's parts."""
-        sharding = self._steps.begin()
-        if sharding is not self._sharding or self._has_other_params():
-            self._waiting = self._full_states(is_moved=True) | self._waiting
-            self._take_over(sharding)
-        return sharding
+    def _begin(self) -> InnerOptimizer:
+        """Waits for everything in flight, and returns the optimizer over this rank's parts."""
+        sharding, inner = self._steps.begin(), self._inner
+        if inner is None:
+            return self._take_over(sharding, self._waiting)
+        # Users may have put other parameters into the groups, or in another order.
+        present = [list(map(id, group["params"])) for group in self.param_groups]
+        laid_out = [list(map(id, params)) for params in inner.grouped]
+        if sharding is inner.sharding and present == laid_out:
+            return inner
+        return self._take_over(sharding, inner.whole_states(is_moved=True) | self._waiting)
 
-    def _take_over(self, sharding: Sharding) -> None:
-        """Makes `sharding` the source of this rank's parts and moves waiting states to them."""
-        if self._has_other_params():
-            self._require_params_of_the_model()
-        self._sharding = sharding
-        self._grouped = [list(group["params"]) for group in self.param_groups]
-        parts = self.owned_parts()
-        mine = [
-            [owned_part(sharding, param, part) for param in group["params"] for part in parts.get(param, ())]
-            for group in self.param_groups
-        ]
-        groups: list[dict[str, Any]] = [
-            {**hyper_parameters(group), "params": [owned.target for owned in of_group]}
-            for group, of_group in zip(self.param_groups, mine, strict=True)
-        ]
-        if groups and not any(mine):
-            groups[0]["params"] = [torch.zeros(0, device=sharding.group.device)]  # torch requires at least one parameter
-        optimizer = self._make(groups)
-        optimizer.defaults = self.defaults  # follows changes that users make
-        self._inner = inner = InnerOptimizer(list(chain.from_iterable(mine)), optimizer)
-        for owned in inner.owned:
-            if owned.param in self._waiting:
-                inner.take(owned, parts_of_state(self._waiting[owned.param], owned.part, owned.param))
-        for param in self._waiting.keys() & parts.keys() & set(params_of(self)):
+    def _take_over(self, sharding: Sharding, states: FullStates) -> InnerOptimizer:
+        """Makes an optimizer over this rank's parts in `sharding`, and moves these states to it."""
+        self._require_params_of_the_model()
+        self._waiting = states
+        inner = self._inner = InnerOptimizer(self._make, self.param_groups, sharding)
+        inner.optimizer.defaults = self.defaults  # follows changes that users make
+        inner.take(self._waiting)
+        for param in sharding.parts.keys() & self._waiting.keys() & set(params_of(self)):
             if self._waiting.pop(param).keys() != {MASTER}:
                 self._stepped.add(param)
-
-    def _settings(self) -> list[dict[str, Any]]:
-        """Copies the current hyper-parameters by group, including changes by schedulers and users; shares no tensor."""
-        return [
-            {name: value.clone() if isinstance(value, Tensor) else value for name, value in hyper_parameters(group).items()}
-            for group in self.param_groups
-        ]
+        return inner
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -409,90 +369,55 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         return self._sync.process_group
 
     @property
-    def has_experts(self) -> bool:
-        """True if the model has experts."""
-        return bool(self._sync.config.experts)
-
-    @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
         return self._make.func  # type: ignore[return-value]
 
     def owned_parts(self) -> dict[Tensor, list[ShardPart]]:
         """Returns the parts that this rank owns of each sharded parameter, possibly none; parameters are keys by identity."""
-        sharding = self._begin() if self._sharding is None else self._sharding
-        found: dict[Tensor, list[ShardPart]] = {param: [] for param in sharding.params}
-        for part in sharding.parts:
-            found[sharding.params[part.param]].append(part)
-        return found
+        inner = self._begin() if self._inner is None else self._inner
+        return inner.sharding.parts
 
-    def _packed(self, states_of: Callable[[], FullStates]) -> dict[str, Any]:
+    def _packed(self, states: FullStates) -> dict[str, Any]:
         """Returns torch's state dict filled with these states; the user's hooks see the result."""
 
         def fill(_self: object, packed: dict[str, Any]) -> None:
-            states = states_of()
-            packed["state"] = {number: states[param] for number, param in enumerate(params_of(self)) if states.get(param)}
+            params = enumerate(params_of(self))
+            packed["state"] = {number: states[param] for number, param in params if param in states}
 
         with self.register_state_dict_post_hook(fill, prepend=True):
             return super().state_dict()
 
-    def _whole_states(self, *, keeps: bool = True, device: torch.device | None = None) -> FullStates:
-        """Gathers the whole state of every parameter, on `device` if given; empty if not `keeps`. A collective call.
+    def _whole_states(
+        self,
+        *,
+        keeps: bool = True,
+        device: torch.device | None = None,
+    ) -> FullStates:
+        """Gathers the whole state of every parameter, on `device` if given; a collective call.
 
-        Raises PlanMismatch, on every rank, if the ranks' settings differ: one rank's would be saved.
+        Returns nothing if not `keeps`.
         """
-        self._steps.require_gatherable()
-        nobodys = {
-            param: whole_state_without_elements(param, self._state_of_one_element(number, param.dtype, param.device))
-            for number, param in self._stepped_params()
-            if param.numel() == 0
-        }
-        waiting = {param: state for param, state in self._waiting.items() if state.keys() != {MASTER}}
-        states = nobodys | self._full_states(keeps=keeps, device=device) | waiting
-        if self._sharding is not None and self._sharding.group.num_ranks > 1:
-            mine = text_of(settings_of(self, self._sync._members.names, set(map(id, params_of(self)))))
-            texts = gather_json(self._sync._group, mine)
-            require_same_settings(texts, where="ShardedOptimizer.state_dict")
+        states: FullStates = {}
+        if self._inner is not None:
+            if self._inner.sharding.group.num_ranks > 1:
+                self._steps.require_open("Call state_dict() before close(); save_checkpoint() works afterwards too.")
+            states = self._inner.whole_states(keeps=keeps, device=device)
+        for param, state in self._waiting.items():
+            if state.keys() - {MASTER}:
+                states[param] = state
         return states
 
     def _states(self) -> FullStates:
-        """Returns this rank's knowledge of every parameter's state."""
-        mine: defaultdict[Tensor, list[tuple[ShardPart, ParamState]]] = defaultdict(list)
-        for owned, state in self._inner_states():
-            mine[owned.param].append((owned.part, state))
-        of_one = cache(self._state_of_one_element)
-        states = {
-            param: sharded_state(param, mine[param], partial(of_one, number, param.dtype, param.device))
-            for number, param in self._stepped_params()
+        """Returns this rank's knowledge of every parameter's state; it may have no part of one."""
+        mine: dict[Tensor, list[tuple[ShardPart, ParamState]]] = {
+            param: [] for param in params_of(self) if param in self._stepped
         }
-        return states | self._waiting
-
-    def _state_of_one_element(self, group: int, dtype: torch.dtype, device: torch.device) -> ParamState:
-        return state_of_one_element(self._make, self.param_groups[group], dtype, device)
-
-    def _full_states(self, *, is_moved: bool = False, keeps: bool = True, device: torch.device | None = None) -> FullStates:
-        """Gathers the whole state of every parameter of the current sharding; a collective call."""
-        if self._sharding is None:
-            return {}
-        mine = {owned.part: state for owned, state in self._inner_states(is_moved=is_moved)}
-        return full_states(self._sharding, mine, keeps=keeps, device=device)
-
-    def _inner_states(self, *, is_moved: bool = False) -> Iterator[tuple[Owned, ParamState]]:
-        """Yields this rank's parts and their state with fp32 values; an empty state stays empty, except when state moves."""
-        if self._inner is None:
-            return
-        for owned in self._inner.owned:
-            state = dict(self._inner.optimizer.state.get(owned.target, {}))
-            has_master = owned.target is not owned.values and (is_moved or bool(state))
-            yield owned, {**state, MASTER: owned.target} if has_master else state
-
-    def _stepped_params(self) -> list[tuple[int, Tensor]]:
-        """Returns the parameters that have state on some rank, each with the number of its group."""
-        return [
-            (number, param)
-            for number, group in enumerate(self.param_groups)
-            for param in group["params"]
-            if param in self._stepped
-        ]
+        if self._inner is not None:
+            states = self._inner.states()
+            for owned in self._inner.owned:
+                if owned.param in mine:
+                    mine[owned.param].append((owned.part, states[owned.part]))
+        return {param: sharded_state(param, parts) for param, parts in mine.items()} | self._waiting
 
 
 def _require_arguments(cls: object, sync: GradientSync, params: ParamGroups | None, state_dict: object) -> None:
@@ -515,12 +440,4 @@ def _require_arguments(cls: object, sync: GradientSync, params: ParamGroups | No
         where="ShardedOptimizer",
         remedy="Make one for the model with params=[param for _, param in sync.named_parameters()], its dense ones, and "
         "one for each of sync.experts.",
-    )
-
-
-def _raise_elsewhere(rank: int) -> FullStates:
-    raise PhaseError(
-        f"consolidate_state_dict() gathered the state on rank {rank}, and state_dict() is called on another rank.",
-        where="ShardedOptimizer.state_dict",
-        remedy=f"Call state_dict() on rank {rank} only, or full_state_dict() on every rank.",
     )

@@ -1,19 +1,17 @@
 """The user's optimizer over this rank's parts of the parameters, and its state: as shards, as whole tensors."""
 
-import copy
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from undertow.boxes import Box, boxes_of_range
-from undertow.errors import CheckpointError, require
+from undertow.errors import CheckpointError
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.comm.facts import gather_json
 from undertow.runtime.gradients.binding import strides_of_gradient
@@ -50,36 +48,57 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         torch.optim.SGD,
     ]
 )
-_shard_part = attrgetter("part")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Owned:
     """This rank's part of one parameter."""
 
     part: ShardPart
     param: Tensor
+    group: dict[str, Any]  # of the parameter, in the ShardedOptimizer
     values: Tensor  # [part.numel] in place, of the parameter's dtype
     target: Tensor  # the tensor that the inner optimizer updates: `values`, or an fp32 copy of 16-bit values
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class InnerOptimizer:
-    """An optimizer of the user's class over some of this rank's parts."""
+    """An optimizer of the user's class over this rank's parts of the parameters in `groups`.
 
-    owned: Sequence[Owned]
-    optimizer: torch.optim.Optimizer
+    `sharding` lays the parameters out.
+    """
 
-    def step(
-        self, settings: Sequence[dict[str, Any]], gradients_of: Callable[[Iterable[ShardPart]], Sequence[Tensor | None]]
+    def __init__(
+        self,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        groups: Sequence[dict[str, Any]],
+        sharding: Sharding,
     ) -> None:
-        """Steps with these hyper-parameters, one dict for each group."""
-        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(setting)
-        for owned, grad in zip(self.owned, gradients_of(map(_shard_part, self.owned)), strict=True):
+        self.sharding = sharding
+        self.grouped = [list(group["params"]) for group in groups]
+        self.owned: list[Owned] = []
+        inner_groups = []
+        for group in groups:
+            mine = []
+            for param in group["params"]:
+                for part in sharding.parts.get(param, ()):
+                    values = part.of_bucket(sharding.flats[part.bucket].flat)
+                    target = values.to(accumulation_dtype(values.dtype))
+                    mine.append(Owned(part, param, group, values, target))
+            targets = [owned.target for owned in mine]
+            inner_groups.append({**hyper_parameters(group), "params": targets})
+            self.owned += mine
+        self.optimizer = make(inner_groups)
+
+    def step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Steps with the hyper-parameters of these groups, as schedulers and users left them."""
+        for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
+            for name, value in hyper_parameters(settings).items():
+                group[name] = value.clone() if isinstance(value, Tensor) else value
+        grads = self.sharding.gradients([owned.part for owned in self.owned])
+        for owned, grad in zip(self.owned, grads, strict=True):
             target = owned.target
             target.grad = None if grad is None else grad.to(target.dtype)
-            if target is not owned.values:  # follow values that were written into the parameter, for example by `load_state_dict`
+            if target is not owned.values:  # follow writes into the parameter, such as a load
                 is_written = owned.values != target.to(owned.values.dtype)
                 target.copy_(torch.where(is_written, owned.values.to(target.dtype), target))
         try:
@@ -90,20 +109,74 @@ class InnerOptimizer:
                 if owned.target is not owned.values:
                     owned.values.copy_(owned.target)
 
-    def take(self, owned: Owned, state: ParamState) -> None:
-        """Takes over the state of a part and its fp32 values."""
-        master = state.pop(MASTER, None)
-        if master is not None and owned.target is not owned.values:
-            owned.target.copy_(master)
-        self.optimizer.state.pop(owned.target, None)
-        if state:
-            self.optimizer.state[owned.target] = state
+    def take(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Takes over this rank's parts of these parameters' states, and of their fp32 values."""
+        for owned in self.owned:
+            state = states.get(owned.param)
+            if state is None:
+                continue
+            mine = {key: _part_of(key, value, owned) for key, value in state.items()}
+            master = mine.pop(MASTER, None)
+            # A `master` that is not wider than the parameter went through a plain optimizer, which
+            # narrows it and then does not update it along with the parameter.
+            has_copy = owned.target is not owned.values
+            if has_copy and master is not None and state[MASTER].dtype == master.dtype:
+                owned.target.copy_(master)
+            self.optimizer.state.pop(owned.target, None)
+            if mine:
+                self.optimizer.state[owned.target] = mine
 
+    def states(self, *, is_moved: bool = False) -> dict[ShardPart, ParamState]:
+        """Returns the state of each part with its fp32 values.
 
-def owned_part(sharding: Sharding, param: Tensor, part: ShardPart) -> Owned:
-    """Returns this rank's part of `param`, with an fp32 copy if its dtype has 16 bits."""
-    values = part.of_bucket(sharding.flats[part.bucket].flat)
-    return Owned(part, param, values, values.to(accumulation_dtype(values.dtype)))
+        An empty state stays empty, except when state moves.
+        """
+        found: dict[ShardPart, ParamState] = {}
+        for owned in self.owned:
+            state = dict(self.optimizer.state.get(owned.target, {}))
+            if owned.target is not owned.values and (is_moved or state):
+                state[MASTER] = owned.target
+            found[owned.part] = state
+        return found
+
+    def whole_states(
+        self,
+        *,
+        is_moved: bool = False,
+        keeps: bool = True,
+        device: torch.device | None = None,
+    ) -> FullStates:
+        """Gathers the whole state of every parameter that has one on some rank, as new tensors.
+
+        A collective call. The tensors are on `device`, or on the parameters' devices if None. A
+        rank with `keeps=False` contributes and returns nothing.
+        """
+        sharding = self.sharding
+        mine = self.states(is_moved=is_moved)
+        described = _agreed_descriptions(sharding, mine)
+        found: dict[int, ParamState] = {}
+        for index, entries in described.items() if keeps else ():
+            param, strides = sharding.params[index], sharding.strides[index]
+            room = {key: _room(what, param, strides, device) for key, what in entries.items()}
+            found[index] = room
+        for bucket in sharding.plan.buckets:
+            entries_of = {index: described.get(index, {}) for index in bucket.params}
+            every = chain.from_iterable(entries.items() for entries in entries_of.values())
+            for key, dtype in sorted({(key, what[1]) for key, what in every if what[0] == _TENSOR}):
+                own = torch.zeros(
+                    sharding.shard_numel(bucket),
+                    dtype=getattr(torch, dtype),
+                    device=bucket.device,
+                )
+                indices = {index for index, entries in entries_of.items() if entries.get(key) == [_TENSOR, dtype]}
+                for part, state in mine.items():
+                    if part.bucket == bucket.index and part.param in indices and state:
+                        part.of_shard(own).copy_(state[key])
+                into: dict[int, Tensor] = {}
+                for index in indices & found.keys():
+                    into[index] = in_memory_order(found[index][key], sharding.strides[index])
+                sharding.gather_whole(bucket, own, into)
+        return {sharding.params[index]: state for index, state in found.items()}
 
 
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -111,40 +184,9 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def settings_as_text(group: dict[str, Any]) -> dict[str, str]:
-    """Returns the settings of a parameter group as text, because a function or NaN among them does not equal its own copy."""
-    return {name: repr(value) for name, value in hyper_parameters(group).items()}
-
-
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Returns the parameters of all groups, in their order."""
     return list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
-
-
-def require_elementwise(cls: type[torch.optim.Optimizer], *, is_vouched_for: bool) -> None:
-    """Raises ConfigError unless shards of parameters can be stepped by this class.
-
-    A class that is derived from a known one is not known: its constructor alone may add hooks.
-    """
-    require(
-        cls in ELEMENTWISE or is_vouched_for,
-        f"{cls.__name__} cannot be sharded: Undertow does not know that it updates each element on its own.",
-        where="ShardedOptimizer, which gives each rank a part of a parameter as a flat piece",
-        remedy="Pass elementwise=True if the update of an element depends on no other element. If it does, or if you are "
-        "not sure, use this optimizer without sharding.",
-    )
-
-
-def state_of_one_element(
-    make: partial[torch.optim.Optimizer], group: dict[str, Any], dtype: torch.dtype, device: torch.device
-) -> ParamState:
-    """Returns the state of a parameter with one element, after one step with the settings of `group`."""
-    like = torch.nn.Parameter(torch.zeros(1, dtype=accumulation_dtype(dtype), device=device))
-    like.grad = torch.ones_like(like)
-    optimizer = make([{"params": [like], **copy.deepcopy(hyper_parameters(group))}])
-    private.step_unwatched(optimizer)
-    state = dict(optimizer.state.get(like, {}))
-    return state if like.dtype == dtype else {**state, MASTER: like.detach()}
 
 
 class Written(UserDict[Any, Any]):
@@ -189,9 +231,10 @@ def with_copied_scalars(state: Mapping[str, Any]) -> ParamState:
 class ShardedState(Tensor):
     """A state tensor of a parameter's shape. This rank holds `pieces` of it, flat ranges of the parameter in memory order.
 
-    It is a tensor because torch.distributed.checkpoint looks for shards only in tensors, and it has the methods that
-    torch.distributed.checkpoint saves and loads boxes by. The pieces of all ranks are stored as one tensor of this shape. It can
-    be moved and copied; every other use raises, because it has no values itself.
+    It is a tensor because torch.distributed.checkpoint looks for shards only in tensors, and it has
+    the methods that torch.distributed.checkpoint saves and loads boxes by. The pieces of all ranks
+    are stored as one tensor of this shape. It can be moved and copied; every other use raises,
+    because it has no values itself.
     """
 
     pieces: tuple[tuple[ShardPart, Tensor], ...]
@@ -250,9 +293,16 @@ class ShardedState(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # the signature that torch documents
-        cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        op: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given, first = {name: value for name, value in (kwargs or {}).items() if value is not None}, args[0] if args else None
+        given, first = (
+            {name: value for name, value in (kwargs or {}).items() if value is not None},
+            args[0] if args else None,
+        )
         if isinstance(first, ShardedState):
             if op is torch.ops.aten.detach.default:
                 return first
@@ -270,103 +320,41 @@ class ShardedState(Tensor):
 
     def boxes(self) -> list[tuple[Box, Tensor]]:
         """Returns the pieces as boxes, each with an in-place view of its values."""
-        if self.numel() == 0:  # no rank owns it, but the checkpoint must record that it exists
-            box = Box(offsets=(0,) * self.dim(), sizes=tuple(self.shape), start=0)
-            return [(box, torch.empty(self.shape, dtype=self.dtype, device=self.device))]
         return [
-            (box, values.as_strided(box.sizes, self.stride(), values.storage_offset() + box.start - part.start))
+            (
+                box,
+                values.as_strided(box.sizes, self.stride(), values.storage_offset() + box.start - part.start),
+            )
             for part, values in self.pieces
             for box in boxes_of_range(self.shape, self.stride(), part.start, part.stop)
         ]
 
 
-def with_scalars_in_place(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any]) -> ParamState:
-    """Returns `state` with scalars on the device that the optimizer expects, as torch's optimizers do when they load.
+def sharded_state(param: Tensor, parts: Sequence[tuple[ShardPart, ParamState]]) -> ParamState:
+    """Returns a parameter's scalars and shards, from the states of its `parts` on this rank."""
+    found = dict(parts[0][1]) if parts else {}
+    for key, value in found.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            pieces = [(part, state[key]) for part, state in parts]
+            found[key] = ShardedState(param, value.dtype, pieces)
+    return found
 
-    A checkpoint does not record that device.
+
+def _part_of(key: str, value: Any, owned: Owned) -> Any:
+    """Returns a copy of a state's entry for a part, in Undertow's dtype.
+
+    It is cut from a whole tensor or from a shard.
     """
-    is_on_device = group.get("capturable") or group.get("fused")
-    return {
-        key: value.to(param.device) if is_on_device and key in OF_THE_WHOLE and isinstance(value, Tensor) else value
-        for key, value in state.items()
-    }
-
-
-def parts_of_state(state: Mapping[str, Any], part: ShardPart, param: Tensor) -> ParamState:
-    """Returns copies of the state of `part`, cut from whole tensors or from shards that contain it, in Undertow's dtypes.
-
-    A `master` that is not wider than the parameter is left out. It went through a plain optimizer, which narrows it and then does
-    not update it along with the parameter.
-    """
-    return {
-        key: _part_of(key, value, part, param)
-        for key, value in state.items()
-        if key != MASTER or value.dtype == accumulation_dtype(param.dtype)
-    }
-
-
-def sharded_state(
-    param: Tensor, parts: Sequence[tuple[ShardPart, ParamState]], of_one_element: Callable[[], ParamState]
-) -> ParamState:
-    """Returns a parameter's scalars and shards, from the states of its `parts` on this rank; without parts, empty shards.
-
-    A parameter without elements has its scalars on every rank.
-    """
-    state = parts[0][1] if parts else of_one_element()
-    return {
-        key: ShardedState(param, value.dtype, [(part, of_part[key]) for part, of_part in parts]) if _is_flat(value) else value
-        for key, value in state.items()
-        if _is_flat(value) or parts or param.numel() == 0
-    }
-
-
-def whole_state_without_elements(param: Tensor, of_one_element: ParamState) -> ParamState:
-    """Returns the state of a parameter without elements: no rank owns it, but plain optimizers keep state for it too."""
-    return {
-        key: torch.empty_like(param, dtype=value.dtype) if _is_flat(value) else value for key, value in of_one_element.items()
-    }
-
-
-def full_states(
-    sharding: Sharding, mine: Mapping[ShardPart, ParamState], *, keeps: bool = True, device: torch.device | None = None
-) -> FullStates:
-    """Gathers the whole state of every parameter that has state on some rank, as new tensors of its shape; a collective call.
-
-    They are on `device`, or on the parameters' devices if None. A rank with `keeps=False` contributes and returns nothing.
-    """
-    described = _agreed_descriptions(sharding, mine)
-    found = {
-        index: {key: _room(what, sharding.params[index], sharding.strides[index], device) for key, what in state.items()}
-        for index, state in described.items()
-        if keeps
-    }
-    for bucket in sharding.plan.buckets:
-        states = [described.get(index, {}) for index in bucket.params]
-        for key, dtype in sorted({(key, what[1]) for state in states for key, what in state.items() if what[0] == _TENSOR}):
-            own = torch.zeros(sharding.shard_numel(bucket), dtype=getattr(torch, dtype), device=bucket.device)
-            for part, state in mine.items():
-                if part.bucket == bucket.index and key in state and state[key].dtype == own.dtype:
-                    part.of_shard(own).copy_(state[key])
-            flat = sharding.gathered(bucket.index, own)
-            for slot in bucket.slots:
-                if slot.param in found and described[slot.param].get(key) == [_TENSOR, dtype]:
-                    whole = in_memory_order(found[slot.param][key], sharding.strides[slot.param])
-                    whole[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
-    return {sharding.params[index]: state for index, state in found.items()}
-
-
-def _is_flat(value: object) -> bool:
-    """Returns True for one value per element of a part, and False for values of the whole parameter."""
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _part_of(key: str, value: Any, part: ShardPart, param: Tensor) -> Any:
+    param, part = owned.param, owned.part
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, ShardedState):
         mine = value.of_part(part)
     elif value.shape == param.shape and key not in OF_THE_WHOLE:
         mine = in_memory_order(value, strides_of_gradient(param))[part.start : part.stop]
+    elif owned.group.get("capturable") or owned.group.get("fused"):
+        # As torch's optimizers do: a checkpoint does not record the device.
+        return value.to(param.device, copy=True)
     else:
         return value.clone()
     # A plain optimizer keeps the state of a 16-bit parameter in 16 bits.

@@ -7,19 +7,22 @@ from undertow.schedule.strategies import DDP, Strategy
 
 
 def lower_data_parallel(
-    num_buckets: int, strategy: Strategy = DDP, *, overlap: bool = True, gather_order: Sequence[int] | None = None
+    num_buckets: int,
+    strategy: Strategy = DDP,
+    *,
+    overlap: bool = True,
 ) -> Schedule:
     """Reduces every bucket as soon as it and all earlier ones are full, and gathers updated parameters after the step.
 
-    The last bucket is always launched after backward: its trailer carries information that a rank knows only then. Without
-    `overlap` every bucket waits for the end of backward. Gathers are launched in `gather_order`, the order of their use in
-    the next forward; None is the reverse order of the buckets.
+    The last bucket is always launched after backward: its trailer carries information that a rank
+    knows only then. Without `overlap` every bucket waits for the end of backward. Gathers are
+    launched in the reverse order of the buckets, the order of their use in the next forward.
     """
     build = _Builder(strategy)
     step = build.add(OpKind.STEP, None, after=build.backward(num_buckets, overlap=overlap))
     if strategy.gather is None:
         return build.uses({None: step})
-    order = reversed(range(num_buckets)) if gather_order is None else gather_order
+    order = reversed(range(num_buckets))
     return build.uses({bucket: build.add(strategy.gather, bucket, after=[step]) for bucket in order})
 
 

@@ -36,7 +36,6 @@ class P2PCollectives:
     `accumulation_dtype`.
     """
 
-    may_differ_in_order = True  # ranks may start gathers in different orders
     divides_first = False  # values are divided after the cast for a narrower wire
 
     def __init__(
@@ -235,8 +234,6 @@ class BackendCollectives:
 
     With `in_order`, ranks exchange their parts, and each rank adds its part itself.
     """
-
-    may_differ_in_order = False
 
     def __init__(
         self,

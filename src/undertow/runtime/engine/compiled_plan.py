@@ -52,7 +52,9 @@ class CompiledPlan:
         self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
         self.is_profiling = False  # torch's profiler runs
         self._num_rounds = 0
-        self.gather_in()
+        schedule = lower_data_parallel(len(plan.buckets), self.strategy, overlap=reducer.config.overlap)
+        self.synchronizing = Releases(schedule)
+        self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 
     @cached_property
     def buckets(self) -> list[LiveBucket]:
@@ -98,15 +100,6 @@ class CompiledPlan:
     @property
     def present(self) -> Present:
         return Present(plan=self.plan, generation=self.generation, has_shards=self.sharding is not None)
-
-    def gather_in(self, order: Sequence[int] | None = None) -> None:
-        """Gathers buckets in that order from now on: the order of their use in the forward."""
-        num_buckets = len(self.plan.buckets)
-        if order is not None:  # a bucket without parameters is needed nowhere
-            order = tuple(dict.fromkeys((*order, *range(num_buckets))))
-        schedule = lower_data_parallel(num_buckets, self.strategy, overlap=self.reducer.config.overlap, gather_order=order)
-        self.synchronizing = Releases(schedule)
-        self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 
     def gather(self) -> None:
         """Called after the optimizer has stepped, with or without a round: every rank gets the other ranks' updates."""

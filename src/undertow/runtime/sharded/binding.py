@@ -19,8 +19,8 @@ from undertow.errors import PhaseError, ShardedGradientError, require
 from undertow.plan import Bucket, Slot
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.gradients.binding import Binding, BucketStorage, DenseBinding, has_values
-from undertow.runtime.sharded.shards import ShardPart, in_memory_order
+from undertow.runtime.gradients.binding import BucketStorage, DenseBinding, has_values
+from undertow.runtime.sharded.shards import FlatParams, in_memory_order
 from undertow.runtime.torch_private import private
 
 _grad_of = attrgetter("grad")
@@ -31,8 +31,9 @@ _UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 class GradientPlaceholder(Tensor):
     """A gradient of the parameter's shape, dtype and device without values; every use of it raises.
 
-    `parts` has this rank's elements by bucket, 1-D. `added` collects the gradients that autograd adds in a later backward.
-    `is_cleared` is True if the gradient was set to zero. A GradScaler unscales the parts, and all ranks find the same infinities.
+    `parts` has this rank's elements by bucket, 1-D. `added` collects the gradients that autograd
+    adds in a later backward. `is_cleared` is True if the gradient was set to zero. A GradScaler
+    unscales the parts, and all ranks find the same infinities.
     """
 
     parts: dict[int, Tensor]
@@ -67,7 +68,11 @@ class GradientPlaceholder(Tensor):
     @classmethod
     @private.left_alone
     def __torch_dispatch__(  # type: ignore[override]  # the signature that torch documents
-        cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        op: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if op is torch.ops.aten._foreach_zero_.default:
             for each in args[0]:
@@ -133,7 +138,8 @@ class SplitParam:
         self.begin_round()
 
     def begin_round(self) -> None:
-        # In time, and late: the former `.grad` and the gradient, once for each bucket that has not taken them yet.
+        # In time, and late: the former `.grad` and the gradient, once for each bucket that has not
+        # taken them yet.
         self._taken: tuple[list[tuple[Any, Tensor | None]], ...] = ([], [])
 
     def take(self, piece: Slot, *, is_late: bool = False) -> tuple[Any, Tensor | None]:
@@ -156,36 +162,35 @@ def _new_gradient(grad: Tensor | None) -> Tensor | None:
     return added
 
 
-class ShardedBinding(Binding):
-    """The `.grad` of a bucket's parameters, whose gradients are reduced to `parts`.
+class ShardedBinding(DenseBinding):
+    """The `.grad` of a bucket's parameters, whose gradients are reduced to the parts of `flat`.
 
-    `placeholders` belong to the parameters, and `splits` to those that also lie in other buckets; both are by position.
+    `placeholders` belong to the parameters, and `splits` to those that also lie in other buckets;
+    both are by position. A split parameter has a stand-in of its piece's size in `params`, without
+    memory for it, whose `.grad` is the piece.
     """
 
     def __init__(
         self,
         bucket: Bucket,
-        params: Sequence[Tensor],
-        parts: Sequence[ShardPart],
+        flat: FlatParams,
         placeholders: Sequence[GradientPlaceholder],
         splits: Mapping[int, SplitParam],
         *,
         shard_numel: int,
     ) -> None:
         dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
-        # A split parameter has a stand-in of its piece's size, without memory for it, whose `.grad` is the piece.
-        packed = list(params)
+        packed = list(flat.params)
         for position in splits:
             packed[position] = torch.empty(1, dtype=dtype, device=device).expand(bucket.slots[position].numel)
-        super().__init__(BucketStorage(bucket, packed), params)
-        self._dense = DenseBinding(self.storage, packed)
-        self._own = tuple(zip(placeholders, parts, strict=True))
+        self._whole_params = flat.params
+        self._own = tuple(zip(placeholders, flat.parts, strict=True))
         self._splits = {position: (split, bucket.slots[position]) for position, split in splits.items()}
         self.shard = torch.zeros(shard_numel, dtype=accumulation_dtype(dtype), device=device)
         self.reduced = self.shard  # the executor sets it to other memory if `shard` may have values that must be kept
         self.live: set[int] = set()  # positions with an earlier part, to which the result is added
         self._before: dict[int, Any] = {}  # by position, the former `.grad`: placeholders, and gradients of split parameters
-        self.look()
+        super().__init__(BucketStorage(bucket, packed), packed)
         for placeholder, part in self._own:
             placeholder.parts[bucket.index] = part.of_shard(self.shard)
 
@@ -195,16 +200,16 @@ class ShardedBinding(Binding):
     def pack(self, not_arrived: Collection[int] = (), *, takes_pieces: bool = True) -> list[int]:
         self._before = {}
         for position, (split, slot) in self._splits.items() if takes_pieces else ():
-            self._before[position], self._dense.params[position].grad = split.take(slot)
-        for position, param in enumerate(self.params):
+            self._before[position], self.params[position].grad = split.take(slot)
+        for position, param in enumerate(self._whole_params):
             if isinstance(param.grad, GradientPlaceholder) and position not in self._splits:
                 self._before[position] = param.grad
                 param.grad = _new_gradient(param.grad)
         self.live = {
             position for position, grad in self._before.items() if isinstance(grad, GradientPlaceholder) and not grad.is_cleared
         }
-        self._dense.postponed = []
-        return self._dense.pack(not_arrived)
+        self.postponed = []
+        return super().pack(not_arrived)
 
     def pack_local(self) -> None:
         """Like `pack`, but a gradient with pieces in other buckets stays in place until all of them take it."""
@@ -212,7 +217,7 @@ class ShardedBinding(Binding):
 
     def packing(self) -> Callable[[], None]:
         """Returns a function that copies the taken gradients into the bucket, for another thread, so that backward continues."""
-        postponed, self._dense.postponed = self._dense.postponed or [], None
+        postponed, self.postponed = self.postponed or [], None
 
         def pack() -> None:
             while postponed:
@@ -220,18 +225,15 @@ class ShardedBinding(Binding):
 
         return pack
 
-    def has_graph(self) -> bool:
-        return self._dense.has_graph()
-
     @torch.no_grad()
     def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         """Moves the reduced values to their final place, and puts placeholders into `.grad`."""
         reduced, self.reduced = self.reduced, self.shard
-        unused = self._dense.release()
+        unused = self.release()
         restored = (unused | self._before) if unused else {}
         for position, (placeholder, part) in enumerate(self._own):
             if position in unused and position not in used_elsewhere:
-                self.params[position].grad = restored[position]
+                self._whole_params[position].grad = restored[position]
                 continue
             if reduced is not self.shard:
                 own = part.of_shard(self.shard)
@@ -239,7 +241,7 @@ class ShardedBinding(Binding):
                 write(part.of_shard(reduced))
             placeholder.added = None
             placeholder.is_cleared = False
-            self.params[position].grad = placeholder
+            self._whole_params[position].grad = placeholder
         self._before = {}
         if unused:
             self.look()
@@ -247,15 +249,15 @@ class ShardedBinding(Binding):
     @torch.no_grad()
     def bind_local(self) -> None:
         self.packing()()
-        self._dense.bind_local()
+        super().bind()
         for position in self._splits:
-            self._dense.params[position].grad = None
+            self.params[position].grad = None
         for position, placeholder in self._before.items():
-            param = self.params[position]
+            param = self._whole_params[position]
             param.grad, placeholder.added = placeholder, param.grad
 
     def has_result(self) -> bool:
-        for grad in map(_grad_of, self.params):
+        for grad in map(_grad_of, self._whole_params):
             is_cleared = isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None
             if grad is not None and not is_cleared:
                 return True
@@ -263,29 +265,26 @@ class ShardedBinding(Binding):
 
     def look(self) -> None:
         with private.as_plain_tensors():  # parameters may be on their way
-            grads = list(map(_grad_of, self.params))
+            grads = list(map(_grad_of, self._whole_params))
         if all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
             self._known.entries.clear()
         else:
             self._known.look(enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
 
     def is_written(self, position: int) -> bool:
-        grad = self.params[position].grad
+        grad = self._whole_params[position].grad
         if isinstance(grad, GradientPlaceholder):
             return grad.added is not None and has_values(grad.added)
         return grad is not None and not self._known.has(position, grad) and has_values(grad)
 
     def catch_late(self) -> bool:
         for position, (split, slot) in self._splits.items():
-            _, self._dense.params[position].grad = split.take(slot, is_late=True)
-        return self._dense.catch_late()
-
-    def late_values(self) -> Sequence[Tensor]:
-        return self._dense.late_values()
+            _, self.params[position].grad = split.take(slot, is_late=True)
+        return super().catch_late()
 
     @torch.no_grad()
     def add_late(self, values: Sequence[Tensor]) -> None:
-        for param, (placeholder, part) in zip(self.params, self._own, strict=True):
+        for param, (placeholder, part) in zip(self._whole_params, self._own, strict=True):
             own = part.of_shard(self.shard)
             if not isinstance(param.grad, GradientPlaceholder):
                 placeholder.bind_to(param)

@@ -1,8 +1,9 @@
 """Gathers parameters from the ranks that own them, during the next forward, which waits for each where it is read.
 
-While a parameter is in flight, its class is a subclass that waits, in the same way as torch exchanges the class of a lazy
-parameter when it gets its shape. torch calls such a class before every function and attribute of the tensor, so old lists of
-parameters, the bare module and copies need no hooks. C++ code that is given the parameter itself does not call it.
+While a parameter is in flight, its class is a subclass that waits, in the same way as torch
+exchanges the class of a lazy parameter when it gets its shape. torch calls such a class before
+every function and attribute of the tensor, so old lists of parameters, the bare module and copies
+need no hooks. C++ code that is given the parameter itself does not call it.
 """
 
 import copy
@@ -10,7 +11,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
@@ -36,16 +37,32 @@ from undertow.runtime.torch_private.module_hook import ModuleHook
 _addresses_of = attrgetter("addresses")
 _T: Any = Tensor  # its attributes are descriptors on the class
 
-# These read no values of a parameter. Every `zero_grad()` uses the first two, and forwards use devices and dtypes. `dim()` is not
-# here, because torch.vmap calls nothing else before it takes a tensor from C++.
+# These read no values of a parameter. Every `zero_grad()` uses the first two, and forwards use
+# devices and dtypes. `dim()` is not here, because torch.vmap calls nothing else before it takes a
+# tensor from C++.
 _READ_NO_VALUES = frozenset(
     {
         *(
             descriptor.__get__
-            for descriptor in (_T.grad, _T.requires_grad, _T.is_leaf, _T.shape, _T.dtype, _T.device, _T.is_meta)
+            for descriptor in (
+                _T.grad,
+                _T.requires_grad,
+                _T.is_leaf,
+                _T.shape,
+                _T.dtype,
+                _T.device,
+                _T.is_meta,
+            )
         ),
         *(_T.grad.__set__, _T.grad.__delete__, _T.requires_grad.__set__, _T.requires_grad_),
-        *(_T.numel, _T.size, _T.is_floating_point, torch.is_floating_point, _T.is_complex, torch.is_complex),
+        *(
+            _T.numel,
+            _T.size,
+            _T.is_floating_point,
+            torch.is_floating_point,
+            _T.is_complex,
+            torch.is_complex,
+        ),
     }
 )
 
@@ -63,7 +80,11 @@ def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
                 _let_read(param)
 
     def read(
-        cls: type[Tensor], function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls: type[Tensor],
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if function in _READ_NO_VALUES:
             with private.as_plain_tensors():
@@ -109,15 +130,15 @@ def _let_read(param: Tensor) -> None:
 class Gathers:
     """The gathers of a plan's buckets; a read of a parameter first waits for its buckets.
 
-    A gather that could not be started is in flight too, and has failed: every read of its parameters raises.
+    A gather that could not be started is in flight too, and has failed: every read of its
+    parameters raises.
 
-    A signal handler or `__del__` may run between any two lines. It may read parameters, which waits for them and gives them
-    their class back. Ctrl-C may end any function here.
+    A signal handler or `__del__` may run between any two lines. It may read parameters, which waits
+    for them and gives them their class back. Ctrl-C may end any function here.
     """
 
     def __init__(self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder) -> None:
         self.in_flight: dict[int, Handle] = {}
-        self.waited: dict[int, None] = {}  # buckets in the order of the waits for them, since the last launch
         self._is_compiled_in = False  # code of torch.compile reads the parameters, and guards their class
         self.flats, self._exchanges, self._recorder = flats, exchanges, recorder
         self._buckets_of: dict[int, list[int]] = {}  # by id of the parameter
@@ -156,7 +177,6 @@ class Gathers:
             handle = self.in_flight.get(bucket)
             if handle is None:
                 continue
-            self.waited[bucket] = None
             self._recorder.mark_gather(bucket, "wait_start")
             try:
                 with self._exchanges.group.waiting(f"the parameters of bucket {bucket}"):
@@ -167,7 +187,8 @@ class Gathers:
                     raise
                 raise self._torn(bucket) from error
             self._recorder.mark_gather(bucket, "wait_stop")
-            # Only now, so that a wait that failed fails again. Another thread may have waited too, and launched the next gather.
+            # Only now, so that a wait that failed fails again. Another thread may have waited too,
+            # and launched the next gather.
             with self._lock:
                 if self.in_flight.get(bucket) is handle:
                     # Again, so that a forward that has read too early fails in its backward.
@@ -217,7 +238,8 @@ class Gathers:
         # Compiled code would be compiled again each time for the class of a parameter in flight.
         self._is_compiled_in |= private.is_compiling()
         for param in params:
-            # torch.utils.swap_tensors gives the class to tensors that nothing gathers: these wait for everything.
+            # torch.utils.swap_tensors gives the class to tensors that nothing gathers: these wait
+            # for everything.
             self.wait(self._buckets_of.get(id(param), tuple(self.in_flight)))
             with self._lock:
                 # Whatever left the class on it, so that the read does not come here again.
@@ -236,7 +258,6 @@ class Gathers:
 
     def _watch(self, bucket: int, handle: Handle) -> None:
         with self._lock:
-            self.waited.pop(bucket, None)
             self.in_flight[bucket] = handle
             for param in self.flats[bucket].params:
                 kind = getattr(type(param), "arrived_class", type(param))
@@ -247,7 +268,10 @@ class Gathers:
                 self._release(bucket)
 
     def _release(self, bucket: int) -> None:
-        flat, coming = self.flats[bucket], set[int]()  # parameters with another bucket to come stay watched
+        flat, coming = (
+            self.flats[bucket],
+            set[int](),
+        )  # parameters with another bucket to come stay watched
         for param in flat.split_params:
             if any(other != bucket and other in self.in_flight for other in self._buckets_of[id(param)]):
                 coming.add(id(param))
@@ -268,52 +292,24 @@ class _WaitHook(ModuleHook):
             self._then()
 
 
-class ForwardWaits:
+def wait_before_forwards(module: nn.Module, gathers: Gathers) -> list[RemovableHandle]:
     """Makes every module wait for its own parameters before its forward, because reads by C++ code cannot be seen.
 
-    Reads of other modules' parameters wait by themselves.
-
-    `on_order` is called once, with all buckets in the order of the waits of a training forward. If parts of the
-    model are compiled (`only_root`) or scripted, the whole model waits for everything: hooks would split compiled graphs, and
-    TorchScript calls none.
+    Reads of other modules' parameters wait by themselves. If parts of the model are compiled or
+    scripted, there are no hooks, and the whole model is to wait for everything: hooks would split
+    compiled graphs, and TorchScript calls none.
     """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        gathers: Gathers,
-        *,
-        on_order: Callable[[Sequence[int]], object] | None,
-        only_root: bool,
-    ) -> None:
-        self._gathers, self._on_order = gathers, on_order
-        self._is_watched = False
-        self._hooks: list[RemovableHandle] = []
-        parts = [part for _, part in tables.named_modules(module)]
-        self._only_root = only_root or any(private.is_compiled(part) or private.is_script(part) for part in parts)
-        for part in () if self._only_root else parts:
-            buckets = gathers.buckets_of(_own_params(part))
-            if buckets:
-                # First, because other hooks may read parameters, such as weight_norm's.
-                hook = part.register_forward_pre_hook(_WaitHook(part, gathers, buckets), prepend=True)
-                self._hooks.append(hook)
-
-    def root_begins(self, *, is_training: bool) -> None:
-        if self._only_root or not is_training:
-            self._gathers.wait_for_all()
-        self._is_watched = self._on_order is not None and not self._gathers.waited
-
-    def root_ends(self) -> None:
-        # This increments versions, so autograd detects a parameter that was read too early.
-        if self._gathers.in_flight:
-            self._gathers.wait_for_all()
-        if self._is_watched and self._on_order is not None and self._gathers.waited:
-            self._on_order(tuple(self._gathers.waited))
-            self._on_order = None
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    parts = [part for _, part in tables.named_modules(module)]
+    hooks: list[RemovableHandle] = []
+    if any(private.is_compiled(part) or private.is_script(part) for part in parts):
+        return hooks
+    for part in parts:
+        buckets = gathers.buckets_of(_own_params(part))
+        if buckets:
+            # First, because other hooks may read parameters, such as weight_norm's.
+            hook = _WaitHook(part, gathers, buckets)
+            hooks.append(part.register_forward_pre_hook(hook, prepend=True))
+    return hooks
 
 
 def _own_params(module: nn.Module) -> Iterator[Tensor | None]:

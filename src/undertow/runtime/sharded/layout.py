@@ -6,16 +6,15 @@ replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, then all
     v
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise, repeat
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from operator import attrgetter
-from types import NoneType
 
 import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, PhaseError, require
+from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Bucket, Plan
 from undertow.runtime.comm.collectives import Collectives, accumulation_dtype, exchanges_over
 from undertow.runtime.comm.group import OwnGroup
@@ -23,7 +22,7 @@ from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.binding import strides_of_gradient
 from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding, SplitParam
 from undertow.runtime.sharded.gathers import Gathers
-from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order, shard_parts
+from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order
 from undertow.schedule import Strategy
 
 _grad_of = attrgetter("grad")
@@ -32,35 +31,36 @@ _grad_of = attrgetter("grad")
 class ShardGroups:
     """Exchanges over separate groups: `shard` and, on a mesh, `replicate`. Construction is a collective call.
 
-    `all_ranks` is the group of all these ranks. Reductions give means over all of them. `close` ends the threads and destroys the
-    groups.
+    `all_ranks` is the group of all these ranks. Reductions give means over all of them. `close`
+    ends the threads and destroys the groups.
     """
 
     def __init__(self, all_ranks: OwnGroup, config: SyncConfig) -> None:
         user = all_ranks.user
         self.rank, self.num_ranks = user.rank, len(user.ranks)
-        groups = [OwnGroup(axis, device=all_ranks.device, within=all_ranks) for axis in user.axes()]
-        for group in groups if self.num_ranks > 1 else ():
-            group.open(all_meet=True)  # every rank creates each of them
+        axes = [OwnGroup(axis, device=all_ranks.device, within=all_ranks) for axis in user.axes()]
+        for axis in axes if self.num_ranks > 1 else ():
+            axis.open(all_meet=True)  # every rank creates each of them
+        # On a mesh, inner sums are not divided: the mean is rounded once, after all summands are
+        # added.
+        divisor = self.num_ranks if len(axes) == 1 else 1
+        self.shard = exchanges_over(axes[0], config, divisor=divisor)
         self.replicate: Collectives | None = None
-        divisor = self.num_ranks
-        if len(groups) > 1:
-            self.replicate = exchanges_over(groups[1], config, divisor=divisor)
-            divisor = 1  # of inner sums: the mean is rounded once, after all summands are added
-        self.shard = exchanges_over(groups[0], config, divisor=divisor)
+        if len(axes) > 1:
+            self.replicate = exchanges_over(axes[1], config, divisor=self.num_ranks)
 
     def close(self) -> None:
-        axes = [axis for axis in (self.shard, self.replicate) if axis is not None]
-        for axis in axes:
-            axis.close()
-        for axis in axes:
-            axis.group.close()
+        for axis in (self.shard, self.replicate):
+            if axis is not None:
+                axis.close()
+                axis.group.close()
 
 
 class Sharding:
     """This rank's shards of `plan` over `params`, which move into memory of the buckets.
 
-    `flats` is the memory of each bucket, and `parts` are this rank's nonempty parts of the parameters.
+    `flats` is the memory of each bucket, and `parts` are this rank's nonempty parts of each
+    parameter.
     """
 
     def __init__(
@@ -75,23 +75,33 @@ class Sharding:
         self.plan, self.params, self.strategy, self.groups = plan, tuple(params), strategy, groups
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
+        num_replicas = plan.num_ranks // self.group.num_ranks
         self.flats = [
             FlatParams(
                 bucket,
                 [params[index] for index in bucket.params],
-                shard_parts(bucket, rank=self.group.rank, num_replicas=plan.num_ranks // self.group.num_ranks),
+                rank=self.group.rank,
                 num_ranks=plan.num_ranks,
+                num_replicas=num_replicas,
             )
             for bucket in plan.buckets
         ]
-        self.parts = [part for flat in self.flats for part in flat.parts if part.numel]
+        self.parts: dict[Tensor, list[ShardPart]] = {param: [] for param in params}  # by identity
+        for flat in self.flats:
+            for part in flat.parts:
+                if part.numel:
+                    self.parts[params[part.param]].append(part)
         self.bindings: list[ShardedBinding] = []  # by bucket; a single rank has none
         self._index_of = {id(param): index for index, param in enumerate(params)}
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=self.group) for spec, param in zip(plan.params, params, strict=True)
         ]
         self.splits = {
-            index: SplitParam(params[index], self.strides[index], sum(bucket.params.count(index) for bucket in plan.buckets))
+            index: SplitParam(
+                params[index],
+                self.strides[index],
+                sum(bucket.params.count(index) for bucket in plan.buckets),
+            )
             for index in plan.split_params
         }
         self.gathers = Gathers(self.flats, groups.shard, recorder)
@@ -104,8 +114,7 @@ class Sharding:
     def binding(self, bucket: Bucket) -> ShardedBinding:
         made = ShardedBinding(
             bucket,
-            self.flats[bucket.index].params,
-            self.flats[bucket.index].parts,
+            self.flats[bucket.index],
             [self._placeholders[index] for index in bucket.params],
             {position: self.splits[index] for position, index in enumerate(bucket.params) if index in self.splits},
             shard_numel=self.shard_numel(bucket),
@@ -132,31 +141,31 @@ class Sharding:
     @torch.no_grad()
     def adopt_gradients(self) -> None:
         """Replaces whole gradients, which are the same on every rank, by placeholders; a single rank keeps them."""
-        grads = list(map(_grad_of, self.params))
-        if not self.bindings or all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
-            return
-        whole = {
-            index: in_memory_order(grad, self.strides[index])
-            for index, grad in enumerate(grads)
-            if grad is not None and not isinstance(grad, GradientPlaceholder)
-        }
-        for part in self.parts:
-            if part.param in whole:
-                values = whole[part.param][part.start : part.stop]
-                self._placeholders[part.param].parts[part.bucket].copy_(values)
-        for index in whole:
-            self._placeholders[index].bind_to(self.params[index])
+        for index, grad in enumerate(map(_grad_of, self.params) if self.bindings else ()):
+            if grad is None or isinstance(grad, GradientPlaceholder):
+                continue
+            values, placeholder = (
+                in_memory_order(grad, self.strides[index]),
+                self._placeholders[index],
+            )
+            for part in self.parts[self.params[index]]:
+                placeholder.parts[part.bucket].copy_(values[part.start : part.stop])
+            placeholder.bind_to(self.params[index])
 
     @torch.no_grad()
     def reduce_again(self, own: Mapping[int, tuple[Tensor, bool]]) -> None:
         """Replaces gradients that were reduced whole, and rounded, by parts reduced as in the following steps.
 
-        A collective call. `own` has this rank's gradients by parameter, each with False if something has changed `.grad` since.
+        A collective call. `own` has this rank's gradients by parameter, each with False if
+        something has changed `.grad` since.
         """
         for bucket in self.plan.buckets:
             if own.keys().isdisjoint(bucket.params):  # of another dtype, or without parameters
                 continue
-            binding, trailer = self.bindings[bucket.index], range(bucket.trailer.start, bucket.storage_numel)
+            binding, trailer = (
+                self.bindings[bucket.index],
+                range(bucket.trailer.start, bucket.storage_numel),
+            )
             sent, shard = torch.zeros_like(binding.storage.flat), torch.zeros_like(binding.shard)
             for slot in bucket.slots:
                 values = in_memory_order(own[slot.param][0], self.strides[slot.param])
@@ -170,17 +179,12 @@ class Sharding:
                 if own[part.param][1]:
                     self._placeholders[part.param].parts[part.bucket].copy_(part.of_shard(shard))
 
-    def gradients(self, parts: Iterable[ShardPart]) -> list[Tensor | None]:
-        """Returns the mean gradient of each part, or None if the parameter has none. [part.numel] of the wide dtype
-
-        Raises PhaseError if a later backward has added gradients that are not synchronized.
-        """
+    def gradients(self, parts: Sequence[ShardPart]) -> list[Tensor | None]:
+        """Returns the mean gradient of each part, or None. [part.numel] of the wide dtype"""
         found: list[Tensor | None] = []
         for part in parts:
             grad = self.params[part.param].grad
             if isinstance(grad, GradientPlaceholder):
-                if grad.added is not None:
-                    raise self._not_synchronized(part.param)
                 mine = grad.parts[part.bucket]
                 grad = torch.zeros_like(mine) if grad.is_cleared else mine
             elif grad is not None:  # on a single rank
@@ -192,36 +196,23 @@ class Sharding:
     def require_synchronized(self, params: Sequence[Tensor]) -> None:
         """Raises PhaseError if a gradient of these parameters has grown since it was reduced, on any rank's part.
 
-        Also raises it if a parameter has a gradient but no part in the layout, because it was frozen when gradients were
-        synchronized.
+        Also raises it if a parameter has a gradient but no part in the layout, because it was
+        frozen when gradients were synchronized.
         """
         for param in params:
             index = self._index_of.get(id(param))
-            if index is None:
-                require(
-                    not param.requires_grad or param.grad is None,
+            if index is not None and getattr(param.grad, "added", None) is not None:
+                raise PhaseError(
+                    "the optimizer steps on gradients that were accumulated and not synchronized.",
+                    where=f"parameter {self.plan.params[index].name!r}, rank {self.groups.rank}",
+                    remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+                )
+            if index is None and param.requires_grad and param.grad is not None:
+                raise PhaseError(
                     "the optimizer steps on a gradient that is not synchronized: its parameter was frozen in the meantime.",
                     where=f"a parameter of shape {tuple(param.shape)}, rank {self.groups.rank}",
                     remedy="Freeze and unfreeze parameters between a step and its next forward, or call zero_grad() then.",
-                    error=PhaseError,
                 )
-            elif getattr(param.grad, "added", None) is not None:
-                raise self._not_synchronized(index)
-
-    def _not_synchronized(self, index: int) -> PhaseError:
-        return PhaseError(
-            "the optimizer steps on gradients that were accumulated and not synchronized.",
-            where=f"parameter {self.plan.params[index].name!r}, rank {self.groups.rank}",
-            remedy="Run the last backward of a step outside of accumulate() and no_sync().",
-        )
-
-    @torch.no_grad()
-    def scale_gradients(self, parts: Sequence[ShardPart], scale: Tensor) -> None:
-        for part in parts:
-            grad = self.params[part.param].grad
-            if grad is not None:  # on a single rank, parts are whole parameters
-                mine = grad.parts[part.bucket] if isinstance(grad, GradientPlaceholder) else grad
-                mine.mul_(scale.to(grad.device))
 
     def drop_gradients(self) -> None:
         for param in self.params:
@@ -240,23 +231,28 @@ class Sharding:
             return param.grad
         whole = torch.zeros(param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device)
         for bucket in () if param.grad.is_cleared else self.plan.buckets:
-            slots = [slot for slot in bucket.slots if slot.param == index]
-            if slots:
-                flat = self.gathered(bucket.index, self.bindings[bucket.index].shard)
-            for slot in slots:
-                whole[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
+            if index in bucket.params:
+                self.gather_whole(bucket, self.bindings[bucket.index].shard, {index: whole})
         return whole.as_strided(param.shape, self.strides[index]).to(param.grad.dtype)
 
-    def gathered(self, bucket: int, own: Tensor) -> Tensor:
-        """Returns every rank's shard of data in that bucket's layout; a collective call. [ranks * shard]"""
+    def gather_whole(self, bucket: Bucket, own: Tensor, into: Mapping[int, Tensor]) -> None:
+        """Writes all ranks' shards of data in that bucket's layout into whole tensors.
+
+        A collective call. `own` is this rank's shard. `into` has elements in memory order, by
+        parameter.
+        """
         num_ranks = self.group.num_ranks
-        whole = own.new_empty(num_ranks * own.numel())
-        whole.view(num_ranks, -1)[self.group.rank].copy_(own)
+        flat = own.new_empty(num_ranks * own.numel())
+        flat.view(num_ranks, -1)[self.group.rank].copy_(own)
         if num_ranks > 1:
-            handle = self.groups.shard.all_gather(whole, number=len(self.plan.buckets) + bucket)
-            with self.group.waiting(f"the shards of bucket {bucket}"):
+            number = len(self.plan.buckets) + bucket.index
+            handle = self.groups.shard.all_gather(flat, number=number)
+            with self.group.waiting(f"the shards of bucket {bucket.index}"):
                 handle.wait()
-        return whole
+        for slot in bucket.slots:
+            if slot.param in into:
+                piece = slice(slot.first, slot.first + slot.numel)
+                into[slot.param][piece] = flat[slot.start : slot.stop]
 
 
 def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:

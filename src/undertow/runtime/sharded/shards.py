@@ -39,25 +39,6 @@ class ShardPart:
         return flat[self.in_bucket : self.in_bucket + self.numel]
 
 
-def shard_parts(bucket: Bucket, *, rank: int, num_replicas: int = 1) -> list[ShardPart]:
-    """Returns one part for each slot, empty if the slot lies outside of the rank's shard."""
-    own, parts = bucket.shard_range(rank, num_replicas=num_replicas), []
-    for slot in bucket.slots:
-        first = min(max(slot.start, own.start), slot.stop)
-        last = max(first, min(slot.stop, own.stop))
-        parts.append(
-            ShardPart(
-                param=slot.param,
-                bucket=bucket.index,
-                start=slot.first + first - slot.start,
-                stop=slot.first + last - slot.start,
-                in_bucket=first,
-                in_shard=max(0, first - own.start),
-            )
-        )
-    return parts
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
     """One parameter in `flat`, or the piece of it that lies in this bucket."""
@@ -67,6 +48,10 @@ class _Slot:
     param: Tensor
     memory: Tensor  # [piece.numel] of `flat`
     strides: tuple[int, ...]  # of the parameter's memory order
+
+    @property
+    def is_whole(self) -> bool:
+        return self.piece.numel == self.param.numel()
 
     def read_part(self) -> None:
         """Copies this rank's part from the parameter, which has separate memory."""
@@ -91,10 +76,12 @@ class _Slot:
         if is_of_processes or private.are_shared(private.addresses_of([storage])):
             return False
         self.memory.as_strided(param.shape, self.strides).copy_(param)
-        # A storage of exactly its size over the same memory, which it keeps alive: savers write whole storages, and safetensors
-        # refuses tensors that cover only part of theirs. As bytes, because DLPack does not support every dtype.
+        # A storage of exactly its size over the same memory, which it keeps alive: savers write
+        # whole storages, and safetensors refuses tensors that cover only part of theirs. As bytes,
+        # because DLPack does not support every dtype.
         memory = from_dlpack(self.memory.view(torch.uint8)).view(self.memory.dtype)
-        # This keeps the version counter: the values have not changed, and autograd must not see a change.
+        # This keeps the version counter: the values have not changed, and autograd must not see a
+        # change.
         param.data = memory.as_strided(param.shape, self.strides)
         return True
 
@@ -102,48 +89,77 @@ class _Slot:
 class FlatParams:
     """Moves the parameters of one bucket into one allocation.
 
-    Parameters that also lie in other buckets keep their memory, and gathered pieces are copied to it. So do parameters whose
-    memory other code refers to (a kept `state_dict()`, `param.data`, another process), because that code must see every step.
+    Parameters that also lie in other buckets keep their memory, and gathered pieces are copied to
+    it. So do parameters whose memory other code refers to (a kept `state_dict()`, `param.data`,
+    another process), because that code must see every step.
     """
 
-    def __init__(self, bucket: Bucket, params: Sequence[Tensor], parts: Sequence[ShardPart], *, num_ranks: int) -> None:
-        self.params, self.parts = tuple(params), tuple(parts)
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: Sequence[Tensor],
+        *,
+        rank: int,
+        num_ranks: int,
+        num_replicas: int = 1,
+    ) -> None:
+        self.params = tuple(params)
         # The parameters' dtype; the bucket has the gradients' dtype.
         dtype = params[0].dtype if params else getattr(torch, bucket.dtype)
         self.flat = torch.empty(num_ranks * bucket.shard_numel, dtype=dtype, device=bucket.device)  # [ranks * shard]
         self.flat[bucket.numel :].zero_()  # padding
-        slots = [
-            _Slot(slot, part, param, self.flat[slot.start : slot.stop], strides_of_gradient(param))
-            for slot, part, param in zip(bucket.slots, parts, params, strict=True)
+        shard = bucket.shard_range(rank, num_replicas=num_replicas)
+        self._slots = [
+            _Slot(
+                slot,
+                _part_of(bucket, slot, shard),
+                param,
+                self.flat[slot.start : slot.stop],
+                strides_of_gradient(param),
+            )
+            for slot, param in zip(bucket.slots, params, strict=True)
         ]
-        self._whole = [slot for slot in slots if slot.piece.numel == slot.param.numel()]
-        self._pieces = [slot for slot in slots if slot.piece.numel != slot.param.numel()]
-        self.split_params = tuple(slot.param for slot in self._pieces)
-        self._apart = self._whole  # of these, the parameters with separate memory
+        self.parts = tuple(slot.part for slot in self._slots)  # empty ones too
+        self.split_params = tuple(slot.param for slot in self._slots if not slot.is_whole)
+        self._apart = self._slots  # parameters with separate memory
         self._pointers: list[int] = []  # of the parameters, at the last look
         self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay valid
-        self.addresses: list[
-            int
-        ] = []  # of the parameters' memory, for `private.are_shared`; while `copy_out` runs, it shares too
+        # Of the parameters' memory, for `private.are_shared`; `copy_out` shares it too.
+        self.addresses: list[int] = []
         self.follow()
 
     @torch.no_grad()
     def follow(self) -> None:
         """Takes over values written from outside, in new memory (`param.data = ...`) or in the separate memory of parameters."""
         # Other code may have released the memory of those that are apart.
-        if self._apart or list(map(Tensor.data_ptr, self.params)) != self._pointers:
-            self._apart = [slot for slot in self._whole if not slot.moves_in()]
+        may_move = len(self._apart) > len(self.split_params)
+        if may_move or list(map(Tensor.data_ptr, self.params)) != self._pointers:
+            self._apart = [slot for slot in self._slots if not (slot.is_whole and slot.moves_in())]
             self._pointers = list(map(Tensor.data_ptr, self.params))
             self._storages = [param.untyped_storage() for param in self.params]
             self.addresses = private.addresses_of(self._storages)
-        for slot in (*self._pieces, *self._apart):  # the other ranks' parts of these come with the next gather
+        for slot in self._apart:  # the other ranks' parts of these come with the next gather
             slot.read_part()
 
     def copy_out(self) -> None:
         """Copies gathered values to parameters with separate memory, maybe from another thread; all of `flat` must be there."""
         with private.as_plain_tensors():  # the parameters are in flight until this returns
-            for slot in (*self._pieces, *self._apart):
+            for slot in self._apart:
                 slot.write()
+
+
+def _part_of(bucket: Bucket, slot: Slot, shard: range) -> ShardPart:
+    """Returns the part of a slot within a rank's shard, which may be empty."""
+    first = min(max(slot.start, shard.start), slot.stop)
+    last = max(first, min(slot.stop, shard.stop))
+    return ShardPart(
+        param=slot.param,
+        bucket=bucket.index,
+        start=slot.first + first - slot.start,
+        stop=slot.first + last - slot.start,
+        in_bucket=first,
+        in_shard=max(0, first - shard.start),
+    )
 
 
 def in_memory_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

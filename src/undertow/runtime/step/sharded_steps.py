@@ -8,29 +8,36 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.runtime.comm.facts import Agreement
 from undertow.runtime.engine.engine import Engine
-from undertow.runtime.sharded.gathers import ForwardWaits
+from undertow.runtime.sharded.gathers import wait_before_forwards
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
-from undertow.runtime.torch_private import private
 from undertow.schedule import ZERO1, strategy_named
 
 
 class ShardedSteps:
     """Steps of `module` in shards, exchanged over separate process groups; making one is a collective call.
 
-    Updated parameters are gathered during the next forward, or at once if the settings ask for no overlap. Raises ConfigError if
-    the settings do not go with shards.
+    Updated parameters are gathered during the next forward, or at once if the settings ask for no
+    overlap. Raises ConfigError if the settings do not go with shards.
     """
 
     def __init__(self, module: nn.Module, engine: Engine, config: SyncConfig, *, is_compiled: bool) -> None:
-        for is_refused, error in _refusals(engine, config):
-            if is_refused:
-                raise error
-        self._strategy = strategy_named(config.strategy or ZERO1.name)
+        strategy = self._strategy = strategy_named(config.strategy or ZERO1.name)
+        require(
+            strategy.gather is not None,
+            f"strategy={strategy.name!r} keeps all of the optimizer on every rank.",
+            where="ShardedOptimizer",
+            remedy='Set strategy="zero1" or "zero2", or use a plain optimizer.',
+        )
+        if engine.current_plan.comm_hook is not None:
+            raise no_hooks_with_shards()
+        if "join" in engine.current_plan.group.borrowers:
+            raise no_join_with_shards()
         self._engine, self._config, self._is_compiled = engine, config, is_compiled
         self._module = weakref.ref(module)  # which holds this object, by its hooks
         self._groups = ShardGroups(engine.current_plan.group, config)
@@ -38,7 +45,7 @@ class ShardedSteps:
         self._stepper: weakref.ref[Optimizer] | None = None
         self._stepper_class = ""
         self.sharding: Sharding | None = None
-        self._waits: ForwardWaits | None = None
+        self._hooks: list[RemovableHandle] = []  # before the forwards of modules
         self._is_closed = False
 
     def hand_to(self, stepper: Optimizer, settings: dict[str, Any]) -> None:
@@ -48,20 +55,25 @@ class ShardedSteps:
         """
         if self.stepper is not None:
             gc.collect()  # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
-        earlier: Any = self.stepper
+        has_earlier = self.stepper is not None
         stepper_class = settings["optimizer"].rpartition(".")[2]
         group = self._engine.current_plan.group
         if group.num_ranks > 1:
-            described = {"there is an earlier ShardedOptimizer": earlier is not None, **settings, **self._config.to_dict()}
+            described = {
+                "there is an earlier ShardedOptimizer": has_earlier,
+                **settings,
+                **self._config.to_dict(),
+            }
             Agreement(group, settings=described).require()
-        if earlier is not None:
-            raise ConfigError(
-                f"this model has a ShardedOptimizer already, of {self._stepper_class}: its gradients are cut into "
-                "shards for one optimizer.",
-                where=f"ShardedOptimizer({stepper_class}, ...)",
-                remedy="Give all parameters to one ShardedOptimizer, in several groups. Wrap networks that step in turns each "
-                "on its own. To replace the optimizer, `del` the first one before you make another.",
-            )
+        require(
+            not has_earlier,
+            f"this model has a ShardedOptimizer already, of {self._stepper_class}: "
+            "its gradients are cut into shards for one optimizer.",
+            where=f"ShardedOptimizer({stepper_class}, ...)",
+            remedy="Give all parameters to one ShardedOptimizer, in several groups. "
+            "Wrap networks that step in turns each on its own. "
+            "To replace the optimizer, `del` the first one before you make another.",
+        )
         self._stepper = weakref.ref(stepper)
         self._stepper_class = stepper_class
 
@@ -80,26 +92,21 @@ class ShardedSteps:
 
     def begin(self) -> Sharding:
         """Returns this rank's shards, with nothing in flight, to be stepped: the same object while the layout is the same."""
-        if self._is_closed:
-            raise self._closed("Step before close(), or make a new wrapper and a new optimizer.")
+        self.require_open("Step before close(), or make a new wrapper and a new optimizer.")
         current_plan = self._engine.current_plan
         current_plan.wait_for_parameters()
         sharding = current_plan.shard(self._strategy, self._groups)
         if sharding is not self.sharding:
-            self.sharding = sharding
-            if self._waits is not None:
-                self._waits.close()
-            self._waits, module = None, self._module()
-            if self._groups.num_ranks > 1 and module is not None:
-                # Ranks may find different orders. If they may start gathers in different orders, gathers have numbers.
-                follow = current_plan.compiled.gather_in if self._groups.shard.may_differ_in_order else None
-                self._waits = ForwardWaits(module, sharding.gathers, on_order=follow, only_root=self._is_compiled)
+            self._remove_hooks()
+            self.sharding, module = sharding, self._module()
+            if self._groups.num_ranks > 1 and module is not None and not self._is_compiled:
+                self._hooks = wait_before_forwards(module, sharding.gathers)
         sharding.follow_parameters()
         sharding.adopt_gradients()
         return sharding
 
     @contextlib.contextmanager
-    def update(self) -> Iterator[None]:
+    def update(self, sharding: Sharding) -> Iterator[None]:
         """Context for updating this rank's shards; at its end they are sent, and the other ranks' shards received.
 
         Waits for these if a read could not be seen, or would cut a graph.
@@ -108,56 +115,43 @@ class ShardedSteps:
             yield
         except BaseException:  # also Ctrl-C: the other ranks need the half that is updated too
             with contextlib.suppress(Exception):
-                self._send()
+                self._send(sharding)
             raise
-        assert self.sharding is not None  # `begin` has made it
-        is_unseen = self.sharding.gathers.is_read_unseen()
-        self._send()
+        is_unseen = sharding.gathers.is_read_unseen()
+        self._send(sharding)
         if is_unseen or self._is_compiled or not self._config.overlap:
-            self._engine.current_plan.wait_for_parameters()
+            sharding.gathers.wait_for_all()
 
-    def _send(self) -> None:
-        assert self.sharding is not None  # `begin` has made it
-        if not self._engine.current_plan.is_active:  # a single rank gathers nothing
-            for flat in self.sharding.flats:
+    def _send(self, sharding: Sharding) -> None:
+        if self._groups.num_ranks == 1:
+            for flat in sharding.flats:
                 flat.copy_out()
             return
         try:
             self._engine.current_plan.compiled.gather()
         except BaseException:
-            self.sharding.gathers.are_cut_off()
+            sharding.gathers.are_cut_off()
             raise
 
-    def skips(self, optimizer: Optimizer) -> bool:
-        """Returns True if the step is to change nothing, on every rank; may raise NonFiniteGradient on every rank."""
-        numbers = self._engine.checks.numbers
-        return numbers.is_on and numbers.skips(optimizer)
-
-    @private.untraced
-    def wait(self) -> None:
-        self._engine.current_plan.wait_for_parameters()
-
-    def require_gatherable(self) -> None:
-        """Raises PhaseError if the ranks cannot gather the state any more."""
-        if self._is_closed and self.sharding is not None and self._groups.num_ranks > 1:
-            raise self._closed("Call state_dict() before close(); save_checkpoint() works afterwards too.")
-
-    def _closed(self, remedy: str) -> PhaseError:
-        return PhaseError(
-            "the model of this optimizer is closed: nobody brings the ranks' shards together.",
-            where=f"ShardedOptimizer, rank {self._groups.rank}",
-            remedy=remedy,
-        )
+    def require_open(self, remedy: str) -> None:
+        """Raises PhaseError after `close`."""
+        if self._is_closed:
+            raise PhaseError(
+                "the model of this optimizer is closed: nobody brings the ranks' shards together.",
+                where=f"ShardedOptimizer, rank {self._groups.rank}",
+                remedy=remedy,
+            )
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         """Called before every forward of the whole module, also of an evaluation."""
         self._is_compiled |= is_compiled
-        if self._waits is not None:
-            self._waits.root_begins(is_training=is_training and not is_compiled)
+        if self.sharding is not None and (is_compiled or not is_training or not self._hooks):
+            self.sharding.gathers.wait_for_all()
 
     def forward_ends(self) -> None:
-        if self._waits is not None:
-            self._waits.root_ends()
+        # This increments versions, so autograd detects a parameter that was read too early.
+        if self.sharding is not None:
+            self.sharding.gathers.wait_for_all()
 
     def close(self) -> None:
         """Takes hooks off and ends threads and the groups; nothing may be in flight. Gradients in shards are dropped."""
@@ -165,26 +159,13 @@ class ShardedSteps:
         if self.sharding is not None:
             self.sharding.drop_gradients()
             self.sharding.gathers.let_go()
-        if self._waits is not None:
-            self._waits.close()
+        self._remove_hooks()
         self._groups.close()
 
-
-def _refusals(engine: Engine, config: SyncConfig) -> tuple[tuple[bool, ConfigError | PhaseError], ...]:
-    """Returns the reasons why no optimizer of these parameters can be sharded, each with True if it applies."""
-    strategy = strategy_named(config.strategy or ZERO1.name)
-    return (
-        (
-            strategy.gather is None,
-            ConfigError(
-                f"strategy={strategy.name!r} keeps all of the optimizer on every rank.",
-                where="ShardedOptimizer",
-                remedy='Set strategy="zero1" or "zero2", or use a plain optimizer.',
-            ),
-        ),
-        (engine.current_plan.comm_hook is not None, no_hooks_with_shards()),
-        ("join" in engine.current_plan.group.borrowers, no_join_with_shards()),
-    )
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def no_hooks_with_shards() -> ConfigError:
@@ -209,17 +190,6 @@ def finish_before_look(engine: Engine, params: Iterable[Tensor]) -> None:
     ids = set(map(id, params))
     if not engine.is_closed and engine.current_plan.owns_any(ids):
         engine.finish_before_step(ids)
-
-
-def require_synchronized(engine: Engine) -> None:
-    """Raises PhaseError if gradients were accumulated since the last synchronization: each rank has different ones."""
-    require(
-        not engine.current_plan.hooks.arrived_before,
-        "gradients were accumulated and are not synchronized: each rank would compute a different norm.",
-        where=f"clip_grad_norm_, rank {engine.current_plan.group.rank}",
-        remedy="Run the last backward of a step outside of accumulate() and no_sync().",
-        error=PhaseError,
-    )
 
 
 def full_gradient(engine: Engine, steps: ShardedSteps | None, param: Tensor) -> Tensor | None:

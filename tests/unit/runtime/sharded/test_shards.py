@@ -1,10 +1,8 @@
-"""Parameters in the memory of their bucket, the optimizer over the parts of a rank, and placeholders of gradients."""
+"""Parameters in the memory of their bucket, and placeholders of gradients."""
 
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +11,10 @@ from torch import nn
 from support.errors import text_of
 from support.strategies import spec
 from undertow import ShardedGradientError, SyncConfig
-from undertow.optim.state import InnerOptimizer, Owned
 from undertow.plan import Piece, Slot, first_plan, plan_from_groups
 from undertow.runtime.engine.current_plan import sharded_plan
 from undertow.runtime.sharded.binding import GradientPlaceholder, SplitParam
-from undertow.runtime.sharded.shards import FlatParams, ShardPart, shard_parts
+from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.torch_private import private
 
 
@@ -26,7 +23,7 @@ def in_pieces() -> FlatParams:
     bucket = plan_from_groups(
         [spec("weight", 8)], ((Piece(param=0, first=0, stop=5),), (Piece(param=0, first=5, stop=8),)), num_ranks=2
     ).buckets[0]
-    return FlatParams(bucket, [nn.Parameter(torch.ones(8))], shard_parts(bucket, rank=0), num_ranks=2)
+    return FlatParams(bucket, [nn.Parameter(torch.ones(8))], rank=0, num_ranks=2)
 
 
 def test_a_parameter_in_pieces_is_shared_while_another_tensor_has_its_memory() -> None:
@@ -36,35 +33,6 @@ def test_a_parameter_in_pieces_is_shared_while_another_tensor_has_its_memory() -
     assert private.are_shared(flat.addresses)
     del kept
     assert not private.are_shared(flat.addresses)
-
-
-def sixteen_bits() -> tuple[InnerOptimizer, Owned]:
-    values = torch.linspace(-1, 1, 64, dtype=torch.bfloat16)
-    owned = Owned(
-        part=ShardPart(param=0, bucket=0, start=0, stop=64, in_bucket=0, in_shard=0),
-        param=values,
-        values=values,
-        target=values.float(),
-    )
-    return InnerOptimizer([owned], torch.optim.SGD([owned.target], lr=1e-3, momentum=0.9)), owned
-
-
-def test_an_interrupted_update_of_sixteen_bits_loses_nothing() -> None:
-    def interrupted(optimizer: torch.optim.Optimizer) -> None:
-        step_unwatched(optimizer)
-        raise KeyboardInterrupt
-
-    step_unwatched = private.step_unwatched
-    grad: Any = torch.full((64,), 0.5)
-    (expected, whole), (actual, mine) = sixteen_bits(), sixteen_bits()
-    for step in range(3):
-        expected.step([{}], lambda _parts: [grad])
-        if step == 1:
-            with mock.patch.object(private, "step_unwatched", interrupted), pytest.raises(KeyboardInterrupt):
-                actual.step([{}], lambda _parts: [grad])
-        else:
-            actual.step([{}], lambda _parts: [grad])
-        assert (torch.equal(mine.target, whole.target), torch.equal(mine.values, whole.target.bfloat16())) == (True, True)
 
 
 @pytest.mark.parametrize(("num_ranks", "split"), [(1, set()), (2, {"large"})])
