@@ -2,18 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from support.strategies import spec
-from undertow.plan import ParamSpec, Plan, SizeCaps, default_caps, group_by_size, group_in_pieces, plan_from_groups
-from undertow.plan.layout import GroupEntry, piece_of
+from undertow.plan import ParamSpec, Plan, SizeCaps, default_caps, group_by_size, plan_from_groups
 from undertow.trace import Transfer, cost_samples
 from undertow.tune import Measurement
 
-Groups, Cost = tuple[tuple[GroupEntry, ...], ...], Callable[[float], float]
+Cost = Callable[[float], float]
 
 NUM_STEPS, FORWARD_US = 5, 10_000.0
 
@@ -54,7 +52,7 @@ class World:
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(self.seed)
 
-    def plan(self, groups: Sequence[Sequence[GroupEntry]]) -> Plan:
+    def plan(self, groups: Sequence[Sequence[int]]) -> Plan:
         return plan_from_groups(self.params, groups, num_ranks=self.num_ranks)
 
     def plan_of_size(self, cap_bytes: float) -> Plan:
@@ -62,8 +60,7 @@ class World:
 
     def plan_of_caps(self, caps: SizeCaps) -> Plan:
         order = range(len(self.params))[::-1]
-        group = partial(group_in_pieces, num_ranks=self.num_ranks) if self.has_shards else group_by_size
-        return self.plan(group(self.params, order, caps))
+        return self.plan(group_by_size(self.params, order, caps))
 
     def first_plan(self) -> Plan:
         """As training begins with it."""
@@ -105,7 +102,7 @@ class World:
         """When it is through, its reductions, its gathers, which begin with forward, and when its gradients came."""
         shares = 1 - np.arange(len(self.params)) / len(self.params)
         ready = self.backward_us * shares * self._wobble() + self.contention_us(plan)
-        launches = [FORWARD_US + max(ready[piece_of(member, self.params).param] for member in group) for group in plan.groups]
+        launches = [FORWARD_US + max(ready[param] for param in group) for group in plan.groups]
         launches[-1] = max(launches[-1], FORWARD_US + self.backward_us + self.contention_us(plan))
         launches = np.maximum.accumulate(launches).tolist()
         reductions, end = self._lane(plan, launches)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.errors import refusal
 from support.steps import FREE, lines, profile_of
 from undertow.cost import CostCurve, Costs, NodeCosts
-from undertow.plan import Piece, Plan, StepTiming, finish_us, plan_from_groups
+from undertow.plan import Plan, StepTiming, finish_us, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import (
     DDP,
@@ -132,12 +132,6 @@ def test_across_go_the_bytes_of_a_shard() -> None:
             lambda it: (*it.gathers[0].waited, *it.gathers[1].waited, it.step_us),
             (0, 6, 6, 12, 5 + 12 + 10 + 20 + 16),
             id="without overlap the forward comes after the gathers",
-        ),
-        pytest.param(
-            lambda: simulated(ZERO1, groups=[[1, Piece(param=0, first=0, stop=48)], [Piece(param=0, first=48, stop=100)]]),
-            lambda it: (*(row.ready_us - it.forwards[0][1] for row in it.buckets), *(row.waited[0] for row in it.gathers)),
-            (20, 20, 0, 6),
-            id="a parameter in pieces is ready for all its buckets at once",
         ),
         pytest.param(
             lambda: simulated(DDP, profile=LATE, groups=[[1], [0], [2]]),

@@ -353,7 +353,7 @@ def full_states(
             for slot in bucket.slots:
                 if slot.param in found and described[slot.param].get(key) == [_TENSOR, dtype]:
                     whole = in_memory_order(found[slot.param][key], sharding.strides[slot.param])
-                    whole[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
+                    whole.copy_(flat[slot.start : slot.stop])
     return {sharding.params[index]: state for index, state in found.items()}
 
 

@@ -1,14 +1,14 @@
 """Predicts the step of a model on a network that may not exist, for several groupings of its gradients."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
 from undertow.cost import NODE_LINK, Costs, MeasuredCosts, RingCosts, costs_for, link_from_curve, scaled_curve
 from undertow.errors import ConfigError, require
-from undertow.plan import Choice, GroupEntry, Plan, SizeCaps, group_by_size, group_in_pieces, plan_from_groups
+from undertow.plan import Choice, Groups, Plan, SizeCaps, group_by_size, plan_from_groups
 from undertow.profile import Profile
 from undertow.report.comparison import Outcome
 from undertow.schedule import Strategy, strategy_named
@@ -161,7 +161,6 @@ class WhatIf:
         return choice_for(
             self.profile,
             self.network.costs,
-            num_ranks=self.num_ranks,
             has_shards=self.strategy.gather is not None,
             bucket_us=bucket_us_of(self.profile) if is_as_measured else launch_us,
         )
@@ -182,17 +181,14 @@ class WhatIf:
         return self._plan(self.choice.best.groups)
 
     def plan_of_size(self, caps: SizeCaps) -> Plan:
-        """Returns buckets of fixed size, in ready order; with shards large parameters are cut."""
-        params, order = self.profile.params, self.profile.order
-        if self.strategy.gather is not None:
-            return self._plan(group_in_pieces(params, order, caps, num_ranks=self.num_ranks))
-        return self._plan(group_by_size(params, order, caps))
+        """Returns buckets of fixed size, in ready order."""
+        return self._plan(group_by_size(self.profile.params, self.profile.order, caps))
 
     def outcomes(self) -> tuple[Outcome, ...]:
         """Returns the outcome of every method."""
         own = self.profile.groups if self.strategy.name == self.profile.strategy else None
         measured = [] if own is None else [self.outcome(MEASURED, self._plan(own))]
-        alone = self.outcome(PER_PARAMETER, self._plan([[param] for param in self.profile.order]))
+        alone = self.outcome(PER_PARAMETER, self._plan(tuple((param,) for param in self.profile.order)))
         fixed = [self.outcome(name, self.plan_of_size(caps)) for name, caps in _FIXED_CAPS.items()]
         return (*measured, alone, *fixed, self.outcome(PLANNED, self.planned))
 
@@ -226,5 +222,5 @@ class WhatIf:
         width = _P90 * math.hypot(max(_MODEL, missed), spread)
         return 1 - width, 1 + width
 
-    def _plan(self, groups: Sequence[Sequence[GroupEntry]]) -> Plan:
+    def _plan(self, groups: Groups) -> Plan:
         return plan_from_groups(self.profile.params, groups, num_ranks=self.num_ranks)

@@ -24,9 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.cost.costs import curve_from_samples, line_through
-from undertow.plan import GroupEntry, Groups, ParamSpec, Piece, Plan
-from undertow.plan.choose import NUMS_OF_BUCKETS
-from undertow.plan.layout import member_of, piece_of
+from undertow.plan import Groups, ParamSpec, Plan
 from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
 
 _NUM_TIMES = 8
@@ -136,10 +134,6 @@ def _samples(
     return {kind: cost_samples(transfers) for kind in {row.kind for rows in steps for row in rows}}
 
 
-# Pieces of cut parameters in a plan of the family: one for each bucket, twice where a bucket is at most a unit of shards.
-_MOST_PIECES = 2 * max(NUMS_OF_BUCKETS)
-
-
 class Outcome(IntEnum):
     """The decision about a plan after its measurement."""
 
@@ -160,29 +154,24 @@ class Decision:
     predicted_us: float = 0.0  # under the best plan
     groups: Groups | None = None  # None: keep the plan
 
-    def to_array(self, params: tuple[ParamSpec, ...]) -> NDArray[np.float64]:
-        """Encodes the decision as numbers, as many for any plan of the family. Exact: indices stay below 2^53."""
-        rows = np.full((len(params) + _MOST_PIECES, 4), -1.0)  # parameter, first, stop, bucket
+    def to_array(self, params: Sequence[ParamSpec]) -> NDArray[np.float64]:
+        """Encodes the decision; the length depends on the parameters only, so that every rank knows it before."""
+        rows = np.full((2, len(params)), -1.0)  # the parameters by bucket, and the bucket of each
         place = 0
         for bucket, group in enumerate(self.groups or ()):
-            for member in group:
-                piece = piece_of(member, params)
-                rows[place] = (piece.param, piece.first, piece.stop, bucket)
-                place += 1
+            rows[:, place : place + len(group)] = [group, [bucket] * len(group)]
+            place += len(group)
         return np.concatenate([[self.outcome, self.present_us, self.predicted_us], rows.ravel()])
 
 
-def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, ...]) -> Decision:
+def decision_from_array(numbers: NDArray[np.float64]) -> Decision:
     """Decodes the numbers of `Decision.to_array`."""
-    groups: dict[int, list[GroupEntry]] = {}
-    for param, first, stop, bucket in numbers[3:].astype(np.int64).reshape(-1, 4).tolist():
-        if bucket >= 0:
-            piece = Piece(param=param, first=first, stop=stop)
-            groups.setdefault(bucket, []).append(member_of(piece, params))
     outcome, present_us, predicted_us = numbers[:3].tolist()
+    params, buckets = numbers[3:].astype(np.int64).reshape(2, -1)
+    groups = [tuple(params[buckets == bucket].tolist()) for bucket in range(1 + buckets.max(initial=-1))]
     return Decision(
         outcome=Outcome(int(outcome)),
         present_us=present_us,
         predicted_us=predicted_us,
-        groups=tuple(map(tuple, groups.values())) or None,
+        groups=tuple(groups) or None,
     )

@@ -77,9 +77,7 @@ class Tuner:
         if profile is None or not knows_enough(profile.curves, has_shards=has_shards):
             return None
         costs, bucket_us = profile.costs(), bucket_us_of(profile)
-        chosen = choice_for(
-            profile, costs, num_ranks=plan.num_ranks, has_shards=has_shards, bucket_us=bucket_us, order=self._order
-        )
+        chosen = choice_for(profile, costs, has_shards=has_shards, bucket_us=bucket_us, order=self._order)
         present_us = finish_us(plan.params, plan.groups, profile.timing, costs, has_shards=has_shards, bucket_us=bucket_us)
         return chosen, present_us
 
@@ -112,7 +110,6 @@ def choice_for(
     profile: Profile,
     costs: Costs,
     *,
-    num_ranks: int,
     has_shards: bool,
     bucket_us: float,
     order: Sequence[int] | None = None,
@@ -124,7 +121,6 @@ def choice_for(
         profile.order if order is None else order,
         profile.timing,
         costs,
-        num_ranks=num_ranks,
         has_shards=has_shards,
         max_bucket_bytes=max(_LEAST_CAP_BYTES, num_bytes / _LARGEST_SHARE),
         bucket_us=bucket_us,

@@ -177,7 +177,7 @@ SHOWN = {
     "plan table.json": ("", "shard"),  # only if there are some
     # Only strategies with shards cut parameters.
     "plan table.json --bucket-cap-mb 0.5 --strategy ddp": ("buckets: 3\n", "shard"),
-    "plan table.json --bucket-cap-mb 0.5 --strategy zero1": ("buckets: 4\n", "no shards"),
+    "plan table.json --bucket-cap-mb 0.5 --strategy zero1": ("buckets: 3\n", "no shards"),
     # A profile has a strategy; a size overrides its plan.
     "plan sharded.json --link 10gbit": ("zero1, ranks: 4, ", "no shards"),
     "plan sharded.json --link 10gbit --strategy ddp": ("ddp, ranks: 4, ", "shard"),

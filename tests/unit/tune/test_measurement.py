@@ -200,7 +200,7 @@ microseconds = st.floats(0, 1e12)
 
 
 @given(
-    plan=plans() | plans(splits=True),
+    plan=plans(),
     decision=st.builds(
         Decision,
         outcome=st.sampled_from(Outcome),
@@ -213,20 +213,19 @@ def test_a_decision_arrives_as_it_left(plan: Plan, decision: Decision) -> None:
     with_plan = replace(decision, groups=plan.groups if plan.params else None)
     arrays = [each.to_array(plan.params) for each in (decision, with_plan)]
     # All ranks make room for what the first one has decided before they know of it.
-    assert ([decision_from_array(array, plan.params) for array in arrays], len(arrays[0])) == (
+    assert ([decision_from_array(array) for array in arrays], len(arrays[0])) == (
         [decision, with_plan],
         len(arrays[1]),
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 64])
-def test_every_plan_of_the_family_can_be_sent(num_ranks: int) -> None:
+def test_every_plan_of_the_family_can_be_sent() -> None:
     sizes = (7_000_000_000 // 32, 3, 4096, 100_000)
     for params in (tuple(spec(f"layer {i}", sizes[0]) for i in range(32)), tuple(spec(f"p{i}", sizes[i % 4]) for i in range(50))):
         for num_buckets, last_share in product(NUMS_OF_BUCKETS, LAST_SHARES):
-            groups = equal_groups(params, range(len(params)), num_buckets=num_buckets, last_share=last_share, num_ranks=num_ranks)
+            groups = equal_groups(params, range(len(params)), num_buckets=num_buckets, last_share=last_share)
             decision = Decision(outcome=Outcome.MOVE, groups=groups)
-            assert decision_from_array(decision.to_array(params), params) == decision
+            assert decision_from_array(decision.to_array(params)) == decision
 
 
 # Gradients of 1 MB come at 1, 2, 3 and 4 ms of backward, the last registered first; forward takes 2 ms.

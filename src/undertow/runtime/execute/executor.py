@@ -315,7 +315,7 @@ class Executor:
 
     def _verdict(self) -> Verdict:
         # No `.grad` holds anything except late gradients, from autograd or written by some function, which no hook reports. This
-        # includes the last bucket, just packed: of a parameter in pieces it has taken the gradient as it was then.
+        # includes the last bucket, just packed.
         result = self._result
         arrivals = result.round.arrivals
         has_repeats = arrivals is not None and arrivals.has_repeats
@@ -360,8 +360,6 @@ class ShardedExecutor(Executor):
 
     def begin(self, result: RoundResult) -> None:
         super().begin(result)
-        for split in self._sharding.splits.values():
-            split.begin_round()
         gathers = self._sharding.gathers
         if gathers.in_flight:  # no forward has waited; autograd then detects most parameters that were read too early
             gathers.wait_for_all()

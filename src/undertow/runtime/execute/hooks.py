@@ -15,11 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook
-from undertow.schedule.tracker import HOOKS, Arrivals
+from undertow.schedule.tracker import Arrivals, BucketArrivals
 
 # If a backward is compiled with the code around it, so are the Python functions that it calls first.
-for _function in HOOKS:
-    private.left_alone(_function)
+private.left_alone(BucketArrivals.arrive)
 
 
 class ArrivalHooks:

@@ -27,7 +27,7 @@ from undertow.runtime.replan.param_hooks import Listeners, ObservedOrder, ParamH
 from undertow.runtime.replan.planning import follows_observed_order, measure, planned, sharded_plan
 from undertow.runtime.sharded.binding import make_gradients_whole
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
-from undertow.schedule import Strategy, strategy_named
+from undertow.schedule import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,11 +354,7 @@ class CurrentPlan:
         return self.members.compare(self.group, plan.params, params, settings, new=new)
 
     def _planned(self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer) -> Change:
-        config = self._config
-        # A plan pinned for shards may have parameters in pieces; it counts from the first step of the optimizer on.
-        if strategy_named(config.strategy).gather is not None:
-            config = dataclasses.replace(config, plan=None)
-        plan = first_plan(self.members.specs(named_params), config, num_ranks=reducer.group.num_ranks)
+        plan = first_plan(self.members.specs(named_params), self._config, num_ranks=reducer.group.num_ranks)
         # No shards until an optimizer steps again.
         return Change(tuple(named_params), plan, dataclasses.replace(reducer, shard_exchanges=None))
 

@@ -171,4 +171,4 @@ class ParamHooks:
     def names_of(self, plan: Plan, places: Mapping[int, Collection[int]]) -> tuple[str, ...]:
         """Returns the names of parameters given by their positions in each bucket, in the order of the plan."""
         params = [plan.buckets[bucket].params[place] for bucket in sorted(places) for place in places[bucket]]
-        return tuple(self.named_params[param][0] for param in dict.fromkeys(params))  # a parameter in pieces has one name
+        return tuple(self.named_params[param][0] for param in params)

@@ -31,16 +31,14 @@ def measure(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig, recor
 
 
 def sharded_plan(now: Plan, hooks: ParamHooks, groups: Groups | None, config: SyncConfig) -> Plan:
-    """Returns the plan with large parameters in pieces, the pinned plan, or the plan to which a sharded optimizer moves."""
+    """Returns the plan for shards, the pinned plan, or the plan to which a sharded optimizer moves."""
     order = None if hooks.order is None else hooks.order.take()
     if groups is not None:
         return plan_from_groups(now.params, groups, num_ranks=now.num_ranks)
     if config.plan is not None:
-        pinned = first_plan(now.params, config, num_ranks=now.num_ranks, splits=True)
-        if now.num_ranks > 1 or not pinned.split_params:  # one rank alone gathers nothing, and would not join pieces again
-            return pinned
+        return first_plan(now.params, config, num_ranks=now.num_ranks)
     order = [param for bucket in now.buckets for param in bucket.params] if order is None else order
-    return plan_in_order(now.params, order, config, num_ranks=now.num_ranks, splits=now.num_ranks > 1)
+    return plan_in_order(now.params, order, config, num_ranks=now.num_ranks, has_shards=True)
 
 
 def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | None:
@@ -53,7 +51,7 @@ def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | 
         hooks.order = None
     groups = None if hooks.tuning is None else hooks.tuning.take(now.present)
     if groups is None and order is not None:
-        groups = groups_in_order(now.plan.params, order, config, num_ranks=now.plan.num_ranks)
+        groups = groups_in_order(now.plan.params, order, config)
     if groups is None or list(map(frozenset, groups)) == list(map(frozenset, now.plan.groups)):
         return None
     return plan_from_groups(now.plan.params, groups, num_ranks=now.plan.num_ranks)

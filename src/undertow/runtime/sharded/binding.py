@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import PhaseError, ShardedGradientError, require
-from undertow.plan import Bucket, Slot
+from undertow.plan import Bucket
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.gradients.binding import Binding, DenseBinding, has_values
 from undertow.runtime.gradients.storage import BucketStorage
-from undertow.runtime.sharded.shards import ShardPart, in_memory_order
+from undertow.runtime.sharded.shards import ShardPart
 from undertow.runtime.torch_private import private
 
 _grad_of = attrgetter("grad")
@@ -126,42 +126,8 @@ def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:
     )
 
 
-class SplitParam:
-    """A parameter in several buckets: each takes the same gradient out of `.grad`, and the same late one."""
-
-    def __init__(self, param: Tensor, strides: tuple[int, ...], num_pieces: int) -> None:
-        self._param, self._strides, self._num_pieces = param, strides, num_pieces
-        self.begin_round()
-
-    def begin_round(self) -> None:
-        # In time, and late: the former `.grad` and the gradient, once for each bucket that has not taken them yet.
-        self._taken: tuple[list[tuple[Any, Tensor | None]], ...] = ([], [])
-
-    def take(self, piece: Slot, *, is_late: bool = False) -> tuple[Any, Tensor | None]:
-        """Returns the former `.grad`, and a piece of the gradient; of a placeholder, of the gradient that was added to it."""
-        taken = self._taken[is_late]
-        if not taken:
-            before, self._param.grad = self._param.grad, None
-            taken += [(before, _new_gradient(before))] * self._num_pieces
-        before, grad = taken.pop()
-        if grad is not None:
-            grad = in_memory_order(grad, self._strides)[piece.first : piece.first + piece.numel]
-        return before, grad
-
-
-def _new_gradient(grad: Tensor | None) -> Tensor | None:
-    """Takes the added gradient out of a placeholder; any other gradient is new itself."""
-    if not isinstance(grad, GradientPlaceholder):
-        return grad
-    added, grad.added = grad.added, None
-    return added
-
-
 class ShardedBinding(Binding):
-    """The `.grad` of a bucket's parameters, whose gradients are reduced to `parts`.
-
-    `placeholders` belong to the parameters, and `splits` to those that also lie in other buckets; both are by position.
-    """
+    """The `.grad` of a bucket's parameters, whose gradients are reduced to `parts`; `placeholders` belong to the parameters."""
 
     def __init__(
         self,
@@ -169,23 +135,17 @@ class ShardedBinding(Binding):
         params: Sequence[Tensor],
         parts: Sequence[ShardPart],
         placeholders: Sequence[GradientPlaceholder],
-        splits: Mapping[int, SplitParam],
         *,
         shard_numel: int,
     ) -> None:
         dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
-        # A split parameter has a stand-in of its piece's size, without memory for it, whose `.grad` is the piece.
-        packed = list(params)
-        for position in splits:
-            packed[position] = torch.empty(1, dtype=dtype, device=device).expand(bucket.slots[position].numel)
-        super().__init__(BucketStorage(bucket, packed), params)
-        self._dense = DenseBinding(self.storage, packed)
+        super().__init__(BucketStorage(bucket, params), params)
+        self._dense = DenseBinding(self.storage, params)
         self._own = tuple(zip(placeholders, parts, strict=True))
-        self._splits = {position: (split, bucket.slots[position]) for position, split in splits.items()}
         self.shard = torch.zeros(shard_numel, dtype=accumulation_dtype(dtype), device=device)
         self.reduced = self.shard  # the executor sets it to other memory if `shard` may have values that must be kept
         self.live: set[int] = set()  # positions with an earlier part, to which the result is added
-        self._before: dict[int, Any] = {}  # by position, the former `.grad`: placeholders, and gradients of split parameters
+        self._before: dict[int, GradientPlaceholder] = {}  # by position, the former `.grad`
         self.look()
         for placeholder, part in self._own:
             placeholder.parts[bucket.index] = part.of_shard(self.shard)
@@ -193,23 +153,19 @@ class ShardedBinding(Binding):
     def values(self) -> Sequence[Tensor]:
         return (self.reduced,)
 
-    def pack(self, not_arrived: Collection[int] = (), *, takes_pieces: bool = True) -> list[int]:
+    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         self._before = {}
-        for position, (split, slot) in self._splits.items() if takes_pieces else ():
-            self._before[position], self._dense.params[position].grad = split.take(slot)
         for position, param in enumerate(self.params):
-            if isinstance(param.grad, GradientPlaceholder) and position not in self._splits:
-                self._before[position] = param.grad
-                param.grad = _new_gradient(param.grad)
-        self.live = {
-            position for position, grad in self._before.items() if isinstance(grad, GradientPlaceholder) and not grad.is_cleared
-        }
+            grad = param.grad
+            if isinstance(grad, GradientPlaceholder):
+                self._before[position] = grad
+                param.grad, grad.added = grad.added, None
+        self.live = {position for position, grad in self._before.items() if not grad.is_cleared}
         self._dense.postponed = []
         return self._dense.pack(not_arrived)
 
     def pack_local(self) -> None:
-        """Like `pack`, but a gradient with pieces in other buckets stays in place until all of them take it."""
-        self.pack(takes_pieces=False)
+        self.pack()
 
     def packing(self) -> Callable[[], None]:
         """Returns a function that copies the taken gradients into the bucket, for another thread, so that backward continues."""
@@ -249,8 +205,6 @@ class ShardedBinding(Binding):
     def bind_local(self) -> None:
         self.packing()()
         self._dense.bind_local()
-        for position in self._splits:
-            self._dense.params[position].grad = None
         for position, placeholder in self._before.items():
             param = self.params[position]
             param.grad, placeholder.added = placeholder, param.grad
@@ -277,8 +231,6 @@ class ShardedBinding(Binding):
         return grad is not None and not self._known.has(position, grad) and has_values(grad)
 
     def catch_late(self) -> bool:
-        for position, (split, slot) in self._splits.items():
-            _, self._dense.params[position].grad = split.take(slot, is_late=True)
         return self._dense.catch_late()
 
     def late_values(self) -> Sequence[Tensor]:

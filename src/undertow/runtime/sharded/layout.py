@@ -21,7 +21,7 @@ from undertow.runtime.comm.collectives import Collectives, accumulation_dtype, e
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.storage import strides_of_gradient
-from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding, SplitParam
+from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding
 from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order, shard_parts
 from undertow.schedule import Strategy
@@ -90,10 +90,6 @@ class Sharding:
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=self.group) for spec, param in zip(plan.params, params, strict=True)
         ]
-        self.splits = {
-            index: SplitParam(params[index], self.strides[index], sum(bucket.params.count(index) for bucket in plan.buckets))
-            for index in plan.split_params
-        }
         self.gathers = Gathers(self.flats, groups.shard, recorder)
 
     @property
@@ -107,7 +103,6 @@ class Sharding:
             self.flats[bucket.index].params,
             self.flats[bucket.index].parts,
             [self._placeholders[index] for index in bucket.params],
-            {position: self.splits[index] for position, index in enumerate(bucket.params) if index in self.splits},
             shard_numel=self.shard_numel(bucket),
         )
         self.bindings.append(made)
@@ -153,7 +148,7 @@ class Sharding:
             sent, shard = torch.zeros_like(binding.storage.flat), torch.zeros_like(binding.shard)
             for slot in bucket.slots:
                 values = in_memory_order(own[slot.param][0], self.strides[slot.param])
-                sent[slot.start : slot.stop] = values[slot.first : slot.first + slot.numel]
+                sent[slot.start : slot.stop] = values
             handle = self.groups.shard.reduce_scatter(sent, shard, trailer=trailer)
             if self.groups.replicate is not None:
                 handle = self.groups.replicate.all_reduce_behind(handle, shard, trailer=sent[trailer.start :])
@@ -233,11 +228,10 @@ class Sharding:
             return param.grad
         whole = torch.zeros(param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device)
         for bucket in () if param.grad.is_cleared else self.plan.buckets:
-            slots = [slot for slot in bucket.slots if slot.param == index]
-            if slots:
-                flat = self.gathered(bucket.index, self.bindings[bucket.index].shard)
-            for slot in slots:
-                whole[slot.first : slot.first + slot.numel] = flat[slot.start : slot.stop]
+            for slot in bucket.slots:
+                if slot.param == index:
+                    flat = self.gathered(bucket.index, self.bindings[bucket.index].shard)
+                    whole.copy_(flat[slot.start : slot.stop])
         return whole.as_strided(param.shape, self.strides[index]).to(param.grad.dtype)
 
     def gathered(self, bucket: int, own: Tensor) -> Tensor:

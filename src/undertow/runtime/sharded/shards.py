@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from undertow.plan import Bucket, Slot
+from undertow.plan import Bucket
 from undertow.runtime.gradients.storage import strides_of_gradient
 from undertow.runtime.torch_private import private
 
@@ -49,8 +49,8 @@ def shard_parts(bucket: Bucket, *, rank: int, num_replicas: int = 1) -> list[Sha
             ShardPart(
                 param=slot.param,
                 bucket=bucket.index,
-                start=slot.first + first - slot.start,
-                stop=slot.first + last - slot.start,
+                start=first - slot.start,
+                stop=last - slot.start,
                 in_bucket=first,
                 in_shard=max(0, first - own.start),
             )
@@ -60,24 +60,22 @@ def shard_parts(bucket: Bucket, *, rank: int, num_replicas: int = 1) -> list[Sha
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """One parameter in `flat`, or the piece of it that lies in this bucket."""
+    """One parameter in `flat`."""
 
-    piece: Slot
     part: ShardPart
     param: Tensor
-    memory: Tensor  # [piece.numel] of `flat`
+    memory: Tensor  # [param.numel()] of `flat`
     strides: tuple[int, ...]  # of the parameter's memory order
 
     def read_part(self) -> None:
         """Copies this rank's part from the parameter, which has separate memory."""
-        own = self.part.start - self.piece.first
-        values = in_memory_order(self.param, self.strides)[self.part.start : self.part.stop]
-        self.memory[own : own + self.part.numel].copy_(values)
+        own = slice(self.part.start, self.part.stop)
+        self.memory[own].copy_(in_memory_order(self.param, self.strides)[own])
 
     def write(self) -> None:
         """Copies all of it to the parameter, which has separate memory."""
         values = in_memory_order(self.param, self.strides)
-        values[self.piece.first : self.piece.first + self.piece.numel].copy_(self.memory)
+        values.copy_(self.memory)
         if self.param.stride() != self.strides:  # `values` is a copy
             self.param.copy_(values.as_strided(self.param.shape, self.strides))
 
@@ -102,8 +100,8 @@ class _Slot:
 class FlatParams:
     """Moves the parameters of one bucket into one allocation.
 
-    Parameters that also lie in other buckets keep their memory, and gathered pieces are copied to it. So do parameters whose
-    memory other code refers to (a kept `state_dict()`, `param.data`, another process), because that code must see every step.
+    Parameters keep their memory if other code refers to it (a kept `state_dict()`, `param.data`, another process), because that
+    code must see every step. Gathered values are copied to it.
     """
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor], parts: Sequence[ShardPart], *, num_ranks: int) -> None:
@@ -112,14 +110,11 @@ class FlatParams:
         dtype = params[0].dtype if params else getattr(torch, bucket.dtype)
         self.flat = torch.empty(num_ranks * bucket.shard_numel, dtype=dtype, device=bucket.device)  # [ranks * shard]
         self.flat[bucket.numel :].zero_()  # padding
-        slots = [
-            _Slot(slot, part, param, self.flat[slot.start : slot.stop], strides_of_gradient(param))
+        self._slots = [
+            _Slot(part, param, self.flat[slot.start : slot.stop], strides_of_gradient(param))
             for slot, part, param in zip(bucket.slots, parts, params, strict=True)
         ]
-        self._whole = [slot for slot in slots if slot.piece.numel == slot.param.numel()]
-        self._pieces = [slot for slot in slots if slot.piece.numel != slot.param.numel()]
-        self.split_params = tuple(slot.param for slot in self._pieces)
-        self._apart = self._whole  # of these, the parameters with separate memory
+        self._apart = self._slots  # of the parameters with separate memory
         self._pointers: list[int] = []  # of the parameters, at the last look
         self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay valid
         self.addresses: list[
@@ -132,17 +127,17 @@ class FlatParams:
         """Takes over values written from outside, in new memory (`param.data = ...`) or in the separate memory of parameters."""
         # Other code may have released the memory of those that are apart.
         if self._apart or list(map(Tensor.data_ptr, self.params)) != self._pointers:
-            self._apart = [slot for slot in self._whole if not slot.moves_in()]
+            self._apart = [slot for slot in self._slots if not slot.moves_in()]
             self._pointers = list(map(Tensor.data_ptr, self.params))
             self._storages = [param.untyped_storage() for param in self.params]
             self.addresses = private.addresses_of(self._storages)
-        for slot in (*self._pieces, *self._apart):  # the other ranks' parts of these come with the next gather
+        for slot in self._apart:  # the other ranks' parts of these come with the next gather
             slot.read_part()
 
     def copy_out(self) -> None:
         """Copies gathered values to parameters with separate memory, maybe from another thread; all of `flat` must be there."""
         with private.as_plain_tensors():  # the parameters are in flight until this returns
-            for slot in (*self._pieces, *self._apart):
+            for slot in self._apart:
                 slot.write()
 
 
