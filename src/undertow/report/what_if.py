@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from undertow.cost import NODE_LINK, Costs, MeasuredCosts, RingCosts, costs_for, link_from_curve, scaled_curve
+from undertow.cost import NODE_LINK, Costs, MeasuredCosts, costs_for, scaled_curve
 from undertow.errors import ConfigError, require
 from undertow.plan import Choice, Groups, Plan, SizeCaps, group_by_size, plan_from_groups
 from undertow.profile import Profile
 from undertow.report.comparison import Outcome
 from undertow.schedule import Strategy, strategy_named
 from undertow.simulate import Conditions, simulate
-from undertow.trace import summarize
 from undertow.tune import bucket_us_of, choice_for
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # kinds whose curve may determine the link
@@ -92,24 +91,20 @@ class NetworkOptions:
                 where=f"{self.link} has no nodes" if self.link else measured,
                 remedy='Give the network with its nodes, such as --ranks 64 --per-node 8 --link "100gbit,5us".',
             )
-        kind = next((kind for kind in _KINDS if kind in profile.curves), None)
-        if kind is None:
+        curves = {kind: profile.curves[kind] for kind in _KINDS if kind in profile.curves}
+        if not curves:
             raise ConfigError(
                 f"the costs of communication over {num_ranks} ranks are unknown.",
                 where=f"the profile {profile.name!r} has no costs",
                 remedy='Give the network, such as --ranks 64 --link "100gbit,5us".',
             )
-        link = link_from_curve(profile.curves[kind], kind, num_ranks=profile.num_ranks, name="measured")
-        found = f"on a ring as of links of {link.bytes_per_s * 8e-9:.3g} Gb/s and {link.hop_s * 1e6:.3g} us a message"
-        scaled = {
-            kind: scaled_curve(curve, kind, num_ranks=profile.num_ranks, to=num_ranks, has_trees=has_trees)
-            for kind, curve in profile.curves.items()
-            if num_ranks > 1 and kind in _KINDS
-        }
-        return Network(
-            costs=MeasuredCosts(scaled) if scaled else RingCosts(link, num_ranks=num_ranks),
-            source=f"as measured over {profile.num_ranks} ranks, {found}; scaled to {num_ranks} ranks",
-        )
+        if num_ranks == 1:
+            return Network(costs=costs_for("none", num_ranks=1), source="none: a single rank")
+        scaled = {}
+        for kind, curve in curves.items():
+            scaled[kind] = scaled_curve(curve, kind, num_ranks=profile.num_ranks, to=num_ranks, has_trees=has_trees)
+        source = f"as measured over {profile.num_ranks} ranks, scaled to {num_ranks} ranks"
+        return Network(costs=MeasuredCosts(scaled), source=source)
 
 
 def caps_of(mebibytes: float) -> SizeCaps:
@@ -205,7 +200,7 @@ class WhatIf:
             limit_us=self.limit_us,
             # The limit is of ranks as slow as the profile's slowest: fewer of them may be faster.
             band_us=(min(record.step_us, max(self.limit_us, record.step_us * low)), record.step_us * high),
-            late_rank_us=summarize([record], plan, rank=record.rank).late_rank_ms * 1e3,
+            late_rank_us=record.late_rank_us(),
         )
 
     @cached_property

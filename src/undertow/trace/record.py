@@ -99,6 +99,13 @@ class StepRecord:
             before_us = row.launched_us
         return total_us
 
+    def late_rank_us(self) -> float:
+        """Returns the part of the exposed time in which this rank waited for a slower one."""
+        if not self.busy_ms:
+            return 0.0
+        behind_us = 1e3 * (max(self.busy_ms) - self.busy_ms[self.rank])
+        return min(overlap_of(self.trace()).exposed_us, behind_us)
+
     def trace(self) -> Trace:
         """Returns the step as events; the optimizer runs from the end of the waits to the end of the step."""
         events = [_computed("forward", interval) for interval in self.forwards]
