@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from support.strategies import spec
 from undertow.plan import ParamSpec, Plan, SizeCaps, default_caps, group_by_size, plan_from_groups
+from undertow.profile import Profile
 from undertow.trace import Transfer, cost_samples
 from undertow.tune import Measurement
 
@@ -67,7 +68,7 @@ class World:
         return self.plan_of_caps(default_caps(sum(spec.num_bytes for spec in self.params), has_shards=self.has_shards))
 
     def finish_us(self, plan: Plan) -> float:
-        return replace(self, noise=0.0).measure(plan).synchronized_us
+        return replace(self, noise=0.0).measure(plan).profile.step_us - 1_000.0
 
     def best_us(self) -> float:
         """Under the best plan of buckets of one size."""
@@ -83,17 +84,19 @@ class World:
         samples = {kind: cost_samples([sent for _, sent, _, _ in steps])}
         if self.has_shards:
             samples["all_gather"] = cost_samples([gathers for _, _, gathers, _ in steps])
-        return Measurement(
-            ready_us=tuple(ready.clip(0.0, self.backward_us).tolist()),
+        profile = Profile(
+            params=self.params,
+            ready_us=tuple(ready.clip(0.0, self.backward_us).round(1).tolist()),
             forward_us=FORWARD_US,
             backward_us=self.backward_us,
-            rest_us=1_000.0,
-            synchronized_us=float(middle),
-            spread_us=float(high - low),
-            samples=samples,
+            update_us=1_000.0,
+            num_ranks=self.num_ranks,
+            step_us=float(middle) + 1_000.0,
+            spread=float(high - low) / 1.349 / float(middle),
             processors_us=self.processors_us,
             network_us=self.network_us,
         )
+        return Measurement(profile=profile, samples=samples)
 
     def _wobble(self) -> float:
         return float(np.exp(self.noise * self._random.standard_normal()))

@@ -75,13 +75,13 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
     for outcome in outcomes:
         step, exposed, hidden, efficiency = _figures(outcome)
         low_us, high_us = outcome.band_us
-        row = [cell(outcome.method), str(outcome.num_buckets), step, f"{low_us / 1e3:.1f}-{high_us / 1e3:.1f}", exposed]
+        row = [str(outcome.num_buckets), step, f"{low_us / 1e3:.1f}-{high_us / 1e3:.1f}", exposed]
         if has_late_ranks:
             row.append(f"{outcome.late_rank_us / 1e3:.1f}")
         limits = f"{outcome.step_us / outcome.limit_us:.3f}" if outcome.limit_us > 0 else "-"
         # In fewer columns than a sweep has for the efficiency.
         row += [hidden, limits, efficiency.replace("% to ", "-")]
-        table.add_row(*row, style="bold" if outcome.step_us == best_us else None)
+        table.add_row(cell(outcome.method), *row, style="bold" if outcome.step_us == best_us else None)
     console.print(table)
 
 

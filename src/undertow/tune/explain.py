@@ -73,14 +73,14 @@ def explanation(plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, dec
         why=why,
         decision="" if decision is None else _decision_text(decision),
     )
-    if tuner is None or tuner.measurement is None or profile is None:
+    if tuner is None or profile is None:
         return known
     has_shards = strategy != "ddp"
     kinds = [kind for kind in kinds_needed(has_shards=has_shards) if kind in profile.curves]
     known = replace(
         known,
         bound_by=_bound_text(profile),
-        measured_ms=tuner.measurement.synchronized_us * _MS,
+        measured_ms=((profile.step_us or 0.0) - profile.update_us) * _MS,
         network=tuple(_curve_text(profile, kind) for kind in kinds),
     )
     found = tuner.choice(plan, has_shards=has_shards)

@@ -25,32 +25,21 @@ from numpy.typing import NDArray
 
 from undertow.cost.costs import curve_from_samples, line_through
 from undertow.plan import Groups, ParamSpec, Plan
+from undertow.profile import Profile
 from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
 
 _NUM_TIMES = 8
 _UNKNOWN = -np.inf
 _LEAST_US, _MOST_SKEW = 1e-3, 0.2
+_DIGITS, _DIGITS_OF_SHARES = 1, 4  # of microseconds in profiles: no clock is finer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Medians over the steps of a window; microseconds."""
+    """What all ranks have measured of the steps of a window."""
 
-    ready_us: tuple[float, ...]  # by parameter, since backward began; the end of backward if its gradient never arrived
-    forward_us: float  # until backward begins, without waits for parameters
-    backward_us: float
-    rest_us: float  # from the last wait to the next forward
-    synchronized_us: float  # from the start of the step until all gradients were reduced
-    spread_us: float  # between the quartiles of synchronized_us
+    profile: Profile  # medians over the steps, without costs
     samples: Mapping[str, tuple[tuple[float, float], ...]]  # by kind of collective: bytes, microseconds
-    # The time that communication adds to a step: packing in backward and waiting afterwards. The backend's threads work in these
-    # waits (copies, additions) or wait for the link.
-    processors_us: float = 0.0
-    network_us: float = 0.0
-    # Of several ranks: what this one computes per collective and per megabyte, and the relative standard deviation between ranks.
-    launch_us: float | None = None
-    copy_us_per_mb: float | None = None
-    skew: float | None = None
 
 
 def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: int) -> NDArray[np.float64]:
@@ -90,34 +79,54 @@ def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRe
     # In the planner's bytes, even if gradients are sent in a narrower dtype.
     planned = [[replace(row, num_bytes=plan.buckets[row.bucket].wire_bytes) for row in record.buckets] for record in records]
     samples = _samples(planned, -durations[:, :num_buckets])
-    packed = [
-        (plan.buckets[row.bucket].num_bytes, max(_LEAST_US, row.launched_us - max(row.ready_us, before)))
-        for record in records
-        for row, before in zip(record.buckets, (-np.inf, *(row.launched_us for row in record.buckets)), strict=False)
-    ]
-    launch_us, us_per_byte = line_through(curve_from_samples(packed).points)
-    skews = [float(np.std(it) / max(_LEAST_US, np.mean(it).item())) for it in (row.busy_ms or (1.0,) for row in records)]
+    samples |= _samples([record.gathers for record in records], -durations[:, num_buckets:])
+    launch_us, us_per_byte = line_through(curve_from_samples(_packed(records, plan)).points)
+    skews = [float(np.std(busy)) / max(_LEAST_US, float(np.mean(busy))) for busy in (it.busy_ms or (1.0,) for it in records)]
     begins, backward_begins, backward_ends, rest, synchronized, host_us, waited, computed = times.T
     # Median over steps: a parameter whose gradient arrived only once counts as one that never does.
     ready = np.where(np.isfinite(ready), ready, backward_ends[:, None]) - backward_begins[:, None]
-    backward_us = max(0.0, float(np.median(backward_ends - backward_begins)))
+    backward_us = max(0.0, _rounded(np.median(backward_ends - backward_begins)))
     waited_us = max(0.0, -float(np.median(waited)))
     computed_us = min(waited_us, -float(np.median(computed)))
-    low_us, median_us, high_us = np.quantile(synchronized - begins, [0.25, 0.5, 0.75])
-    return Measurement(
-        ready_us=tuple(np.clip(np.median(ready, axis=0), 0.0, backward_us).tolist()),
-        forward_us=max(0.0, float(np.median(backward_begins - begins))),
+    low_us, synchronized_us, high_us = np.quantile(synchronized - begins, [0.25, 0.5, 0.75])
+    rest_us = max(0.0, float(np.median(rest)))
+    profile = Profile(
+        params=plan.params,
+        ready_us=tuple(np.clip(np.median(ready, axis=0), 0.0, backward_us).round(_DIGITS).tolist()),
+        forward_us=max(0.0, _rounded(np.median(backward_begins - begins))),
         backward_us=backward_us,
-        rest_us=max(0.0, float(np.median(rest))),
-        synchronized_us=float(median_us),
-        spread_us=float(high_us - low_us),
-        samples=samples | _samples([record.gathers for record in records], -durations[:, num_buckets:]),
-        processors_us=float(np.median(host_us)) + computed_us,
-        network_us=waited_us - computed_us,
-        launch_us=round(launch_us, 1),
-        copy_us_per_mb=round(us_per_byte * 1e6, 1),
-        skew=round(min(float(np.median(skews)), _MOST_SKEW), 4),
+        update_us=_rounded(rest_us),
+        num_ranks=plan.num_ranks,
+        groups=plan.groups,
+        step_us=_rounded(synchronized_us + rest_us),
+        # Of this rank: what it computes per collective and per megabyte.
+        launch_us=_rounded(launch_us),
+        copy_us_per_mb=_rounded(us_per_byte * 1e6),
+        skew=round(min(float(np.median(skews)), _MOST_SKEW), _DIGITS_OF_SHARES),
+        # Packing in backward and waiting afterwards. The backend's threads work in these waits (copies, additions) or wait for
+        # the link.
+        processors_us=_rounded(np.median(host_us) + computed_us),
+        network_us=_rounded(waited_us - computed_us),
+        # Between the quartiles of a normal distribution are 1.349 standard deviations.
+        spread=round(float(high_us - low_us) / 1.349 / max(1.0, float(synchronized_us)), _DIGITS_OF_SHARES),
     )
+    return Measurement(profile=profile, samples=samples)
+
+
+def _rounded(time_us: float) -> float:
+    return round(float(time_us), _DIGITS)
+
+
+def _packed(records: Sequence[StepRecord], plan: Plan) -> list[tuple[float, float]]:
+    """Returns the bytes of each bucket, and the time from its last gradient or the launch before until its launch."""
+    packed = []
+    for record in records:
+        before_us = -np.inf
+        for row in record.buckets:
+            took_us = row.launched_us - max(row.ready_us, before_us)
+            packed.append((float(plan.buckets[row.bucket].num_bytes), max(_LEAST_US, took_us)))
+            before_us = row.launched_us
+    return packed
 
 
 def _is_complete(records: Sequence[StepRecord], num_steps: int) -> bool:

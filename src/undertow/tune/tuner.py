@@ -1,6 +1,7 @@
 """Learns what a step costs, and decides once on the plan."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from undertow.cost import CostCurve, Costs, curve_from_samples
 from undertow.plan import Choice, Plan, choose, finish_us
@@ -17,7 +18,6 @@ _HOST_US = 200.0
 _MOST_MOVED_BYTES = 256 * 2**20
 # Buckets cost memory: a packed bucket holds its gradients twice. Small ones may be as large as without a measurement.
 _LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
-_DIGITS, _DIGITS_OF_SHARES = 1, 4  # of microseconds in profiles: no clock is finer
 
 
 class Tuner:
@@ -27,7 +27,7 @@ class Tuner:
     """
 
     def __init__(self, order: Sequence[int] | None = None) -> None:
-        self.measurement: Measurement | None = None
+        self._measured: Profile | None = None
         self._order = order
         self._samples: dict[str, list[tuple[float, float]]] = {}  # by kind of collective: bytes, microseconds
 
@@ -40,7 +40,7 @@ class Tuner:
         """Takes over a measurement of the present plan."""
         for kind, samples in measurement.samples.items():
             self.learn_costs(kind, samples)
-        self.measurement = measurement
+        self._measured = measurement.profile
 
     def learn_costs(self, kind: str, samples: Sequence[tuple[float, float]]) -> None:
         """Adds samples of collectives of that kind."""
@@ -48,28 +48,9 @@ class Tuner:
 
     def profile(self, plan: Plan, *, strategy: str) -> Profile | None:
         """Returns the measurements as a profile under `plan`; None before there are any."""
-        now = self.measurement
-        if now is None:
+        if self._measured is None:
             return None
-        return Profile(
-            params=plan.params,
-            ready_us=tuple(round(ready_us, _DIGITS) for ready_us in now.ready_us),
-            forward_us=round(now.forward_us, _DIGITS),
-            backward_us=round(now.backward_us, _DIGITS),
-            update_us=round(now.rest_us, _DIGITS),
-            num_ranks=plan.num_ranks,
-            curves=self.curves,
-            strategy=strategy,
-            groups=plan.groups,
-            step_us=round(now.synchronized_us + now.rest_us, _DIGITS),
-            launch_us=now.launch_us,
-            copy_us_per_mb=now.copy_us_per_mb,
-            skew=now.skew,
-            processors_us=round(now.processors_us, _DIGITS),
-            network_us=round(now.network_us, _DIGITS),
-            # Between the quartiles of a normal distribution are 1.349 standard deviations.
-            spread=round(now.spread_us / 1.349 / max(1.0, now.synchronized_us), _DIGITS_OF_SHARES),
-        )
+        return replace(self._measured, strategy=strategy, groups=plan.groups, curves=self.curves)
 
     def choice(self, plan: Plan, *, has_shards: bool) -> tuple[Choice, float] | None:
         """Returns the best plan with its table, and the time of `plan` by the same costs; None if too little was measured."""
