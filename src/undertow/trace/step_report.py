@@ -3,7 +3,6 @@
 import importlib
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketReport:
-    """The gradients of one bucket in a typical step, in milliseconds since the step began."""
+    """The gradients of one bucket in a typical step, or the gather of its parameters; in milliseconds since the step began."""
 
     index: int
     params: tuple[str, ...]
@@ -34,18 +33,6 @@ class BucketReport:
     done_ms: float
     wire_ms: float  # its part of the communication, without queueing; includes the wait for a rank that sends later
     waited_ms: float  # time that the step waited for it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherReport:
-    """The all-gather of one bucket's parameters under the forward of a typical step, in milliseconds since the step began."""
-
-    bucket: int
-    num_bytes: int
-    launched_ms: float  # below 0: after the previous step of the optimizer
-    done_ms: float
-    wire_ms: float  # its part of the communication, without queueing; includes the wait for a rank that sends later
-    waited_ms: float  # time that the forward waited for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,16 +88,16 @@ class StepReport(Shown):
     slowest_share: float = 1.0  # share of the recorded steps with that rank as the slowest
     busy_ms: tuple[float, ...]  # by rank
     buckets: tuple[BucketReport, ...]
-    gathers: tuple[GatherReport, ...]  # in launch order; empty if the optimizer is not sharded
+    gathers: tuple[BucketReport, ...]  # in launch order; empty if the optimizer is not sharded
     events: tuple[Event, ...] = field(repr=False)  # of the typical step
     experts: Mapping[str, "StepReport"] = field(default_factory=dict)  # by pattern and ranks; all else is of the dense parameters
 
     @property
     def worst_bucket(self) -> BucketReport | None:
         """The bucket for which the step waited longest, for gradients and parameters together; None if it waited for none."""
-        waited_ms = Counter({bucket.index: bucket.waited_ms for bucket in self.buckets})
+        waited_ms = {bucket.index: bucket.waited_ms for bucket in self.buckets}
         for gather in self.gathers:
-            waited_ms[gather.bucket] += gather.waited_ms
+            waited_ms[gather.index] = waited_ms.get(gather.index, 0.0) + gather.waited_ms
         worst = max(self.buckets, key=lambda bucket: waited_ms[bucket.index], default=None)
         return worst if worst is not None and waited_ms[worst.index] > 0 else None
 
@@ -322,10 +309,10 @@ def _tables(report: StepReport) -> "Iterator[RenderableType]":
     yield cell(report.advice)
     if report.buckets:
         yield f"\nBuckets{' of gradients' if report.gathers else ''} in this step, ms since it began"
-        yield _bucket_table(report)
+        yield _bucket_table(report, report.buckets)
     if report.gathers:
         yield "\nGathers of parameters in this step, ms since it began"
-        yield _gather_table(report)
+        yield _bucket_table(report, report.gathers)
     if report.is_one_graph:
         yield (
             "The model is compiled as one graph, for none of its buckets has 1 MiB: its gradients come all at once.\n"
@@ -336,7 +323,9 @@ def _tables(report: StepReport) -> "Iterator[RenderableType]":
 
 
 def _step_table(report: StepReport) -> "Table":
-    table = _table("part", ("ms",), note="notes")
+    table = _table("part")
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("notes", overflow="fold")
 
     def add(name: str, time_ms: float, note: str = "") -> None:
         table.add_row(name, f"{time_ms:z.1f}", note)
@@ -358,52 +347,40 @@ def _step_table(report: StepReport) -> "Table":
         verdict = f"; {report.verdict}: {report.exposed_ms / report.step_ms:z.1%} of the step is exposed"
     add("communication", report.communication_ms, f"{report.overlap:.0%} hidden{verdict}")
     if report.gathers:
-        megabytes = sum(gather.num_bytes for gather in report.gathers) / 1e6
+        megabytes = sum(gather.sent_bytes for gather in report.gathers) / 1e6
         add("  of it gathers", report.gather_ms, f"{megabytes:.1f} MB; {report.gather_exposed_ms:.1f} ms exposed")
     limit = f"limit {report.limit_ms:.1f}: not earlier with these buckets"
     add("synchronized after", report.synchronized_ms, limit)
     return table
 
 
-def _bucket_table(report: StepReport) -> "Table":
-    sent = ("sent",) if report.is_narrowed else ()
-    names = ("MB", *sent, "ready", "launched", "done", "wire", "waited")
-    table = _table("bucket", names, note="largest parameter +others")
-    width = 14 if sent else 24
-    for bucket in report.buckets:
+def _bucket_table(report: StepReport, buckets: Sequence[BucketReport]) -> "Table":
+    has_sent = report.is_narrowed and buckets is report.buckets
+    table = _table("bucket")
+    for name in ("MB", "sent", "ready", "launched", "done", "wire", "waited"):
+        if has_sent or name != "sent":
+            table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("largest parameter +others", overflow="fold")
+    width = 14 if has_sent else 24
+    worst = report.worst_bucket
+    for bucket in buckets:
+        sizes = [bucket.num_bytes, bucket.sent_bytes] if has_sent else [bucket.num_bytes]
+        row = [f"{size / 1e6:.2f}" for size in sizes]
+        for time_ms in (bucket.ready_ms, bucket.launched_ms, bucket.done_ms, bucket.wire_ms, bucket.waited_ms):
+            row.append(f"{time_ms:z.1f}")
         largest = bucket.largest if len(bucket.largest) <= width else f"…{bucket.largest[1 - width :]}"
         if len(bucket.params) > 1:
             largest += f" +{len(bucket.params) - 1}"
-        sizes = [bucket.num_bytes, bucket.sent_bytes] if sent else [bucket.num_bytes]
-        times = (bucket.ready_ms, bucket.launched_ms, bucket.done_ms, bucket.wire_ms, bucket.waited_ms)
-        style = "bold" if bucket is report.worst_bucket else None
-        table.add_row(str(bucket.index), *_numbers(sizes, times), cell(largest), style=style)
+        style = "bold" if worst is not None and bucket.index == worst.index else None
+        table.add_row(str(bucket.index), *row, cell(largest), style=style)
     return table
 
 
-def _gather_table(report: StepReport) -> "Table":
-    table = _table("bucket", ("MB", "launched", "done", "wire", "waited"))
-    worst = report.worst_bucket
-    for gather in report.gathers:
-        times = (gather.launched_ms, gather.done_ms, gather.wire_ms, gather.waited_ms)
-        style = "bold" if worst is not None and gather.bucket == worst.index else None
-        table.add_row(str(gather.bucket), *_numbers([gather.num_bytes], times), style=style)
-    return table
-
-
-def _table(first: str, numbers: Sequence[str], *, note: str = "") -> "Table":
-    """Returns a table whose columns of numbers have these names; it fits into 80 columns."""
+def _table(first: str) -> "Table":
+    """Returns a table that fits into 80 columns."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column(first, no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    if note:
-        table.add_column(note, overflow="fold")
     return table
-
-
-def _numbers(num_bytes: Sequence[int], milliseconds: Sequence[float]) -> tuple[str, ...]:
-    return (*(f"{size / 1e6:.2f}" for size in num_bytes), *(f"{time_ms:z.1f}" for time_ms in milliseconds))

@@ -292,7 +292,7 @@ REFUSALS = {
     "simulate small.json --link fast": "link 'fast' is not known.\n",
     "simulate small.json --link 1gbit --per-node 3": "4 ranks cannot be on nodes of 3 ranks each.\n",
     "simulate small.json --link 1gbit --strategy zero3": "strategy 'zero3' does not exist.\n",
-    "simulate small.json --link 1gbit --contention 1": "contention must be 0 or more and below 1, got 1.0.\n",
+    "simulate small.json --link 1gbit --contention 1": "contention must be 0 to 0.99, got 1.0.\n",
     # Places where no picture can be.
     "simulate small.json --link 1gbit --out file": f"nothing can be written to 'file': File exists.\n{ELSEWHERE}",
     "simulate small.json --link 1gbit --out file/below": f"nothing can be written to 'file/below': Not a directory.\n{ELSEWHERE}",

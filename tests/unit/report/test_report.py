@@ -100,10 +100,10 @@ def test_gathers_have_a_table() -> None:
     assert [" ".join(line.split()) for line in lines if "of it gathers" in line] == ["of it gathers 20.0 0.0 MB; 5.0 ms exposed"]
     assert lines[-5:] == [
         "Gathers of parameters in this step, ms since it began",
-        "bucket    MB  launched  done  wire  waited",
-        "───────────────────────────────────────────",
-        "1       0.00     -10.0   5.0  15.0     5.0",
-        "0       0.01      -9.0  10.0   5.0     0.0",
+        "bucket    MB  ready  launched  done  wire  waited  largest parameter +others",
+        "─────────────────────────────────────────────────────────────────────────────",
+        "1       0.00  -10.0     -10.0   5.0  15.0     5.0  stem",
+        "0       0.01   -9.0      -9.0  10.0   5.0     0.0  head +1",
     ]
 
 

@@ -106,7 +106,7 @@ def test_a_report(found: StepReport, fields: dict[str, Any]) -> None:
 
 def test_gathers_have_rows() -> None:
     assert (
-        [(it.bucket, it.launched_ms, it.done_ms) for it in SHARDED.gathers],
+        [(it.index, it.launched_ms, it.done_ms) for it in SHARDED.gathers],
         [(it.num_bytes, it.wire_ms, it.waited_ms) for it in SHARDED.gathers],
     ) == ([(1, -10, 5), (0, -9, 10)], [(4000, 15, 5), (8000, 5, 0)])
     # A step without gathers, whose optimizer's step the scaler has skipped, is not typical.
