@@ -40,17 +40,6 @@ class BucketArrivals:
         if len(seen) >= self.counts_from:
             self.arrivals.count(param, self)
 
-    def reset(self, expected_repeats: Counter[int]) -> None:
-        """Forgets all arrivals."""
-        self.seen.clear()
-        self.known.clear()
-        self.num_known = 0
-        self.counts_from = 0
-        self.is_full = not self.params
-        self.num_awaited = len(self.params)
-        if expected_repeats:
-            self.num_awaited += sum(map(expected_repeats.__getitem__, self.params))
-
     def num_counted(self) -> int:
         """Returns the number of arrivals, without those that were repeated more often than expected."""
         repeats, known = self.arrivals.expected_repeats, self.known
@@ -118,8 +107,16 @@ class Arrivals:
 
     def reset(self) -> None:
         """Starts the next synchronization: nothing has arrived."""
+        repeats = self.expected_repeats
         for bucket in self.buckets:
-            bucket.reset(self.expected_repeats)
+            bucket.seen.clear()
+            bucket.known.clear()
+            bucket.num_known = 0
+            bucket.counts_from = 0
+            bucket.is_full = not bucket.params
+            bucket.num_awaited = len(bucket.params)
+            if repeats:
+                bucket.num_awaited += sum(map(repeats.__getitem__, bucket.params))
 
     def forget_traversal(self) -> None:
         """Makes the next arrival call `on_traversal`, whatever its traversal."""
