@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from undertow.cost.costs import Costs, Floats
 from undertow.errors import require
@@ -111,32 +110,18 @@ def limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs, *, h
 
 
 def _latest_us(params: Sequence[ParamSpec], key_us: Floats, costs: Costs, kind: str) -> float:
-    """Returns the maximum over i of C*(bytes of all whose key is at most the key of i), less the key of i."""
+    """Returns the maximum over i of C*(bytes of all whose key is at most the key of i), less the key of i.
+
+    C*(S) is at least one collective, and at least S bytes at the best rate of any size. Between two sizes at which the cost is
+    looked up, a part costs no less than at the smaller one and holds no more than the larger one; costs do not decrease with the
+    size.
+    """
     if not params:
         return 0.0
     order = np.argsort(key_us, kind="stable")
-    total = np.zeros(len(params))
-    sizes = np.array([params[i].num_bytes for i in order], dtype=np.float64)
-    kinds = [params[i].kind for i in order]
-    for which in dict.fromkeys(kinds):
-        is_of_kind = np.array([each == which for each in kinds])
-        together = np.cumsum(np.where(is_of_kind, sizes, 0.0))
-        total += np.where(np.cumsum(is_of_kind) > 0, _cheapest_us(costs, kind, together), 0.0)
-    return float((total - key_us[order]).max())
-
-
-def _cheapest_us(costs: Costs, kind: str, num_bytes: ArrayLike) -> Floats:
-    """Returns a lower bound of C*(S): S bytes at the best rate of any part of S, and no less than one collective.
-
-    Between two sizes at which the cost is looked up, a part costs no less than at the smaller one and holds no more than the
-    larger one; costs do not decrease with the size.
-    """
-    wanted = np.asarray(num_bytes, dtype=np.float64)
-    sizes = np.unique(np.concatenate([[0.0], np.geomspace(1.0, max(1.0, float(wanted.max())), _NUM_SIZES), wanted]))
-    times = np.minimum.accumulate(costs.collective_us(kind, sizes)[::-1])[::-1]
-    # Of all parts below the next size; no part is smaller than a byte, and none but zero bytes may cost nothing.
-    rates = np.minimum.accumulate(np.append(math.inf, times[1:-1] / sizes[2:]))
-    at = np.searchsorted(sizes, wanted)
-    rate = np.minimum(times[at] / np.maximum(wanted, 1.0), rates[np.maximum(at - 1, 0)])
-    cheapest: Floats = np.maximum(times[0], np.where(wanted > 0, wanted * rate, 0.0))
-    return cheapest
+    together = np.cumsum([params[param].num_bytes for param in order], dtype=np.float64)
+    sizes = np.geomspace(1.0, max(1.0, together[-1]), _NUM_SIZES)
+    times_us = costs.collective_us(kind, sizes)
+    best_rate = float((times_us[:-1] / sizes[1:]).min())
+    alone_us = float(costs.collective_us(kind, [0.0])[0])
+    return float((np.maximum(alone_us, together * best_rate) - key_us[order]).max())

@@ -90,14 +90,18 @@ class StepRecord:
     cpu_us: float = 0.0  # processor time of all threads from the end of the last backward to the end of the waits
     generation: int = 0  # of the plan, which counts from 0
 
-    def packing_us(self) -> float:
-        """Returns the time that packing took from backward, until each launch: since the last gradient or the launch before."""
-        backward_end_us = self.backwards[-1][1] if self.backwards else 0.0
-        total_us, before_us = 0.0, float("-inf")
+    def packings(self) -> list[tuple[BucketRecord, float]]:
+        """Returns the buckets, each with the time at which its packing began: its last gradient, or the launch before."""
+        found, before_us = [], float("-inf")
         for row in self.buckets:
-            total_us += max(0.0, min(row.launched_us, backward_end_us) - max(row.ready_us, before_us))
+            found.append((row, max(row.ready_us, before_us)))
             before_us = row.launched_us
-        return total_us
+        return found
+
+    def packing_us(self) -> float:
+        """Returns the time that packing took from backward."""
+        end_us = self.backwards[-1][1] if self.backwards else 0.0
+        return sum(max(0.0, min(row.launched_us, end_us) - begin_us) for row, begin_us in self.packings())
 
     def late_rank_us(self) -> float:
         """Returns the part of the exposed time in which this rank waited for a slower one."""

@@ -118,14 +118,11 @@ def _rounded(time_us: float) -> float:
 
 
 def _packed(records: Sequence[StepRecord], plan: Plan) -> list[tuple[float, float]]:
-    """Returns the bytes of each bucket, and the time from its last gradient or the launch before until its launch."""
+    """Returns the bytes of each bucket, and the time that packing and launching it took."""
     packed = []
     for record in records:
-        before_us = -np.inf
-        for row in record.buckets:
-            took_us = row.launched_us - max(row.ready_us, before_us)
-            packed.append((float(plan.buckets[row.bucket].num_bytes), max(_LEAST_US, took_us)))
-            before_us = row.launched_us
+        for row, begin_us in record.packings():
+            packed.append((float(plan.buckets[row.bucket].num_bytes), max(_LEAST_US, row.launched_us - begin_us)))
     return packed
 
 
