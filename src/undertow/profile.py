@@ -188,7 +188,12 @@ def _require_number(value: object, name: str, *, most: float = math.inf) -> None
 
 
 def _row(spec: ParamSpec, ready_us: float) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": spec.name, "shape": spec.shape, "dtype": spec.dtype, "ready_us": ready_us}
+    row: dict[str, Any] = {
+        "name": spec.name,
+        "shape": spec.shape,
+        "dtype": spec.dtype,
+        "ready_us": ready_us,
+    }
     if spec.device != "cpu":
         row["device"] = spec.device
     if spec.is_sparse:

@@ -80,7 +80,13 @@ class Conditions:
 IDEAL = Conditions(skew=0.0, contention=0.0, launch_us=0.0, copy_us_per_mb=0.0)
 
 
-def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions | None = None) -> StepRecord:
+def simulate(
+    profile: Profile,
+    plan: Plan,
+    strategy: Strategy,
+    costs: Costs,
+    conditions: Conditions | None = None,
+) -> StepRecord:
     """Simulates one step of steady training on the ranks that `plan` is for and returns its record.
 
     The code that orders and releases ops in training does so here too. A collective starts when
@@ -183,7 +189,10 @@ class _Step:
         self._clocks = _Clocks(slowness, contention=self._effects["contention"])
         self._packed_us: dict[int, float] = {}  # by bucket
         # By kind and bucket, as the recorded rank sees them.
-        self._sent: dict[str, dict[int, BucketRecord]] = {strategy.reduction: {}, OpKind.ALL_GATHER: {}}
+        self._sent: dict[str, dict[int, BucketRecord]] = {
+            strategy.reduction: {},
+            OpKind.ALL_GATHER: {},
+        }
 
     def run(self) -> StepRecord:
         """Returns the step as the recorder of one rank would have recorded it."""
@@ -295,7 +304,10 @@ def _without_packing(profile: Profile) -> Profile:
     """
     if profile.groups is None or profile.launch_us is None or profile.copy_us_per_mb is None:
         return profile
-    full_us, packing_us = [0.0], [0.0]  # when each bucket but the last was full, and the packing until then
+    full_us, packing_us = (
+        [0.0],
+        [0.0],
+    )  # when each bucket but the last was full, and the packing until then
     buckets = plan_from_groups(profile.params, profile.groups, num_ranks=profile.num_ranks).buckets
     for bucket in buckets[:-1]:
         last_us = max(profile.ready_us[param] for param in bucket.params)

@@ -50,10 +50,19 @@ _OF_NVLINK = "latency of NCCL's tuning model, rounded"
 _OF_NETWORKS = "nodes of 4 V100s: ddl-benchmarks, rate of fused rows of BERT, latency fitted to rows of a message per tensor"
 # Links by name: their rate and latency as text, and where these are from.
 LINKS: Mapping[str, tuple[str, str]] = {
-    "nvlink2": (f"1200gbit,{_NVLINK_LATENCY}", f"V100: 6 links of 25 GB/s in each direction; {_OF_NVLINK}"),
+    "nvlink2": (
+        f"1200gbit,{_NVLINK_LATENCY}",
+        f"V100: 6 links of 25 GB/s in each direction; {_OF_NVLINK}",
+    ),
     "nvlink3": (NODE_LINK, f"A100: 12 links of 25 GB/s in each direction; {_OF_NVLINK}"),
-    "nvlink4": (f"3600gbit,{_NVLINK_LATENCY}", f"H100: 18 links of 25 GB/s in each direction; {_OF_NVLINK}"),
-    "pcie3": ("40gbit,5.7us", "4 V100s of a node: ddl-benchmarks, fused rows of BERT; latency of NCCL's tuning model"),
+    "nvlink4": (
+        f"3600gbit,{_NVLINK_LATENCY}",
+        f"H100: 18 links of 25 GB/s in each direction; {_OF_NVLINK}",
+    ),
+    "pcie3": (
+        "40gbit,5.7us",
+        "4 V100s of a node: ddl-benchmarks, fused rows of BERT; latency of NCCL's tuning model",
+    ),
     "infiniband100": ("40gbit,58us", f"100 Gb/s InfiniBand; {_OF_NETWORKS}"),
     "tcp100": ("19gbit,72us", f"100 GbE with TCP; {_OF_NETWORKS}"),
     "tcp10": ("9.6gbit,57us", f"10 GbE with TCP; {_OF_NETWORKS}"),
@@ -357,7 +366,11 @@ class NodeCosts:
 # Substitutes for a kind that was not measured, best first, as in a ring: an all-reduce is a reduce-scatter and an all-gather,
 # which take equally long. (Inside a node of NVSwitches this does not hold: there both take 1.33 times an all-reduce.)
 _STANDS_FOR: Mapping[str, tuple[tuple[float, tuple[str, ...]], ...]] = {
-    "all_reduce": ((1.0, ("reduce_scatter", "all_gather")), (2.0, ("reduce_scatter",)), (2.0, ("all_gather",))),
+    "all_reduce": (
+        (1.0, ("reduce_scatter", "all_gather")),
+        (2.0, ("reduce_scatter",)),
+        (2.0, ("all_gather",)),
+    ),
     "reduce_scatter": ((1.0, ("all_gather",)), (0.5, ("all_reduce",))),
     "all_gather": ((1.0, ("reduce_scatter",)), (0.5, ("all_reduce",))),
 }
@@ -376,7 +389,9 @@ class MeasuredCosts:
                 return factor * sum((self.curves[measured].us(num_bytes) for measured in kinds), start=np.zeros(()))
         known = ", ".join(sorted(self.curves)) or "nothing"
         raise ConfigError(
-            f"the cost of {kind} was not measured.", where=f"measured: {known}", remedy="Measure it, or name a link."
+            f"the cost of {kind} was not measured.",
+            where=f"measured: {known}",
+            remedy="Measure it, or name a link.",
         )
 
 

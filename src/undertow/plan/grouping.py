@@ -28,7 +28,11 @@ class SizeCaps:
     last_bytes: tuple[float, ...] = ()  # of the last bucket, the one before it, and so on
 
     def __post_init__(self) -> None:
-        sizes = {"cap_bytes": (self.cap_bytes,), "first_bytes": self.first_bytes, "last_bytes": self.last_bytes}
+        sizes = {
+            "cap_bytes": (self.cap_bytes,),
+            "first_bytes": self.first_bytes,
+            "last_bytes": self.last_bytes,
+        }
         for name, value in ((name, value) for name, values in sizes.items() for value in values):
             require(
                 value > 0,  # NaN is not above zero either

@@ -28,12 +28,22 @@ _ALIGN_BYTES = 16
 STEP_BITS, _GENERATION_BITS, _MODE_BITS = 12, 8, 4
 SIGNATURE_BITS = STEP_BITS + _GENERATION_BITS + _MODE_BITS
 # What the last bucket says all ranks must have alike, each as the bits of a digest and their complements.
-ALIKE = ("settings", "loaded")  # of optimizers' steps since the last synchronization; parameters that load_state_dict changed
+ALIKE = (
+    "settings",
+    "loaded",
+)  # of optimizers' steps since the last synchronization; parameters that load_state_dict changed
 DIGEST_BITS = 24
 MOST = 2**63 - 1  # largest count: a signed integer of 64 bits
 Kind = tuple[str, str, bool, str | None]
 # Bytes per element of the dtypes that have gradients, by torch's names.
-ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
+ITEMSIZES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +59,12 @@ class ParamSpec:
     own_dtype: str | None = None  # the parameter's dtype, if its gradient has another one
 
     def __post_init__(self) -> None:
-        texts = (self.name, self.dtype, self.device, self.dtype if self.own_dtype is None else self.own_dtype)
+        texts = (
+            self.name,
+            self.dtype,
+            self.device,
+            self.dtype if self.own_dtype is None else self.own_dtype,
+        )
         if not all(isinstance(text, str) for text in texts) or not isinstance(self.is_sparse, bool):
             raise ConfigError(
                 f"parameter {brief(self.name)} has an impossible description: dtype {brief(self.dtype)}, "
@@ -138,7 +153,10 @@ class Trailer:
 def trailer_at(start: int, *, num_slots: int, num_late: int = 0, num_ranks: int = 0) -> Trailer:
     """Lays out a trailer from `start` on; with a verdict for the last bucket of `num_late`, and `num_ranks` ranks."""
     num_alike = 2 * DIGEST_BITS * len(ALIKE) if num_late else 0
-    ends = accumulate((num_slots, 2 * SIGNATURE_BITS, num_alike, *[num_ranks] * 3, num_late, num_ranks), initial=start)
+    ends = accumulate(
+        (num_slots, 2 * SIGNATURE_BITS, num_alike, *[num_ranks] * 3, num_late, num_ranks),
+        initial=start,
+    )
     names = (field.name for field in fields(Trailer))
     return Trailer(**{name: range(first, stop) for name, (first, stop) in zip(names, pairwise(ends), strict=True)})
 

@@ -103,7 +103,10 @@ def limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs, *, h
     """
     reduction = "reduce_scatter" if has_shards else "all_reduce"
     alone_us = float(costs.collective_us(reduction, [0.0])[0])
-    reduced = max(timing.backward_end_us + alone_us, _latest_us(params, -np.asarray(timing.ready_us), costs, reduction))
+    reduced = max(
+        timing.backward_end_us + alone_us,
+        _latest_us(params, -np.asarray(timing.ready_us), costs, reduction),
+    )
     if not has_shards:
         return reduced
     return reduced + max(0.0, _latest_us(params, np.asarray(timing.used_us), costs, "all_gather"))

@@ -135,7 +135,14 @@ def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
             linewidth=0.6,
         )
     left = _end_ms(trace) + axis_ms * 0.008
-    axes.text(left, row - 0.2, f"{trace.duration_us / 1e3:.0f} ms", va="center", fontsize=10.5, fontweight="bold")
+    axes.text(
+        left,
+        row - 0.2,
+        f"{trace.duration_us / 1e3:.0f} ms",
+        va="center",
+        fontsize=10.5,
+        fontweight="bold",
+    )
     if (hidden := overlap_of(trace).fraction) is not None:
         axes.text(left, row + 0.15, f"{hidden:.0%} hidden", va="center", fontsize=8.5, alpha=0.75)
 

@@ -17,10 +17,19 @@ from undertow.tune import bucket_us_of, choice_for
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # kinds whose curve may determine the link
 _MIB = 1024 * 1024
-PER_PARAMETER, FIXED, PLANNED, MEASURED = "per parameter", "25 MiB buckets", "planned buckets", "buckets of the profile"
+PER_PARAMETER, FIXED, PLANNED, MEASURED = (
+    "per parameter",
+    "25 MiB buckets",
+    "planned buckets",
+    "buckets of the profile",
+)
 # p10 and p90 of steps beside their predictions, of the published rows in docs/fidelity.md. Measured profiles know the spread of
 # their steps and how far their own step is missed. What remains is the model's.
-BAND, _MODEL, _P90 = (0.88, 1.09), 0.03, 1.2816  # the last two: a standard deviation, and the number of them up to p90
+BAND, _MODEL, _P90 = (
+    (0.88, 1.09),
+    0.03,
+    1.2816,
+)  # the last two: a standard deviation, and the number of them up to p90
 
 
 def require_rank(num_ranks: int | None, *, of: str, where: str) -> None:
@@ -74,16 +83,28 @@ class NetworkOptions:
         has_trees = not (profile.is_measured and all(spec.device == "cpu" for spec in profile.params))
         if self.link is not None and (self.per_node is not None or not is_mesh):
             # If there are fewer ranks than a node has, all of them are on one node.
-            per_node, inside = self.per_node and min(self.per_node, num_ranks), self.node_link or NODE_LINK
+            per_node, inside = (
+                self.per_node and min(self.per_node, num_ranks),
+                self.node_link or NODE_LINK,
+            )
             costs = costs_for(
-                self.link, num_ranks=num_ranks, per_node=per_node, inside=inside, is_mesh=is_mesh, has_trees=has_trees
+                self.link,
+                num_ranks=num_ranks,
+                per_node=per_node,
+                inside=inside,
+                is_mesh=is_mesh,
+                has_trees=has_trees,
             )
             nodes = "," if per_node is None else f" between nodes of {per_node} ranks, {inside} inside;"
             return Network(costs=costs, source=f"{self.link}{nodes} {num_ranks} ranks")
         needs_nodes = is_mesh or strategy_named(profile.strategy).crossing is not None
         is_measured = num_ranks == profile.num_ranks and bool(profile.curves)
         if self.link is None and is_measured and (strategy.name == profile.strategy or not needs_nodes):
-            return Network(costs=profile.costs(), source=f"as measured over {num_ranks} ranks", is_measured=True)
+            return Network(
+                costs=profile.costs(),
+                source=f"as measured over {num_ranks} ranks",
+                is_measured=True,
+            )
         if needs_nodes:
             measured = f"measured: {profile.strategy!r} over {profile.num_ranks} ranks"
             raise ConfigError(
@@ -112,7 +133,10 @@ def caps_of(mebibytes: float) -> SizeCaps:
     return SizeCaps(cap_bytes=mebibytes * _MIB, first_bytes=(min(mebibytes, 1.0) * _MIB,))
 
 
-_FIXED_CAPS: Mapping[str, SizeCaps] = {FIXED: caps_of(25.0), "40 MB buckets": SizeCaps(cap_bytes=40e6)}
+_FIXED_CAPS: Mapping[str, SizeCaps] = {
+    FIXED: caps_of(25.0),
+    "40 MB buckets": SizeCaps(cap_bytes=40e6),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +151,12 @@ class WhatIf:
 
     @classmethod
     def of(
-        cls, profile: Profile, strategy: str | None, num_ranks: int | None, options: NetworkOptions, conditions: Conditions
+        cls,
+        profile: Profile,
+        strategy: str | None,
+        num_ranks: int | None,
+        options: NetworkOptions,
+        conditions: Conditions,
     ) -> Self:
         """Takes the profile's strategy and number of ranks if they are None."""
         require(
@@ -199,7 +228,10 @@ class WhatIf:
             compute_us=self.compute_us,
             limit_us=self.limit_us,
             # The limit is of ranks as slow as the profile's slowest: fewer of them may be faster.
-            band_us=(min(record.step_us, max(self.limit_us, record.step_us * low)), record.step_us * high),
+            band_us=(
+                min(record.step_us, max(self.limit_us, record.step_us * low)),
+                record.step_us * high,
+            ),
             late_rank_us=record.late_rank_us(),
         )
 

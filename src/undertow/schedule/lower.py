@@ -7,7 +7,11 @@ from undertow.schedule.strategies import DDP, Strategy
 
 
 def lower_data_parallel(
-    num_buckets: int, strategy: Strategy = DDP, *, overlap: bool = True, gather_order: Sequence[int] | None = None
+    num_buckets: int,
+    strategy: Strategy = DDP,
+    *,
+    overlap: bool = True,
+    gather_order: Sequence[int] | None = None,
 ) -> Schedule:
     """Reduces every bucket as soon as it and all earlier ones are full, and gathers updated parameters after the step.
 
@@ -62,7 +66,15 @@ class _Builder:
     def add(self, kind: OpKind, bucket: int | None, *, after: Iterable[int] = ()) -> int:
         lane, *names = self._rows[kind]
         reads, writes = (tuple(Buffer(name, bucket) for name in of_op) for of_op in names)
-        op = Op(id=len(self.ops), lane=lane, kind=kind, bucket=bucket, reads=reads, writes=writes, after=tuple(after))
+        op = Op(
+            id=len(self.ops),
+            lane=lane,
+            kind=kind,
+            bucket=bucket,
+            reads=reads,
+            writes=writes,
+            after=tuple(after),
+        )
         self.ops.append(op)
         return op.id
 

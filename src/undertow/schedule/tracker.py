@@ -19,7 +19,17 @@ _NO_TRAVERSAL = -2
 class BucketArrivals:
     """The arrivals of one bucket, and how far they are counted."""
 
-    __slots__ = ("arrivals", "counts_from", "index", "is_full", "known", "num_awaited", "num_known", "params", "seen")
+    __slots__ = (
+        "arrivals",
+        "counts_from",
+        "index",
+        "is_full",
+        "known",
+        "num_awaited",
+        "num_known",
+        "params",
+        "seen",
+    )
 
     def __init__(self, arrivals: Arrivals, index: int, params: Sequence[int]) -> None:
         self.arrivals = arrivals

@@ -29,7 +29,12 @@ Json = dict[str, Any]
 KEY = "undertow_trace"  # the field that only Undertow's files have
 _FACTS = ("run", "rank", "ranks", "model", "began_ns", "synchronized_us")
 _ENDS = (".json", ".json.gz")
-_THREADS = {"steps": 1, COMPUTE: 2, "gradients": 3, "parameters": 4}  # Perfetto takes thread 0 for an idle processor
+_THREADS = {
+    "steps": 1,
+    COMPUTE: 2,
+    "gradients": 3,
+    "parameters": 4,
+}  # Perfetto takes thread 0 for an idle processor
 
 
 def trace_text(records: Sequence[StepRecord], about: Json, predicted: StepRecord | None) -> str:
@@ -147,7 +152,9 @@ def write_whole(path: str | Path, content: bytes, *, where: str) -> None:
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"'{path}' cannot be written: {error.strerror or error}.", where=where, remedy="Name a folder with space to write."
+            f"'{path}' cannot be written: {error.strerror or error}.",
+            where=where,
+            remedy="Name a folder with space to write.",
         ) from error
 
 
@@ -200,7 +207,11 @@ def merge(folder: Path, out: Path) -> str:
     if missing:
         note += f"; there are none of ranks {', '.join(map(str, missing))}"
     began_ns = first[KEY]["began_ns"] + round(begin_us * 1e3)
-    write_whole(out, _file_text({**first[KEY], "began_ns": began_ns, "merged": note}, events).encode(), where=where)
+    write_whole(
+        out,
+        _file_text({**first[KEY], "began_ns": began_ns, "merged": note}, events).encode(),
+        where=where,
+    )
     return note
 
 
@@ -213,7 +224,9 @@ def _read(path: Path) -> Json:
             _ = [trace[KEY][name] for name in _FACTS], trace["traceEvents"]
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
-            f"{path.name} is not a whole trace: {error}.", where=str(path), remedy="Delete it, or write this rank's trace again."
+            f"{path.name} is not a whole trace: {error}.",
+            where=str(path),
+            remedy="Delete it, or write this rank's trace again.",
         ) from error
     return trace
 

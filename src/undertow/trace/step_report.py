@@ -181,7 +181,11 @@ class StepReport(Shown):
         # By name: the page uses the simulator, which is in a layer above this one.
         page = importlib.import_module("undertow.report.page")
         where = "report.to_html(path)"
-        write_whole(path, page.page_of([json.loads(json.dumps(self.to_dict()))], profile, where=where).encode(), where=where)
+        write_whole(
+            path,
+            page.page_of([json.loads(json.dumps(self.to_dict()))], profile, where=where).encode(),
+            where=where,
+        )
 
     def __rich__(self) -> "RenderableType":
         return with_experts(_tables(self), self.experts)
@@ -189,7 +193,15 @@ class StepReport(Shown):
 
 # Of the report's fields, those that `scalars` has under their own names.
 _SCALARS = (
-    *("step_ms", "step_p50_ms", "step_p95_ms", "forward_ms", "backward_ms", "rest_ms", "communication_ms"),
+    *(
+        "step_ms",
+        "step_p50_ms",
+        "step_p95_ms",
+        "forward_ms",
+        "backward_ms",
+        "rest_ms",
+        "communication_ms",
+    ),
     *("exposed_ms", "late_rank_ms", "processors_ms", "overlap", "gather_ms", "gather_exposed_ms"),
     *("synchronized_ms", "limit_ms", "slowest_rank", "num_steps", "num_skipped"),
 )
@@ -198,7 +210,11 @@ _SCALARS = (
 # Advice.
 
 _FEWEST_STEPS = 5  # to judge
-_VERDICTS = {"excellent": 0.02, "good": 0.10, "poor": math.inf}  # by the exposed share of the step, at most
+_VERDICTS = {
+    "excellent": 0.02,
+    "good": 0.10,
+    "poor": math.inf,
+}  # by the exposed share of the step, at most
 # Exposed, to judge. A scheduler gives a processor to another thread for a millisecond or more, so a shorter wait may be its work:
 # none of the causes below would explain it, and no plan would shorten it.
 _LEAST_MS = 1.0
@@ -335,10 +351,18 @@ def _step_table(report: StepReport) -> "Table":
     add("  forward", report.forward_ms)
     add("  backward", report.backward_ms)
     worst = report.worst_bucket
-    add("  exposed", report.exposed_ms, "" if worst is None else f"waits, the longest for bucket {worst.index}")
+    add(
+        "  exposed",
+        report.exposed_ms,
+        "" if worst is None else f"waits, the longest for bucket {worst.index}",
+    )
     if report.overlap is not None:
         is_late = report.late_rank_ms >= 0.05  # as shown
-        add("    a late rank", report.late_rank_ms, f"in this step rank {report.slowest_rank}" if is_late else "")
+        add(
+            "    a late rank",
+            report.late_rank_ms,
+            f"in this step rank {report.slowest_rank}" if is_late else "",
+        )
     add("  rest", report.rest_ms, "optimizer, and all else until the next forward")
     if report.overlap is None:
         return table
@@ -348,7 +372,11 @@ def _step_table(report: StepReport) -> "Table":
     add("communication", report.communication_ms, f"{report.overlap:.0%} hidden{verdict}")
     if report.gathers:
         megabytes = sum(gather.sent_bytes for gather in report.gathers) / 1e6
-        add("  of it gathers", report.gather_ms, f"{megabytes:.1f} MB; {report.gather_exposed_ms:.1f} ms exposed")
+        add(
+            "  of it gathers",
+            report.gather_ms,
+            f"{megabytes:.1f} MB; {report.gather_exposed_ms:.1f} ms exposed",
+        )
     limit = f"limit {report.limit_ms:.1f}: not earlier with these buckets"
     add("synchronized after", report.synchronized_ms, limit)
     return table
@@ -366,7 +394,13 @@ def _bucket_table(report: StepReport, buckets: Sequence[BucketReport]) -> "Table
     for bucket in buckets:
         sizes = [bucket.num_bytes, bucket.sent_bytes] if has_sent else [bucket.num_bytes]
         row = [f"{size / 1e6:.2f}" for size in sizes]
-        for time_ms in (bucket.ready_ms, bucket.launched_ms, bucket.done_ms, bucket.wire_ms, bucket.waited_ms):
+        for time_ms in (
+            bucket.ready_ms,
+            bucket.launched_ms,
+            bucket.done_ms,
+            bucket.wire_ms,
+            bucket.waited_ms,
+        ):
             row.append(f"{time_ms:z.1f}")
         largest = bucket.largest if len(bucket.largest) <= width else f"…{bucket.largest[1 - width :]}"
         if len(bucket.params) > 1:

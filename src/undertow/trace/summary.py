@@ -6,7 +6,15 @@ from statistics import median
 from typing import Any
 
 from undertow.plan import Plan
-from undertow.trace.record import BucketRecord, StepRecord, length_us, limit_us, overlap_of, union_us, wires_of
+from undertow.trace.record import (
+    BucketRecord,
+    StepRecord,
+    length_us,
+    limit_us,
+    overlap_of,
+    union_us,
+    wires_of,
+)
 from undertow.trace.step_report import BucketReport, StepReport
 
 _MS = 1e-3  # milliseconds in a microsecond

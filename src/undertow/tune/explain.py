@@ -58,7 +58,10 @@ def _lines(it: Explanation) -> Iterator[str]:
     }
     if known := [f"{name} {milliseconds:.2f}" for name, milliseconds in times.items() if milliseconds is not None]:
         yield f"Until gradients are synchronized, ms since the step began: {', '.join(known)}"
-    sections = {"The fastest plans of each number of buckets, predicted:": it.plans, "The network, as measured:": it.network}
+    sections = {
+        "The fastest plans of each number of buckets, predicted:": it.plans,
+        "The network, as measured:": it.network,
+    }
     for title, rows in sections.items():
         yield from (title, *(f"  {row}" for row in rows)) if rows else ()
 

@@ -52,7 +52,10 @@ def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: in
 def _row(record: StepRecord, plan: Plan) -> list[float]:
     waits = [gather.waited for gather in record.gathers]
     computing = record.idle_us - sum(max(0.0, stop - max(0.0, start)) for start, stop in waits)
-    backward_end, last_wait = record.backwards[-1][1], max(bucket.waited[1] for bucket in record.buckets)
+    backward_end, last_wait = (
+        record.backwards[-1][1],
+        max(bucket.waited[1] for bucket in record.buckets),
+    )
     negated = ({it.bucket: it.launched_us - it.done_us for it in sent} for sent in (record.buckets, record.gathers))
     return [
         record.idle_us,
@@ -122,7 +125,12 @@ def _packed(records: Sequence[StepRecord], plan: Plan) -> list[tuple[float, floa
     packed = []
     for record in records:
         for row, begin_us in record.packings():
-            packed.append((float(plan.buckets[row.bucket].num_bytes), max(_LEAST_US, row.launched_us - begin_us)))
+            packed.append(
+                (
+                    float(plan.buckets[row.bucket].num_bytes),
+                    max(_LEAST_US, row.launched_us - begin_us),
+                )
+            )
     return packed
 
 
@@ -134,7 +142,14 @@ def _samples(
     steps: Sequence[Sequence[BucketRecord]], durations: NDArray[np.float64]
 ) -> dict[str, tuple[tuple[float, float], ...]]:
     transfers = [
-        [Transfer(num_bytes=row.num_bytes, start_us=row.done_us - took[row.bucket], stop_us=row.done_us) for row in rows]
+        [
+            Transfer(
+                num_bytes=row.num_bytes,
+                start_us=row.done_us - took[row.bucket],
+                stop_us=row.done_us,
+            )
+            for row in rows
+        ]
         for rows, took in zip(steps, durations.tolist(), strict=True)
     ]
     return {kind: cost_samples(transfers) for kind in {row.kind for rows in steps for row in rows}}

@@ -59,7 +59,14 @@ class Tuner:
             return None
         costs, bucket_us = profile.costs(), bucket_us_of(profile)
         chosen = choice_for(profile, costs, has_shards=has_shards, bucket_us=bucket_us, order=self._order)
-        present_us = finish_us(plan.params, plan.groups, profile.timing, costs, has_shards=has_shards, bucket_us=bucket_us)
+        present_us = finish_us(
+            plan.params,
+            plan.groups,
+            profile.timing,
+            costs,
+            has_shards=has_shards,
+            bucket_us=bucket_us,
+        )
         return chosen, present_us
 
     def decide(self, plan: Plan, *, has_shards: bool) -> Decision:
