@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from undertow.config import SyncConfig, bytes_from_mib
@@ -183,7 +183,7 @@ def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int, 
 
 def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int) -> Plan:
     pinned = Plan.from_json(text)
-    difference = next(_differences(params, pinned.params), "")
+    difference = _difference(params, pinned.params)
     require(
         not difference,
         "the saved plan is for another model.",
@@ -193,11 +193,16 @@ def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int) -> P
     return plan_from_groups(params, pinned.groups, num_ranks=num_ranks)
 
 
-def _differences(params: Sequence[ParamSpec], planned: Sequence[ParamSpec]) -> Iterator[str]:
+def _difference(params: Sequence[ParamSpec], planned: Sequence[ParamSpec]) -> str:
+    """Returns the first difference between the parameters of a model and of a plan; empty if there is none."""
     for mine, other in zip(params, planned, strict=False):
         if mine.is_sparse != other.is_sparse:
-            yield f"gradients of {mine.name!r} are sparse in {'the model' if mine.is_sparse else 'the plan'} only"
+            where = "the model" if mine.is_sparse else "the plan"
+            return f"gradients of {mine.name!r} are sparse in {where} only"
         if (mine.name, mine.shape, mine.dtype) != (other.name, other.shape, other.dtype):
-            yield f"it has {other.name!r} {other.shape} {other.dtype} where the model has {mine.name!r} {mine.shape} {mine.dtype}"
+            return (
+                f"it has {other.name!r} {other.shape} {other.dtype} where the model has {mine.name!r} {mine.shape} {mine.dtype}"
+            )
     if len(params) != len(planned):
-        yield f"it has {len(planned)} parameters, the model {len(params)}"
+        return f"it has {len(planned)} parameters, the model {len(params)}"
+    return ""

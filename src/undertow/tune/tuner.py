@@ -1,6 +1,6 @@
 """Learns what a step costs, and decides once on the plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from undertow.cost import CostCurve, Costs, curve_from_samples
@@ -55,8 +55,11 @@ class Tuner:
     def choice(self, plan: Plan, *, has_shards: bool) -> tuple[Choice, float] | None:
         """Returns the best plan with its table, and the time of `plan` by the same costs; None if too little was measured."""
         profile = self.profile(plan, strategy="zero1" if has_shards else "ddp")
-        if profile is None or not knows_enough(profile.curves, has_shards=has_shards):
+        if profile is None:
             return None
+        curves = [profile.curves.get(kind) for kind in kinds_needed(has_shards=has_shards)]
+        if any(curve is None or not curve.is_enough for curve in curves):
+            return None  # they do not show the cost of buckets of other sizes
         costs, bucket_us = profile.costs(), bucket_us_of(profile)
         chosen = choice_for(profile, costs, has_shards=has_shards, bucket_us=bucket_us, order=self._order)
         present_us = finish_us(
@@ -118,8 +121,3 @@ def choice_for(
 def kinds_needed(*, has_shards: bool) -> tuple[str, ...]:
     """Returns the collectives of a step."""
     return ("reduce_scatter", "all_gather") if has_shards else ("all_reduce",)
-
-
-def knows_enough(curves: Mapping[str, CostCurve], *, has_shards: bool) -> bool:
-    """Returns True if the measurements show the cost of buckets of other sizes."""
-    return all(kind in curves and curves[kind].is_enough for kind in kinds_needed(has_shards=has_shards))
