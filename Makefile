@@ -28,7 +28,7 @@ demo: $(READY)cli ## Train with and without overlap on this machine and compare;
 test: $(READY)test ## Run every behavior once (5 minutes); make test ARGS="tests/unit -k plan"
 	$(PYTEST) -n 3 --dist worksteal -m "$(QUICK)" $(ARGS)
 
-test-all: $(READY)test $(READY)viewers ## Run everything, torch's own tests of its class too (20 minutes)
+test-all: $(READY)test $(READY)integrations ## Run everything, torch's own tests of its class too (20 minutes)
 	$(PYTEST) -n 3 --dist worksteal --thorough --no-unexpected-skips -m "not alone"
 	$(PYTEST) --thorough --no-unexpected-skips -m alone
 	$(MAKE) test-torch
@@ -79,11 +79,6 @@ clean: ## Remove outputs and caches; the virtual environment stays
 $(READY)%: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "Installing Undertow with its extra $* ..."
 	@$(PIP_INSTALL) $(TORCH) --editable '.[$*]'
-	@touch $@
-
-# HolisticTraceAnalysis, without the Jupyter that it asks for: analyzing needs none, and the frameworks bring the rest.
-$(READY)viewers: $(READY)integrations
-	@$(PIP_INSTALL) --no-deps HolisticTraceAnalysis
 	@touch $@
 
 # torch goes in first and alone: left to the resolver among the others, another build of it with gigabytes of CUDA

@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 from benchmarks.figure import Figure, Relation, Row, Target, Tell, row_where
 from undertow.plan import ParamSpec, StepTiming, choose
 
-_NUM_RANKS = 8
 _BACKWARD_US, _FORWARD_US = 40_000.0, 20_000.0
 _WHOLE, _SHARDS = "data-parallel", "shards"
 _CASES = tuple((form, num) for form in (_WHOLE, _SHARDS) for num in (300, 3000, 10_000))
@@ -70,7 +69,6 @@ def measure(is_quick: bool, tell: Tell) -> list[Row]:
             range(num_params),
             timing,
             MeasuredCosts(),
-            num_ranks=_NUM_RANKS,
             has_shards=form != _WHOLE,
         )
         choice, times_ms = plan(), [_milliseconds(plan) for _ in range(num_repetitions)]

@@ -16,14 +16,14 @@ from undertow.errors import ConfigError, require, suggestion
 from undertow.foreign import as_float, parsed_json
 from undertow.plan import Groups, ParamSpec, Plan, StepTiming, plan_from_groups
 from undertow.plan.layout import ITEMSIZES, MOST
-from undertow.plan.plan import member_from_json, member_to_json
+from undertow.plan.plan import groups_from_json
 from undertow.schedule import strategy_named
 
 __all__ = ["Profile", "profile_from_file", "profile_from_json"]
 
 FORMAT_FIELD, FORMAT = "undertow_profile", 1  # the first entry of a file, and the format's version
-# The fields with numbers, and the largest value that a simulation can use.
-_TIMES = dict.fromkeys(("forward_us", "backward_us", "update_us"), math.inf)
+_TIMES = ("forward_us", "backward_us", "update_us")
+# The numbers that may be unknown, with the largest value that a simulation can use.
 _NUMBERS = {
     "step_us": math.inf,
     "launch_us": math.inf,
@@ -34,11 +34,9 @@ _NUMBERS = {
     "processors_us": math.inf,
     "network_us": math.inf,
 }
+_SIMPLE = ("name", "num_ranks", *_TIMES, "strategy", *_NUMBERS)  # fields that are one value
 _REQUIRED = (FORMAT_FIELD, "backward_us", "params")
-FIELDS = (
-    *_REQUIRED,
-    *("name", "strategy", "forward_us", "update_us", "num_ranks", *_NUMBERS, "costs", "buckets"),
-)
+FIELDS = (FORMAT_FIELD, *_SIMPLE, "params", "costs", "buckets")
 PARAM_FIELDS = ("name", "ready_us", "shape", "dtype", "device", "sparse")
 _REMEDY = "docs/profiles.md has the format and an example."
 _ROUNDING_US = 1.0  # two times of a step may disagree by this much, as each is rounded separately
@@ -79,10 +77,11 @@ class Profile:
     is_forward_guessed: bool = False  # as half of backward
 
     def __post_init__(self) -> None:
-        for name, most in (_TIMES | _NUMBERS).items():
-            value = getattr(self, name)
-            if name in _TIMES or value is not None:
-                _require_number(value, name, most=most)
+        for name in _TIMES:
+            _require_number(getattr(self, name), name)
+        for name, most in _NUMBERS.items():
+            if getattr(self, name) is not None:
+                _require_number(getattr(self, name), name, most=most)
         for name in ("name", "strategy"):
             _require(isinstance(getattr(self, name), str), name, "a text", getattr(self, name))
         is_whole = type(self.num_ranks) is int and 1 <= self.num_ranks <= MOST
@@ -109,12 +108,13 @@ class Profile:
             )
             names.add(spec.name)
         for kind in self.curves:
-            if kind not in COLLECTIVES:
-                known = suggestion(kind, COLLECTIVES)
-                raise ConfigError(f"costs has the unknown kind {kind!r}.", remedy=known)
+            _require_known(kind, COLLECTIVES, "costs.")
         strategy_named(self.strategy)
         if self.groups is not None:
-            _require_groups(self.params, self.groups, self.num_ranks)
+            try:
+                plan_from_groups(self.params, self.groups, num_ranks=self.num_ranks)
+            except ConfigError as error:
+                raise ConfigError("buckets do not fit the parameters.", where=str(error)) from error
 
     @property
     def is_measured(self) -> bool:
@@ -161,48 +161,39 @@ class Profile:
 
     def to_json(self) -> str:
         """Returns the file format of docs/profiles.md, with one line per parameter; `profile_from_json` reads it."""
-        texts = {FORMAT_FIELD: json.dumps(FORMAT)}
-        for name in ("name", "num_ranks", *_TIMES, "strategy", *_NUMBERS):
+        texts = {FORMAT_FIELD: str(FORMAT)}
+        for name in _SIMPLE:
             value = getattr(self, name)
             if value is not None:
-                texts[name] = json.dumps(_plain(value))
+                texts[name] = json.dumps(value)
         rows = [_row(spec, time) for spec, time in zip(self.params, self.ready_us, strict=True)]
         texts["params"] = _list_text(rows)
         if self.curves:
-            lines = {}
-            for kind, curve in self.curves.items():
-                points = [[_plain(size), _plain(time)] for size, time in curve.points]
-                lines[kind] = json.dumps(points)
-            texts["costs"] = _object_text(lines, indent="  ").rstrip()
+            texts["costs"] = json.dumps({kind: curve.points for kind, curve in self.curves.items()})
         if self.groups is not None:
-            texts["buckets"] = _list_text([*map(member_to_json, group)] for group in self.groups)
-        return _object_text(texts)
+            texts["buckets"] = _list_text(self.groups)
+        lines = ",\n".join(f"  {json.dumps(name)}: {text}" for name, text in texts.items())
+        return f"{{\n{lines}\n}}\n"
 
     def save(self, path: str | Path) -> None:
         """Writes `to_json()` to `path`; `profile_from_file` reads it."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
-def _require_number(value: Any, name: str, *, most: float = math.inf) -> None:
+def _require_number(value: object, name: str, *, most: float = math.inf) -> None:
     """Raises ConfigError unless the value is finite, not negative, and at most `most`."""
-    number = as_float(value)
     limit = "zero or more" if math.isinf(most) else f"0 to {most}"
-    _require(0 <= number <= most and number < math.inf, name, f"a number, {limit}", value)
-
-
-def _require_groups(params: tuple[ParamSpec, ...], groups: Groups, num_ranks: int) -> None:
-    try:
-        plan_from_groups(params, groups, num_ranks=num_ranks)
-    except IndexError as error:
-        where = f"they name one that is not among the {len(params)} parameters"
-        raise ConfigError("buckets do not fit the parameters.", where=where) from error
-    except ConfigError as error:
-        raise ConfigError("buckets do not fit the parameters.", where=str(error)) from error
+    is_possible = 0 <= as_float(value) <= min(most, 1e300)
+    _require(is_possible, name, f"a number, {limit}", value)
 
 
 def _row(spec: ParamSpec, ready_us: float) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": spec.name, "shape": spec.shape, "dtype": spec.dtype}
-    row["ready_us"] = _plain(ready_us)
+    row: dict[str, Any] = {
+        "name": spec.name,
+        "shape": spec.shape,
+        "dtype": spec.dtype,
+        "ready_us": ready_us,
+    }
     if spec.device != "cpu":
         row["device"] = spec.device
     if spec.is_sparse:
@@ -210,20 +201,8 @@ def _row(spec: ParamSpec, ready_us: float) -> dict[str, Any]:
     return row
 
 
-def _object_text(entries: Mapping[str, str], indent: str = "") -> str:
-    lines = ",\n".join(f"{indent}  {json.dumps(name)}: {value}" for name, value in entries.items())
-    return f"{{\n{lines}\n{indent}}}\n"
-
-
-def _list_text(values: Iterable[Any]) -> str:
+def _list_text(values: Iterable[object]) -> str:
     return "[\n" + ",\n".join(f"    {json.dumps(value)}" for value in values) + "\n  ]"
-
-
-def _plain(value: Any) -> Any:
-    """Returns a whole number as an integer: sizes and round times are easier to read."""
-    if isinstance(value, float) and value.is_integer() and value < 2**53:
-        return int(value)
-    return value
 
 
 def profile_from_file(path: str | Path) -> Profile:
@@ -254,18 +233,11 @@ def source_from_file(path: str | Path) -> Profile | Plan | tuple[ParamSpec, ...]
         if isinstance(data, dict) and "buckets" in data and FORMAT_FIELD not in data:
             return Plan.from_json(contents.decode())
         if isinstance(data, dict) and data.keys() == {"params"}:
-            return tuple(_spec(row, path) for row, path in _param_rows(data["params"], ("name",)))
+            return tuple(spec for spec, _ in _params(data["params"], ("name", "shape")))
     except ConfigError as error:
         what = f"{path} is neither a saved plan nor a table of parameters."
         raise ConfigError(what, where=str(error)) from error
     return _profile_of(data, str(path))
-
-
-def _profile_of(data: Any, where: str) -> Profile:
-    try:
-        return _profile(data)
-    except ConfigError as error:
-        raise ConfigError(f"{where} is not a profile.", where=str(error)) from error
 
 
 def _contents(path: str | Path) -> bytes:
@@ -283,55 +255,56 @@ def _parsed(text: str | bytes, where: str) -> Any:
         raise ConfigError(f"{where} is not JSON.", where=str(error), remedy=_REMEDY) from error
 
 
+def _profile_of(data: Any, where: str) -> Profile:
+    try:
+        return _profile(data)
+    except ConfigError as error:
+        raise ConfigError(f"{where} is not a profile.", where=str(error)) from error
+
+
 def _profile(data: Any) -> Profile:
     fields = _object(data, "", FIELDS, _REQUIRED)
     version = fields.pop(FORMAT_FIELD)
     _require(version == FORMAT and type(version) is int, FORMAT_FIELD, FORMAT, version)
-    rows = _param_rows(fields.pop("params"), ("name", "ready_us"))
-    for name in _NUMBERS:  # None is for a Profile that does not have the number
-        _require(fields.get(name, 0.0) is not None, name, "a number, or left out", None)
+    params = _params(fields.pop("params"), ("name", "ready_us", "shape"))
     if "forward_us" not in fields:
         _require_number(fields["backward_us"], "backward_us")
         fields["forward_us"] = fields["backward_us"] / 2
         fields["is_forward_guessed"] = True
     if "buckets" in fields:
-        fields["groups"] = _groups(fields.pop("buckets"))
+        fields["groups"] = groups_from_json(fields.pop("buckets"))
     return Profile(
-        params=tuple(_spec(row, path) for row, path in rows),
-        ready_us=tuple(row["ready_us"] for row, _ in rows),
+        params=tuple(spec for spec, _ in params),
+        ready_us=tuple(ready_us for _, ready_us in params),
         curves=_curves(fields.pop("costs", {})),
         **fields,
     )
 
 
-def _param_rows(rows: Any, required: Collection[str]) -> list[tuple[dict[str, Any], str]]:
-    """Returns the fields of each parameter, with its place for errors."""
+def _params(rows: Any, required: Collection[str]) -> list[tuple[ParamSpec, Any]]:
+    """Returns each parameter and its ready time, which the profile checks; None without one."""
     found = []
-    for index, row in enumerate(_list(rows, "params")):
+    for index, fields in enumerate(_list(rows, "params")):
         path = f"params[{index}]"
-        found.append((_object(row, path, PARAM_FIELDS, (*required, "shape")), path))
+        row = _object(fields, path, PARAM_FIELDS, required)
+        dtype = row.get("dtype", "float32")
+        if not isinstance(dtype, str) or dtype not in ITEMSIZES:
+            what = f"{path}.dtype is unknown: {brief(dtype)}."
+            raise ConfigError(what, remedy=suggestion(dtype, ITEMSIZES))
+        sizes = row["shape"] if isinstance(row["shape"], list) else [row["shape"]]  # or the number of elements
+        try:
+            spec = ParamSpec(
+                name=row["name"],
+                shape=tuple(sizes),
+                dtype=dtype,
+                itemsize=ITEMSIZES[dtype],
+                device=row.get("device", "cpu"),
+                is_sparse=row.get("sparse", False),
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{path} is not a parameter.", where=str(error)) from error
+        found.append((spec, row.get("ready_us")))
     return found
-
-
-def _spec(row: Mapping[str, Any], path: str) -> ParamSpec:
-    dtype = row.get("dtype", "float32")
-    if not isinstance(dtype, str) or dtype not in ITEMSIZES:
-        what = f"{path}.dtype is unknown: {brief(dtype)}."
-        raise ConfigError(what, remedy=suggestion(dtype, ITEMSIZES))
-    shape = row["shape"]
-    if not isinstance(shape, list):
-        shape = [shape]  # of elements
-    try:
-        return ParamSpec(
-            name=row["name"],
-            shape=tuple(shape),
-            dtype=dtype,
-            itemsize=ITEMSIZES[dtype],
-            device=row.get("device", "cpu"),
-            is_sparse=row.get("sparse", False),
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{path} is not a parameter.", where=str(error)) from error
 
 
 def _curves(costs: Any) -> dict[str, CostCurve]:
@@ -345,29 +318,25 @@ def _curves(costs: Any) -> dict[str, CostCurve]:
     return curves
 
 
-def _groups(buckets: Any) -> Groups:
-    groups = []
-    for index, row in enumerate(_list(buckets, "buckets")):
-        path = f"buckets[{index}]"
-        members = _list(row, path)
-        try:
-            groups.append(tuple(map(member_from_json, members)))
-        except ValueError as error:
-            expected = "a list of parameters' indices or [index, first element, end]"
-            raise ConfigError(f"{path} must be {expected}.", where=str(error), remedy=_REMEDY) from error
-    return tuple(groups)
-
-
-def _object(data: Any, path: str, known: Collection[str], required: Collection[str] = ()) -> dict[str, Any]:
+def _object(
+    data: Any,
+    path: str,
+    known: Collection[str],
+    required: Collection[str] = (),
+) -> dict[str, Any]:
     """Returns a copy of the fields of an object; raises ConfigError for others than `known`, and without `required` ones."""
     _require(isinstance(data, dict), path or "a profile", "an object", data)
     prefix = f"{path}." if path else ""
     for name in data:
-        if name not in known:
-            raise ConfigError(f"{prefix}{name} is unknown.", remedy=suggestion(name, known))
+        _require_known(name, known, prefix)
     for name in required:
         require(name in data, f"{prefix}{name} is missing.", remedy=_REMEDY)
     return dict(data)
+
+
+def _require_known(name: str, known: Collection[str], prefix: str) -> None:
+    if name not in known:
+        raise ConfigError(f"{prefix}{name} is unknown.", remedy=suggestion(name, known))
 
 
 def _list(value: Any, path: str) -> list[Any]:
@@ -375,5 +344,5 @@ def _list(value: Any, path: str) -> list[Any]:
     return list(value)
 
 
-def _require(holds: bool, path: str, expected: object, value: Any) -> None:
+def _require(holds: bool, path: str, expected: object, value: object) -> None:
     require(holds, f"{path} must be {expected}, got {brief(value)}.", remedy=_REMEDY)

@@ -2,8 +2,8 @@
 
 import math
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -21,24 +21,10 @@ __all__ = ["DEFAULTS", "IDEAL", "Conditions", "simulate"]
 
 _Times = NDArray[np.float64]  # by rank; one entry if all ranks are equal
 
-_WHERE = "conditions of a simulated step"
 # Values for a profile that nobody measured; docs/fidelity.md has the published rows that they come from.
 DEFAULTS = {"skew": 0.02, "contention": 0.12, "launch_us": 90.0, "copy_us_per_mb": 25.0}
-_LIMITS = {
-    # The fastest of a million ranks is 4.9 deviations below the mean: it must still take some time.
-    "skew": (
-        "0 to 0.2",
-        math.nextafter(0.2, 1),
-        "0.05 is a standard deviation of 5 % between ranks.",
-    ),
-    "contention": (
-        "0 or more and below 1",
-        1.0,
-        "0.1 slows computation by 10 % while the network works.",
-    ),
-    "launch_us": ("0 or more", math.inf, "Give microseconds per collective."),
-    "copy_us_per_mb": ("0 or more", math.inf, "Give microseconds per megabyte."),
-}
+# The fastest of a million ranks is 4.9 deviations below the mean: it must still take some time.
+_MOST = {"skew": 0.2, "contention": 0.99, "launch_us": math.inf, "copy_us_per_mb": math.inf}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +40,7 @@ class Conditions:
             profile's; 0 to 0.2. Ranks are the quantiles of a normal distribution. Measured times
             belong to the slowest rank.
         contention: Share of its speed that computation loses while the communication stream is
-            busy; 0 to below 1.
+            busy; 0 to 0.99.
         launch_us: Microseconds of computing time that a rank needs to launch one collective.
         copy_us_per_mb: Microseconds of computing time that a rank needs to copy a megabyte into a bucket.
 
@@ -69,29 +55,38 @@ class Conditions:
     copy_us_per_mb: float | None = None
 
     def __post_init__(self) -> None:
-        for name, (limit, least_impossible, remedy) in _LIMITS.items():
+        for name, most in _MOST.items():
             value = getattr(self, name)
             require(
-                value is None or 0 <= value < least_impossible,
-                f"{name} must be {limit}, got {value}.",
-                where=_WHERE,
-                remedy=remedy,
+                value is None or 0 <= value <= most,
+                f"{name} must be {'0 or more' if math.isinf(most) else f'0 to {most}'}, got {value}.",
+                where="conditions of a simulated step",
+                remedy="skew and contention are shares, 0.1 is 10 %; the others are microseconds.",
             )
 
     def of(self, profile: Profile) -> dict[str, float]:
         """Returns the numbers by name, with the values of `profile` and of `DEFAULTS` for None."""
         numbers = {}
         for name, assumed in DEFAULTS.items():
-            given = (getattr(self, name), getattr(profile, name))
-            default = 0.0 if profile.is_measured else assumed
-            numbers[name] = next((value for value in given if value is not None), default)
+            value = getattr(self, name)
+            if value is None:
+                value = getattr(profile, name)
+            if value is None:
+                value = 0.0 if profile.is_measured else assumed
+            numbers[name] = value
         return numbers
 
 
 IDEAL = Conditions(skew=0.0, contention=0.0, launch_us=0.0, copy_us_per_mb=0.0)
 
 
-def simulate(profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions | None = None) -> StepRecord:
+def simulate(
+    profile: Profile,
+    plan: Plan,
+    strategy: Strategy,
+    costs: Costs,
+    conditions: Conditions | None = None,
+) -> StepRecord:
     """Simulates one step of steady training on the ranks that `plan` is for and returns its record.
 
     The code that orders and releases ops in training does so here too. A collective starts when
@@ -163,16 +158,9 @@ class _Clocks:
         """Launches a collective of duration `us` on all ranks and returns when it ends."""
         start_us = max(self._free_us, float(self.now_us.max()), not_before_us)
         self._free_us = start_us + us
-        if us > 0:
-            lost_us = self._lost_us[-1]
-            if start_us == self._times_us[-1] and len(self._times_us) > 1:
-                self._times_us.pop()  # the lane stays busy: the last knot moves on
-                self._lost_us.pop()
-            else:
-                self._times_us.append(start_us)
-                self._lost_us.append(lost_us)
-            self._times_us.append(self._free_us)
-            self._lost_us.append(lost_us + self._contention * us)
+        lost_us = self._lost_us[-1]
+        self._times_us.extend((start_us, self._free_us))
+        self._lost_us.extend((lost_us, lost_us + self._contention * us))
         return self._free_us
 
 
@@ -180,48 +168,55 @@ class _Step:
     """Issues the ops of one step, from the end of the previous step's last bucket to the end of this step's."""
 
     def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
-        profile = _without_packing(profile)
-        self._profile = profile
+        self._profile = _without_packing(profile)
         self._plan = plan
-        effects = (conditions if plan.num_ranks > 1 else IDEAL).of(profile)
+        self._reduction = strategy.reduction
         self._overlaps = conditions.overlap
-        self._effects = effects
-        self._uses = _uses(profile, plan)
-        self._num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets]}
+        self._effects = (conditions if plan.num_ranks > 1 else IDEAL).of(self._profile)
+        self._uses = _uses(self._profile, plan)
+        num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets]}
         if strategy.gather is not None:
-            self._num_bytes[strategy.gather] = _gathered_bytes(plan)
-        self._cost_us = {kind: costs.collective_us(kind, sizes) for kind, sizes in self._num_bytes.items()}
+            num_bytes[strategy.gather] = [bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets]
+        self._num_bytes = num_bytes
+        self._cost_us = {kind: costs.collective_us(kind, sizes).tolist() for kind, sizes in num_bytes.items()}
         self._schedule = lower_data_parallel(
             len(plan.buckets),
             strategy,
             overlap=conditions.overlap,
         )
-        self._clocks = _Clocks(_slowness(plan.num_ranks, effects["skew"], profile), contention=effects["contention"])
-        self._ready_us: dict[int, float] = {}  # by bucket: when it is packed, or its parameters are updated
-        # By bucket, as the recorded rank sees them.
-        self._reductions: dict[int, BucketRecord] = {}
-        self._gathers: dict[int, BucketRecord] = {}
+        slowness = _slowness(plan.num_ranks, self._effects["skew"], self._profile)
+        self._clocks = _Clocks(slowness, contention=self._effects["contention"])
+        self._packed_us: dict[int, float] = {}  # by bucket
+        # By kind and bucket, as the recorded rank sees them.
+        self._sent: dict[str, dict[int, BucketRecord]] = {
+            strategy.reduction: {},
+            OpKind.ALL_GATHER: {},
+        }
 
     def run(self) -> StepRecord:
         """Returns the step as the recorder of one rank would have recorded it."""
         releases = Releases(self._schedule)
         start_us, starts_us = self._now_us, self._clocks.now_us
-        begin_us = self._update()
+        self._clocks.compute(self._profile.update_us)
+        self._issue([op for op in self._schedule.ops if op.kind is OpKind.ALL_GATHER])
+        begin_us = self._now_us
         self._forward()
-        forward_stop_us, gathers = self._now_us, tuple(self._gathers.values())
+        forward_us = self._now_us - begin_us
+        gathers = [record.shifted(-begin_us) for record in self._sent.pop(OpKind.ALL_GATHER).values()]
         self._backward(releases)
-        left_us, busy_us = self._now_us, np.broadcast_to(self._clocks.now_us - starts_us, self._plan.num_ranks)
+        launched_us = self._now_us - begin_us
+        busy_us = np.broadcast_to(self._clocks.now_us - starts_us, self._plan.num_ranks)
         self._issue(releases.happen(releases.join))
         return StepRecord(
             step=0,
             rank=0,
             # Ranks begin their forwards at different times, but the last bucket ends on all of them at once.
             step_us=self._now_us - start_us,
-            forwards=((0.0, forward_stop_us - begin_us),),
-            backwards=((forward_stop_us - begin_us, left_us - begin_us),),
-            buckets=_since(begin_us, self._reductions.values()),
+            forwards=((0.0, forward_us),),
+            backwards=((forward_us, launched_us),),
+            buckets=tuple(record.shifted(-begin_us) for record in self._sent[self._reduction].values()),
             busy_ms=tuple((busy_us / 1e3).tolist()),
-            gathers=_since(begin_us, gathers),
+            gathers=tuple(gathers),
         )
 
     @property
@@ -229,41 +224,28 @@ class _Step:
         """Time of the recorded rank, the fastest one."""
         return float(self._clocks.now_us[0])
 
-    def _update(self) -> float:
-        """Runs the optimizer and launches the gathers. Returns when the forward begins."""
-        self._clocks.compute(self._profile.update_us)
-        for op in self._schedule.ops:
-            if op.kind is OpKind.ALL_GATHER:
-                self._ready_us[op.bucket or 0] = self._now_us
-                self._issue([op])
-        begin_us = self._now_us
-        if not self._overlaps:
-            for bucket in self._gathers:
-                self._wait(self._gathers, bucket)
-        return begin_us
-
     def _forward(self) -> None:
         computed_us = 0.0
         for bucket, used_us in self._uses:
-            if bucket in self._gathers and self._overlaps:
-                self._clocks.compute(used_us - computed_us)
-                computed_us = used_us
-                self._wait(self._gathers, bucket)
+            if bucket in self._sent[OpKind.ALL_GATHER]:
+                read_us = used_us if self._overlaps else 0.0
+                self._clocks.compute(read_us - computed_us)
+                computed_us = read_us
+                self._wait(OpKind.ALL_GATHER, bucket)
         self._clocks.compute(self._profile.forward_us - computed_us)
 
     def _backward(self, releases: Releases) -> None:
         profile = self._profile
-        order = profile.order
-        place = {param: place for place, param in enumerate(order)}
-        full: list[tuple[int, int]] = []  # the last gradient of each bucket, by its place, and the bucket
+        place = {param: place for place, param in enumerate(profile.order)}
+        full = []  # the last gradient of each bucket, by its place, and the bucket
         for bucket in self._plan.buckets:
             if bucket.params:
                 full.append((max(place[param] for param in bucket.params), bucket.index))
         computed_us = 0.0
-        for last, bucket_index in sorted(full):
-            ops = releases.happen(releases.fills[bucket_index])
+        for last, index in sorted(full):
+            ops = releases.happen(releases.fills[index])
             if ops:
-                ready_us = min(profile.ready_us[order[last]], profile.backward_us)
+                ready_us = min(profile.ready_us[profile.order[last]], profile.backward_us)
                 self._clocks.compute(ready_us - computed_us)
                 computed_us = ready_us
                 self._issue(ops)
@@ -275,40 +257,34 @@ class _Step:
             bucket = op.bucket or 0
             match op.kind:
                 case OpKind.PACK:
-                    self._ready_us[bucket] = self._now_us
+                    self._packed_us[bucket] = self._now_us
                     self._clocks.compute(self._effects["copy_us_per_mb"] * self._plan.buckets[bucket].num_bytes / 1e6)
                 case OpKind.BIND:
-                    self._wait(self._reductions, bucket)
-                case OpKind.ALL_GATHER:
-                    if self._num_bytes[op.kind][bucket]:
-                        self._gathers[bucket] = self._send(op)
-                case reduction if reduction in self._num_bytes:
-                    self._reductions[bucket] = self._send(op)
+                    self._wait(self._reduction, bucket)
+                case kind if kind in self._num_bytes:
+                    if self._num_bytes[kind][bucket]:
+                        self._sent[kind][bucket] = self._send(kind, bucket)
                 case _:  # the second half of a hybrid reduction, whose cost the first half includes
                     self._clocks.compute(self._effects["launch_us"])
 
-    def _send(self, op: Op) -> BucketRecord:
-        bucket, launched_us = op.bucket or 0, self._now_us
+    def _send(self, kind: OpKind, bucket: int) -> BucketRecord:
+        launched_us = self._now_us
+        ready_us = self._packed_us.get(bucket, launched_us)
         self._clocks.compute(self._effects["launch_us"])
         return BucketRecord(
             bucket=bucket,
-            num_bytes=self._num_bytes[op.kind][bucket],
-            kind=op.kind,
-            ready_us=self._ready_us[bucket],
+            num_bytes=self._num_bytes[kind][bucket],
+            kind=kind,
+            ready_us=ready_us,
             launched_us=launched_us,
-            done_us=self._clocks.send(float(self._cost_us[op.kind][bucket]), not_before_us=self._ready_us[bucket]),
+            done_us=self._clocks.send(self._cost_us[kind][bucket], not_before_us=ready_us),
             waited=(0.0, 0.0),
         )
 
-    def _wait(self, sent: dict[int, BucketRecord], bucket: int) -> None:
-        start_us = self._now_us
-        self._clocks.wait(sent[bucket].done_us)
-        sent[bucket] = replace(sent[bucket], waited=(start_us, self._now_us))
-
-
-def _since(begin_us: float, records: Iterable[BucketRecord]) -> tuple[BucketRecord, ...]:
-    """Returns the records with times since `begin_us`."""
-    return tuple(record.shifted(-begin_us) for record in records)
+    def _wait(self, kind: OpKind, bucket: int) -> None:
+        start_us, record = self._now_us, self._sent[kind][bucket]
+        self._clocks.wait(record.done_us)
+        self._sent[kind][bucket] = replace(record, waited=(start_us, self._now_us))
 
 
 def _slowness(num_ranks: int, skew: float, profile: Profile) -> _Times:
@@ -327,12 +303,22 @@ def _without_packing(profile: Profile) -> Profile:
     """
     if profile.groups is None or profile.launch_us is None or profile.copy_us_per_mb is None:
         return profile
+    full_us, packing_us = (
+        [0.0],
+        [0.0],
+    )  # when each bucket but the last was full, and the packing until then
     buckets = plan_from_groups(profile.params, profile.groups, num_ranks=profile.num_ranks).buckets
-    full_us = np.maximum.accumulate([max((profile.ready_us[param] for param in it.params), default=0.0) for it in buckets])
-    packing_us = np.cumsum([0.0, *(profile.launch_us + profile.copy_us_per_mb * it.num_bytes / 1e6 for it in buckets[:-1])])
-    times_us = np.array([*profile.ready_us, profile.backward_us])
-    *ready_us, backward_us = np.maximum(0.0, times_us - packing_us[np.searchsorted(full_us[:-1], times_us)]).tolist()
-    return replace(profile, ready_us=tuple(np.minimum(ready_us, backward_us).tolist()), backward_us=backward_us)
+    for bucket in buckets[:-1]:
+        last_us = max(profile.ready_us[param] for param in bucket.params)
+        full_us.append(max(full_us[-1], last_us))
+        packing_us.append(packing_us[-1] + profile.launch_us + profile.copy_us_per_mb * bucket.num_bytes / 1e6)
+
+    def without(time_us: float) -> float:
+        return max(0.0, time_us - packing_us[bisect_left(full_us, time_us, lo=1) - 1])
+
+    backward_us = without(profile.backward_us)
+    ready_us = tuple(min(without(time_us), backward_us) for time_us in profile.ready_us)
+    return replace(profile, ready_us=ready_us, backward_us=backward_us)
 
 
 def _uses(profile: Profile, plan: Plan) -> list[tuple[int, float]]:
@@ -341,7 +327,3 @@ def _uses(profile: Profile, plan: Plan) -> list[tuple[int, float]]:
     first_us = [min((used_us[param] for param in bucket.params), default=0.0) for bucket in plan.buckets]
     # If two buckets are read at once, the one that is reduced last comes first: its layer is the earlier one.
     return sorted(enumerate(first_us), key=lambda use: (use[1], -use[0]))
-
-
-def _gathered_bytes(plan: Plan) -> list[int]:
-    return [bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets]

@@ -31,7 +31,7 @@ from support.ranks import in_ranks
 from undertow import CheckpointError, SyncConfig, load_checkpoint, save_checkpoint
 from undertow.cli.plan import show_plan
 from undertow.errors import ConfigError
-from undertow.plan import ParamSpec, Piece, Plan, plan_from_groups
+from undertow.plan import ParamSpec, Plan, plan_from_groups
 from undertow.profile import Profile, profile_from_json
 from undertow.report.what_if import NetworkOptions
 from undertow.simulate import Conditions
@@ -144,7 +144,7 @@ SPECS = [
     ParamSpec(name="layer.bias", shape=(64,), dtype="float32", itemsize=4),
     ParamSpec(name="half", shape=(), dtype="bfloat16", itemsize=2, own_dtype="float32", is_sparse=True),
 ]
-PLAN = plan_from_groups(SPECS, [(1, Piece(param=0, first=0, stop=64)), (Piece(param=0, first=64, stop=192),), (2,)], num_ranks=2)
+PLAN = plan_from_groups(SPECS, [(1, 0), (2,)], num_ranks=2)
 CURVES = '"costs": {"all_reduce": [[1000, 10], [1e6, 500.5]], "all_gather": [[1000, 10]], "reduce_scatter": [[1000, 10]]}, '
 PROFILE = Profile(
     name="fuzz",

@@ -185,7 +185,7 @@ WINDOWS_OF_ALL = {
         times=1,
         strategy=kind if kind in ("zero1", "zero2") else "ddp",
         is_attached=kind == "attached",
-        plan="pieces",
+        plan="each",
     )
     for name, events in WINDOWS.items()
     for kind in ("ddp", "attached", "zero1", "zero2")
@@ -530,7 +530,7 @@ WRITTEN_OR_DISTURBED = {
     "a state is cleared while a parameter is frozen": Program(
         events="zero, forward 012, backward, step, freeze 1, zero, forward 012, backward, step, forget, thaw 1", strategy="zero1"
     ),
-    "a state dict goes round": Program(events="zero, forward 012, backward, step, reload", strategy="zero1", plan="pieces"),
+    "a state dict goes round": Program(events="zero, forward 012, backward, step, reload", strategy="zero1", plan="each"),
     "a gradient that was there before the forward is none, in a later step": Program(
         events="zero, forward 012, backward, zero, write 1, forward 02, backward, zero, write 1, forward 02, accumulate, reduce"
     ),

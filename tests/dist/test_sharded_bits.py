@@ -13,7 +13,7 @@ from support.inside import over_collectives
 from support.models import CASES, Case, noise
 from support.programs import Program, run
 from support.ranks import in_ranks
-from support.scripted import all_in_one, in_pieces, one_each, scripted
+from support.scripted import all_in_one, one_each, scripted
 from support.sharded import (
     MLP,
     NARROW,
@@ -30,7 +30,7 @@ from support.sharded import (
 )
 
 PLANS: list[dict[str, Any]] = [
-    {"bucket_cap_mb": 2e-5},  # every parameter in pieces under shards
+    {"bucket_cap_mb": 2e-5},  # a bucket for each parameter
     SMALL,
     {"bucket_cap_mb": 1e-3, "order": "reverse"},
     {"bucket_cap_mb": (1e-4, 1e-3)},
@@ -139,7 +139,7 @@ def test_the_collectives_of_a_backend_do_the_same() -> None:
 
 @pytest.mark.slow
 @in_ranks(4)
-@pytest.mark.parametrize("move", [all_in_one, one_each, in_pieces])
+@pytest.mark.parametrize("move", [all_in_one, one_each])
 def test_another_plan_on_the_way_changes_no_bit_on_a_mesh(move: Any) -> None:
     with scripted(move) as seen:
         require_bits(TIED, "Adam", num_steps=14, among=[{"strategy": "hybrid"}], plans=[{}])
@@ -197,7 +197,7 @@ STEPS = {
         events=f"{IN_PLACE}, backward, step flying, zero in-place, forward 01|0, backward, step flying"
     ),
     "a checkpoint and a tied weight": Program(
-        units="linear checkpoint tied", events="zero, forward 0121, backward, step flying", plan="pieces"
+        units="linear checkpoint tied", events="zero, forward 0121, backward, step flying", plan="each"
     ),
     "statistics travel too": Program(units="linear norm linear", events=f"late 0 all_gather surely, {STEP}"),
     "other orders of units": Program(
@@ -244,7 +244,7 @@ MORE_STEPS = {
     "a backward that fails on one": Program(events=f"{STEP}, zero, fail |backward, {STEP}"),
     "a backward that fails on another one": Program(events=f"{STEP}, zero, fail backward|, {STEP}"),
 }
-CAPS_IN_TURN = cycle(["each", "pieces", "several", "default"])
+CAPS_IN_TURN = cycle(["each", "several", "default"])
 
 
 def examples(*strategies: str) -> dict[str, Program]:
@@ -308,4 +308,4 @@ def test_an_attached_model_has_them(strategy: str) -> None:
 @in_ranks(8, is_fresh=True)
 def test_eight_ranks_have_them() -> None:
     for strategy in ("ddp", "zero1", "zero2", "hybrid"):
-        run(Program(strategy=strategy, plan="pieces", events="zero, forward 012, backward, step"))
+        run(Program(strategy=strategy, plan="each", events="zero, forward 012, backward, step"))

@@ -54,7 +54,6 @@ from undertow import (
     attach,
     clip_grad_norm_,
 )
-from undertow.plan import Piece, SizeCaps, group_in_pieces, plan_from_groups
 
 BARRIER = [{"strategy": "zero1"}, {"strategy": "zero2"}]
 
@@ -176,21 +175,6 @@ def test_the_norm_covers_the_gradients_that_torchs_function_sees(kind: str) -> N
         assert norms_of(kind, clip, is_sharded=True) == pytest.approx(expected, rel=1e-5)
 
 
-@in_ranks(1)
-def test_one_rank_steps_all_of_what_a_plan_of_two_has_in_pieces() -> None:
-    with training(MLP.model()) as (ddp, _):
-        specs = ddp.plan.params
-    plan = plan_from_groups(
-        specs, group_in_pieces(specs, range(len(specs))[::-1], SizeCaps(cap_bytes=100), num_ranks=2), num_ranks=2
-    )
-    assert any(isinstance(member, Piece) for group in plan.groups for member in group)
-    for each in (None, partial(clipped_step, norms=[], max_norm=1e-3)):
-        require_equal(
-            trained(MLP, "ddp" if each is None else "zero1", "SGD", each=each),
-            trained(MLP, "zero1", "SGD", each=each, plan=plan.to_json()),
-        )
-
-
 @in_ranks(2, 3)
 def test_a_norm_that_is_not_finite_is_an_error_everywhere() -> None:
     with stepped(1) as (ddp, opt):
@@ -252,7 +236,7 @@ def step_by_closure(ddp: Any, opt: Any, step: int) -> None:
     assert isinstance(opt.step(closure), Tensor)
 
 
-# `create_graph` in a backward that only accumulates, for gradients of which several buckets take a piece.
+# `create_graph` in a backward that only accumulates.
 def gradients_with_a_graph(ddp: Any, opt: Any, step: int) -> None:
     opt.zero_grad()
     with ddp.no_sync(), warnings.catch_warnings():

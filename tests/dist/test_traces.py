@@ -1,4 +1,4 @@
-"""Traces of real runs: what they say beside the report, what HTA reads in them, and the variable that asks for them."""
+"""Traces of real runs: what they say beside the report, and the variable that asks for them."""
 
 import contextlib
 import gzip
@@ -25,7 +25,6 @@ from support.naive import wrapped
 from support.project import ROOT
 from support.ranks import in_ranks
 from undertow import PhaseError, ShardedOptimizer, attach
-from undertow.trace import overlap_of
 from undertow.trace.files import merge
 
 SLEEP_S = 0.01
@@ -54,8 +53,8 @@ class Layer(nn.Module):
         return Slow.apply(self.linear(x))
 
 
-def _traced(strategy: str, folder: str, _link: EmulatedLink) -> tuple[float, float, int]:
-    """Returns the overlap that the report tells, that of the sums over all steps, and the number of predicted steps."""
+def _traced(strategy: str, folder: str, _link: EmulatedLink) -> tuple[float, int]:
+    """Returns the overlap that the report tells, and the number of predicted steps."""
     torch.manual_seed(0)
     config: Any = {"bucket_cap_mb": 0.15, "strategy": strategy}
     with wrapped(nn.Sequential(*(Layer() for _ in range(4))), **config) as ddp:
@@ -66,35 +65,26 @@ def _traced(strategy: str, folder: str, _link: EmulatedLink) -> tuple[float, flo
             ddp(torch.ones(2, 200)).sum().backward()
             optimizer.step()
         path = ddp.save_trace(f"{folder}/trace.json.gz", steps=17)
-        overlaps = [overlap_of(trace) for trace in ddp.traces()[-17:-1]]  # HTA leaves out the last step
         report = ddp.report()
     trace = json.loads(gzip.decompress(path.read_bytes()))
-    summed = sum(it.total_us - it.exposed_us for it in overlaps) / sum(it.total_us for it in overlaps)
-    return report.overlap or 0.0, summed, sum(it["name"] == "predicted step" for it in trace["traceEvents"])
+    return report.overlap or 0.0, sum(it["name"] == "predicted step" for it in trace["traceEvents"])
 
 
 @pytest.mark.slow
-@pytest.mark.alone  # beside others the end of a wait lags behind its message: exposed for us, and nothing for HTA
-@pytest.mark.filterwarnings("ignore")  # of pandas, about HTA
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_hta_finds_the_overlap_of_our_report(strategy: str, tmp_path: Path) -> None:
-    """Within 2 points over the same steps. The report has one typical step, which on a busy machine is not their sum."""
-    analysis = pytest.importorskip("hta.trace_analysis", reason='HTA is not installed: pip install "undertow[viewers]"')
+def test_the_steps_of_all_ranks_are_side_by_side_in_a_merged_trace(strategy: str, tmp_path: Path) -> None:
     found = run_over_link(partial(_traced, strategy, str(tmp_path)), "100mbit")
-    table = analysis.TraceAnalysis(trace_dir=str(tmp_path)).get_comm_comp_overlap(visualize=False)
-    of_rank = dict(zip(table["rank"], table["comp_comm_overlap_pctg"], strict=True))
-    for rank, (reported, summed, num_predicted) in enumerate(found):
-        assert 10 < 100 * reported < 95  # neither everything nor nothing
-        assert of_rank[rank] == pytest.approx(100 * summed, abs=2.0)
+    for reported, num_predicted in found:
+        assert 0.1 < reported < 0.95  # neither everything nor nothing
         assert num_predicted == 1
     assert merge(tmp_path, tmp_path / "all.json.gz") == "2 traces of 2 ranks"
     merged = json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))
     pids = {it["args"]["name"]: it["pid"] for it in merged["traceEvents"] if it["name"] == "process_name"}
     ends = [
         {
-            (it["name"], it["args"].get("step")): it["ts"] + it["dur"]
+            it["name"]: it["ts"] + it["dur"]
             for it in merged["traceEvents"]
-            if it["ph"] == "X" and it["pid"] == pids[f"rank {rank}"] and it["name"].startswith("ProfilerStep")
+            if it["ph"] == "X" and it["pid"] == pids[f"rank {rank}"] and it["name"].startswith("step ")
         }
         for rank in range(2)
     ]

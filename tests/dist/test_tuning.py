@@ -23,7 +23,7 @@ from support.models import CASES, noise
 from support.naive import TIMEOUT_S, wrapped
 from support.programs import Program, run
 from support.ranks import in_ranks
-from support.scripted import all_in_one, in_pieces, one_each, scripted
+from support.scripted import all_in_one, one_each, scripted
 from support.sharded import NARROW, parameters, require_equal, training
 from support.timed import Timed
 from undertow import DistributedDataParallel, PeerFailed, PhaseError, PlanMismatch, ShardedOptimizer, SyncConfig
@@ -49,7 +49,7 @@ TRAINED = {
 @in_ranks(2, 3, timeout_s=120)
 @pytest.mark.parametrize(
     ("strategy", "move"),
-    [(it, move) for it in ("ddp", "zero1", "zero2") for move in (all_in_one, one_each, in_pieces)[: 2 + (it != "ddp")]],
+    [(it, move) for it in ("ddp", "zero1", "zero2") for move in (all_in_one, one_each)],
 )
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_plan_that_changes_leaves_every_bit_of_training_as_it_was(name: str, strategy: str, move: Any) -> None:
@@ -64,7 +64,7 @@ def test_wide_values_move_where_the_optimizer_has_no_state() -> None:
     case, results = NARROW[torch.bfloat16], []  # shards have sums that are wider than gradients
     for auto_tune in (False, True):
         with (
-            scripted(one_each, in_pieces),
+            scripted(one_each, all_in_one),
             contextlib.closing(
                 DistributedDataParallel(
                     case.model(), config=SyncConfig(strategy="zero1", reduction="ordered", auto_tune=auto_tune)
@@ -263,7 +263,7 @@ def test_a_change_on_one_rank_is_an_error_on_all_while_ranks_compare_their_times
 
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
 def test_what_one_rank_looks_at_between_backward_and_step_does_not_part_the_plans() -> None:
-    with scripted(one_each, in_pieces), training(MLP.model(), "zero1", "SGD") as (ddp, optimizer):
+    with scripted(one_each, all_in_one), training(MLP.model(), "zero1", "SGD") as (ddp, optimizer):
         first = ddp.plan.to_json()
         for step in range(UNTIL_A_MOVE + 3):
             optimizer.zero_grad()

@@ -87,7 +87,7 @@ def needed_compute_s(*, speedup: float) -> float:
 def planned_exposed_s() -> float:
     gpt = profile()
     timing = StepTiming(ready_us=gpt.ready_us, backward_end_us=gpt.backward_us)
-    choice = choose(gpt.params, gpt.order, timing, given_costs(), num_ranks=NUM_RANKS)
+    choice = choose(gpt.params, gpt.order, timing, given_costs())
     plan = plan_from_groups(gpt.params, choice.best.groups, num_ranks=NUM_RANKS)
     return simulate(gpt, plan, DDP, given_costs(), IDEAL).step_us / 1e6 - compute_s()
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from undertow.cost import Costs, Link, RingCosts
-from undertow.plan import GroupEntry, ParamSpec, StepTiming, choose, plan_from_groups
+from undertow.plan import ParamSpec, StepTiming, choose, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import DDP
 from undertow.simulate import IDEAL, simulate
@@ -71,7 +71,7 @@ class Comparison:
 def compare(profile: Profile, link: Link) -> Comparison:
     costs = RingCosts(link, num_ranks=NUM_RANKS, has_trees=False)
     timing = StepTiming(ready_us=profile.ready_us, backward_end_us=profile.backward_us)
-    choice = choose(profile.params, profile.order, timing, costs, num_ranks=NUM_RANKS)
+    choice = choose(profile.params, profile.order, timing, costs)
     return Comparison(
         torch_ms=exposed_ms(profile, torch_groups(profile), costs),
         planned_ms=exposed_ms(profile, choice.best.groups, costs),
@@ -79,7 +79,7 @@ def compare(profile: Profile, link: Link) -> Comparison:
     )
 
 
-def exposed_ms(profile: Profile, groups: Sequence[Sequence[GroupEntry]], costs: Costs) -> float:
+def exposed_ms(profile: Profile, groups: Sequence[Sequence[int]], costs: Costs) -> float:
     plan = plan_from_groups(profile.params, groups, num_ranks=NUM_RANKS)
     return overlap_of(simulate(profile, plan, DDP, costs, IDEAL).trace()).exposed_us / 1e3
 

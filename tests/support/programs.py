@@ -29,7 +29,7 @@ from undertow.schedule import OpKind
 
 ROWS, LEARNING_RATE = 3, 0.125
 # The largest bucket in MiB.
-PLANS: dict[str, Any] = {"each": 1e-6, "pieces": 3e-5, "several": 1.5e-4, "one": 25.0, "default": None}
+PLANS: dict[str, Any] = {"each": 1e-6, "several": 1.5e-4, "one": 25.0, "default": None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,8 @@ from collections.abc import Callable, Iterator
 from itertools import cycle
 from unittest import mock
 
-from undertow.plan import GroupEntry, Piece, Plan
-from undertow.plan.layout import unit_numel
+from undertow.plan import Groups, Plan
 from undertow.tune import Decision, Outcome, Tuner
-
-Groups = tuple[tuple[GroupEntry, ...], ...]
 
 
 def all_in_one(plan: Plan) -> Groups:
@@ -21,19 +18,6 @@ def all_in_one(plan: Plan) -> Groups:
 
 def one_each(plan: Plan) -> Groups:
     return tuple((index,) for index in reversed(range(len(plan.params))))
-
-
-def in_pieces(plan: Plan) -> Groups:
-    """Every parameter that can be cut is, in two buckets."""
-    firsts, seconds = [], []
-    for index, spec in enumerate(plan.params):
-        unit = unit_numel(itemsize=spec.itemsize, num_ranks=plan.num_ranks)
-        if spec.numel <= unit:
-            firsts.append((index,))
-            continue
-        firsts.append((Piece(param=index, first=0, stop=unit),))
-        seconds.append((Piece(param=index, first=unit, stop=spec.numel),))
-    return (*firsts, *seconds)
 
 
 @contextlib.contextmanager

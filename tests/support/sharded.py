@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
 }
 MLP, TIED = CASES["mlp"], CASES["tied transformer"]
-SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-4}  # most parameters are in pieces
+SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-4}  # most parameters have a bucket of their own
 ORDERED: dict[str, Any] = {"reduction": "ordered", **SMALL}
 # The ways to train in shards, by the number of ranks: four ranks are a mesh of two rows.
 

@@ -6,15 +6,14 @@ Groupings are timed one event after another: that is what the planner is compare
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from support.strategies import spec
-from undertow.plan import ParamSpec, Piece, StepTiming
-from undertow.plan.layout import piece_of
+from undertow.plan import ParamSpec, StepTiming
 from undertow.profile import Profile
 
 
@@ -71,41 +70,43 @@ class Case:
     costs: TableCosts
     max_bucket_bytes: float = math.inf
     has_shards: bool = False
-    pieces: list[Piece] = field(default_factory=list)  # of the parameters in order
 
-    def finish_us(self, groups: Sequence[list[Piece]]) -> float:
-        sizes = [sum(piece.numel for piece in group) for group in groups]
+    def finish_us(self, groups: Sequence[Sequence[int]]) -> float:
+        sizes = [self.num_bytes(group) for group in groups]
         through, last = 0.0, len(groups) - 1
         for at, group in enumerate(groups):
-            ready = max(self.timing.ready_us[piece.param] for piece in group)
+            ready = max(self.timing.ready_us[param] for param in group)
             ready = max(ready, self.timing.backward_end_us) if at == last else ready
             through = max(through, ready) + self.costs.of("reduce_scatter" if self.has_shards else "all_reduce", sizes[at])
         return through + self._stall_us(groups, sizes) if self.has_shards else through
 
-    def _stall_us(self, groups: Sequence[list[Piece]], sizes: Sequence[int]) -> float:
+    def num_bytes(self, group: Sequence[int]) -> int:
+        return sum(self.params[param].num_bytes for param in group)
+
+    def _stall_us(self, groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> float:
         """Gathers from the last bucket to the first; a forward that reads its parameters one by one and waits for each."""
         clock, there = 0.0, dict.fromkeys(self.order, 0.0)
         for group, size in zip(reversed(groups), reversed(sizes), strict=True):
             clock += self.costs.of("all_gather", size)
-            there.update({piece.param: max(clock, there[piece.param]) for piece in group})
+            there.update({param: max(clock, there[param]) for param in group})
         stall = 0.0
         for param in sorted(self.order, key=lambda param: self.timing.used_us[param]):
             stall = max(stall, there[param] - self.timing.used_us[param])
         return stall
 
-    def groupings(self) -> Iterator[tuple[int, list[list[Piece]]]]:
-        """Every way to cut the pieces into windows that keep to the cap: how many windows, and their buckets."""
-        places = range(1, len(self.pieces))
+    def groupings(self) -> Iterator[tuple[int, list[list[int]]]]:
+        """Every way to cut the order into windows that keep to the cap: how many windows, and their buckets."""
+        places = range(1, len(self.order))
         for chosen in product((False, True), repeat=len(places)):
-            cuts = [0, *(place for place, is_cut in zip(places, chosen, strict=True) if is_cut), len(self.pieces)]
+            cuts = [0, *(place for place, is_cut in zip(places, chosen, strict=True) if is_cut), len(self.order)]
             groups = [group for first, stop in pairwise(cuts) for group in self._window(first, stop)]
-            if all(len(group) == 1 or sum(piece.numel for piece in group) <= self.max_bucket_bytes for group in groups):
+            if all(len(group) == 1 or self.num_bytes(group) <= self.max_bucket_bytes for group in groups):
                 yield len(cuts) - 1, groups
 
-    def _window(self, first: int, stop: int) -> list[list[Piece]]:
-        kinds = [self.params[piece.param].kind for piece in self.pieces[first:stop]]
+    def _window(self, first: int, stop: int) -> list[list[int]]:
+        kinds = [self.params[param].kind for param in self.order[first:stop]]
         by_last = sorted(set(kinds), key=lambda kind: len(kinds) - kinds[::-1].index(kind))
-        return [[piece for piece in self.pieces[first:stop] if self.params[piece.param].kind == kind] for kind in by_last]
+        return [[param for param in self.order[first:stop] if self.params[param].kind == kind] for kind in by_last]
 
     def best_by_windows(self) -> dict[int, float]:
         best: dict[int, float] = {}
@@ -141,7 +142,7 @@ def _table(rng: random.Random, sizes: range, shape: str) -> list[float]:
 
 
 SHAPES = ("affine", "concave", "steps", "monotone", "wild")
-NOT_DECREASING, NUM_RANKS = SHAPES[:-1], 2
+NOT_DECREASING = SHAPES[:-1]
 
 
 def random_case(rng: random.Random, shapes: tuple[str, ...] = SHAPES, *, has_shards: bool) -> Case:
@@ -163,5 +164,4 @@ def random_case(rng: random.Random, shapes: tuple[str, ...] = SHAPES, *, has_sha
         costs=table_costs(rng, sum(each.num_bytes for each in params), rng.choice(shapes)),
         max_bucket_bytes=cap,
         has_shards=has_shards,
-        pieces=[piece_of(param, params) for param in order],
     )

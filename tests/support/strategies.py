@@ -4,7 +4,7 @@ from functools import partial
 
 from hypothesis import strategies as st
 
-from undertow.plan import ParamSpec, Plan, SizeCaps, group_by_size, group_in_pieces, plan_from_groups
+from undertow.plan import ParamSpec, Plan, SizeCaps, group_by_size, plan_from_groups
 from undertow.schedule import lower_accumulation, lower_data_parallel
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "complex128": 16}
@@ -44,12 +44,10 @@ size_caps = st.builds(
 
 
 @st.composite
-def plans(draw: st.DrawFn, *, splits: bool = False) -> Plan:
-    """Plans of whole parameters, or with `splits` of such that lie in pieces in several buckets."""
+def plans(draw: st.DrawFn) -> Plan:
     params = draw(param_lists())
     order, caps, num_ranks = draw(st.permutations(range(len(params)))), draw(size_caps), draw(st.integers(1, 9))
-    group = partial(group_in_pieces, num_ranks=num_ranks) if splits else group_by_size
-    return plan_from_groups(params, group(params, order, caps), num_ranks=num_ranks)
+    return plan_from_groups(params, group_by_size(params, order, caps), num_ranks=num_ranks)
 
 
 # Every way to lower a number of buckets.

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from support.strategies import spec
-from undertow.plan import ParamSpec, Plan, SizeCaps, default_caps, group_by_size, group_in_pieces, plan_from_groups
-from undertow.plan.layout import GroupEntry, piece_of
+from undertow.plan import ParamSpec, Plan, SizeCaps, default_caps, group_by_size, plan_from_groups
+from undertow.profile import Profile
 from undertow.trace import Transfer, cost_samples
 from undertow.tune import Measurement
 
-Groups, Cost = tuple[tuple[GroupEntry, ...], ...], Callable[[float], float]
+Cost = Callable[[float], float]
 
 NUM_STEPS, FORWARD_US = 5, 10_000.0
 
@@ -54,7 +53,7 @@ class World:
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(self.seed)
 
-    def plan(self, groups: Sequence[Sequence[GroupEntry]]) -> Plan:
+    def plan(self, groups: Sequence[Sequence[int]]) -> Plan:
         return plan_from_groups(self.params, groups, num_ranks=self.num_ranks)
 
     def plan_of_size(self, cap_bytes: float) -> Plan:
@@ -62,15 +61,14 @@ class World:
 
     def plan_of_caps(self, caps: SizeCaps) -> Plan:
         order = range(len(self.params))[::-1]
-        group = partial(group_in_pieces, num_ranks=self.num_ranks) if self.has_shards else group_by_size
-        return self.plan(group(self.params, order, caps))
+        return self.plan(group_by_size(self.params, order, caps))
 
     def first_plan(self) -> Plan:
         """As training begins with it."""
         return self.plan_of_caps(default_caps(sum(spec.num_bytes for spec in self.params), has_shards=self.has_shards))
 
     def finish_us(self, plan: Plan) -> float:
-        return replace(self, noise=0.0).measure(plan).synchronized_us
+        return replace(self, noise=0.0).measure(plan).profile.step_us - 1_000.0
 
     def best_us(self) -> float:
         """Under the best plan of buckets of one size."""
@@ -86,17 +84,19 @@ class World:
         samples = {kind: cost_samples([sent for _, sent, _, _ in steps])}
         if self.has_shards:
             samples["all_gather"] = cost_samples([gathers for _, _, gathers, _ in steps])
-        return Measurement(
-            ready_us=tuple(ready.clip(0.0, self.backward_us).tolist()),
+        profile = Profile(
+            params=self.params,
+            ready_us=tuple(ready.clip(0.0, self.backward_us).round(1).tolist()),
             forward_us=FORWARD_US,
             backward_us=self.backward_us,
-            rest_us=1_000.0,
-            synchronized_us=float(middle),
-            spread_us=float(high - low),
-            samples=samples,
+            update_us=1_000.0,
+            num_ranks=self.num_ranks,
+            step_us=float(middle) + 1_000.0,
+            spread=float(high - low) / 1.349 / float(middle),
             processors_us=self.processors_us,
             network_us=self.network_us,
         )
+        return Measurement(profile=profile, samples=samples)
 
     def _wobble(self) -> float:
         return float(np.exp(self.noise * self._random.standard_normal()))
@@ -105,7 +105,7 @@ class World:
         """When it is through, its reductions, its gathers, which begin with forward, and when its gradients came."""
         shares = 1 - np.arange(len(self.params)) / len(self.params)
         ready = self.backward_us * shares * self._wobble() + self.contention_us(plan)
-        launches = [FORWARD_US + max(ready[piece_of(member, self.params).param] for member in group) for group in plan.groups]
+        launches = [FORWARD_US + max(ready[param] for param in group) for group in plan.groups]
         launches[-1] = max(launches[-1], FORWARD_US + self.backward_us + self.contention_us(plan))
         launches = np.maximum.accumulate(launches).tolist()
         reductions, end = self._lane(plan, launches)

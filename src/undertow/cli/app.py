@@ -191,8 +191,7 @@ def plan(  # noqa: PLR0913  # one argument per option
     "has them, and 40 MB), and the buckets that Undertow plans for this network. Prints what each step takes, what of its "
     "communication is "
     "exposed, how it compares with the shortest possible step, and the scaling efficiency, the share of the step that computing "
-    "alone takes. Draws timelines in "
-    "OUT/simulate.png, or with --sweep curves in OUT/simulate-SWEEP.png.\n\n"
+    "alone takes. Draws timelines in OUT/simulate.png, except with --sweep.\n\n"
     'Example: undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link "100gbit,5us" --sweep ranks\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
 )

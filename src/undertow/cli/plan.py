@@ -49,8 +49,8 @@ def show_plan(  # noqa: PLR0913  # one argument per option
         if bucket_cap_mb is None:
             plan = what_if.planned
         else:
-            config, splits = SyncConfig(bucket_cap_mb=bucket_cap_mb), chosen.gather is not None
-            plan = plan_in_order(source.params, source.order, config, num_ranks=what_if.num_ranks, splits=splits)
+            config, has_shards = SyncConfig(bucket_cap_mb=bucket_cap_mb), chosen.gather is not None
+            plan = plan_in_order(source.params, source.order, config, num_ranks=what_if.num_ranks, has_shards=has_shards)
     elif network.link is not None:
         raise ConfigError(
             "--link predicts the time of a step, which needs a profile.",
@@ -59,7 +59,7 @@ def show_plan(  # noqa: PLR0913  # one argument per option
         )
     else:
         chosen = strategy_named(strategy)
-        plan = plan_from_source(source, num_ranks=num_ranks, bucket_cap_mb=bucket_cap_mb, splits=chosen.gather is not None)
+        plan = plan_from_source(source, num_ranks=num_ranks, bucket_cap_mb=bucket_cap_mb, has_shards=chosen.gather is not None)
     if is_json:
         print(plan.to_json() if what_if is None else json_of(what_if, {str(plan.num_ranks): [what_if.outcome("as above", plan)]}))
         return
@@ -81,22 +81,21 @@ def show_plan(  # noqa: PLR0913  # one argument per option
 
 
 def plan_from_source(
-    source: Plan | Sequence[ParamSpec], *, num_ranks: int | None, bucket_cap_mb: float | None, splits: bool
+    source: Plan | Sequence[ParamSpec], *, num_ranks: int | None, bucket_cap_mb: float | None, has_shards: bool
 ) -> Plan:
     """Returns the plan of parameters without a profile, or the saved plan.
 
     A saved plan keeps its buckets, or with `bucket_cap_mb` only the order of its parameters. Without `num_ranks` it keeps its
-    number of ranks; parameters are planned for two. Only with `splits`, for sharded gradients, may a large parameter be spread
-    over several buckets.
+    number of ranks; parameters are planned for two.
     """
     config = SyncConfig(order="reverse", bucket_cap_mb=bucket_cap_mb)
     if not isinstance(source, Plan):
-        return first_plan(source, config, num_ranks=2 if num_ranks is None else num_ranks, splits=splits)
+        return first_plan(source, config, num_ranks=2 if num_ranks is None else num_ranks, has_shards=has_shards)
     num_ranks = source.num_ranks if num_ranks is None else num_ranks
-    if bucket_cap_mb is None and (splits or not source.split_params):
+    if bucket_cap_mb is None:
         return plan_from_groups(source.params, source.groups, num_ranks=num_ranks)
-    order = tuple(dict.fromkeys(param for bucket in source.buckets for param in bucket.params))
-    return plan_in_order(source.params, order, config, num_ranks=num_ranks, splits=splits)
+    order = [param for bucket in source.buckets for param in bucket.params]
+    return plan_in_order(source.params, order, config, num_ranks=num_ranks, has_shards=has_shards)
 
 
 def _bucket_table(plan: Plan, strategy: Strategy, *, num_nodes: int | None) -> Table:

@@ -14,7 +14,7 @@ from rich.console import Console
 from undertow.cost import link_from_text
 from undertow.errors import ConfigError, checked_writing, make_directory, require
 from undertow.profile import profile_from_file
-from undertow.report.comparison import Outcome, Sweep, print_outcomes, print_sweep, save_curves
+from undertow.report.comparison import Outcome, Sweep, print_outcomes, print_sweep
 from undertow.report.timeline import require_matplotlib, save_timeline
 from undertow.report.what_if import FIXED, PER_PARAMETER, PLANNED, NetworkOptions, WhatIf, caps_of, require_rank
 from undertow.shown import print_line
@@ -45,7 +45,8 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
         where=_WHERE,
         remedy=f"Choose one of: {', '.join(map(repr, SWEEPS))}.",
     )
-    if not is_json:
+    draws = sweep is None and not is_json
+    if draws:
         require_matplotlib()
     profile = profile_from_file(file)
     what_if = WhatIf.of(profile, strategy, num_ranks, network, conditions)
@@ -53,7 +54,8 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
     if is_json:
         print(json_of(what_if, SWEEPS[sweep](what_if).points if sweep else {str(what_if.num_ranks): what_if.outcomes()}))
         return
-    make_directory(out, where=_WHERE)
+    if draws:
+        make_directory(out, where=_WHERE)
     print_line(
         console,
         f"{profile.name or file.name}, {what_if.strategy.name}: {len(profile.params)} parameters, "
@@ -61,21 +63,19 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
     )
     print_line(console, f"Network: {source}")
     print_assumptions(what_if, console)
-    path = out / ("simulate.png" if sweep is None else f"simulate-{sweep}.png")
+    if sweep is not None:
+        print_sweep(SWEEPS[sweep](what_if), console)
+        return
+    path = out / "simulate.png"
+    outcomes = what_if.outcomes()
+    print_outcomes(outcomes, console)
     with checked_writing(path, where=_WHERE):
-        if sweep is None:
-            outcomes = what_if.outcomes()
-            print_outcomes(outcomes, console)
-            save_timeline(
-                {outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, PLANNED)},
-                path,
-                conditions=f"simulated, {source}",
-                limit_us=what_if.limit_us,
-            )
-        else:
-            swept = SWEEPS[sweep](what_if)
-            print_sweep(swept, console)
-            save_curves(swept, path, conditions=f"simulated, {source}")
+        save_timeline(
+            {outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, PLANNED)},
+            path,
+            conditions=f"simulated, {source}",
+            limit_us=what_if.limit_us,
+        )
     print_line(console, f"Picture: {path}")
 
 

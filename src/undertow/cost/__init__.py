@@ -13,7 +13,6 @@ from undertow.cost.costs import (
     collective_seconds,
     costs_for,
     curve_from_samples,
-    link_from_curve,
     link_from_text,
     scaled_curve,
 )
@@ -31,7 +30,6 @@ __all__ = [
     "collective_seconds",
     "costs_for",
     "curve_from_samples",
-    "link_from_curve",
     "link_from_text",
     "scaled_curve",
 ]

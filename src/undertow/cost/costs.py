@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from statistics import median_low
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -50,10 +50,19 @@ _OF_NVLINK = "latency of NCCL's tuning model, rounded"
 _OF_NETWORKS = "nodes of 4 V100s: ddl-benchmarks, rate of fused rows of BERT, latency fitted to rows of a message per tensor"
 # Links by name: their rate and latency as text, and where these are from.
 LINKS: Mapping[str, tuple[str, str]] = {
-    "nvlink2": (f"1200gbit,{_NVLINK_LATENCY}", f"V100: 6 links of 25 GB/s in each direction; {_OF_NVLINK}"),
+    "nvlink2": (
+        f"1200gbit,{_NVLINK_LATENCY}",
+        f"V100: 6 links of 25 GB/s in each direction; {_OF_NVLINK}",
+    ),
     "nvlink3": (NODE_LINK, f"A100: 12 links of 25 GB/s in each direction; {_OF_NVLINK}"),
-    "nvlink4": (f"3600gbit,{_NVLINK_LATENCY}", f"H100: 18 links of 25 GB/s in each direction; {_OF_NVLINK}"),
-    "pcie3": ("40gbit,5.7us", "4 V100s of a node: ddl-benchmarks, fused rows of BERT; latency of NCCL's tuning model"),
+    "nvlink4": (
+        f"3600gbit,{_NVLINK_LATENCY}",
+        f"H100: 18 links of 25 GB/s in each direction; {_OF_NVLINK}",
+    ),
+    "pcie3": (
+        "40gbit,5.7us",
+        "4 V100s of a node: ddl-benchmarks, fused rows of BERT; latency of NCCL's tuning model",
+    ),
     "infiniband100": ("40gbit,58us", f"100 Gb/s InfiniBand; {_OF_NETWORKS}"),
     "tcp100": ("19gbit,72us", f"100 GbE with TCP; {_OF_NETWORKS}"),
     "tcp10": ("9.6gbit,57us", f"10 GbE with TCP; {_OF_NETWORKS}"),
@@ -147,18 +156,20 @@ class CostCurve:
         for index, ((before, _), (size, _)) in enumerate(pairwise(points), 1):
             require(
                 before < size,
-                f"point {index} of a cost curve has {_number(size)} bytes and follows one of {_number(before)}.",
+                f"point {index} of a cost curve has {size:g} bytes and follows one of {before:g}.",
                 remedy="Sort the points by size, each size once.",
             )
         times = _never_decreasing([[time] for _, time in points])
-        object.__setattr__(self, "points", tuple((size, time) for (size, _), time in zip(points, times, strict=True)))
+        sizes = [size for size, _ in points]
+        object.__setattr__(self, "points", tuple(zip(sizes, times, strict=True)))
 
     @cached_property
     def _interpolated(self) -> tuple[Floats, Floats, float]:
         """Sizes and times that `us` interpolates, from zero bytes on, and the microseconds per byte beyond the last point."""
         (first_size, first_time), (last_size, last_time) = self.points[0], self.points[-1]
         # If sizes are too few or too close, a smaller payload is assumed to be no cheaper, and a larger one no faster per byte.
-        latency, us_per_byte = first_time, last_time / last_size if last_size else 0.0
+        latency = first_time
+        us_per_byte = last_time / last_size if last_size else 0.0
         if self.is_enough:
             # If points do not lie on one line, the ones closer to the extrapolated end know more.
             ranks = range(1, len(self.points) + 1)
@@ -166,7 +177,8 @@ class CostCurve:
             # Two points always lie on a line, which confirms nothing: three must be apart before a slope is trusted.
             if any(size >= _LEAST_RATIO * first_size and last_size >= _LEAST_RATIO * size for size, _ in self.points[1:-1]):
                 _, us_per_byte = line_through(self.points, weights=ranks)
-        sizes, times = np.array(self.points if first_size == 0 else ((0.0, latency), *self.points), dtype=np.float64).T
+        points = self.points if first_size == 0 else ((0.0, latency), *self.points)
+        sizes, times = np.array(points, dtype=np.float64).T
         return sizes, times, us_per_byte
 
     @property
@@ -175,7 +187,7 @@ class CostCurve:
         (first, _), (last, _) = self.points[0], self.points[-1]
         return last > 0 and last >= _LEAST_RATIO * first
 
-    def us(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
+    def us(self, num_bytes: ArrayLike) -> Floats:
         """Returns the microseconds of payloads of `num_bytes`, in an array of the same shape; not decreasing in the size.
 
         The curve is linear between two points. Beyond the last point it continues with the slope of `line_through` all points,
@@ -194,7 +206,7 @@ def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
     If medians decrease, samples of neighboring sizes are pooled until they do not (isotonic regression of medians), so that
     larger sizes outvote a single outlier at its size. Raises ConfigError if `samples` is empty, or for an impossible sample.
     """
-    ordered = sorted(_checked_point(sample, index, of="samples") for index, sample in enumerate(samples))
+    ordered = sorted(_checked_point(sample, index) for index, sample in enumerate(samples))
     require(ordered, "a cost curve needs samples.", remedy="Measure one size or more.")
     groups: list[list[tuple[float, float]]] = []
     for sample in ordered:
@@ -249,7 +261,7 @@ def _never_decreasing(groups: Iterable[list[float]]) -> list[float]:
     return [median_low(samples) for samples, num_groups in pools for _ in range(num_groups)]
 
 
-def _checked_point(point: Any, index: int, *, of: str = "a cost curve") -> tuple[float, float]:
+def _checked_point(point: Any, index: int) -> tuple[float, float]:
     try:
         size, time = map(as_float, point)
     except (TypeError, ValueError):
@@ -257,19 +269,15 @@ def _checked_point(point: Any, index: int, *, of: str = "a cost curve") -> tuple
     if 0 <= size < math.inf and 0 < time < math.inf:
         return size, time
     raise ConfigError(
-        f"point {index} of {of} is impossible: {point!r}.",
+        f"point {index} of a cost curve is impossible: {point!r}.",
         remedy="A point is a size of zero bytes or more and a time of more than zero microseconds.",
     )
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value.is_integer() else str(value)
 
 
 class Costs(Protocol):
     """Times on the communication stream. A bucket without bytes is not free: it is still a collective."""
 
-    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
         """Returns the microseconds of one collective for each size.
 
         Args:
@@ -282,12 +290,12 @@ class Costs(Protocol):
         """
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class RingCosts:
-    """Ring algorithms over `num_ranks` ranks, each with its own `link`. Raises ConfigError unless `num_ranks` is positive.
+    """Ring algorithms over `num_ranks` ranks, each with its own `link`; of any kind in COLLECTIVES.
 
     With `has_trees` an all-reduce goes through trees where that is faster, as in NCCL; without, through a ring, as in gloo.
+    Raises ConfigError unless `num_ranks` is positive.
     """
 
     link: Link
@@ -295,20 +303,30 @@ class RingCosts:
     has_trees: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_num_ranks(self.num_ranks)
+        require(
+            self.num_ranks >= 1,
+            f"a collective needs one rank or more, got {self.num_ranks}.",
+            remedy="Give a positive number of ranks.",
+        )
 
-    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Implements `Costs` for any kind in COLLECTIVES."""
-        require(kind in COLLECTIVES, f"there is no {kind} over a ring.", remedy=f"Choose one of: {', '.join(COLLECTIVES)}.")
-        ways, sizes = _ways(kind, self.num_ranks, has_trees=self.has_trees), np.asarray(num_bytes, dtype=np.float64)
-        times = [hops * self.link.hop_s + share / self.link.bytes_per_s * sizes for hops, share in ways]
-        return 1e6 * np.minimum(times[0], times[-1])
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
+        """Implements `Costs`."""
+        hops, share = _ring(kind, self.num_ranks)
+        sizes = np.asarray(num_bytes, dtype=np.float64)
+        times_s = hops * self.link.hop_s + share / self.link.bytes_per_s * sizes
+        if kind == "all_reduce" and self.has_trees:
+            tree_hops, tree_share = _tree(self.num_ranks)
+            times_s = np.minimum(times_s, tree_hops * self.link.hop_s + tree_share / self.link.bytes_per_s * sizes)
+        return 1e6 * times_s
 
 
-def _ways(kind: str, num_ranks: int, *, has_trees: bool) -> list[tuple[float, float]]:
-    """Returns messages one after another, and the share of the payload that crosses a link: of the ring, then of the tree."""
-    ring = COLLECTIVES[kind](num_ranks) if num_ranks > 1 else (0, 0.0)
-    return [ring, (2 * math.log2(num_ranks), 2.0)] if has_trees and kind == "all_reduce" and num_ranks > 1 else [ring]
+def _ring(kind: str, num_ranks: int) -> tuple[float, float]:
+    """Returns messages one after another, and the share of the payload that crosses a link."""
+    return COLLECTIVES[kind](num_ranks) if num_ranks > 1 else (0, 0.0)
+
+
+def _tree(num_ranks: int) -> tuple[float, float]:
+    return (2 * math.log2(num_ranks), 2.0) if num_ranks > 1 else (0.0, 0.0)
 
 
 # The collectives inside a node that are part of a collective over all nodes.
@@ -319,7 +337,6 @@ _INSIDE = {
 }
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCosts:
     """Costs on nodes of `per_node` ranks: `inside` one node, and `across` nodes.
@@ -334,48 +351,48 @@ class NodeCosts:
     per_node: int
     is_mesh: bool = False
 
-    def __post_init__(self) -> None:
-        _check_num_ranks(self.per_node)
-
-    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
         """Implements `Costs`."""
-        require(kind in _INSIDE, f"there is no {kind} over nodes.", remedy=f"Choose one of: {', '.join(_INSIDE)}.")
         sizes = np.asarray(num_bytes, dtype=np.float64)
-        crossing = np.zeros_like(sizes)
-        if not self.is_mesh or kind != "all_gather":
-            crossing = self.across.collective_us("all_reduce" if self.is_mesh else kind, sizes / self.per_node)
-        return sum((self.inside.collective_us(phase, sizes) for phase in _INSIDE[kind]), start=crossing)
+        times_us = np.zeros_like(sizes)
+        for phase in _INSIDE[kind]:
+            times_us = times_us + self.inside.collective_us(phase, sizes)
+        if self.is_mesh and kind == "all_gather":
+            return times_us
+        crossing = "all_reduce" if self.is_mesh else kind
+        return times_us + self.across.collective_us(crossing, sizes / self.per_node)
 
 
 # Substitutes for a kind that was not measured, best first, as in a ring: an all-reduce is a reduce-scatter and an all-gather,
 # which take equally long. (Inside a node of NVSwitches this does not hold: there both take 1.33 times an all-reduce.)
 _STANDS_FOR: Mapping[str, tuple[tuple[float, tuple[str, ...]], ...]] = {
-    "all_reduce": ((1.0, ("reduce_scatter", "all_gather")), (2.0, ("reduce_scatter",)), (2.0, ("all_gather",))),
+    "all_reduce": (
+        (1.0, ("reduce_scatter", "all_gather")),
+        (2.0, ("reduce_scatter",)),
+        (2.0, ("all_gather",)),
+    ),
     "reduce_scatter": ((1.0, ("all_gather",)), (0.5, ("all_reduce",))),
     "all_gather": ((1.0, ("reduce_scatter",)), (0.5, ("all_reduce",))),
 }
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
     """Measured costs by kind; all_reduce, reduce_scatter and all_gather substitute for each other if one was not measured."""
 
     curves: Mapping[str, CostCurve]
 
-    def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
+    def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
         """Implements `Costs`; raises ConfigError if neither the kind nor a substitute was measured."""
         for factor, kinds in ((1.0, (kind,)), *_STANDS_FOR.get(kind, ())):
             if self.curves.keys() >= set(kinds):
                 return factor * sum((self.curves[measured].us(num_bytes) for measured in kinds), start=np.zeros(()))
         known = ", ".join(sorted(self.curves)) or "nothing"
         raise ConfigError(
-            f"the cost of {kind} was not measured.", where=f"measured: {known}", remedy="Measure it, or name a link."
+            f"the cost of {kind} was not measured.",
+            where=f"measured: {known}",
+            remedy="Measure it, or name a link.",
         )
-
-
-def _check_num_ranks(num_ranks: int) -> None:
-    require(num_ranks >= 1, f"a collective needs one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
 
 
 def costs_for(  # a network, and how its collectives go
@@ -407,7 +424,6 @@ def costs_for(  # a network, and how its collectives go
     costs.collective_us("all_reduce", [25e6])  # microseconds
     ```
     """
-    require(num_ranks >= 1, f"a network has one rank or more, got {num_ranks}.", remedy="Give a positive number of ranks.")
     if per_node is None:
         return RingCosts(link_from_text(text), num_ranks=num_ranks, has_trees=has_trees)
     require(
@@ -424,35 +440,24 @@ def costs_for(  # a network, and how its collectives go
 
 
 def scaled_curve(curve: CostCurve, kind: str, *, num_ranks: int, to: int, has_trees: bool) -> CostCurve:
-    """Returns what `curve`, measured over `num_ranks` ranks, would be over `to` ranks of the same network.
+    """Returns the curve, measured over `num_ranks` ranks, over `to` ranks of the same network; both are two or more.
 
-    The latency of its line grows with the messages of the formula, and the rest with the share of the payload on a link.
+    The latency of its line grows with the messages of the formula, and the rest with the share of the payload on a link. Raises
+    ConfigError if the curve's sizes are too close together.
     """
-    (hops, share), (to_hops, to_share) = (
-        (min(way[0] for way in ways), ways[0][1]) for ways in (_ways(kind, num, has_trees=has_trees) for num in (num_ranks, to))
-    )
-    latency_us, _ = line_through(curve.points)
-    return CostCurve(
-        points=tuple(
-            (size, min(latency_us, us) * to_hops / hops + max(0.0, us - latency_us) * to_share / share)
-            for size, us in curve.points
-        )
-    )
-
-
-def link_from_curve(curve: CostCurve, kind: str, *, num_ranks: int, name: str) -> Link:
-    """Returns the link on which a ring of `num_ranks` matches `curve` for collectives of that kind as closely as possible.
-
-    So a measurement between two ranks predicts 64 ranks on the same network. It uses the line of `line_through`. Raises
-    ConfigError for fewer than two ranks, or if the curve's sizes are too close together.
-    """
-    reason = f"num_ranks={num_ranks}" if num_ranks < 2 else "its sizes lie too close together"
     require(
-        num_ranks >= 2 and curve.is_enough,
-        f"no link can be made of the curve of {kind}: {reason}.",
-        remedy="Measure between two ranks or more, and let one size be at least 1.5 times another.",
+        curve.is_enough,
+        f"the curve of {kind} does not show what other numbers of ranks cost: its sizes lie too close together.",
+        remedy="Let one size be at least 1.5 times another, or name a link.",
     )
-    hops, share = COLLECTIVES[kind](num_ranks)
-    latency_us, us_per_byte = line_through(curve.points)
-    bytes_per_s = share / (us_per_byte * 1e-6) if us_per_byte > 0 else math.inf
-    return Link(name=name, hop_s=latency_us * 1e-6 / hops, bytes_per_s=bytes_per_s)
+    hops, share = _ring(kind, num_ranks)
+    to_hops, to_share = _ring(kind, to)
+    if has_trees and kind == "all_reduce":
+        hops = min(hops, _tree(num_ranks)[0])
+        to_hops = min(to_hops, _tree(to)[0])
+    latency_us, _ = line_through(curve.points)
+    points = []
+    for size, us in curve.points:
+        scaled_us = min(latency_us, us) * to_hops / hops + max(0.0, us - latency_us) * to_share / share
+        points.append((size, scaled_us))
+    return CostCurve(points=tuple(points))

@@ -7,7 +7,6 @@ from undertow.plan.grouping import (
     default_caps,
     first_plan,
     group_by_size,
-    group_in_pieces,
     groups_in_order,
     largest_first,
     observed,
@@ -15,10 +14,8 @@ from undertow.plan.grouping import (
     reverse_registration,
 )
 from undertow.plan.layout import (
-    GroupEntry,
     Groups,
     ParamSpec,
-    Piece,
     Slot,
 )
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
@@ -28,10 +25,8 @@ __all__ = [
     "Bucket",
     "Candidate",
     "Choice",
-    "GroupEntry",
     "Groups",
     "ParamSpec",
-    "Piece",
     "Plan",
     "SizeCaps",
     "Slot",
@@ -43,7 +38,6 @@ __all__ = [
     "finish_us",
     "first_plan",
     "group_by_size",
-    "group_in_pieces",
     "groups_in_order",
     "largest_first",
     "observed",

@@ -4,14 +4,12 @@
     | gradients   | padding    | trailer          |
       one slot                   `undertow.plan.facts`
       per parameter
-      or piece of one
 
 Gradients with the first part of the padding are cut into equal shards, one per rank. The end of that part, and the end of the
 storage, are multiples of the number of ranks and of 16 bytes (vector loads).
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from reprlib import repr as brief
 from typing import Any
@@ -22,7 +20,14 @@ _ALIGN_BYTES = 16
 MOST = 2**63 - 1  # largest count: a signed integer of 64 bits
 Kind = tuple[str, str, bool, str | None]
 # Bytes per element of the dtypes that have gradients, by torch's names.
-ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
+ITEMSIZES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +43,12 @@ class ParamSpec:
     own_dtype: str | None = None  # the parameter's dtype, if its gradient has another one
 
     def __post_init__(self) -> None:
-        texts = (self.name, self.dtype, self.device, self.dtype if self.own_dtype is None else self.own_dtype)
+        texts = (
+            self.name,
+            self.dtype,
+            self.device,
+            self.dtype if self.own_dtype is None else self.own_dtype,
+        )
         if not all(isinstance(text, str) for text in texts) or not isinstance(self.is_sparse, bool):
             raise ConfigError(
                 f"parameter {brief(self.name)} has an impossible description: dtype {brief(self.dtype)}, "
@@ -78,78 +88,23 @@ class ParamSpec:
         return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None} | {"shape": [*self.shape]}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Consecutive elements of one parameter, counted in memory order."""
-
-    param: int  # index into Plan.params
-    first: int  # elements, inclusive
-    stop: int  # elements, exclusive; equal to first for a parameter without elements
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.first <= self.stop:
-            raise ConfigError(
-                f"the piece of parameter {self.param} is impossible: [{self.first}, {self.stop}).",
-                remedy="A piece begins at zero or later and does not end before it begins.",
-            )
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.first
-
-
-GroupEntry = int | Piece  # member of a group: the index of a whole parameter, or a piece of one
-Groups = tuple[tuple[GroupEntry, ...], ...]  # the contents of each bucket of a plan
+Groups = tuple[tuple[int, ...], ...]  # the parameters in each bucket of a plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Place of one parameter's gradient, or of a piece of it, inside a bucket."""
+    """Place of one parameter's gradient inside a bucket."""
 
     param: int  # index into Plan.params
     start: int  # elements, inclusive
     stop: int  # elements, exclusive; equal to start for a parameter without elements
-    first: int = 0  # element of the parameter, in memory order, that is at start
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
 
-    @property
-    def piece(self) -> Piece:
-        """The part of the parameter that this slot holds."""
-        return Piece(param=self.param, first=self.first, stop=self.first + self.numel)
-
-
-def piece_of(member: GroupEntry, params: Sequence[ParamSpec]) -> Piece:
-    """Returns the piece that `member` of a group holds."""
-    return member if isinstance(member, Piece) else Piece(param=member, first=0, stop=params[member].slot_numel)
-
-
-def member_of(piece: Piece, params: Sequence[ParamSpec]) -> GroupEntry:
-    """Returns the member of a group that holds `piece`: the parameter's index if the piece is the whole parameter."""
-    return piece.param if piece.numel == params[piece.param].slot_numel else piece
-
-
-def num_bytes_of(piece: Piece, params: Sequence[ParamSpec]) -> int:
-    """Returns the bytes of the gradient's elements in `piece`."""
-    return piece.numel * params[piece.param].itemsize
-
-
-def unit_numel(*, itemsize: int, num_ranks: int) -> int:
-    """Returns the fewest elements that are a multiple of the number of ranks and of 16 bytes."""
-    return math.lcm(num_ranks, _ALIGN_BYTES // math.gcd(_ALIGN_BYTES, itemsize))
-
-
-def share_numel(numel: int, *, itemsize: int, num_ranks: int, most_bytes: float) -> int:
-    """Returns the size of even shares of `numel` elements in multiples of `unit_numel`: under `most_bytes`, or one unit."""
-    unit = unit_numel(itemsize=itemsize, num_ranks=num_ranks)
-    num_units = -(-numel // unit)
-    num_shares = -(-num_units // max(1, int(most_bytes // (unit * itemsize))))
-    return unit * -(-num_units // num_shares)
-
 
 def padded_numel(numel: int, *, itemsize: int, num_ranks: int) -> int:
     """Returns the least multiple of the number of ranks and of 16 bytes that holds `numel` elements."""
-    unit = unit_numel(itemsize=itemsize, num_ranks=num_ranks)
+    unit = math.lcm(num_ranks, _ALIGN_BYTES // math.gcd(_ALIGN_BYTES, itemsize))
     return -(-numel // unit) * unit

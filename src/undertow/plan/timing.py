@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from undertow.cost.costs import Costs, Floats
 from undertow.errors import require
-from undertow.plan.layout import GroupEntry, ParamSpec, num_bytes_of, piece_of
+from undertow.plan.layout import ParamSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,32 +32,19 @@ class StepTiming:
     used_us: Sequence[float] = ()  # by parameter: first read in forward, since forward began; only for shards
 
     def __post_init__(self) -> None:
-        by_param = {"ready_us": self.ready_us, "used_us": self.used_us}
-        named = [(f"{name} of parameter {param}", it) for name, times in by_param.items() for param, it in enumerate(times)]
-        for name, time_us in (("backward_end_us", self.backward_end_us), *named):
+        for time_us in (self.backward_end_us, *self.ready_us, *self.used_us):
             require(
                 0 <= time_us < math.inf,  # also false for NaN
                 f"a time of a step must be finite and not negative, got {time_us}.",
-                where=name,
+                where="the timing of a step",
                 remedy="Count from the beginning of the step or of forward; "
                 "a gradient that never comes is ready when backward ends.",
             )
 
 
-def check_timing(params: Sequence[ParamSpec], timing: StepTiming, *, has_shards: bool) -> None:
-    """Raises ConfigError if a parameter has no time."""
-    for name, times in (("ready_us", timing.ready_us), *((("used_us", timing.used_us),) if has_shards else ())):
-        require(
-            len(times) == len(params),
-            f"each of the {len(params)} parameters must have its {name}, got {len(times)} of them.",
-            where="the timing of a step",
-            remedy="Give one time for each parameter, in the order of the parameters.",
-        )
-
-
 def finish_us(
     params: Sequence[ParamSpec],
-    groups: Sequence[Sequence[GroupEntry]],
+    groups: Sequence[Sequence[int]],
     timing: StepTiming,
     costs: Costs,
     *,
@@ -69,36 +55,37 @@ def finish_us(
 
     Each bucket delays backward by `bucket_us` of processor time before it is sent. With shards the function returns the period
     of steps without their update: the stall of the next forward, which waits for gathers, plus the longer of backward and
-    reductions. Bytes are of gradients, without padding and trailers.
+    reductions. Bytes are of gradients, without padding and trailers. Raises ConfigError if a parameter has no time.
     """
-    check_timing(params, timing, has_shards=has_shards)
-    filled = [[piece_of(member, params) for member in group] for group in groups if group]
-    sizes = np.array([sum(num_bytes_of(piece, params) for piece in group) for group in filled], dtype=np.float64)
-    ready = np.array([max(timing.ready_us[piece.param] for piece in group) for group in filled])
-    used = np.array([min(timing.used_us[piece.param] for piece in group) for group in filled]) if has_shards else None
-    return end_of_lane_us(sizes, ready, used, timing, costs, bucket_us=bucket_us)
+    needed = {"ready_us": timing.ready_us}
+    if has_shards:
+        needed["used_us"] = timing.used_us
+    for name, times in needed.items():
+        require(
+            len(times) == len(params),
+            f"each of the {len(params)} parameters must have its {name}, got {len(times)} of them.",
+            where="the timing of a step",
+            remedy="Give one time for each parameter, in the order of the parameters.",
+        )
+    filled = [group for group in groups if group] or [()]  # without parameters one empty bucket is sent
+    sizes = [float(sum(params[param].num_bytes for param in group)) for group in filled]
+    starts_us = []
+    for number, group in enumerate(filled, 1):
+        ready_us = max((timing.ready_us[param] for param in group), default=0.0)
+        starts_us.append(ready_us + number * bucket_us)
+    starts_us[-1] = max(starts_us[-1], timing.backward_end_us + len(filled) * bucket_us)
+    if not has_shards:
+        return _through_us(starts_us, costs.collective_us("all_reduce", sizes))
+    used_us = [-min((timing.used_us[param] for param in group), default=0.0) for group in filled]
+    stall_us = max(0.0, _through_us(used_us, costs.collective_us("all_gather", sizes)))
+    return stall_us + _through_us(starts_us, costs.collective_us("reduce_scatter", sizes))
 
 
-def end_of_lane_us(
-    sizes: Floats, ready_us: Floats, used_us: Floats | None, timing: StepTiming, costs: Costs, *, bucket_us: float = 0.0
-) -> float:
-    """Returns `finish_us` of buckets of these bytes, from when each is full and, with shards, when it is first used."""
-    if not len(sizes):  # without parameters one empty bucket is sent
-        sizes, ready_us = np.zeros(1), np.zeros(1)
-        used_us = None if used_us is None else np.array([max(timing.used_us, default=0.0)])
-    starts = ready_us + bucket_us * np.arange(1, len(sizes) + 1)
-    starts[-1] = max(float(starts[-1]), timing.backward_end_us + bucket_us * len(sizes))
-    if used_us is None:
-        return _through_us(starts, costs.collective_us("all_reduce", sizes))
-    reduced = _through_us(starts, costs.collective_us("reduce_scatter", sizes))
-    return max(0.0, _through_us(-used_us, costs.collective_us("all_gather", sizes))) + reduced
-
-
-def _through_us(starts: Floats, times: Floats) -> float:
-    through = -math.inf
-    for start, time in zip(starts.tolist(), times.tolist(), strict=True):
-        through = max(through, start) + time
-    return through
+def _through_us(starts_us: Sequence[float], times_us: Floats) -> float:
+    through_us = -math.inf
+    for start_us, time_us in zip(starts_us, times_us.tolist(), strict=True):
+        through_us = max(through_us, start_us) + time_us
+    return through_us
 
 
 # Number of sizes between 1 byte and the total at which a cost is looked up; a cell is then a sixth of a percent wide for 1 GB.
@@ -116,37 +103,28 @@ def limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs, *, h
     """
     reduction = "reduce_scatter" if has_shards else "all_reduce"
     alone_us = float(costs.collective_us(reduction, [0.0])[0])
-    reduced = max(timing.backward_end_us + alone_us, _latest_us(params, -np.asarray(timing.ready_us), costs, reduction))
-    return reduced + max(0.0, _latest_us(params, np.asarray(timing.used_us), costs, "all_gather")) if has_shards else reduced
+    reduced = max(
+        timing.backward_end_us + alone_us,
+        _latest_us(params, -np.asarray(timing.ready_us), costs, reduction),
+    )
+    if not has_shards:
+        return reduced
+    return reduced + max(0.0, _latest_us(params, np.asarray(timing.used_us), costs, "all_gather"))
 
 
 def _latest_us(params: Sequence[ParamSpec], key_us: Floats, costs: Costs, kind: str) -> float:
-    """Returns the maximum over i of C*(bytes of all whose key is at most the key of i), less the key of i."""
+    """Returns the maximum over i of C*(bytes of all whose key is at most the key of i), less the key of i.
+
+    C*(S) is at least one collective, and at least S bytes at the best rate of any size. Between two sizes at which the cost is
+    looked up, a part costs no less than at the smaller one and holds no more than the larger one; costs do not decrease with the
+    size.
+    """
     if not params:
         return 0.0
     order = np.argsort(key_us, kind="stable")
-    total = np.zeros(len(params))
-    sizes = np.array([params[i].num_bytes for i in order], dtype=np.float64)
-    kinds = [params[i].kind for i in order]
-    for which in dict.fromkeys(kinds):
-        is_of_kind = np.array([each == which for each in kinds])
-        together = np.cumsum(np.where(is_of_kind, sizes, 0.0))
-        total += np.where(np.cumsum(is_of_kind) > 0, _cheapest_us(costs, kind, together), 0.0)
-    return float((total - key_us[order]).max())
-
-
-def _cheapest_us(costs: Costs, kind: str, num_bytes: ArrayLike) -> Floats:
-    """Returns a lower bound of C*(S): S bytes at the best rate of any part of S, and no less than one collective.
-
-    Between two sizes at which the cost is looked up, a part costs no less than at the smaller one and holds no more than the
-    larger one; costs do not decrease with the size.
-    """
-    wanted = np.asarray(num_bytes, dtype=np.float64)
-    sizes = np.unique(np.concatenate([[0.0], np.geomspace(1.0, max(1.0, float(wanted.max())), _NUM_SIZES), wanted]))
-    times = np.minimum.accumulate(costs.collective_us(kind, sizes)[::-1])[::-1]
-    # Of all parts below the next size; no part is smaller than a byte, and none but zero bytes may cost nothing.
-    rates = np.minimum.accumulate(np.append(math.inf, times[1:-1] / sizes[2:]))
-    at = np.searchsorted(sizes, wanted)
-    rate = np.minimum(times[at] / np.maximum(wanted, 1.0), rates[np.maximum(at - 1, 0)])
-    cheapest: Floats = np.maximum(times[0], np.where(wanted > 0, wanted * rate, 0.0))
-    return cheapest
+    together = np.cumsum([params[param].num_bytes for param in order], dtype=np.float64)
+    sizes = np.geomspace(1.0, max(1.0, together[-1]), _NUM_SIZES)
+    times_us = costs.collective_us(kind, sizes)
+    best_rate = float((times_us[:-1] / sizes[1:]).min())
+    alone_us = float(costs.collective_us(kind, [0.0])[0])
+    return float((np.maximum(alone_us, together * best_rate) - key_us[order]).max())

@@ -118,7 +118,12 @@ def _report(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON.", where=str(error), remedy=_RUN_AGAIN) from error
     missing = sorted(_FIELDS - set(report)) if isinstance(report, dict) else ["anything"]
-    require(not missing, f"{path} is not a report.", where=f"it lacks {', '.join(missing[:3])}", remedy=_RUN_AGAIN)
+    require(
+        not missing,
+        f"{path} is not a report.",
+        where=f"it lacks {', '.join(missing[:3])}",
+        remedy=_RUN_AGAIN,
+    )
     return dict(report)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from undertow.errors import require
 from undertow.foreign import printable
@@ -26,7 +26,7 @@ _KINDS = {
 }
 # For light pages and for dark pages: the end of the picture's name, ink, ground and grid.
 _THEMES = (("", "#333333", "#ffffff", "#e6e6e6"), ("-dark", "#e6edf3", "#0d1117", "#30363d"))
-LEAST_GAIN = 1.03  # smaller ones are within the variation of the model and of a machine
+_LEAST_GAIN = 1.03  # smaller ones are within the variation of the model and of a machine
 
 
 def require_matplotlib() -> None:
@@ -44,35 +44,15 @@ def drawn(text: str) -> str:
     return printable(text).replace("$", r"\$")
 
 
-def new_figure(title: str, *, inches: float) -> Figure:
-    """Returns an empty figure of that height."""
-    # Not pyplot: it would keep the figure in its own list and look for a display.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, inches), dpi=150, layout="constrained")
-    figure.suptitle(drawn(title), x=0.012, ha="left", fontsize=13, fontweight="bold")
-    return figure
-
-
-def dress(axes: Axes, label: str, *, grid: Literal["x", "both"], without: Sequence[str]) -> None:
-    """Labels the horizontal axis, and draws a faint grid and no frame at the sides `without`."""
-    axes.set_xlabel(drawn(label), fontsize=9.5)
-    axes.grid(axis=grid, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in without:
-        axes.spines[side].set_visible(False)
-
-
 def save_themes(draw: Callable[[], Figure], path: Path) -> None:
     """Writes the figure that `draw` makes as PATH, and for dark pages as PATH with -dark in its name."""
     import matplotlib as mpl
 
     for name, ink, ground, grid in _THEMES:
-        theme: dict[Any, str] = dict.fromkeys(
-            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink
-        )
+        theme: dict[Any, str] = {"grid.color": grid}
+        theme |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink)
         theme |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), ground)
-        with mpl.rc_context(theme | {"grid.color": grid}):
+        with mpl.rc_context(theme):
             draw().savefig(path.with_stem(path.stem + name))
 
 
@@ -97,9 +77,12 @@ def save_timeline(
 
 
 def _timeline(traces: Mapping[str, Trace], title: str, conditions: str, limit_us: float | None) -> Figure:
+    # Not pyplot: it would keep the figure in its own list and look for a display.
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = new_figure(title, inches=1.75 + 0.82 * len(traces))
+    figure = Figure(figsize=(11, 1.75 + 0.82 * len(traces)), dpi=150, layout="constrained")
+    figure.suptitle(drawn(title), x=0.012, ha="left", fontsize=13, fontweight="bold")
     axes = figure.add_subplot()
     visible = [event for trace in traces.values() for event in trace.events if event.duration_us > 0]
     start_ms = min((event.start_us for event in visible), default=0.0) / 1e3
@@ -111,21 +94,19 @@ def _timeline(traces: Mapping[str, Trace], title: str, conditions: str, limit_us
     axes.set_yticks([row - 0.05 for row in range(len(traces))], [*map(drawn, traces)], fontsize=10.5)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=9)
-    dress(
-        axes,
-        "milliseconds since the forward began" + (f"; {conditions}" if conditions else ""),
-        grid="x",
-        without=("top", "right", "left"),
-    )
+    label = "milliseconds since the forward began" + (f"; {conditions}" if conditions else "")
+    axes.set_xlabel(drawn(label), fontsize=9.5)
+    axes.grid(axis="x", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
     shown = {_kind(event) for event in visible}
     handles: list[Any] = [Patch(facecolor=color, label=label) for kind, (color, label) in _KINDS.items() if kind in shown]
     if limit_us is not None:
-        begin_us = min((event.start_us for trace in traces.values() for event in trace.on_lane("compute")), default=0.0)
-        handles.append(
-            axes.axvline(
-                (begin_us + limit_us) / 1e3, linestyle=":", color="#999999", label=f"lower bound {limit_us / 1e3:.0f} ms"
-            )
-        )
+        starts_us = [event.start_us for trace in traces.values() for event in trace.on_lane("compute")]
+        limit_ms = (min(starts_us, default=0.0) + limit_us) / 1e3
+        label = f"lower bound {limit_us / 1e3:.0f} ms"
+        handles.append(axes.axvline(limit_ms, linestyle=":", color="#999999", label=label))
     axes.legend(
         handles=handles,
         loc="lower left",
@@ -154,7 +135,14 @@ def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
             linewidth=0.6,
         )
     left = _end_ms(trace) + axis_ms * 0.008
-    axes.text(left, row - 0.2, f"{trace.duration_us / 1e3:.0f} ms", va="center", fontsize=10.5, fontweight="bold")
+    axes.text(
+        left,
+        row - 0.2,
+        f"{trace.duration_us / 1e3:.0f} ms",
+        va="center",
+        fontsize=10.5,
+        fontweight="bold",
+    )
     if (hidden := overlap_of(trace).fraction) is not None:
         axes.text(left, row + 0.15, f"{hidden:.0%} hidden", va="center", fontsize=8.5, alpha=0.75)
 
@@ -171,7 +159,7 @@ def takeaway(traces: Mapping[str, Trace], *, subject: str = "", baseline: str = 
     if len(traces) == 1:
         return f"{name}: {hidden}, {overlap.exposed_us / 1e3:.0f} of {step_ms:.0f} ms are spent waiting"
     gain = traces[first_name].duration_us / trace.duration_us
-    if 1 / LEAST_GAIN < gain < LEAST_GAIN:
+    if 1 / _LEAST_GAIN < gain < _LEAST_GAIN:
         return f"{name}: as fast as {first_name}, {hidden}"
     # With one digit, a smaller gain would be shown as 1.0 or 1.1.
     return f"{name}: {gain:.{1 if gain >= 1.2 else 2}f}x the speed of {first_name}, {hidden}"

@@ -1,27 +1,35 @@
 """Predicts the step of a model on a network that may not exist, for several groupings of its gradients."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from undertow.cost import NODE_LINK, Costs, MeasuredCosts, RingCosts, costs_for, link_from_curve, scaled_curve
+from undertow.cost import NODE_LINK, Costs, MeasuredCosts, costs_for, scaled_curve
 from undertow.errors import ConfigError, require
-from undertow.plan import Choice, GroupEntry, Plan, SizeCaps, group_by_size, group_in_pieces, plan_from_groups
+from undertow.plan import Choice, Groups, Plan, SizeCaps, group_by_size, plan_from_groups
 from undertow.profile import Profile
 from undertow.report.comparison import Outcome
 from undertow.schedule import Strategy, strategy_named
 from undertow.simulate import Conditions, simulate
-from undertow.trace import summarize
 from undertow.tune import bucket_us_of, choice_for
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # kinds whose curve may determine the link
 _MIB = 1024 * 1024
-PER_PARAMETER, FIXED, PLANNED, MEASURED = "per parameter", "25 MiB buckets", "planned buckets", "buckets of the profile"
+PER_PARAMETER, FIXED, PLANNED, MEASURED = (
+    "per parameter",
+    "25 MiB buckets",
+    "planned buckets",
+    "buckets of the profile",
+)
 # p10 and p90 of steps beside their predictions, of the published rows in docs/fidelity.md. Measured profiles know the spread of
 # their steps and how far their own step is missed. What remains is the model's.
-BAND, _MODEL, _P90 = (0.88, 1.09), 0.03, 1.2816  # the last two: a standard deviation, and the number of them up to p90
+BAND, _MODEL, _P90 = (
+    (0.88, 1.09),
+    0.03,
+    1.2816,
+)  # the last two: a standard deviation, and the number of them up to p90
 
 
 def require_rank(num_ranks: int | None, *, of: str, where: str) -> None:
@@ -75,16 +83,28 @@ class NetworkOptions:
         has_trees = not (profile.is_measured and all(spec.device == "cpu" for spec in profile.params))
         if self.link is not None and (self.per_node is not None or not is_mesh):
             # If there are fewer ranks than a node has, all of them are on one node.
-            per_node, inside = self.per_node and min(self.per_node, num_ranks), self.node_link or NODE_LINK
+            per_node, inside = (
+                self.per_node and min(self.per_node, num_ranks),
+                self.node_link or NODE_LINK,
+            )
             costs = costs_for(
-                self.link, num_ranks=num_ranks, per_node=per_node, inside=inside, is_mesh=is_mesh, has_trees=has_trees
+                self.link,
+                num_ranks=num_ranks,
+                per_node=per_node,
+                inside=inside,
+                is_mesh=is_mesh,
+                has_trees=has_trees,
             )
             nodes = "," if per_node is None else f" between nodes of {per_node} ranks, {inside} inside;"
             return Network(costs=costs, source=f"{self.link}{nodes} {num_ranks} ranks")
         needs_nodes = is_mesh or strategy_named(profile.strategy).crossing is not None
         is_measured = num_ranks == profile.num_ranks and bool(profile.curves)
         if self.link is None and is_measured and (strategy.name == profile.strategy or not needs_nodes):
-            return Network(costs=profile.costs(), source=f"as measured over {num_ranks} ranks", is_measured=True)
+            return Network(
+                costs=profile.costs(),
+                source=f"as measured over {num_ranks} ranks",
+                is_measured=True,
+            )
         if needs_nodes:
             measured = f"measured: {profile.strategy!r} over {profile.num_ranks} ranks"
             raise ConfigError(
@@ -92,24 +112,20 @@ class NetworkOptions:
                 where=f"{self.link} has no nodes" if self.link else measured,
                 remedy='Give the network with its nodes, such as --ranks 64 --per-node 8 --link "100gbit,5us".',
             )
-        kind = next((kind for kind in _KINDS if kind in profile.curves), None)
-        if kind is None:
+        curves = {kind: profile.curves[kind] for kind in _KINDS if kind in profile.curves}
+        if not curves:
             raise ConfigError(
                 f"the costs of communication over {num_ranks} ranks are unknown.",
                 where=f"the profile {profile.name!r} has no costs",
                 remedy='Give the network, such as --ranks 64 --link "100gbit,5us".',
             )
-        link = link_from_curve(profile.curves[kind], kind, num_ranks=profile.num_ranks, name="measured")
-        found = f"on a ring as of links of {link.bytes_per_s * 8e-9:.3g} Gb/s and {link.hop_s * 1e6:.3g} us a message"
-        scaled = {
-            kind: scaled_curve(curve, kind, num_ranks=profile.num_ranks, to=num_ranks, has_trees=has_trees)
-            for kind, curve in profile.curves.items()
-            if num_ranks > 1 and kind in _KINDS
-        }
-        return Network(
-            costs=MeasuredCosts(scaled) if scaled else RingCosts(link, num_ranks=num_ranks),
-            source=f"as measured over {profile.num_ranks} ranks, {found}; scaled to {num_ranks} ranks",
-        )
+        if num_ranks == 1:
+            return Network(costs=costs_for("none", num_ranks=1), source="none: a single rank")
+        scaled = {}
+        for kind, curve in curves.items():
+            scaled[kind] = scaled_curve(curve, kind, num_ranks=profile.num_ranks, to=num_ranks, has_trees=has_trees)
+        source = f"as measured over {profile.num_ranks} ranks, scaled to {num_ranks} ranks"
+        return Network(costs=MeasuredCosts(scaled), source=source)
 
 
 def caps_of(mebibytes: float) -> SizeCaps:
@@ -117,7 +133,10 @@ def caps_of(mebibytes: float) -> SizeCaps:
     return SizeCaps(cap_bytes=mebibytes * _MIB, first_bytes=(min(mebibytes, 1.0) * _MIB,))
 
 
-_FIXED_CAPS: Mapping[str, SizeCaps] = {FIXED: caps_of(25.0), "40 MB buckets": SizeCaps(cap_bytes=40e6)}
+_FIXED_CAPS: Mapping[str, SizeCaps] = {
+    FIXED: caps_of(25.0),
+    "40 MB buckets": SizeCaps(cap_bytes=40e6),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +151,12 @@ class WhatIf:
 
     @classmethod
     def of(
-        cls, profile: Profile, strategy: str | None, num_ranks: int | None, options: NetworkOptions, conditions: Conditions
+        cls,
+        profile: Profile,
+        strategy: str | None,
+        num_ranks: int | None,
+        options: NetworkOptions,
+        conditions: Conditions,
     ) -> Self:
         """Takes the profile's strategy and number of ranks if they are None."""
         require(
@@ -161,7 +185,6 @@ class WhatIf:
         return choice_for(
             self.profile,
             self.network.costs,
-            num_ranks=self.num_ranks,
             has_shards=self.strategy.gather is not None,
             bucket_us=bucket_us_of(self.profile) if is_as_measured else launch_us,
         )
@@ -182,17 +205,14 @@ class WhatIf:
         return self._plan(self.choice.best.groups)
 
     def plan_of_size(self, caps: SizeCaps) -> Plan:
-        """Returns buckets of fixed size, in ready order; with shards large parameters are cut."""
-        params, order = self.profile.params, self.profile.order
-        if self.strategy.gather is not None:
-            return self._plan(group_in_pieces(params, order, caps, num_ranks=self.num_ranks))
-        return self._plan(group_by_size(params, order, caps))
+        """Returns buckets of fixed size, in ready order."""
+        return self._plan(group_by_size(self.profile.params, self.profile.order, caps))
 
     def outcomes(self) -> tuple[Outcome, ...]:
         """Returns the outcome of every method."""
         own = self.profile.groups if self.strategy.name == self.profile.strategy else None
         measured = [] if own is None else [self.outcome(MEASURED, self._plan(own))]
-        alone = self.outcome(PER_PARAMETER, self._plan([[param] for param in self.profile.order]))
+        alone = self.outcome(PER_PARAMETER, self._plan(tuple((param,) for param in self.profile.order)))
         fixed = [self.outcome(name, self.plan_of_size(caps)) for name, caps in _FIXED_CAPS.items()]
         return (*measured, alone, *fixed, self.outcome(PLANNED, self.planned))
 
@@ -208,8 +228,11 @@ class WhatIf:
             compute_us=self.compute_us,
             limit_us=self.limit_us,
             # The limit is of ranks as slow as the profile's slowest: fewer of them may be faster.
-            band_us=(min(record.step_us, max(self.limit_us, record.step_us * low)), record.step_us * high),
-            late_rank_us=summarize([record], plan, rank=record.rank).late_rank_ms * 1e3,
+            band_us=(
+                min(record.step_us, max(self.limit_us, record.step_us * low)),
+                record.step_us * high,
+            ),
+            late_rank_us=record.late_rank_us(),
         )
 
     @cached_property
@@ -226,5 +249,5 @@ class WhatIf:
         width = _P90 * math.hypot(max(_MODEL, missed), spread)
         return 1 - width, 1 + width
 
-    def _plan(self, groups: Sequence[Sequence[GroupEntry]]) -> Plan:
+    def _plan(self, groups: Groups) -> Plan:
         return plan_from_groups(self.profile.params, groups, num_ranks=self.num_ranks)

@@ -2,7 +2,15 @@
 
 from undertow.schedule.lower import lower_accumulation, lower_data_parallel
 from undertow.schedule.op import Buffer, Op, OpKind, Schedule
-from undertow.schedule.strategies import DDP, HYBRID, STRATEGIES, ZERO1, ZERO2, Strategy, strategy_named
+from undertow.schedule.strategies import (
+    DDP,
+    HYBRID,
+    STRATEGIES,
+    ZERO1,
+    ZERO2,
+    Strategy,
+    strategy_named,
+)
 from undertow.schedule.tracker import Arrivals, Releases
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Lowers a number of buckets and a strategy to the ops of one step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from undertow.schedule.op import COMPUTE, Buffer, Op, OpKind, Schedule
 from undertow.schedule.strategies import DDP, Strategy
@@ -44,52 +44,59 @@ def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
 class _Builder:
     def __init__(self, strategy: Strategy) -> None:
         self.ops: list[Op] = []
-        self._reductions = [kind for kind in (strategy.reduction, strategy.crossing) if kind is not None]
-        # The axis over which ranks have different shards, and the axis over which they have the same shard; or the only axis.
-        inside, across = ("comm.dp", "") if strategy.crossing is None else ("comm.inside", "comm.across")
-        reduced = ("grad",) if strategy.reduction is OpKind.ALL_REDUCE else ("shard",)
-        # By kind: lane, buffers that an op reads, and buffers that it writes.
-        self._rows: dict[OpKind | None, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-            OpKind.FILL: (COMPUTE, (), ("grad",)),
-            OpKind.END: (COMPUTE, (), ()),
-            OpKind.JOIN: (COMPUTE, (), ()),
-            OpKind.PACK: (COMPUTE, ("grad",), ("grad",)),
-            strategy.crossing: (across, reduced, reduced),
-            strategy.reduction: (inside, ("grad",), reduced),
-            OpKind.BIND: (COMPUTE, reduced, ()),
-            OpKind.STEP: (COMPUTE, reduced, ("param",) if strategy.gather is None else ("own",)),
-            OpKind.ALL_GATHER: (inside, ("own",), ("param",)),
-            OpKind.USE: (COMPUTE, ("param",), ()),
+        self._reductions = [strategy.reduction]
+        # The axis over which ranks have different shards; or the only axis.
+        inside = "comm.dp"
+        if strategy.crossing is not None:
+            self._reductions.append(strategy.crossing)
+            inside = "comm.inside"
+        reduced = "grad" if strategy.reduction is OpKind.ALL_REDUCE else "shard"
+        # By kind: lane, the buffer that an op reads, and the buffer that it writes.
+        self._rows: dict[OpKind | None, tuple[str, str, str]] = {
+            OpKind.FILL: (COMPUTE, "", "grad"),
+            OpKind.END: (COMPUTE, "", ""),
+            OpKind.JOIN: (COMPUTE, "", ""),
+            OpKind.PACK: (COMPUTE, "grad", "grad"),
+            strategy.crossing: ("comm.across", reduced, reduced),
+            strategy.reduction: (inside, "grad", reduced),
+            OpKind.BIND: (COMPUTE, reduced, ""),
+            OpKind.STEP: (COMPUTE, reduced, "param" if strategy.gather is None else "own"),
+            OpKind.ALL_GATHER: (inside, "own", "param"),
+            OpKind.USE: (COMPUTE, "param", ""),
         }
 
     def add(self, kind: OpKind, bucket: int | None, *, after: Iterable[int] = ()) -> int:
-        lane, *names = self._rows[kind]
-        reads, writes = (tuple(Buffer(name, bucket) for name in of_op) for of_op in names)
-        op = Op(id=len(self.ops), lane=lane, kind=kind, bucket=bucket, reads=reads, writes=writes, after=tuple(after))
+        lane, reads, writes = self._rows[kind]
+        op = Op(
+            id=len(self.ops),
+            lane=lane,
+            kind=kind,
+            bucket=bucket,
+            reads=(Buffer(reads, bucket),) if reads else (),
+            writes=(Buffer(writes, bucket),) if writes else (),
+            after=tuple(after),
+        )
         self.ops.append(op)
         return op.id
 
     def backward(self, num_buckets: int, *, overlap: bool) -> list[int]:
-        """Fills, packs and reduces every bucket. Returns the ops that wait for the buckets."""
+        """Fills, packs and reduces every bucket. Returns the ops that wait for the buckets, after all engines have launched."""
         fills: list[int] = []
-        reductions: list[int] = []
+        reduced: list[int] = []
         for bucket in range(num_buckets):
             fills.append(self.add(OpKind.FILL, bucket))
             if overlap and bucket < num_buckets - 1:
-                reductions.append(self.pack_and_reduce(bucket, after=fills[bucket]))
+                reduced.append(self.pack_and_reduce(bucket, after=fills[bucket]))
         end = self.add(OpKind.END, None, after=fills)
-        reductions += [self.pack_and_reduce(bucket, after=end) for bucket in range(len(reductions), num_buckets)]
-        return self.binds(reductions, end=end)
+        for bucket in range(len(reduced), num_buckets):
+            reduced.append(self.pack_and_reduce(bucket, after=end))
+        join = self.add(OpKind.JOIN, None, after=[end])
+        return [self.add(OpKind.BIND, bucket, after=(last, join)) for bucket, last in enumerate(reduced)]
 
     def pack_and_reduce(self, bucket: int, *, after: int) -> int:
         for kind in (OpKind.PACK, *self._reductions):
             after = self.add(kind, bucket, after=[after])
         return after
-
-    def binds(self, reduced: Sequence[int], *, end: int) -> list[int]:
-        """Makes the compute lane wait for every bucket after all engines have launched."""
-        join = self.add(OpKind.JOIN, None, after=[end])
-        return [self.add(OpKind.BIND, bucket, after=(last, join)) for bucket, last in enumerate(reduced)]
 
     def uses(self, gathers: Mapping[int | None, int]) -> Schedule:
         """Makes the next forward wait for each gather, or for the step of all buckets. Returns the schedule."""

@@ -11,42 +11,61 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from undertow.errors import ConfigError
 from undertow.schedule.op import COMPUTE, EXTERNAL, Op, OpKind, Schedule
 
 _NO_TRAVERSAL = -2
 
 
-class _Bucket:
+class BucketArrivals:
     """The arrivals of one bucket, and how far they are counted."""
 
-    __slots__ = ("arrivals", "index", "is_full", "known", "looks_at", "num_awaited", "num_known", "params", "seen")
+    __slots__ = (
+        "arrivals",
+        "counts_from",
+        "index",
+        "is_full",
+        "known",
+        "num_awaited",
+        "num_known",
+        "params",
+        "seen",
+    )
 
     def __init__(self, arrivals: Arrivals, index: int, params: Sequence[int]) -> None:
-        self.arrivals, self.index, self.params = arrivals, index, params
+        self.arrivals = arrivals
+        self.index = index
+        self.params = params
         self.seen: list[object] = []  # parameters, in the order of their arrivals
-        self.looks_at = 0  # from how many arrivals on they are looked at
+        self.counts_from = 0  # number of arrivals from which on each of them is counted
         self.known = Counter[int]()  # how often each has arrived, by id, as of the last count
         self.num_known = 0  # arrivals that are counted
         self.num_awaited = 0  # arrivals that it waits for, with expected repeats
         self.is_full = False
 
     def arrive(self, param: object) -> None:
-        """The hook of every parameter that is in no other bucket."""
+        """The hook of every parameter of the bucket."""
         # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
         seen = self.seen
         seen.append(param)
-        if len(seen) >= self.looks_at:
-            self.arrivals.look(param, (self,))
+        if len(seen) >= self.counts_from:
+            self.arrivals.count(param, self)
 
     def num_counted(self) -> int:
         """Returns the number of arrivals, without those that were repeated more often than expected."""
-        repeats, known, index_of = self.arrivals.expected_repeats, self.known, self.arrivals.index_of
+        repeats, known = self.arrivals.expected_repeats, self.known
         if not repeats and not known and len(set(map(id, self.seen))) == len(self.seen):
             return len(self.seen)  # the usual case, and the fastest
         known.update(map(id, self.seen[self.num_known :]))
         self.num_known = len(self.seen)
-        return sum(min(count, 1 + repeats[index_of.get(key, -1)]) for key, count in known.items()) if repeats else len(known)
+        if not repeats:
+            return len(known)
+        index_of = self.arrivals.index_of
+        return sum(min(count, 1 + repeats[index_of.get(key, -1)]) for key, count in known.items())
+
+    def has_repeats(self) -> bool:
+        """Returns True if some parameter arrived more often than expected."""
+        num_expected = self.num_awaited if self.is_full else self.num_counted()
+        return len(self.seen) > num_expected
 
     def counts(self) -> Counter[int]:
         """Returns how often each parameter has arrived. A tensor that a user's hook has returned is not a parameter."""
@@ -54,28 +73,14 @@ class _Bucket:
         return Counter(index for index in places if index is not None)
 
 
-class _Pieces:
-    """Lists the arrivals of a parameter that is cut into pieces in each of its buckets."""
-
-    def __init__(self, arrivals: Arrivals, buckets: Sequence[_Bucket]) -> None:
-        self.arrivals, self._buckets = arrivals, buckets
-
-    def arrive(self, param: object) -> None:
-        """The hook of the parameter."""
-        for bucket in self._buckets:
-            bucket.seen.append(param)
-        self.arrivals.look(param, self._buckets)
-
-
 class Arrivals:
     """Follows gradients as they arrive, and calls `on_full(bucket)` when the last one of a bucket arrives.
 
-    `hooks` has a function for each of `params`, to be called with it when its gradient arrives. A parameter that is cut into
-    pieces is in several buckets: its arrival counts for each of them. Buckets of different devices fill in different
-    threads, which wait for one another.
+    `hooks` has a function for each of `params`, to be called with it when its gradient arrives. Buckets of different devices
+    fill in different threads, which wait for one another.
 
     `traversal` distinguishes one backward from another. If it has changed when the first gradient of a bucket arrives, after a
-    reset or `forget_traversal`, `on_traversal(traversal)` is called first. Only the runtime gives both.
+    reset or `forget_traversal`, `on_traversal(traversal)` is called first.
     """
 
     def __init__(
@@ -84,78 +89,73 @@ class Arrivals:
         params: Sequence[object],
         *,
         on_full: Callable[[int], object],
-        traversal: Callable[[], int] | None = None,
-        on_traversal: Callable[[int], object] | None = None,
+        traversal: Callable[[], int],
+        on_traversal: Callable[[int], object],
     ) -> None:
         self.on_full = on_full
         self.owner: object = None  # whose methods are called, for others that find these hooks on a parameter
         self.at_each: Callable[[int], object] | None = None  # called with each parameter, by index, that arrives
         self._lock = threading.RLock()  # a hook may run a backward
         self.expected_repeats: Counter[int] = Counter()  # by parameter
-        self._traversal, self._on_traversal, self._seen_traversal = traversal, on_traversal, _NO_TRAVERSAL
+        self._traversal = traversal
+        self._on_traversal = on_traversal
+        self._seen_traversal = _NO_TRAVERSAL
         self._params = tuple(params)
         self.index_of = {id(param): index for index, param in enumerate(self._params)}
         self.regroup(params_of_bucket)
 
     def regroup(self, params_of_bucket: Sequence[Sequence[int]]) -> None:
-        """Switches to other buckets of the same parameters, with other hooks, and resets.
-
-        Raises ConfigError if a parameter has no bucket.
-        """
-        self.buckets = [_Bucket(self, index, params) for index, params in enumerate(params_of_bucket)]
-        buckets_of: list[list[_Bucket]] = [[] for _ in self._params]
-        for bucket in self.buckets:
-            for param in bucket.params:
-                buckets_of[param].append(bucket)
-        if [] in buckets_of:
-            param = buckets_of.index([])
-            raise ConfigError(f"parameter {param} belongs to no bucket.", remedy="Put every parameter into one bucket.")
-        self.hooks: list[Any] = [(of[0] if len(of) == 1 else _Pieces(self, of)).arrive for of in buckets_of]
+        """Switches to other buckets of the same parameters, with other hooks, and resets."""
+        self.buckets: list[BucketArrivals] = []
+        hooks: dict[int, Callable[[Any], None]] = {}
+        for index, params in enumerate(params_of_bucket):
+            bucket = BucketArrivals(self, index, params)
+            self.buckets.append(bucket)
+            hooks.update(dict.fromkeys(params, bucket.arrive))
+        self.hooks = [hooks[param] for param in range(len(self._params))]
         self.reset()
 
     def reset(self) -> None:
         """Starts the next synchronization: nothing has arrived."""
+        repeats = self.expected_repeats
         for bucket in self.buckets:
             bucket.seen.clear()
             bucket.known.clear()
-            bucket.num_known, bucket.is_full, bucket.looks_at = 0, not bucket.params, 0
-            bucket.num_awaited = len(bucket.params) + (
-                sum(map(self.expected_repeats.__getitem__, bucket.params)) if self.expected_repeats else 0
-            )
+            bucket.num_known = 0
+            bucket.counts_from = 0
+            bucket.is_full = not bucket.params
+            bucket.num_awaited = len(bucket.params)
+            if repeats:
+                bucket.num_awaited += sum(map(repeats.__getitem__, bucket.params))
 
     def forget_traversal(self) -> None:
         """Makes the next arrival call `on_traversal`, whatever its traversal."""
         self._seen_traversal = _NO_TRAVERSAL
         for bucket in self.buckets:
-            bucket.looks_at = 0
+            bucket.counts_from = 0
 
-    def look(self, param: object, buckets: Sequence[_Bucket]) -> None:
-        """Called after an arrival that may be the first of a backward or the last of a bucket: of `buckets`, which list it."""
+    def count(self, param: object, bucket: BucketArrivals) -> None:
+        """Called after an arrival that may be the first of a backward or the last of `bucket`, which lists it."""
         with self._lock:
             index, hooks = self.index_of.get(id(param)), self.hooks
             if index is None:
                 return  # a hook of the user's has returned it, which torch is about to refuse
-            traversal = _NO_TRAVERSAL if self._traversal is None else self._traversal()
-            if traversal != self._seen_traversal and self._on_traversal is not None:
+            traversal = self._traversal()
+            if traversal != self._seen_traversal:
                 self._seen_traversal = traversal
                 self._on_traversal(traversal)
                 self._seen_traversal = traversal  # it may have been forgotten
                 if hooks is not self.hooks:  # now in other buckets
                     self.hooks[index](param)
                     return
-            for bucket in buckets:
-                if not bucket.seen or bucket.seen[-1] is not param:  # reset since
-                    bucket.seen.append(param)
+            if not bucket.seen or bucket.seen[-1] is not param:  # reset since
+                bucket.seen.append(param)
             if self.at_each is not None:
                 self.at_each(index)
-            full = []
-            for bucket in buckets:  # all are counted before any callback runs
-                if not bucket.is_full and len(bucket.seen) >= bucket.num_awaited == bucket.num_counted():
-                    bucket.is_full = True
-                    full.append(bucket.index)
-                bucket.looks_at = bucket.num_awaited if self.at_each is None else 0
-            for number in full:
-                self.on_full(number)
+            bucket.counts_from = bucket.num_awaited if self.at_each is None else 0
+            if not bucket.is_full and len(bucket.seen) >= bucket.num_awaited == bucket.num_counted():
+                bucket.is_full = True
+                self.on_full(bucket.index)
 
     def arrive(self, index: int) -> None:
         """Records that the gradient of a parameter arrived. A repeated arrival counts only if `learn_repeats` expects it."""
@@ -175,17 +175,19 @@ class Arrivals:
     @property
     def absent(self) -> set[int]:
         """Parameters that have not arrived in this synchronization."""
-        return set() if all(map(attrgetter("is_full"), self.buckets)) else set(range(len(self._params))) - self.arrived
+        if all(map(attrgetter("is_full"), self.buckets)):
+            return set()
+        return set(range(len(self._params))) - self.arrived
 
     def missing(self, bucket: int) -> frozenset[int]:
         """Returns the parameters of `bucket` that have not arrived in this synchronization."""
-        this = self.buckets[bucket]
-        return frozenset() if this.is_full else frozenset(this.params).difference(this.counts())
+        found = self.buckets[bucket]
+        return frozenset() if found.is_full else frozenset(found.params).difference(found.counts())
 
     @property
     def has_repeats(self) -> bool:
         """True if some parameter arrived more often in this synchronization than expected."""
-        return bool([it for it in self.buckets if len(it.seen) > (it.num_awaited if it.is_full else it.num_counted())])
+        return any(map(BucketArrivals.has_repeats, self.buckets))
 
     def learn_repeats(self) -> None:
         """Expects each parameter to arrive as often as in this synchronization, from the next one on.
@@ -195,10 +197,6 @@ class Arrivals:
         """
         counts = [count for bucket in self.buckets for count in bucket.counts().items()]
         self.expected_repeats = Counter({index: count - 1 for index, count in counts if count > 1})
-
-
-# Autograd calls these without a Python frame around them.
-HOOKS = (_Bucket.arrive, _Pieces.arrive)
 
 
 class Releases:

@@ -11,14 +11,13 @@ from undertow.trace.record import (
     union_us,
 )
 from undertow.trace.samples import Transfer, cost_samples
-from undertow.trace.step_report import BucketReport, GatherReport, StepReport
+from undertow.trace.step_report import BucketReport, StepReport
 from undertow.trace.summary import summarize
 
 __all__ = [
     "BucketRecord",
     "BucketReport",
     "Event",
-    "GatherReport",
     "Overlap",
     "StepRecord",
     "StepReport",

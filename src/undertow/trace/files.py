@@ -1,17 +1,122 @@
-"""Files of traces: their names, writing them whole or not at all, and merging the traces of several ranks."""
+"""Files of traces in Chrome's JSON format, for Perfetto: their names and events, writing them, and merging those of ranks.
+
+Each rank is a process of the picture, and the step that the simulator predicts for it is another one. Threads of a process:
+
+    steps         one event per step
+    compute       forward, backward and the optimizer, with the waits
+    gradients     reductions, while the link works on them
+    parameters    gathers, while the link works on them
+
+An arrow leads from the moment when a bucket is ready to its collective, and on to the wait for it. Of two events of a thread,
+either one lies in the other or they do not overlap. No time is negative: Perfetto drops such events.
+"""
 
 import gzip
+import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from undertow.errors import ConfigError, require
 from undertow.foreign import parsed_json
-from undertow.trace.chrome import FLOWS, KEY, Json, file_text, us_of
+from undertow.trace.record import COMPUTE, StepRecord, wires_of
 
+Json = dict[str, Any]
+
+KEY = "undertow_trace"  # the field that only Undertow's files have
+_FACTS = ("run", "rank", "ranks", "model", "began_ns", "synchronized_us")
 _ENDS = (".json", ".json.gz")
+_THREADS = {
+    "steps": 1,
+    COMPUTE: 2,
+    "gradients": 3,
+    "parameters": 4,
+}  # Perfetto takes thread 0 for an idle processor
+
+
+def trace_text(records: Sequence[StepRecord], about: Json, predicted: StepRecord | None) -> str:
+    """Returns the trace of consecutive steps, at least one, as JSON.
+
+    Args:
+        records: The steps of one rank.
+        about: Facts of the run for the file: "run", "model" (a number), "rank" (in the world), "ranks", "began_ns", "prediction".
+        predicted: The step that the simulator expects; drawn beside the last step.
+    """
+    # Gathers begin before their step.
+    begins_us = [
+        time_us
+        for record in (records[0], predicted or records[0])
+        for row in record.gathers
+        for time_us in (row.ready_us, row.launched_us, row.waited[0])
+    ]
+    lead_us = -min([0.0, *begins_us])
+    pid = 2 * about["rank"] + 1
+    name = f"rank {about['rank']}"
+    if about["model"]:
+        name += f", model {about['model'] + 1}"
+    events = _names(pid, name)
+    synchronized_us = {}
+    at_us = lead_us
+    for record in records:
+        last_us = at_us
+        events += _step(record, f"step {record.step}", pid=pid, at_us=at_us)
+        if record.buckets:
+            # All ranks leave a synchronization together: these times align the clocks of different hosts.
+            synchronized_us[record.step] = at_us + max(row.waited[1] for row in record.buckets)
+        at_us += record.step_us
+    if predicted is not None:
+        events += _names(pid + 1, f"{name}, predicted")
+        events += _step(predicted, "predicted step", pid=pid + 1, at_us=last_us)
+    began_ns = about["began_ns"] - round(lead_us * 1e3)
+    head = {**about, "format": 1, "synchronized_us": synchronized_us, "began_ns": began_ns}
+    return _file_text(head, events)
+
+
+def _names(pid: int, process: str) -> list[Json]:
+    events = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process}}]
+    for name, thread in _THREADS.items():
+        events.append({"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": name}})
+    return events
+
+
+def _step(record: StepRecord, name: str, *, pid: int, at_us: float) -> list[Json]:
+    """Returns the events of a step that begins at `at_us`."""
+    events: list[Json] = []
+
+    def add(phase: str, thread: str, name: str, start_us: float, **more: Any) -> None:
+        time_us = round(at_us + start_us, 3)
+        event = {"ph": phase, "pid": pid, "tid": _THREADS[thread], "name": name, "ts": time_us}
+        events.append(event | more)
+
+    def add_span(thread: str, name: str, start_us: float, stop_us: float, **args: Any) -> None:
+        dur = round(at_us + stop_us, 3) - round(at_us + start_us, 3)
+        add("X", thread, name, start_us, dur=round(dur, 3), args=args)
+
+    add_span("steps", name, 0.0, record.step_us, plan=record.generation)
+    for event in record.trace().on_lane(COMPUTE):
+        label = event.kind if event.bucket is None else f"{event.kind} b{event.bucket}"
+        add_span(COMPUTE, label, event.start_us, event.stop_us)
+    for thread, rows in (("parameters", record.gathers), ("gradients", record.buckets)):
+        for row, ((start_us, stop_us), _) in zip(rows, wires_of(rows), strict=True):
+            label = f"{row.kind} b{row.bucket}"
+            launched_us = round(at_us + row.launched_us, 3)
+            add_span(thread, label, start_us, stop_us, bytes=row.num_bytes, launched_us=launched_us)
+            flow = {"cat": "bucket", "id": f"{pid}.{record.step}.{label}"}
+            add("s", COMPUTE, "bucket", row.ready_us, **flow)
+            add("t", thread, "bucket", start_us, **flow)
+            if row.waited[0] < row.waited[1]:
+                add("f", COMPUTE, "bucket", row.waited[0], bp="e", **flow)
+    return events
+
+
+def _file_text(about: Json, events: Iterable[Json]) -> str:
+    """Returns JSON with one event per line, each event before those within it."""
+    ordered = sorted(events, key=lambda event: (event.get("ts", 0.0), -event.get("dur", 0.0)))
+    lines = ",\n".join(map(json.dumps, ordered))
+    return f'{{\n"{KEY}": {json.dumps(about)},\n"displayTimeUnit": "ms",\n"traceEvents": [\n{lines}\n]}}\n'
 
 
 def path_of_rank(path: str | Path, rank: int, number: int = 0) -> Path:
@@ -27,7 +132,8 @@ def path_of_rank(path: str | Path, rank: int, number: int = 0) -> Path:
         remedy='Write save_trace("trace.json.gz"); each rank puts its number into the name.',
     )
     stem, dot, suffixes = path.name.partition(".")
-    return path.with_name(f"{stem}{f'-{number + 1}' if number else ''}-rank{rank}{dot}{suffixes}")
+    model = f"-{number + 1}" if number else ""
+    return path.with_name(f"{stem}{model}-rank{rank}{dot}{suffixes}")
 
 
 def write_whole(path: str | Path, content: bytes, *, where: str) -> None:
@@ -46,7 +152,9 @@ def write_whole(path: str | Path, content: bytes, *, where: str) -> None:
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"'{path}' cannot be written: {error.strerror or error}.", where=where, remedy="Name a folder with space to write."
+            f"'{path}' cannot be written: {error.strerror or error}.",
+            where=where,
+            remedy="Name a folder with space to write.",
         ) from error
 
 
@@ -58,43 +166,52 @@ def merge(folder: Path, out: Path) -> str:
     Raises ConfigError if there are no traces, if one cannot be read, if they are of different runs, or if OUT cannot be written.
     """
     where = f"undertow trace {folder}"
-    found = [(path, _read(path)) for path in sorted(folder.rglob("*-rank*.json*")) if path.name.endswith(_ENDS)]
-    ours = ((path, it) for path, it in found if "merged" not in it.get(KEY, ("merged",)))
-    traces = sorted(ours, key=lambda it: it[1][KEY]["rank"])
+    traces: list[tuple[Path, Json]] = []
+    for path in sorted(folder.rglob("*-rank*.json*")):
+        if path.name.endswith(_ENDS):
+            trace = _read(path)
+            if KEY in trace and "merged" not in trace[KEY]:
+                traces.append((path, trace))
     require(
         traces,
         "there is no trace.",
         where=where,
         remedy="Start the training with UNDERTOW_TRACE=DIR, or call model.save_trace(path) on every rank.",
     )
-    (first_path, first), others = traces[0], traces[1:]
-    for path, trace in others:
+    traces.sort(key=lambda found: found[1][KEY]["rank"])
+    first_path, first = traces[0]
+    for path, trace in traces:
+        runs = {trace[KEY]["run"], first[KEY]["run"]} - {""}
         require(
-            trace[KEY]["run"] in (first[KEY]["run"], "") or not first[KEY]["run"],
+            len(runs) <= 1,
             "the traces are of different runs.",
             where=f"{path.name} and {first_path.name} in {folder}",
             remedy="Keep the files of each run in a separate folder.",
         )
-    offsets_ns = _offsets_ns([trace[KEY] for _, trace in traces])
-    begin_ns, events, pids = min(offsets_ns), list[Json](), dict[tuple[int, int], int]()
-    for number, ((_, trace), offset_ns) in enumerate(zip(traces, offsets_ns, strict=True)):
-        for event in trace["traceEvents"]:  # each trace gets separate processes and flows
-            pid = event["pid"] = pids.setdefault((number, event["pid"]), len(pids) + 1)
-            event["ts"] = us_of(round(event["ts"] * 1e3) + offset_ns - begin_ns)
+    offsets_us = _offsets_us([trace[KEY] for _, trace in traces])
+    begin_us = min(offsets_us)
+    events: list[Json] = []
+    pids: dict[tuple[int, int], int] = {}
+    for number, ((_, trace), offset_us) in enumerate(zip(traces, offsets_us, strict=True)):
+        for event in trace["traceEvents"]:
+            # Each trace gets separate processes and arrows.
+            event["pid"] = pids.setdefault((number, event["pid"]), len(pids) + 1)
+            if "ts" in event:
+                event["ts"] = round(event["ts"] + offset_us - begin_us, 3)
             if "id" in event:
-                event["id"] = pid * FLOWS + event["id"] % FLOWS
+                event["id"] = f"{number}.{event['id']}"
             events.append(event)
     ranks = {trace[KEY]["rank"] for _, trace in traces}
     missing = sorted({rank for _, trace in traces for rank in trace[KEY]["ranks"]} - ranks)
-    note = f"{len(traces)} traces of {len(ranks)} ranks" + (
-        f"; there are none of ranks {', '.join(map(str, missing))}" if missing else ""
+    note = f"{len(traces)} traces of {len(ranks)} ranks"
+    if missing:
+        note += f"; there are none of ranks {', '.join(map(str, missing))}"
+    began_ns = first[KEY]["began_ns"] + round(begin_us * 1e3)
+    write_whole(
+        out,
+        _file_text({**first[KEY], "began_ns": began_ns, "merged": note}, events).encode(),
+        where=where,
     )
-    head = {
-        KEY: {**first[KEY], "merged": note},
-        "displayTimeUnit": "ms",
-        "baseTimeNanoseconds": first[KEY]["began_ns"] + begin_ns,
-    }
-    write_whole(out, file_text(head, events).encode(), where=where)
     return note
 
 
@@ -104,24 +221,32 @@ def _read(path: Path) -> Json:
         content = path.read_bytes()
         trace: Json = parsed_json(gzip.decompress(content) if path.suffix == ".gz" else content)
         if KEY in trace:
-            _ = [trace[KEY][it] for it in ("run", "rank", "ranks", "model", "began_ns", "synchronized_us")], trace["traceEvents"]
+            _ = [trace[KEY][name] for name in _FACTS], trace["traceEvents"]
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
-            f"{path.name} is not a whole trace: {error}.", where=str(path), remedy="Delete it, or write this rank's trace again."
+            f"{path.name} is not a whole trace: {error}.",
+            where=str(path),
+            remedy="Delete it, or write this rank's trace again.",
         ) from error
     return trace
 
 
-def _offsets_ns(traces: Sequence[Json]) -> list[int]:
+def _offsets_us(traces: Sequence[Json]) -> list[float]:
     """Returns the time to add to each trace's times, so that all count from the beginning of the first one.
 
     Traces are in the order of ranks. Each rank's clock is compared with the clock of the lowest rank that has the same model.
     """
-    leads, late_ns = dict[tuple[int, ...], Json](), dict[int, int]()
-    for it in traces:
-        lead = leads.setdefault((it["model"], *it["ranks"]), it)
-        here, there = it["synchronized_us"], lead["synchronized_us"]
-        if it["rank"] != lead["rank"] and (common := here.keys() & there.keys()):
-            apart_ns = round(1e3 * float(median(there[step] - here[step] for step in common)))
-            late_ns.setdefault(it["rank"], apart_ns + lead["began_ns"] - it["began_ns"] + late_ns.get(lead["rank"], 0))
-    return [it["began_ns"] - traces[0]["began_ns"] + late_ns.get(it["rank"], 0) for it in traces]
+    leads: dict[tuple[int, ...], Json] = {}  # by model and its ranks
+    late_us: dict[int, float] = {}  # by rank
+    offsets_us = []
+    for about in traces:
+        lead = leads.setdefault((about["model"], *about["ranks"]), about)
+        rank, here, there = about["rank"], about["synchronized_us"], lead["synchronized_us"]
+        common = here.keys() & there.keys()
+        if rank != lead["rank"] and rank not in late_us and common:
+            apart_us = median(there[step] - here[step] for step in common)
+            clocks_us = (lead["began_ns"] - about["began_ns"]) / 1e3
+            late_us[rank] = apart_us + clocks_us + late_us.get(lead["rank"], 0.0)
+        began_us = (about["began_ns"] - traces[0]["began_ns"]) / 1e3
+        offsets_us.append(began_us + late_us.get(rank, 0.0))
+    return offsets_us

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 COMPUTE = "compute"
@@ -91,34 +90,50 @@ class StepRecord:
     cpu_us: float = 0.0  # processor time of all threads from the end of the last backward to the end of the waits
     generation: int = 0  # of the plan, which counts from 0
 
+    def packings(self) -> list[tuple[BucketRecord, float]]:
+        """Returns the buckets, each with the time at which its packing began: its last gradient, or the launch before."""
+        found, before_us = [], float("-inf")
+        for row in self.buckets:
+            found.append((row, max(row.ready_us, before_us)))
+            before_us = row.launched_us
+        return found
+
     def packing_us(self) -> float:
-        """Returns the time that packing took from backward, until each launch: since the last gradient or the launch before."""
-        backward_end_us = self.backwards[-1][1] if self.backwards else 0.0
-        launches_us = (float("-inf"), *(bucket.launched_us for bucket in self.buckets))
-        return sum(
-            max(0.0, min(at.launched_us, backward_end_us) - max(at.ready_us, before))
-            for at, before in zip(self.buckets, launches_us, strict=False)
-        )
+        """Returns the time that packing took from backward."""
+        end_us = self.backwards[-1][1] if self.backwards else 0.0
+        return sum(max(0.0, min(row.launched_us, end_us) - begin_us) for row, begin_us in self.packings())
+
+    def late_rank_us(self) -> float:
+        """Returns the part of the exposed time in which this rank waited for a slower one."""
+        if not self.busy_ms:
+            return 0.0
+        behind_us = 1e3 * (max(self.busy_ms) - self.busy_ms[self.rank])
+        return min(overlap_of(self.trace()).exposed_us, behind_us)
 
     def trace(self) -> Trace:
         """Returns the step as events; the optimizer runs from the end of the waits to the end of the step."""
-        sent, wires = (*self.gathers, *self.buckets), (*wires_of(self.gathers), *wires_of(self.buckets))
-        computed: list[tuple[str, Interval, int | None]] = [
-            *(("forward", interval, None) for interval in self.forwards),
-            *(("backward", interval, None) for interval in self.backwards),
-            *(("wait", row.waited, row.bucket) for row in sent),
-        ]
-        synchronized_us = max((stop for _, (_, stop), _ in computed), default=0.0)
+        events = [_computed("forward", interval) for interval in self.forwards]
+        events += [_computed("backward", interval) for interval in self.backwards]
+        events += [_computed("wait", row.waited, row.bucket) for row in (*self.gathers, *self.buckets)]
+        synchronized_us = max((event.stop_us for event in events), default=0.0)
         if self.step_us > synchronized_us:
-            computed.append(("optimizer", (synchronized_us, self.step_us), None))
-        events = (
-            *(Event(lane=COMPUTE, kind=kind, start_us=at, stop_us=stop, bucket=bucket) for kind, (at, stop), bucket in computed),
-            *(
-                Event(lane="comm.dp", kind=row.kind, bucket=row.bucket, start_us=start, stop_us=stop, num_bytes=row.num_bytes)
-                for row, ((start, stop), _) in zip(sent, wires, strict=True)
-            ),
-        )
-        return Trace(rank=self.rank, step=self.step, events=events)
+            events.append(_computed("optimizer", (synchronized_us, self.step_us)))
+        for rows in (self.gathers, self.buckets):
+            for row, ((start_us, stop_us), _) in zip(rows, wires_of(rows), strict=True):
+                sent = Event(
+                    lane="comm.dp",
+                    kind=row.kind,
+                    bucket=row.bucket,
+                    start_us=start_us,
+                    stop_us=stop_us,
+                    num_bytes=row.num_bytes,
+                )
+                events.append(sent)
+        return Trace(rank=self.rank, step=self.step, events=tuple(events))
+
+
+def _computed(kind: str, interval: Interval, bucket: int | None = None) -> Event:
+    return Event(lane=COMPUTE, kind=kind, start_us=interval[0], stop_us=interval[1], bucket=bucket)
 
 
 def wires_of(rows: Sequence[BucketRecord]) -> list[tuple[Interval, float]]:
@@ -127,13 +142,19 @@ def wires_of(rows: Sequence[BucketRecord]) -> list[tuple[Interval, float]]:
     Of the rows in flight at a time, the link works on the one that ends first. So queueing is not counted, a row that overtakes
     another lies within the other's interval, and the times add up to the time that the link was in use.
     """
-    wires, ended = dict[int, tuple[Interval, float]](), list[Interval]()  # the latter apart and in order
-    for at, row in sorted(enumerate(rows), key=lambda it: it[1].done_us):
-        start_us, within_us = min(row.launched_us, row.done_us), 0.0
+    wires: dict[int, tuple[Interval, float]] = {}  # by place in `rows`
+    ended: list[Interval] = []  # apart and in order
+    for at in sorted(range(len(rows)), key=lambda at: rows[at].done_us):
+        row = rows[at]
+        start_us = min(row.launched_us, row.done_us)
+        within_us = 0.0
         while ended and ended[-1][0] > start_us:
             within_us += length_us(ended.pop())
-        ended.append((max([start_us, *(stop for _, stop in ended[-1:])]), row.done_us))
-        wires[at] = ended[-1], max(0.0, length_us(ended[-1]) - within_us)
+        if ended:
+            start_us = max(start_us, ended[-1][1])
+        wire = (start_us, row.done_us)
+        ended.append(wire)
+        wires[at] = wire, max(0.0, length_us(wire) - within_us)
     return [wires[at] for at in range(len(rows))]
 
 
@@ -157,10 +178,12 @@ def length_us(interval: Interval) -> float:
 
 def union_us(intervals: Iterable[tuple[float, float]]) -> float:
     """Returns the length of the union of half-open intervals: overlaps count once."""
-    ordered = sorted(intervals)
-    covered_until = accumulate((stop for _, stop in ordered), max, initial=float("-inf"))
-    lengths = (max(0.0, stop - max(start, covered)) for (start, stop), covered in zip(ordered, covered_until, strict=False))
-    return sum(lengths, start=0.0)
+    total_us, covered_until_us = 0.0, float("-inf")
+    for start_us, stop_us in sorted(intervals):
+        if stop_us > covered_until_us:
+            total_us += stop_us - max(start_us, covered_until_us)
+            covered_until_us = stop_us
+    return total_us
 
 
 def overlap_of(trace: Trace) -> Overlap:
@@ -176,5 +199,8 @@ def limit_us(ready_us: Sequence[float], wire_us: Sequence[float]) -> float:
 
     It is the maximum, over all buckets, of ready time + wire time of this bucket and all later ones.
     """
-    remaining_us = accumulate(reversed(wire_us))
-    return max((0.0, *(ready + remaining for ready, remaining in zip(reversed(ready_us), remaining_us, strict=True))))
+    limit_us, remaining_us = 0.0, 0.0
+    for ready, wire in zip(reversed(ready_us), reversed(wire_us), strict=True):
+        remaining_us += wire
+        limit_us = max(limit_us, ready + remaining_us)
+    return limit_us

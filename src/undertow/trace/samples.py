@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
+from undertow.cost.costs import curve_from_samples, line_through
 
 _LEAST_US = 1e-3  # of a sample: no transfer takes zero time, whatever the clock says
 # An interval of the link being busy without a pause: the bytes of each collective in it, and the
@@ -32,7 +31,15 @@ def cost_samples(steps: Sequence[Sequence[Transfer]]) -> tuple[tuple[float, floa
     spells = [spell for step in steps for spell in _spells(step)]
     if not spells:
         return ()
-    latency_us, us_per_byte = _fit(spells)
+    # The time from the start of an interval to the end of each of its collectives counts, because whole intervals often contain
+    # about the same mix. The mean of n collectives lies on the line of single ones.
+    means: list[tuple[float, float]] = []
+    for spell in spells:
+        num_bytes = 0
+        for number, (size, until_us) in enumerate(spell, 1):
+            num_bytes += size
+            means.append((num_bytes / number, max(_LEAST_US, until_us / number)))
+    latency_us, us_per_byte = line_through(curve_from_samples(means).points)
     samples: list[tuple[float, float]] = []
     for spell in spells:
         shares = [latency_us + us_per_byte * size for size, _ in spell]
@@ -58,36 +65,3 @@ def _spells(transfers: Sequence[Transfer]) -> list[_Spell]:
         run.sort(key=lambda each: each.stop_us)
         spells.append([(each.num_bytes, max(0.0, each.stop_us - begin_us)) for each in run])
     return spells
-
-
-def _fit(spells: Sequence[_Spell]) -> tuple[float, float]:
-    """Returns latency and microseconds per byte, neither below zero: least squares, repeated without the worst tenth.
-
-    The time from the start of an interval to the end of each of its collectives counts, because
-    whole intervals often contain about the same mix. All errors are relative to the times.
-    """
-    rows: list[tuple[float, float]] = []  # collectives and bytes, over the time
-    times: list[float] = []
-    for spell in spells:
-        num_bytes = 0
-        for number, (size, time_us) in enumerate(spell, 1):
-            num_bytes += size
-            scale = max(1.0, time_us)
-            rows.append((number / scale, num_bytes / scale))
-            times.append(time_us / scale)
-    counts, wanted = np.array(rows), np.array(times)
-    errors = np.abs(counts @ _least_squares(counts, wanted) - wanted)
-    # Fewer than ten are all kept: a dropped one may be the only one that separates bytes from latency.
-    is_usual = errors <= np.sort(errors)[len(errors) - 1 - len(errors) // 10]
-    latency_us, us_per_byte = _least_squares(counts[is_usual], wanted[is_usual]).tolist()
-    return latency_us, us_per_byte
-
-
-def _least_squares(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    solution = np.asarray(np.linalg.lstsq(rows, wanted, rcond=None)[0], dtype=np.float64)
-    if (solution >= 0).all():
-        return solution
-    # One of the two explains everything.
-    alone = [float(column @ wanted / max(column @ column, 1e-300)) for column in rows.T]
-    candidates = [np.array([max(0.0, alone[0]), 0.0]), np.array([0.0, max(0.0, alone[1])])]
-    return min(candidates, key=lambda candidate: float(np.square(rows @ candidate - wanted).sum()))

@@ -3,7 +3,6 @@
 import importlib
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketReport:
-    """The gradients of one bucket in a typical step, in milliseconds since the step began."""
+    """The gradients of one bucket in a typical step, or the gather of its parameters; in milliseconds since the step began."""
 
     index: int
     params: tuple[str, ...]
@@ -34,18 +33,6 @@ class BucketReport:
     done_ms: float
     wire_ms: float  # its part of the communication, without queueing; includes the wait for a rank that sends later
     waited_ms: float  # time that the step waited for it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherReport:
-    """The all-gather of one bucket's parameters under the forward of a typical step, in milliseconds since the step began."""
-
-    bucket: int
-    num_bytes: int
-    launched_ms: float  # below 0: after the previous step of the optimizer
-    done_ms: float
-    wire_ms: float  # its part of the communication, without queueing; includes the wait for a rank that sends later
-    waited_ms: float  # time that the forward waited for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,16 +88,16 @@ class StepReport(Shown):
     slowest_share: float = 1.0  # share of the recorded steps with that rank as the slowest
     busy_ms: tuple[float, ...]  # by rank
     buckets: tuple[BucketReport, ...]
-    gathers: tuple[GatherReport, ...]  # in launch order; empty if the optimizer is not sharded
+    gathers: tuple[BucketReport, ...]  # in launch order; empty if the optimizer is not sharded
     events: tuple[Event, ...] = field(repr=False)  # of the typical step
     experts: Mapping[str, "StepReport"] = field(default_factory=dict)  # by pattern and ranks; all else is of the dense parameters
 
     @property
     def worst_bucket(self) -> BucketReport | None:
         """The bucket for which the step waited longest, for gradients and parameters together; None if it waited for none."""
-        waited_ms: dict[int, float] = defaultdict(float, {bucket.index: bucket.waited_ms for bucket in self.buckets})
+        waited_ms = {bucket.index: bucket.waited_ms for bucket in self.buckets}
         for gather in self.gathers:
-            waited_ms[gather.bucket] += gather.waited_ms
+            waited_ms[gather.index] = waited_ms.get(gather.index, 0.0) + gather.waited_ms
         worst = max(self.buckets, key=lambda bucket: waited_ms[bucket.index], default=None)
         return worst if worst is not None and waited_ms[worst.index] > 0 else None
 
@@ -165,11 +152,8 @@ class StepReport(Shown):
         """
         if self.num_steps == 0:
             return {}
-        known = {
-            **{name: getattr(self, name) for name in _SCALARS},
-            "sent_mb": self.sent_bytes / 1e6,
-            "buckets": len(self.buckets),
-        }
+        known = {name: getattr(self, name) for name in _SCALARS}
+        known |= {"sent_mb": self.sent_bytes / 1e6, "buckets": len(self.buckets)}
         return {f"undertow/{name}": float(value) for name, value in known.items() if value is not None}
 
     def to_dict(self) -> dict[str, Any]:
@@ -197,7 +181,11 @@ class StepReport(Shown):
         # By name: the page uses the simulator, which is in a layer above this one.
         page = importlib.import_module("undertow.report.page")
         where = "report.to_html(path)"
-        write_whole(path, page.page_of([json.loads(json.dumps(self.to_dict()))], profile, where=where).encode(), where=where)
+        write_whole(
+            path,
+            page.page_of([json.loads(json.dumps(self.to_dict()))], profile, where=where).encode(),
+            where=where,
+        )
 
     def __rich__(self) -> "RenderableType":
         return with_experts(_tables(self), self.experts)
@@ -205,7 +193,15 @@ class StepReport(Shown):
 
 # Of the report's fields, those that `scalars` has under their own names.
 _SCALARS = (
-    *("step_ms", "step_p50_ms", "step_p95_ms", "forward_ms", "backward_ms", "rest_ms", "communication_ms"),
+    *(
+        "step_ms",
+        "step_p50_ms",
+        "step_p95_ms",
+        "forward_ms",
+        "backward_ms",
+        "rest_ms",
+        "communication_ms",
+    ),
     *("exposed_ms", "late_rank_ms", "processors_ms", "overlap", "gather_ms", "gather_exposed_ms"),
     *("synchronized_ms", "limit_ms", "slowest_rank", "num_steps", "num_skipped"),
 )
@@ -214,7 +210,11 @@ _SCALARS = (
 # Advice.
 
 _FEWEST_STEPS = 5  # to judge
-_VERDICTS = {"excellent": 0.02, "good": 0.10, "poor": math.inf}  # by the exposed share of the step, at most
+_VERDICTS = {
+    "excellent": 0.02,
+    "good": 0.10,
+    "poor": math.inf,
+}  # by the exposed share of the step, at most
 # Exposed, to judge. A scheduler gives a processor to another thread for a millisecond or more, so a shorter wait may be its work:
 # none of the causes below would explain it, and no plan would shorten it.
 _LEAST_MS = 1.0
@@ -238,52 +238,56 @@ def _late_rank(report: StepReport) -> str:
 
 def _fixed_plan(report: StepReport) -> str:
     worst = report.worst_bucket
-    if not report.why_fixed or worst is None:
+    if not report.why_fixed or worst is None or len(worst.params) == 1:
         return ""
-    share, held = worst.waited_ms / report.exposed_ms, worst.num_bytes / sum(bucket.num_bytes for bucket in report.buckets)
+    share = worst.waited_ms / report.exposed_ms
+    held = worst.num_bytes / sum(bucket.num_bytes for bucket in report.buckets)
+    if min(share, held) < _MOST:
+        return ""
     return (
         f"{share:.0%} of the exposed time is for bucket {worst.index}, which holds {held:.0%} of the gradients and is full late "
         f"in backward. The plan follows no measurements ({report.why_fixed}): let it be planned, or choose smaller buckets."
-        if min(share, held) >= _MOST and len(worst.params) > 1
-        else ""
-    )
-
-
-def _processors(report: StepReport) -> str:
-    return (
-        f"Processors are the limit: packing, copying and adding gradients take {report.processors_ms:.1f} ms of a step of "
-        f"{report.step_ms:.1f} ms. Leave a core to each rank's communication, or use fewer "
-        f"{'ranks on this machine' if report.num_threads == 1 else 'compute threads'}."
-        if report.processors_ms > report.exposed_ms * _MOST
-        else ""
     )
 
 
 def _large_last_parameter(report: StepReport) -> str:
-    # The parameter may be in pieces in several buckets.
-    pieces = [bucket for bucket in report.buckets if bucket.largest == report.buckets[-1].largest]
-    share = sum(bucket.waited_ms for bucket in pieces) / report.exposed_ms
-    if (
-        share < _MOST
-        or pieces[-1].largest_bytes < _MOST * pieces[-1].num_bytes
-        or not any(word in pieces[-1].largest.lower() for word in ("emb", "wte"))
-    ):
+    if not report.buckets:
         return ""
-    remedy = 'halve it with SyncConfig(wire_dtype="bfloat16")' if report.can_narrow else "only a faster link helps"
-    megabytes = sum(bucket.largest_bytes for bucket in pieces) / 1e6
+    last = report.buckets[-1]
+    share = last.waited_ms / report.exposed_ms
+    is_embedding = "emb" in last.largest.lower() or "wte" in last.largest.lower()
+    if not is_embedding or share < _MOST or last.largest_bytes < _MOST * last.num_bytes:
+        return ""
+    remedy = "only a faster link helps"
+    if report.can_narrow:
+        remedy = 'halve it with SyncConfig(wire_dtype="bfloat16")'
     return (
-        f"{share:.0%} of the exposed time is for the last bucket: the gradient of the embedding {pieces[-1].largest} "
-        f"({megabytes:.1f} MB) is ready only when backward ends, tied to the output layer or not: {remedy}."
+        f"{share:.0%} of the exposed time is for the last bucket: the gradient of the embedding {last.largest} "
+        f"({last.largest_bytes / 1e6:.1f} MB) is ready only when backward ends, tied to the output layer or not: {remedy}."
+    )
+
+
+def _processors(report: StepReport) -> str:
+    if report.processors_ms <= report.exposed_ms * _MOST:
+        return ""
+    return (
+        f"Processors are the limit: packing, copying and adding gradients take {report.processors_ms:.1f} ms of a step of "
+        f"{report.step_ms:.1f} ms. Leave a core to each rank's communication, or use fewer "
+        f"{'ranks on this machine' if report.num_threads == 1 else 'compute threads'}."
     )
 
 
 def _network(report: StepReport) -> str:
     if report.limit_ms == 0 or report.synchronized_ms > 1.1 * report.limit_ms:
         return ""
-    narrower = ', or send less with SyncConfig(wire_dtype="bfloat16")' if report.can_narrow else ""
+    narrower = ""
+    if report.can_narrow:
+        narrower = ', or send less with SyncConfig(wire_dtype="bfloat16")'
     reduced_ms = report.communication_ms - report.gather_ms
     if reduced_ms - report.late_rank_ms > report.backward_ms:
-        late = f", {report.late_rank_ms:.1f} ms of it for a late rank" if report.late_rank_ms > 0 else ""
+        late = ""
+        if report.late_rank_ms > 0:
+            late = f", {report.late_rank_ms:.1f} ms of it for a late rank"
         return (
             f"The network is the limit: communication of gradients takes {reduced_ms:.1f} ms{late}, longer than the "
             f"{report.backward_ms:.1f} ms of backward: simulate another link with undertow simulate{narrower}."
@@ -295,11 +299,11 @@ def _network(report: StepReport) -> str:
 
 
 def _plan(report: StepReport) -> str:
+    if report.limit_ms == 0:
+        return "The step waits for parameters: let more of the forward run before it reads the first of them."
     return (
         f"Gradients are synchronized {report.synchronized_ms / report.limit_ms:.2f} times as late as these buckets allow: "
         "explain() gives the reasons for this plan."
-        if report.limit_ms > 0
-        else "The step waits for parameters: let more of the forward run before it reads the first of them."
     )
 
 
@@ -321,114 +325,96 @@ def _tables(report: StepReport) -> "Iterator[RenderableType]":
     yield cell(report.advice)
     if report.buckets:
         yield f"\nBuckets{' of gradients' if report.gathers else ''} in this step, ms since it began"
-        yield _bucket_table(report)
+        yield _bucket_table(report, report.buckets)
     if report.gathers:
         yield "\nGathers of parameters in this step, ms since it began"
-        yield _gather_table(report)
-    notes = {
-        "The model is compiled as one graph, for none of its buckets has 1 MiB: its gradients come all at once.\n"
-        "Set bucket_cap_mb to 1 or more, or compile its layers one by one.": report.is_one_graph,
-        f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}": report.num_skipped > 0,
-    }
-    yield from (note for note, applies in notes.items() if applies)
+        yield _bucket_table(report, report.gathers)
+    if report.is_one_graph:
+        yield (
+            "The model is compiled as one graph, for none of its buckets has 1 MiB: its gradients come all at once.\n"
+            "Set bucket_cap_mb to 1 or more, or compile its layers one by one."
+        )
+    if report.num_skipped > 0:
+        yield f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}"
 
 
 def _step_table(report: StepReport) -> "Table":
-    forward, backward, exposed, rest = rounded_to_tenths(
-        (report.forward_ms, report.backward_ms, report.exposed_ms, report.rest_ms)
-    )
+    table = _table("part")
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("notes", overflow="fold")
+
+    def add(name: str, time_ms: float, note: str = "") -> None:
+        table.add_row(name, f"{time_ms:z.1f}", note)
+
+    steps = f"p50 {report.step_p50_ms:.1f}, p95 {report.step_p95_ms:.1f}; steps counted: {report.num_steps}"
+    add("step", report.step_ms, steps)
+    add("  forward", report.forward_ms)
+    add("  backward", report.backward_ms)
     worst = report.worst_bucket
-    rows: list[tuple[str, int, str]] = [
-        (
-            "step",
-            forward + backward + exposed + rest,
-            f"p50 {report.step_p50_ms:.1f}, p95 {report.step_p95_ms:.1f}; steps counted: {report.num_steps}",
-        ),
-        ("  forward", forward, ""),
-        ("  backward", backward, ""),
-        ("  exposed", exposed, "" if worst is None else f"waits, the longest for bucket {worst.index}"),
-        ("  rest", rest, "optimizer, and all else until the next forward"),
-    ]
+    add(
+        "  exposed",
+        report.exposed_ms,
+        "" if worst is None else f"waits, the longest for bucket {worst.index}",
+    )
     if report.overlap is not None:
-        late = min(exposed, round(10 * report.late_rank_ms))
-        rows.insert(4, ("    a late rank", late, f"in this step rank {report.slowest_rank}" if late else ""))
-        verdict = (
-            f"; {report.verdict}: {report.exposed_ms / report.step_ms:z.1%} of the step is exposed" if report.verdict else ""
+        is_late = report.late_rank_ms >= 0.05  # as shown
+        add(
+            "    a late rank",
+            report.late_rank_ms,
+            f"in this step rank {report.slowest_rank}" if is_late else "",
         )
-        rows.append(("communication", round(10 * report.communication_ms), f"{report.overlap:.0%} hidden{verdict}"))
-        if report.gathers:
-            megabytes = sum(gather.num_bytes for gather in report.gathers) / 1e6
-            note = f"{megabytes:.1f} MB; {report.gather_exposed_ms:.1f} ms exposed"
-            rows.append(("  of it gathers", round(10 * report.gather_ms), note))
-        note = f"limit {report.limit_ms:.1f}: not earlier with these buckets"
-        rows.append(("synchronized after", round(10 * report.synchronized_ms), note))
-    table = _table("ms", note="notes", first="part")
-    for name, tenths, note in rows:
-        table.add_row(name, f"{tenths / 10:.1f}", note)
+    add("  rest", report.rest_ms, "optimizer, and all else until the next forward")
+    if report.overlap is None:
+        return table
+    verdict = ""
+    if report.verdict:
+        verdict = f"; {report.verdict}: {report.exposed_ms / report.step_ms:z.1%} of the step is exposed"
+    add("communication", report.communication_ms, f"{report.overlap:.0%} hidden{verdict}")
+    if report.gathers:
+        megabytes = sum(gather.sent_bytes for gather in report.gathers) / 1e6
+        add(
+            "  of it gathers",
+            report.gather_ms,
+            f"{megabytes:.1f} MB; {report.gather_exposed_ms:.1f} ms exposed",
+        )
+    limit = f"limit {report.limit_ms:.1f}: not earlier with these buckets"
+    add("synchronized after", report.synchronized_ms, limit)
     return table
 
 
-def rounded_to_tenths(parts: Sequence[float], *, total: int | None = None) -> list[int]:
-    """Returns the parts in tenths, rounded so that they add up: to their rounded sum, or to `total`, which is near it."""
-    tenths = [int(10 * part) for part in parts]
-    missing = (round(10 * sum(parts)) if total is None else total) - sum(tenths)
-    largest = sorted(range(len(parts)), key=lambda at: tenths[at] - 10 * parts[at])[: max(0, missing)]
-    return [tenth + (at in largest) for at, tenth in enumerate(tenths)]
-
-
-def _end_of(name: str, width: int) -> str:
-    return name if len(name) <= width else f"…{name[1 - width :]}"
-
-
-def _waits(report: StepReport) -> list[int]:
-    """Returns the waits for buckets and then gathers, in tenths that add up to the exposed time as the first table has it."""
-    exposed = rounded_to_tenths((report.forward_ms, report.backward_ms, report.exposed_ms, report.rest_ms))[2]
-    waits_ms = [*(bucket.waited_ms for bucket in report.buckets), *(gather.waited_ms for gather in report.gathers)]
-    return rounded_to_tenths(waits_ms, total=exposed)
-
-
-def _bucket_table(report: StepReport) -> "Table":
-    sent = ("sent",) if report.is_narrowed else ()
-    table = _table(
-        *("MB", *sent, "ready", "launched", "done", "wire", "waited"),
-        note="largest parameter +others",
-        first="bucket",
-    )
-    for bucket, waited in zip(report.buckets, _waits(report), strict=False):
-        table.add_row(
-            str(bucket.index),
-            *_numbers(
-                (bucket.num_bytes, *([bucket.sent_bytes] if sent else [])),
-                (bucket.ready_ms, bucket.launched_ms, bucket.done_ms, bucket.wire_ms, waited / 10),
-            ),
-            cell(_end_of(bucket.largest, 14 if sent else 24) + (f" +{more}" if (more := len(bucket.params) - 1) > 0 else "")),
-            style="bold" if bucket is report.worst_bucket else None,
-        )
-    return table
-
-
-def _gather_table(report: StepReport) -> "Table":
-    table = _table("MB", "launched", "done", "wire", "waited", first="bucket")
+def _bucket_table(report: StepReport, buckets: Sequence[BucketReport]) -> "Table":
+    has_sent = report.is_narrowed and buckets is report.buckets
+    table = _table("bucket")
+    for name in ("MB", "sent", "ready", "launched", "done", "wire", "waited"):
+        if has_sent or name != "sent":
+            table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("largest parameter +others", overflow="fold")
+    width = 14 if has_sent else 24
     worst = report.worst_bucket
-    for gather, waited in zip(report.gathers, _waits(report)[len(report.buckets) :], strict=True):
-        table.add_row(
-            str(gather.bucket),
-            *_numbers((gather.num_bytes,), (gather.launched_ms, gather.done_ms, gather.wire_ms, waited / 10)),
-            style="bold" if worst is not None and gather.bucket == worst.index else None,
-        )
+    for bucket in buckets:
+        sizes = [bucket.num_bytes, bucket.sent_bytes] if has_sent else [bucket.num_bytes]
+        row = [f"{size / 1e6:.2f}" for size in sizes]
+        for time_ms in (
+            bucket.ready_ms,
+            bucket.launched_ms,
+            bucket.done_ms,
+            bucket.wire_ms,
+            bucket.waited_ms,
+        ):
+            row.append(f"{time_ms:z.1f}")
+        largest = bucket.largest if len(bucket.largest) <= width else f"…{bucket.largest[1 - width :]}"
+        if len(bucket.params) > 1:
+            largest += f" +{len(bucket.params) - 1}"
+        style = "bold" if worst is not None and bucket.index == worst.index else None
+        table.add_row(str(bucket.index), *row, cell(largest), style=style)
     return table
 
 
-def _table(*numbers: str, first: str, note: str = "") -> "Table":
-    """Returns a table whose columns of numbers have these names; it fits into 80 columns."""
+def _table(first: str) -> "Table":
+    """Returns a table that fits into 80 columns."""
     from rich.box import SIMPLE_HEAD
-    from rich.table import Column, Table
+    from rich.table import Table
 
-    columns = (Column(first, no_wrap=True), *(Column(name, justify="right", no_wrap=True) for name in numbers))
-    notes = (Column(note, overflow="fold"),) if note else ()
-    styles: Any = {"box": SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
-    return Table(*columns, *notes, **styles)
-
-
-def _numbers(num_bytes: Sequence[int], milliseconds: Sequence[float]) -> tuple[str, ...]:
-    return (*(f"{size / 1e6:.2f}" for size in num_bytes), *(f"{time_ms:z.1f}" for time_ms in milliseconds))
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    return table

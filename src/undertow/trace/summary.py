@@ -6,8 +6,16 @@ from statistics import median
 from typing import Any
 
 from undertow.plan import Plan
-from undertow.trace.record import BucketRecord, StepRecord, length_us, limit_us, overlap_of, union_us, wires_of
-from undertow.trace.step_report import BucketReport, GatherReport, StepReport
+from undertow.trace.record import (
+    BucketRecord,
+    StepRecord,
+    length_us,
+    limit_us,
+    overlap_of,
+    union_us,
+    wires_of,
+)
+from undertow.trace.step_report import BucketReport, StepReport
 
 _MS = 1e-3  # milliseconds in a microsecond
 
@@ -51,13 +59,8 @@ def summarize(
         slowest_rank=_slowest(record),
         slowest_share=[*map(_slowest, records)].count(_slowest(record)) / max(1, len(records)),
         busy_ms=record.busy_ms,
-        buckets=tuple(
-            _bucket_report(plan, row, wire_us) for row, (_, wire_us) in zip(record.buckets, wires_of(record.buckets), strict=True)
-        ),
-        gathers=tuple(
-            GatherReport(bucket=row.bucket, num_bytes=row.num_bytes, **_row_ms(row, wire_us))
-            for row, (_, wire_us) in zip(record.gathers, wires_of(record.gathers), strict=True)
-        ),
+        buckets=_bucket_reports(plan, record.buckets),
+        gathers=_bucket_reports(plan, record.gathers),
         events=trace.events,
         **times,
     )
@@ -80,51 +83,51 @@ def _typical(records: Sequence[StepRecord]) -> tuple[StepRecord, Mapping[str, An
 
 def _times_ms(record: StepRecord) -> dict[str, float]:
     overlap = overlap_of(record.trace())
-    waits = [row.waited for row in (*record.gathers, *record.buckets)]
     # Time of each that is in none of the others, so that parts of a step add up.
+    waits = [row.waited for row in (*record.gathers, *record.buckets)]
+    waited_us = union_us(waits)
+    forward_us = union_us([*waits, *record.forwards])
+    backward_us = union_us([*waits, *record.forwards, *record.backwards])
+    processors_us = min(overlap.exposed_us, record.cpu_us)
     # Buckets that all leave after backward, as without overlap, have not been packed all that time.
-    is_packed = any(row.launched_us < stop for row in record.buckets for _, stop in record.backwards[-1:])
-    waited, computed = union_us(waits), union_us([*waits, *record.forwards])
+    if any(row.launched_us < stop for row in record.buckets for _, stop in record.backwards[-1:]):
+        processors_us += record.packing_us()
+    wires_us = [wire_us for _, wire_us in wires_of(record.buckets)]
     times_us = {
         "step_ms": record.step_us,
-        "forward_ms": computed - waited,
-        "backward_ms": union_us([*waits, *record.forwards, *record.backwards]) - computed,
+        "forward_ms": forward_us - waited_us,
+        "backward_ms": backward_us - forward_us,
         "communication_ms": overlap.total_us,
         "exposed_ms": overlap.exposed_us,
-        "processors_ms": record.packing_us() * is_packed + min(overlap.exposed_us, record.cpu_us),
+        "late_rank_ms": record.late_rank_us(),
+        "processors_ms": processors_us,
         "gather_ms": sum(wire_us for _, wire_us in wires_of(record.gathers)),
         "gather_exposed_ms": sum(length_us(gather.waited) for gather in record.gathers),
         "synchronized_ms": max((bucket.done_us for bucket in record.buckets), default=0.0),
-        "limit_ms": limit_us(
-            [bucket.ready_us for bucket in record.buckets], [wire_us for _, wire_us in wires_of(record.buckets)]
-        ),
+        "limit_ms": limit_us([bucket.ready_us for bucket in record.buckets], wires_us),
     }
-    times_ms = {name: time_us * _MS for name, time_us in times_us.items()}
-    behind_ms = max(record.busy_ms) - record.busy_ms[record.rank] if record.busy_ms else 0.0
-    return times_ms | {"late_rank_ms": min(times_ms["exposed_ms"], behind_ms)}
+    return {name: time_us * _MS for name, time_us in times_us.items()}
 
 
-def _bucket_report(plan: Plan, row: BucketRecord, wire_us: float) -> BucketReport:
-    bucket = plan.buckets[row.bucket]
-    largest = max(bucket.slots, key=lambda slot: slot.numel, default=None)
-    return BucketReport(
-        index=row.bucket,
-        params=tuple(plan.params[param].name for param in bucket.params),
-        largest="" if largest is None else plan.params[largest.param].name,
-        largest_bytes=0 if largest is None else largest.numel * bucket.itemsize,
-        num_bytes=bucket.num_bytes,
-        itemsize=bucket.itemsize,
-        sent_bytes=row.num_bytes,
-        ready_ms=row.ready_us * _MS,
-        **_row_ms(row, wire_us),
-    )
-
-
-def _row_ms(row: BucketRecord, wire_us: float) -> dict[str, float]:
-    """Returns the times that buckets and gathers have in common, from a record and how long the link worked on it."""
-    return {
-        "launched_ms": row.launched_us * _MS,
-        "done_ms": row.done_us * _MS,
-        "wire_ms": wire_us * _MS,
-        "waited_ms": length_us(row.waited) * _MS,
-    }
+def _bucket_reports(plan: Plan, rows: Sequence[BucketRecord]) -> tuple[BucketReport, ...]:
+    reports = []
+    for row, (_, wire_us) in zip(rows, wires_of(rows), strict=True):
+        bucket = plan.buckets[row.bucket]
+        specs = [plan.params[param] for param in bucket.params]
+        largest = max(specs, key=lambda spec: spec.num_bytes, default=None)
+        made = BucketReport(
+            index=row.bucket,
+            params=tuple(spec.name for spec in specs),
+            largest="" if largest is None else largest.name,
+            largest_bytes=0 if largest is None else largest.num_bytes,
+            num_bytes=bucket.num_bytes,
+            itemsize=bucket.itemsize,
+            sent_bytes=row.num_bytes,
+            ready_ms=row.ready_us * _MS,
+            launched_ms=row.launched_us * _MS,
+            done_ms=row.done_us * _MS,
+            wire_ms=wire_us * _MS,
+            waited_ms=length_us(row.waited) * _MS,
+        )
+        reports.append(made)
+    return tuple(reports)

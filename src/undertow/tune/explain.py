@@ -49,18 +49,24 @@ class Explanation(Shown):
 def _lines(it: Explanation) -> Iterator[str]:
     sizes = ", ".join(f"{megabytes:.2f}" for megabytes in it.bucket_mb)
     yield f"The plan: {_num_buckets_text(len(it.bucket_mb))} of {sizes} MB, {it.strategy}, {it.num_ranks} ranks"
-    yield from (f"  {line}" for line in (it.why, it.decision, it.bound_by) if line)
+    for line in (it.why, it.decision, it.bound_by):
+        if line:
+            yield f"  {line}"
     times = {
         "measured before the decision": it.measured_ms,
         "predicted": it.predicted_ms,
         "the best plan": it.best_ms,
         "limit of every plan": it.limit_ms,
     }
-    if known := [f"{name} {milliseconds:.2f}" for name, milliseconds in times.items() if milliseconds is not None]:
+    known = [f"{name} {time_ms:.2f}" for name, time_ms in times.items() if time_ms is not None]
+    if known:
         yield f"Until gradients are synchronized, ms since the step began: {', '.join(known)}"
-    sections = {"The fastest plans of each number of buckets, predicted:": it.plans, "The network, as measured:": it.network}
-    for title, rows in sections.items():
-        yield from (title, *(f"  {row}" for row in rows)) if rows else ()
+    if it.plans:
+        yield "The fastest plans of each number of buckets, predicted:"
+        yield from (f"  {row}" for row in it.plans)
+    if it.network:
+        yield "The network, as measured:"
+        yield from (f"  {row}" for row in it.network)
 
 
 def explanation(plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, decision: Decision | None) -> Explanation:
@@ -73,14 +79,14 @@ def explanation(plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, dec
         why=why,
         decision="" if decision is None else _decision_text(decision),
     )
-    if tuner is None or tuner.measurement is None or profile is None:
+    if tuner is None or profile is None:
         return known
     has_shards = strategy != "ddp"
     kinds = [kind for kind in kinds_needed(has_shards=has_shards) if kind in profile.curves]
     known = replace(
         known,
         bound_by=_bound_text(profile),
-        measured_ms=tuner.measurement.synchronized_us * _MS,
+        measured_ms=((profile.step_us or 0.0) - profile.update_us) * _MS,
         network=tuple(_curve_text(profile, kind) for kind in kinds),
     )
     found = tuner.choice(plan, has_shards=has_shards)

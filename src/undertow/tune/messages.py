@@ -24,35 +24,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.cost.costs import curve_from_samples, line_through
-from undertow.plan import GroupEntry, Groups, ParamSpec, Piece, Plan
-from undertow.plan.choose import NUMS_OF_BUCKETS
-from undertow.plan.layout import member_of, piece_of
+from undertow.plan import Groups, ParamSpec, Plan
+from undertow.profile import Profile
 from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
 
 _NUM_TIMES = 8
 _UNKNOWN = -np.inf
 _LEAST_US, _MOST_SKEW = 1e-3, 0.2
+_DIGITS, _DIGITS_OF_SHARES = 1, 4  # of microseconds in profiles: no clock is finer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Medians over the steps of a window; microseconds."""
+    """What all ranks have measured of the steps of a window."""
 
-    ready_us: tuple[float, ...]  # by parameter, since backward began; the end of backward if its gradient never arrived
-    forward_us: float  # until backward begins, without waits for parameters
-    backward_us: float
-    rest_us: float  # from the last wait to the next forward
-    synchronized_us: float  # from the start of the step until all gradients were reduced
-    spread_us: float  # between the quartiles of synchronized_us
+    profile: Profile  # medians over the steps, without costs
     samples: Mapping[str, tuple[tuple[float, float], ...]]  # by kind of collective: bytes, microseconds
-    # The time that communication adds to a step: packing in backward and waiting afterwards. The backend's threads work in these
-    # waits (copies, additions) or wait for the link.
-    processors_us: float = 0.0
-    network_us: float = 0.0
-    # Of several ranks: what this one computes per collective and per megabyte, and the relative standard deviation between ranks.
-    launch_us: float | None = None
-    copy_us_per_mb: float | None = None
-    skew: float | None = None
 
 
 def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: int) -> NDArray[np.float64]:
@@ -65,7 +52,10 @@ def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: in
 def _row(record: StepRecord, plan: Plan) -> list[float]:
     waits = [gather.waited for gather in record.gathers]
     computing = record.idle_us - sum(max(0.0, stop - max(0.0, start)) for start, stop in waits)
-    backward_end, last_wait = record.backwards[-1][1], max(bucket.waited[1] for bucket in record.buckets)
+    backward_end, last_wait = (
+        record.backwards[-1][1],
+        max(bucket.waited[1] for bucket in record.buckets),
+    )
     negated = ({it.bucket: it.launched_us - it.done_us for it in sent} for sent in (record.buckets, record.gathers))
     return [
         record.idle_us,
@@ -92,34 +82,56 @@ def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRe
     # In the planner's bytes, even if gradients are sent in a narrower dtype.
     planned = [[replace(row, num_bytes=plan.buckets[row.bucket].wire_bytes) for row in record.buckets] for record in records]
     samples = _samples(planned, -durations[:, :num_buckets])
-    packed = [
-        (plan.buckets[row.bucket].num_bytes, max(_LEAST_US, row.launched_us - max(row.ready_us, before)))
-        for record in records
-        for row, before in zip(record.buckets, (-np.inf, *(row.launched_us for row in record.buckets)), strict=False)
-    ]
-    launch_us, us_per_byte = line_through(curve_from_samples(packed).points)
-    skews = [float(np.std(it) / max(_LEAST_US, np.mean(it).item())) for it in (row.busy_ms or (1.0,) for row in records)]
+    samples |= _samples([record.gathers for record in records], -durations[:, num_buckets:])
+    launch_us, us_per_byte = line_through(curve_from_samples(_packed(records, plan)).points)
+    skews = [float(np.std(busy)) / max(_LEAST_US, float(np.mean(busy))) for busy in (it.busy_ms or (1.0,) for it in records)]
     begins, backward_begins, backward_ends, rest, synchronized, host_us, waited, computed = times.T
     # Median over steps: a parameter whose gradient arrived only once counts as one that never does.
     ready = np.where(np.isfinite(ready), ready, backward_ends[:, None]) - backward_begins[:, None]
-    backward_us = max(0.0, float(np.median(backward_ends - backward_begins)))
+    backward_us = max(0.0, _rounded(np.median(backward_ends - backward_begins)))
     waited_us = max(0.0, -float(np.median(waited)))
     computed_us = min(waited_us, -float(np.median(computed)))
-    low_us, median_us, high_us = np.quantile(synchronized - begins, [0.25, 0.5, 0.75])
-    return Measurement(
-        ready_us=tuple(np.clip(np.median(ready, axis=0), 0.0, backward_us).tolist()),
-        forward_us=max(0.0, float(np.median(backward_begins - begins))),
+    low_us, synchronized_us, high_us = np.quantile(synchronized - begins, [0.25, 0.5, 0.75])
+    rest_us = max(0.0, float(np.median(rest)))
+    profile = Profile(
+        params=plan.params,
+        ready_us=tuple(np.clip(np.median(ready, axis=0), 0.0, backward_us).round(_DIGITS).tolist()),
+        forward_us=max(0.0, _rounded(np.median(backward_begins - begins))),
         backward_us=backward_us,
-        rest_us=max(0.0, float(np.median(rest))),
-        synchronized_us=float(median_us),
-        spread_us=float(high_us - low_us),
-        samples=samples | _samples([record.gathers for record in records], -durations[:, num_buckets:]),
-        processors_us=float(np.median(host_us)) + computed_us,
-        network_us=waited_us - computed_us,
-        launch_us=round(launch_us, 1),
-        copy_us_per_mb=round(us_per_byte * 1e6, 1),
-        skew=round(min(float(np.median(skews)), _MOST_SKEW), 4),
+        update_us=_rounded(rest_us),
+        num_ranks=plan.num_ranks,
+        groups=plan.groups,
+        step_us=_rounded(synchronized_us + rest_us),
+        # Of this rank: what it computes per collective and per megabyte.
+        launch_us=_rounded(launch_us),
+        copy_us_per_mb=_rounded(us_per_byte * 1e6),
+        skew=round(min(float(np.median(skews)), _MOST_SKEW), _DIGITS_OF_SHARES),
+        # Packing in backward and waiting afterwards. The backend's threads work in these waits (copies, additions) or wait for
+        # the link.
+        processors_us=_rounded(np.median(host_us) + computed_us),
+        network_us=_rounded(waited_us - computed_us),
+        # Between the quartiles of a normal distribution are 1.349 standard deviations.
+        spread=round(float(high_us - low_us) / 1.349 / max(1.0, float(synchronized_us)), _DIGITS_OF_SHARES),
     )
+    return Measurement(profile=profile, samples=samples)
+
+
+def _rounded(time_us: float) -> float:
+    return round(float(time_us), _DIGITS)
+
+
+def _packed(records: Sequence[StepRecord], plan: Plan) -> list[tuple[float, float]]:
+    """Returns the bytes of each bucket, and the time that packing and launching it took."""
+    packed = []
+    for record in records:
+        for row, begin_us in record.packings():
+            packed.append(
+                (
+                    float(plan.buckets[row.bucket].num_bytes),
+                    max(_LEAST_US, row.launched_us - begin_us),
+                )
+            )
+    return packed
 
 
 def _is_complete(records: Sequence[StepRecord], num_steps: int) -> bool:
@@ -130,14 +142,17 @@ def _samples(
     steps: Sequence[Sequence[BucketRecord]], durations: NDArray[np.float64]
 ) -> dict[str, tuple[tuple[float, float], ...]]:
     transfers = [
-        [Transfer(num_bytes=row.num_bytes, start_us=row.done_us - took[row.bucket], stop_us=row.done_us) for row in rows]
+        [
+            Transfer(
+                num_bytes=row.num_bytes,
+                start_us=row.done_us - took[row.bucket],
+                stop_us=row.done_us,
+            )
+            for row in rows
+        ]
         for rows, took in zip(steps, durations.tolist(), strict=True)
     ]
     return {kind: cost_samples(transfers) for kind in {row.kind for rows in steps for row in rows}}
-
-
-# Pieces of cut parameters in a plan of the family: one for each bucket, twice where a bucket is at most a unit of shards.
-_MOST_PIECES = 2 * max(NUMS_OF_BUCKETS)
 
 
 class Outcome(IntEnum):
@@ -160,29 +175,24 @@ class Decision:
     predicted_us: float = 0.0  # under the best plan
     groups: Groups | None = None  # None: keep the plan
 
-    def to_array(self, params: tuple[ParamSpec, ...]) -> NDArray[np.float64]:
-        """Encodes the decision as numbers, as many for any plan of the family. Exact: indices stay below 2^53."""
-        rows = np.full((len(params) + _MOST_PIECES, 4), -1.0)  # parameter, first, stop, bucket
+    def to_array(self, params: Sequence[ParamSpec]) -> NDArray[np.float64]:
+        """Encodes the decision; the length depends on the parameters only, so that every rank knows it before."""
+        rows = np.full((2, len(params)), -1.0)  # the parameters by bucket, and the bucket of each
         place = 0
         for bucket, group in enumerate(self.groups or ()):
-            for member in group:
-                piece = piece_of(member, params)
-                rows[place] = (piece.param, piece.first, piece.stop, bucket)
-                place += 1
+            rows[:, place : place + len(group)] = [group, [bucket] * len(group)]
+            place += len(group)
         return np.concatenate([[self.outcome, self.present_us, self.predicted_us], rows.ravel()])
 
 
-def decision_from_array(numbers: NDArray[np.float64], params: tuple[ParamSpec, ...]) -> Decision:
+def decision_from_array(numbers: NDArray[np.float64]) -> Decision:
     """Decodes the numbers of `Decision.to_array`."""
-    groups: dict[int, list[GroupEntry]] = {}
-    for param, first, stop, bucket in numbers[3:].astype(np.int64).reshape(-1, 4).tolist():
-        if bucket >= 0:
-            piece = Piece(param=param, first=first, stop=stop)
-            groups.setdefault(bucket, []).append(member_of(piece, params))
     outcome, present_us, predicted_us = numbers[:3].tolist()
+    params, buckets = numbers[3:].astype(np.int64).reshape(2, -1)
+    groups = [tuple(params[buckets == bucket].tolist()) for bucket in range(1 + buckets.max(initial=-1))]
     return Decision(
         outcome=Outcome(int(outcome)),
         present_us=present_us,
         predicted_us=predicted_us,
-        groups=tuple(map(tuple, groups.values())) or None,
+        groups=tuple(groups) or None,
     )

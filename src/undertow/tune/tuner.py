@@ -1,6 +1,7 @@
 """Learns what a step costs, and decides once on the plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from undertow.cost import CostCurve, Costs, curve_from_samples
 from undertow.plan import Choice, Plan, choose, finish_us
@@ -17,7 +18,6 @@ _HOST_US = 200.0
 _MOST_MOVED_BYTES = 256 * 2**20
 # Buckets cost memory: a packed bucket holds its gradients twice. Small ones may be as large as without a measurement.
 _LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
-_DIGITS, _DIGITS_OF_SHARES = 1, 4  # of microseconds in profiles: no clock is finer
 
 
 class Tuner:
@@ -27,7 +27,7 @@ class Tuner:
     """
 
     def __init__(self, order: Sequence[int] | None = None) -> None:
-        self.measurement: Measurement | None = None
+        self._measured: Profile | None = None
         self._order = order
         self._samples: dict[str, list[tuple[float, float]]] = {}  # by kind of collective: bytes, microseconds
 
@@ -40,7 +40,7 @@ class Tuner:
         """Takes over a measurement of the present plan."""
         for kind, samples in measurement.samples.items():
             self.learn_costs(kind, samples)
-        self.measurement = measurement
+        self._measured = measurement.profile
 
     def learn_costs(self, kind: str, samples: Sequence[tuple[float, float]]) -> None:
         """Adds samples of collectives of that kind."""
@@ -48,39 +48,28 @@ class Tuner:
 
     def profile(self, plan: Plan, *, strategy: str) -> Profile | None:
         """Returns the measurements as a profile under `plan`; None before there are any."""
-        now = self.measurement
-        if now is None:
+        if self._measured is None:
             return None
-        return Profile(
-            params=plan.params,
-            ready_us=tuple(round(ready_us, _DIGITS) for ready_us in now.ready_us),
-            forward_us=round(now.forward_us, _DIGITS),
-            backward_us=round(now.backward_us, _DIGITS),
-            update_us=round(now.rest_us, _DIGITS),
-            num_ranks=plan.num_ranks,
-            curves=self.curves,
-            strategy=strategy,
-            groups=plan.groups,
-            step_us=round(now.synchronized_us + now.rest_us, _DIGITS),
-            launch_us=now.launch_us,
-            copy_us_per_mb=now.copy_us_per_mb,
-            skew=now.skew,
-            processors_us=round(now.processors_us, _DIGITS),
-            network_us=round(now.network_us, _DIGITS),
-            # Between the quartiles of a normal distribution are 1.349 standard deviations.
-            spread=round(now.spread_us / 1.349 / max(1.0, now.synchronized_us), _DIGITS_OF_SHARES),
-        )
+        return replace(self._measured, strategy=strategy, groups=plan.groups, curves=self.curves)
 
     def choice(self, plan: Plan, *, has_shards: bool) -> tuple[Choice, float] | None:
         """Returns the best plan with its table, and the time of `plan` by the same costs; None if too little was measured."""
         profile = self.profile(plan, strategy="zero1" if has_shards else "ddp")
-        if profile is None or not knows_enough(profile.curves, has_shards=has_shards):
+        if profile is None:
             return None
+        curves = [profile.curves.get(kind) for kind in kinds_needed(has_shards=has_shards)]
+        if any(curve is None or not curve.is_enough for curve in curves):
+            return None  # they do not show the cost of buckets of other sizes
         costs, bucket_us = profile.costs(), bucket_us_of(profile)
-        chosen = choice_for(
-            profile, costs, num_ranks=plan.num_ranks, has_shards=has_shards, bucket_us=bucket_us, order=self._order
+        chosen = choice_for(profile, costs, has_shards=has_shards, bucket_us=bucket_us, order=self._order)
+        present_us = finish_us(
+            plan.params,
+            plan.groups,
+            profile.timing,
+            costs,
+            has_shards=has_shards,
+            bucket_us=bucket_us,
         )
-        present_us = finish_us(plan.params, plan.groups, profile.timing, costs, has_shards=has_shards, bucket_us=bucket_us)
         return chosen, present_us
 
     def decide(self, plan: Plan, *, has_shards: bool) -> Decision:
@@ -112,7 +101,6 @@ def choice_for(
     profile: Profile,
     costs: Costs,
     *,
-    num_ranks: int,
     has_shards: bool,
     bucket_us: float,
     order: Sequence[int] | None = None,
@@ -124,7 +112,6 @@ def choice_for(
         profile.order if order is None else order,
         profile.timing,
         costs,
-        num_ranks=num_ranks,
         has_shards=has_shards,
         max_bucket_bytes=max(_LEAST_CAP_BYTES, num_bytes / _LARGEST_SHARE),
         bucket_us=bucket_us,
@@ -134,8 +121,3 @@ def choice_for(
 def kinds_needed(*, has_shards: bool) -> tuple[str, ...]:
     """Returns the collectives of a step."""
     return ("reduce_scatter", "all_gather") if has_shards else ("all_reduce",)
-
-
-def knows_enough(curves: Mapping[str, CostCurve], *, has_shards: bool) -> bool:
-    """Returns True if the measurements show the cost of buckets of other sizes."""
-    return all(kind in curves and curves[kind].is_enough for kind in kinds_needed(has_shards=has_shards))

@@ -177,7 +177,7 @@ SHOWN = {
     "plan table.json": ("", "shard"),  # only if there are some
     # Only strategies with shards cut parameters.
     "plan table.json --bucket-cap-mb 0.5 --strategy ddp": ("buckets: 3\n", "shard"),
-    "plan table.json --bucket-cap-mb 0.5 --strategy zero1": ("buckets: 4\n", "no shards"),
+    "plan table.json --bucket-cap-mb 0.5 --strategy zero1": ("buckets: 3\n", "no shards"),
     # A profile has a strategy; a size overrides its plan.
     "plan sharded.json --link 10gbit": ("zero1, ranks: 4, ", "no shards"),
     "plan sharded.json --link 10gbit --strategy ddp": ("ddp, ranks: 4, ", "shard"),
@@ -189,7 +189,7 @@ SHOWN = {
     "simulate measured.json": ("Network: as measured over 4 ranks\n", "Error"),
     # Other ranks get costs like those that were measured.
     "simulate measured.json --ranks 64": (
-        "Network: as measured over 4 ranks, on a ring as of links of 12 Gb/s and 167 us a message; scaled to 64 ranks\n",
+        "Network: as measured over 4 ranks, scaled to 64 ranks\n",
         "Error",
     ),
     # What was measured on a mesh is of that mesh.
@@ -292,23 +292,18 @@ REFUSALS = {
     "simulate small.json --link fast": "link 'fast' is not known.\n",
     "simulate small.json --link 1gbit --per-node 3": "4 ranks cannot be on nodes of 3 ranks each.\n",
     "simulate small.json --link 1gbit --strategy zero3": "strategy 'zero3' does not exist.\n",
-    "simulate small.json --link 1gbit --contention 1": "contention must be 0 or more and below 1, got 1.0.\n",
+    "simulate small.json --link 1gbit --contention 1": "contention must be 0 to 0.99, got 1.0.\n",
     # Places where no picture can be.
     "simulate small.json --link 1gbit --out file": f"nothing can be written to 'file': File exists.\n{ELSEWHERE}",
     "simulate small.json --link 1gbit --out file/below": f"nothing can be written to 'file/below': Not a directory.\n{ELSEWHERE}",
-    "simulate small.json --link 1gbit --out file --sweep ranks": f"nothing can be written to 'file': File exists.\n{ELSEWHERE}",
     "simulate small.json --link 1gbit --out full": f"nothing can be written to 'full/simulate.png': Is a directory.\n{ELSEWHERE}",
-    "simulate small.json --link 1gbit --out full --sweep ranks": (
-        f"nothing can be written to 'full/simulate-ranks.png': Is a directory.\n{ELSEWHERE}"
-    ),
 }
 
 
 @pytest.mark.parametrize("line", REFUSALS)
 def test_what_a_command_cannot_do_is_refused(line: str, undertow: Undertow) -> None:
     Path("file").write_text("kept")
-    for picture in ("simulate", "simulate-ranks"):
-        Path("full", f"{picture}.png").mkdir(parents=True)
+    Path("full", "simulate.png").mkdir(parents=True)
     Path("broken.json").write_text('{"undertow_profile": 1, "forward_us": 10')
     code, printed, error = undertow(line)
     prints_first = any(option in line for option in ("--sweep bandwidth", "--out full"))
@@ -353,15 +348,15 @@ def test_ways_to_send_gradients_are_compared(undertow: Undertow) -> None:
 
 
 @pytest.mark.parametrize("sweep", ["ranks", "bandwidth", "bucket"])
-def test_a_sweep_is_printed_and_drawn(sweep: str, undertow: Undertow) -> None:
+def test_a_sweep_is_printed_and_not_drawn(sweep: str, undertow: Undertow) -> None:
     _, printed, _ = undertow(f"simulate small.json --link 10gbit --sweep {sweep} --out .")
-    assert printed.endswith(f"Picture: simulate-{sweep}.png\n")
-    assert Path(f"simulate-{sweep}.png").read_bytes().startswith(PNG_HEAD)
+    assert "By " in printed
+    assert not list(Path().glob("*.png"))
 
 
 def test_a_sweep_says_of_every_method_what_is_exposed_and_hidden_in_80_columns(undertow: Undertow) -> None:
     _, printed, _ = undertow(f"simulate small.json --ranks 2 --link 8gbit,10us --sweep ranks {PLAIN}", columns=80)
-    table = printed[printed.index("By ") : printed.index("Picture")]
+    table = printed[printed.index("By ") :]
     assert "".join(f"{line.rstrip()}\n" for line in table.splitlines()) == SWEEP_TABLE
 
 

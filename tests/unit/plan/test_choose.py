@@ -15,7 +15,6 @@ from hypothesis import settings
 from support.errors import refusal
 from support.steps import (
     NOT_DECREASING,
-    NUM_RANKS,
     SHAPES,
     Case,
     LineCosts,
@@ -26,15 +25,13 @@ from support.steps import (
     times_us,
 )
 from support.strategies import spec, specs_of_sizes
-from undertow.plan import Choice, ParamSpec, Piece, StepTiming, choose, equal_groups, finish_us, plan_from_groups
+from undertow.plan import Choice, ParamSpec, StepTiming, choose, equal_groups, finish_us, plan_from_groups
 from undertow.plan.choose import SLACK
-from undertow.plan.layout import piece_of, unit_numel
 from undertow.plan.timing import limit_us
 
 # Sums of a few dozen times, in another order than the planner's: some units in the last place of 1e2.
 ROUNDING = {"rel": 1e-12, "abs": 1e-10}
 NUM_CASES = 4 * settings.default.max_examples  # as many as tell one grouping from another: 100, or more in a thorough run
-MOST_BRUTE_PIECES = 8  # 128 groupings
 each_form = pytest.mark.parametrize("has_shards", [False, True], ids=["whole", "in shards"])
 
 
@@ -47,21 +44,18 @@ def timing(*ready_us: float, end: float | None = None, used: Sequence[float] = (
 
 
 def choice(params: Sequence[ParamSpec], when: StepTiming, curve: Any, **more: Any) -> Choice:
-    return choose(params, range(len(params)), when, curve, num_ranks=NUM_RANKS, has_shards=bool(when.used_us), **more)
+    return choose(params, range(len(params)), when, curve, has_shards=bool(when.used_us), **more)
 
 
 def cases(seed: int, shapes: tuple[str, ...] = SHAPES, *, has_shards: bool) -> Iterator[Case]:
-    rng, num = random.Random(seed), NUM_CASES
-    while num > 0:
-        case = random_case(rng, shapes, has_shards=has_shards)
-        if len(case.pieces) <= MOST_BRUTE_PIECES:
-            num -= 1
-            yield case
+    rng = random.Random(seed)
+    for _ in range(NUM_CASES):
+        yield random_case(rng, shapes, has_shards=has_shards)
 
 
 def solve(case: Case, **more: Any) -> Choice:
     more |= {"has_shards": case.has_shards, "max_bucket_bytes": case.max_bucket_bytes}
-    return choose(case.params, case.order, case.timing, case.costs, num_ranks=NUM_RANKS, **more)
+    return choose(case.params, case.order, case.timing, case.costs, **more)
 
 
 @each_form
@@ -71,9 +65,7 @@ def test_the_best_of_the_family_is_chosen_with_the_fewest_buckets_and_finishes_w
         numbers = [len(candidate.groups) for candidate in found.candidates]
         assert numbers == sorted(set(numbers)), case
         for candidate in found.candidates:
-            planned = plan_from_groups(case.params, candidate.groups, num_ranks=NUM_RANKS)
-            groups = [[slot.piece for slot in bucket.slots] for bucket in planned.buckets]
-            assert candidate.finish_us == pytest.approx(case.finish_us(groups), **ROUNDING), case
+            assert candidate.finish_us == pytest.approx(case.finish_us(candidate.groups), **ROUNDING), case
         least_us = min(candidate.finish_us for candidate in found.candidates)
         as_fast = [candidate for candidate in found.candidates if candidate.finish_us <= SLACK * least_us]
         assert found.best == as_fast[0], case
@@ -96,7 +88,7 @@ def test_no_bucket_of_several_parameters_is_larger_than_allowed(has_shards: bool
     when = timing(*(float(i) for i in range(40)), used=[0.0] * 40 if has_shards else ())
     found = choice(params, when, line(50, 1), max_bucket_bytes=120)
     for candidate in found.candidates:
-        plan = plan_from_groups(params, candidate.groups, num_ranks=NUM_RANKS)
+        plan = plan_from_groups(params, candidate.groups, num_ranks=2)
         sizes = [sum(slot.numel for slot in bucket.slots) for bucket in plan.buckets if len(bucket.slots) > 1]
         assert max(sizes, default=0) <= 120
 
@@ -126,19 +118,19 @@ def test_processor_time_of_buckets_delays_each_bucket_by_those_before_it() -> No
 
 
 def test_no_split_or_order_of_gradients_is_through_before_the_limit() -> None:
-    # One parameter, by 4 bytes at a time, with any bytes together, and the same behind another one that comes earlier.
+    # Two gradients, each in two parts that count as parameters of their own.
     rng = random.Random(6)
     for _ in range(NUM_CASES // 2):
         sizes, whole = [rng.randrange(1, 12), rng.randrange(1, 12)], rng.choice([True, False])
-        params, when = specs_of_sizes(*sizes), timing(*sorted(times_us(rng, 2)))
+        ready_us = sorted(times_us(rng, 2))
         costs = table_costs(rng, sum(sizes), rng.choice(NOT_DECREASING))
-        limit = limit_us(params, when, costs, has_shards=False)
+        limit = limit_us(specs_of_sizes(*sizes), timing(*ready_us), costs, has_shards=False)
         for first, second in product(range(sizes[0] + 1), range(sizes[1] + 1)):
-            early, rest = [Piece(param=0, first=0, stop=first)], [Piece(param=1, first=second, stop=sizes[1])]
-            late = [Piece(param=0, first=first, stop=sizes[0]), Piece(param=1, first=0, stop=second)]
-            groups = [early, late, rest] if whole else [early, late[:1], late[1:], rest]
-            filled = [[piece for piece in group if piece.numel] for group in groups]
-            assert limit <= finish_us(params, filled, when, costs) * (1 + 1e-12), (sizes, groups, when, costs)
+            parts = specs_of_sizes(first, sizes[0] - first, second, sizes[1] - second)
+            when = timing(*(time for time in ready_us for _ in range(2)))
+            groups = [[0], [1, 2], [3]] if whole else [[0], [1], [2], [3]]
+            filled = [group for group in groups if any(parts[part].num_bytes for part in group)]
+            assert limit <= finish_us(parts, filled, when, costs) * (1 + 1e-12), (sizes, groups, when, costs)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +179,7 @@ def test_no_split_or_order_of_gradients_is_through_before_the_limit() -> None:
             lambda: choice(specs_of_sizes(64, 6400), timing(0, 0, used=(0, 0)), line(5, 0.5)),
             ((0, 1),),
             None,
-            id="pieces of a parameter in one bucket are one member",
+            id="parameters that are ready and used at once share a bucket",
         ),
         # Each takes 11 on the link, and they come 11 apart: whatever waits for another one is late.
         pytest.param(
@@ -226,14 +218,6 @@ def test_buckets_are_of_equal_bytes_except_the_last(num_buckets: int, last_share
             205 + 105,
             id="one bucket that would be cut",
         ),
-        pytest.param(
-            specs_of_sizes(32),
-            [[Piece(param=0, first=first, stop=first + 16)] for first in (0, 16)],
-            timing(5),
-            line(1, 1),
-            5 + 17 + 17,
-            id="two pieces of a parameter",
-        ),
     ],
 )
 def test_groups_by_hand(params: list[ParamSpec], groups: Any, when: StepTiming, curve: Any, finished_us: float) -> None:
@@ -264,16 +248,8 @@ def test_the_limit_is_met(found: Choice, num_groups: int, finished_us: float, sh
 
 @pytest.mark.parametrize(("has_shards", "finish"), [(False, 6.0), (True, 8.0)], ids=["whole", "gathered as well"])
 def test_without_parameters_one_empty_bucket_leaves_at_the_end_of_backward(has_shards: bool, finish: float) -> None:
-    found = choose([], [], StepTiming(ready_us=(), backward_end_us=4.0), line(2, 1), num_ranks=NUM_RANKS, has_shards=has_shards)
+    found = choose([], [], StepTiming(ready_us=(), backward_end_us=4.0), line(2, 1), has_shards=has_shards)
     assert (found.best.groups, found.best.finish_us, found.limit_us) == ((), finish, 6.0)
-
-
-def test_pieces_begin_at_multiples_of_the_shards_unit() -> None:
-    params, unit = [spec("large", 10_001)], unit_numel(itemsize=4, num_ranks=3)
-    groups = equal_groups(params, [0], num_buckets=6, num_ranks=3)
-    pieces = [piece_of(member, params) for group in groups for member in group]
-    assert [piece.first % unit for piece in pieces] == [0] * len(pieces)
-    assert (pieces[0].first, pieces[-1].stop, len(groups)) == (0, piece_of(0, params).stop, 6)
 
 
 TIMES = "Give one time for each parameter, in the order of the parameters."
@@ -299,7 +275,7 @@ TIMES = "Give one time for each parameter, in the order of the parameters."
             id="a parameter that is not used",
         ),
         pytest.param(
-            partial(choose, specs_of_sizes(1, 2), [0, 0], timing(1, 1), line(1, 1), num_ranks=2),
+            partial(choose, specs_of_sizes(1, 2), [0, 0], timing(1, 1), line(1, 1)),
             "an order must hold each of the 2 parameters exactly once.\n"
             "  got 2 indices, 1 of them different parameters\n  Give a permutation of range(len(params)).",
             id="an order that is no permutation",
@@ -307,7 +283,7 @@ TIMES = "Give one time for each parameter, in the order of the parameters."
         *(
             pytest.param(
                 call,
-                f"a time of a step must be finite and not negative, got {time}.\n  {where}\n"
+                f"a time of a step must be finite and not negative, got {time}.\n  the timing of a step\n"
                 "  Count from the beginning of the step or of forward; a gradient that never comes is ready when backward ends.",
                 id=f"{where} at {time}",
             )

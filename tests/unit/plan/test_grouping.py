@@ -2,8 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,24 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.errors import Call, refusal
-from support.strategies import ITEMSIZE, param_lists, size_caps, spec, specs_of_sizes
+from support.strategies import param_lists, size_caps, spec, specs_of_sizes
 from undertow.config import SyncConfig
 from undertow.plan import (
-    GroupEntry,
     ParamSpec,
-    Piece,
     Plan,
     SizeCaps,
     default_caps,
     first_plan,
     group_by_size,
-    group_in_pieces,
     largest_first,
     observed,
     plan_in_order,
     reverse_registration,
 )
-from undertow.plan.layout import piece_of, unit_numel
 
 MIB = 1024 * 1024
 
@@ -39,14 +34,8 @@ def groupings(draw: st.DrawFn) -> tuple[list[ParamSpec], list[int], SizeCaps]:
     return params, draw(st.permutations(range(len(params)))), draw(size_caps)
 
 
-def pieces_of(group: Iterable[GroupEntry], params: Sequence[ParamSpec]) -> list[Piece]:
-    return [piece_of(member, params) for member in group]
-
-
-def written(groups: Iterable[Iterable[GroupEntry]]) -> list[str]:
-    return [
-        " ".join(f"{it.param}[{it.first}:{it.stop}]" if isinstance(it, Piece) else str(it) for it in group) for group in groups
-    ]
+def written(groups: Iterable[Iterable[int]]) -> list[str]:
+    return [" ".join(map(str, group)) for group in groups]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +53,7 @@ def written(groups: Iterable[Iterable[GroupEntry]]) -> list[str]:
         ([3, 3, 3, 3, 3], {"cap_bytes": 9, "last_bytes": (6,)}, ["0 1 2", "3 4"]),
         ([3, 3, 3, 3, 3], {"cap_bytes": 9, "first_bytes": (3,), "last_bytes": (3,)}, ["0", "1 2 3", "4"]),
         ([3, 3, 3, 3, 99], {"cap_bytes": 9, "first_bytes": (3,), "last_bytes": (3,)}, ["0", "1 2 3", "4"]),
-        ([3, 3, 3], {"cap_bytes": 99, "first_bytes": (3,), "last_bytes": (12,)}, ["0", "1 2"]),
+        ([3, 3, 3], {"cap_bytes": 99, "first_bytes": (3,), "last_bytes": (12,)}, ["0 1 2"]),
         ([3] * 9, {"cap_bytes": 9, "first_bytes": (3, 6)}, ["0", "1 2", "3 4 5", "6 7 8"]),
         ([3] * 9, {"cap_bytes": 3, "first_bytes": (9, 6)}, ["0 1 2", "3 4", "5", "6", "7", "8"]),
         ([3] * 9, {"cap_bytes": 9, "first_bytes": (3, 6), "last_bytes": (6,)}, ["0", "1 2", "3 4 5", "6", "7 8"]),
@@ -72,39 +61,12 @@ def written(groups: Iterable[Iterable[GroupEntry]]) -> list[str]:
         ([3] * 9, {"cap_bytes": 9, "last_bytes": (3, 6)}, ["0 1 2", "3 4 5", "6 7", "8"]),
         ([3] * 9, {"cap_bytes": 9, "first_bytes": (3, 6), "last_bytes": (3, 6)}, ["0", "1 2", "3 4 5", "6 7", "8"]),
         ([3] * 2, {"cap_bytes": 9, "last_bytes": (3, 6, 9)}, ["0", "1"]),
-        ([3] * 3, {"cap_bytes": 9, "first_bytes": (3,), "last_bytes": (9, 9)}, ["0", "1 2"]),
+        ([3] * 3, {"cap_bytes": 9, "first_bytes": (3,), "last_bytes": (9, 9)}, ["0 1 2"]),
         ([99, 3, 3, 3, 3], {"cap_bytes": 9, "first_bytes": (3, 6)}, ["0", "1 2", "3 4"]),
     ],
 )
 def test_groups_are_consecutive_and_as_full_as_the_caps_allow(sizes: list[int], caps: dict[str, Any], groups: list[str]) -> None:
     assert written(group_by_size(specs_of_sizes(*sizes), range(len(sizes)), SizeCaps(**caps))) == groups
-
-
-# In bytes; pieces are multiples of 16.
-@pytest.mark.parametrize(
-    ("sizes", "num_ranks", "caps", "groups"),
-    [
-        ([], 1, {"cap_bytes": 64}, []),
-        ([64, 64], 1, {"cap_bytes": 64}, ["0", "1"]),
-        ([65], 1, {"cap_bytes": 64}, ["0[0:48]", "0[48:65]"]),
-        ([256], 1, {"cap_bytes": 100}, ["0[0:96]", "0[96:176]", "0[176:256]"]),
-        ([256], 1, {"cap_bytes": math.inf}, ["0"]),
-        ([40], 1, {"cap_bytes": 1}, ["0[0:16]", "0[16:32]", "0[32:40]"]),
-        ([16, 96, 16], 1, {"cap_bytes": 64}, ["0 1[0:48]", "1[48:96] 2"]),
-        ([48, 96, 16], 1, {"cap_bytes": 64}, ["0", "1[0:48]", "1[48:96] 2"]),
-        ([0, 100, 0], 1, {"cap_bytes": 64}, ["0 1[0:64]", "1[64:100] 2"]),
-        ([160], 1, {"cap_bytes": 64, "first_bytes": (16, 32)}, ["0[0:16]", "0[16:48]", "0[48:112]", "0[112:160]"]),
-        ([160], 1, {"cap_bytes": 64, "last_bytes": (16, 32)}, ["0[0:64]", "0[64:112]", "0[112:144]", "0[144:160]"]),
-        ([16, 160], 1, {"cap_bytes": 64, "last_bytes": (16, 32)}, ["0 1[0:48]", "1[48:112]", "1[112:144]", "1[144:160]"]),
-        ([256, 16], 1, {"cap_bytes": 99, "last_bytes": (32, 48)}, ["0[0:96]", "0[96:192]", "0[192:240]", "0[240:256] 1"]),
-        ([100], 1, {"cap_bytes": 64, "first_bytes": (16,), "last_bytes": (200,)}, ["0[0:16]", "0[16:100]"]),
-        ([100], 3, {"cap_bytes": 64}, ["0[0:48]", "0[48:100]"]),  # multiples of the number of ranks too
-    ],
-)
-def test_a_parameter_above_the_cap_is_cut_into_even_pieces(
-    sizes: list[int], num_ranks: int, caps: dict[str, Any], groups: list[str]
-) -> None:
-    assert written(group_in_pieces(specs_of_sizes(*sizes), range(len(sizes)), SizeCaps(**caps), num_ranks=num_ranks)) == groups
 
 
 ALTERNATING = [("float32", "cpu"), ("bfloat16", "cpu"), ("float32", "cuda:0"), ("float32", "cpu"), ("bfloat16", "cpu")]
@@ -126,41 +88,20 @@ def all_caps(caps: SizeCaps) -> tuple[float, ...]:
     return caps.cap_bytes, *caps.first_bytes, *caps.last_bytes
 
 
-def fits(params: list[ParamSpec], group: Sequence[GroupEntry], cap_bytes: float, smallest: float = math.inf) -> bool:
-    """Whether a group keeps to a cap, as far as it can: one parameter, or the smallest piece of one, may be above it."""
-    pieces = pieces_of(group, params)
-    return sum(piece.numel * params[piece.param].itemsize for piece in pieces) <= cap_bytes or (
-        len(pieces) == 1 and pieces[0].numel <= smallest
-    )
-
-
-@given(groupings(), st.integers(1, 9))
-def test_groups_with_pieces(grouping: tuple[list[ParamSpec], list[int], SizeCaps], num_ranks: int) -> None:
+@given(groupings())
+def test_any_grouping(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> None:
     params, order, caps = grouping
-    groups = group_in_pieces(*grouping, num_ranks=num_ranks)
-    by_group = [pieces_of(group, params) for group in groups]
-    by_kind: dict[object, list[tuple[int, int]]] = {}
-    for group, pieces in zip(groups, by_group, strict=True):
-        (kind,) = {params[piece.param].kind for piece in pieces}
-        by_kind.setdefault(kind, []).extend((order.index(piece.param), piece.first) for piece in pieces)
-        assert len({piece.param for piece in pieces}) == len(pieces) > 0
-        unit = unit_numel(itemsize=ITEMSIZE[kind[0]], num_ranks=num_ranks)
-        fitted = [max(all_caps(caps)), *caps.first_bytes[: group is groups[0]], *caps.last_bytes[: group is groups[-1]]]
-        assert all(fits(params, group, cap, unit) for cap in fitted)
+    groups = group_by_size(params, order, caps)
+    assert sorted(param for group in groups for param in group) == list(range(len(params)))
+    by_kind: dict[object, list[int]] = {}
+    for group in groups:
+        (kind,) = {params[param].kind for param in group}
+        by_kind.setdefault(kind, []).extend(order.index(param) for param in group)
+        fitted = [max(all_caps(caps)), *caps.last_bytes[: group is groups[-1]]]
+        num_bytes = sum(params[param].num_bytes for param in group)
+        assert len(group) == 1 or all(num_bytes <= cap for cap in fitted)
     assert all(places == sorted(places) for places in by_kind.values())
-    for param, param_spec in enumerate(params):
-        held = [range(piece.first, piece.stop) for pieces in by_group for piece in pieces if piece.param == param]
-        assert [element for elements in held for element in elements] == list(range(param_spec.slot_numel))
-        assert not any(elements.start % num_ranks or elements.start * param_spec.itemsize % 16 for elements in held)
-
-
-@given(groupings(), st.integers(1, 9))
-def test_what_keeps_to_every_cap_is_grouped_as_without_pieces(
-    grouping: tuple[list[ParamSpec], list[int], SizeCaps], num_ranks: int
-) -> None:
-    params, order, caps = grouping
-    within = [param for param in order if params[param].num_bytes <= min(all_caps(caps))]
-    assert group_in_pieces(params, within, caps, num_ranks=num_ranks) == group_by_size(params, within, caps)
+    assert [order.index(group[-1]) for group in groups] == sorted(order.index(group[-1]) for group in groups)
 
 
 @pytest.mark.parametrize(
@@ -208,20 +149,15 @@ def test_an_order(order: tuple[int, ...], expected: tuple[int, ...]) -> None:
 PARAMS = specs_of_sizes(*(size * MIB for size in (3, 1, 4, 2, 1)))
 
 
-def first(params: list[ParamSpec] = PARAMS, *, num_ranks: int = 2, splits: bool = False, **settings: Any) -> Plan:
-    return first_plan(params, SyncConfig(**settings), num_ranks=num_ranks, splits=splits)
+def first(params: list[ParamSpec] = PARAMS, *, num_ranks: int = 2, **settings: Any) -> Plan:
+    return first_plan(params, SyncConfig(**settings), num_ranks=num_ranks)
 
 
-def as_observed(*, splits: bool = False, **settings: Any) -> Plan:
-    return plan_in_order(PARAMS, (1, 4, 3, 0, 2), SyncConfig(**settings), num_ranks=2, splits=splits)
+def as_observed(**settings: Any) -> Plan:
+    return plan_in_order(PARAMS, (1, 4, 3, 0, 2), SyncConfig(**settings), num_ranks=2)
 
 
-def pieces(param: int, ends: tuple[int, ...]) -> list[tuple[Piece]]:
-    """Each alone, between such numbers of half mebibytes."""
-    return [(Piece(param=param, first=start * MIB // 2, stop=stop * MIB // 2),) for start, stop in pairwise(ends)]
-
-
-PINNED, IN_PIECES = first(bucket_cap_mb=4), first(bucket_cap_mb=2, splits=True)
+PINNED = first(bucket_cap_mb=4)
 REVERSE = {
     0.5: [(4,), (3,), (2,), (1,), (0,)],  # a cap below one mebibyte is that of every bucket
     1: [(4,), (3,), (2,), (1,), (0,)],
@@ -251,27 +187,16 @@ REVERSE = {
             [(5,), (4, 3, 2, 1), (0,)],
             id="sparse parameters take no room under the caps",
         ),
-        pytest.param(
-            first(bucket_cap_mb=2, order="reverse", splits=True),
-            [(4,), (3,), *pieces(2, (0, 4, 8)), (1,), *pieces(0, (0, 4, 6))],
-            id="a first plan in pieces",
-        ),
-        pytest.param(
-            as_observed(bucket_cap_mb=2, splits=True),
-            [(1,), (4,), (3,), *pieces(0, (0, 3, 6)), *pieces(2, (0, 3, 6, 8))],
-            id="an observed order in pieces",
-        ),
     ],
 )
-def test_the_buckets_of_a_plan(plan: Plan, buckets: list[tuple[GroupEntry, ...]]) -> None:
+def test_the_buckets_of_a_plan(plan: Plan, buckets: list[tuple[int, ...]]) -> None:
     assert plan.groups == tuple(buckets)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_pinned_plan_keeps_its_groups_on_any_number_of_ranks(num_ranks: int) -> None:
-    for pinned, splits in ((PINNED, False), (PINNED, True), (IN_PIECES, True)):
-        plan = first(plan=pinned.to_json(), bucket_cap_mb=1, num_ranks=num_ranks, splits=splits)
-        assert (plan.groups, plan.num_ranks) == (pinned.groups, num_ranks)
+    plan = first(plan=PINNED.to_json(), bucket_cap_mb=1, num_ranks=num_ranks)
+    assert (plan.groups, plan.num_ranks) == (PINNED.groups, num_ranks)
 
 
 @pytest.mark.parametrize(
@@ -309,13 +234,6 @@ def test_a_pinned_plan_keeps_its_groups_on_any_number_of_ranks(num_ranks: int) -
                 ("fewer", PARAMS[:4], "it has 5 parameters, the model 4"),
                 ("more", [*PARAMS, spec("more", 1)], "it has 5 parameters, the model 6"),
             )
-        ),
-        pytest.param(
-            lambda: first(plan=IN_PIECES.to_json()),
-            "the saved plan cuts parameter 'p0' into pieces.\n"
-            "  a gradient that is not sharded lies in one bucket as a whole\n"
-            "  Use this plan with a sharded optimizer, or leave SyncConfig(plan=...) out.",
-            id="in pieces",
         ),
     ],
 )

@@ -17,15 +17,14 @@ from undertow.cli.plan import plan_from_source
 from undertow.errors import ConfigError
 from undertow.plan import (
     ParamSpec,
-    Piece,
     Plan,
     SizeCaps,
-    Slot,
+    Trailer,
     group_by_size,
     plan_from_groups,
     signature_of,
 )
-from undertow.plan.facts import Trailer, ranks_differ, trailer_at, with_complements
+from undertow.plan.facts import ranks_differ, trailer_at, with_complements
 from undertow.plan.layout import padded_numel
 from undertow.profile import source_from_file
 
@@ -37,11 +36,7 @@ def planned(groups: Any = ((1, 0), (2,)), params: tuple[ParamSpec, ...] = PARAMS
     return plan_from_groups(params, groups, num_ranks=num_ranks)
 
 
-def piece(param: int, first: int, stop: int) -> Piece:
-    return Piece(param=param, first=first, stop=stop)
-
-
-PLAN, SPLIT = planned(), planned([(1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)])
+PLAN = planned()
 
 
 def saved(**changes: Any) -> str:
@@ -75,18 +70,16 @@ def test_a_plan_lays_groups_out_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("plan", "slots"),
     [
-        (planned([(0,)], (dataclasses.replace(spec("scalar", 1), shape=()),)), [[(0, 0, 1, 0)]]),
-        (PLAN, [[(1, 0, 2, 0), (0, 2, 8, 0)], [(2, 0, 3, 0)]]),
-        (SPLIT, [[(1, 0, 2, 0), (0, 2, 6, 0)], [(2, 0, 3, 0)], [(0, 0, 2, 4)]]),
-        (planned([(0, 1)], (spec("rows", 40, is_sparse=True), spec("none", 0, is_sparse=True))), [[(0, 0, 0, 0), (1, 0, 0, 0)]]),
-        (planned([(0, 1, 2)], (spec("a", 2), spec("none", 0), spec("b", 1))), [[(0, 0, 2, 0), (1, 2, 2, 0), (2, 2, 3, 0)]]),
+        (planned([(0,)], (dataclasses.replace(spec("scalar", 1), shape=()),)), [[(0, 0, 1)]]),
+        (PLAN, [[(1, 0, 2), (0, 2, 8)], [(2, 0, 3)]]),
+        (planned([(0, 1)], (spec("rows", 40, is_sparse=True), spec("none", 0, is_sparse=True))), [[(0, 0, 0), (1, 0, 0)]]),
+        (planned([(0, 1, 2)], (spec("a", 2), spec("none", 0), spec("b", 1))), [[(0, 0, 2), (1, 2, 2), (2, 2, 3)]]),
         (planned([], ()), [[]]),
         (planned([()], ()), [[]]),
     ],
     ids=[
         "a scalar",
         "whole",
-        "in pieces",
         "sparse, which takes no room",
         "without elements",
         "no parameters",
@@ -94,7 +87,7 @@ def test_a_plan_lays_groups_out_in_their_order() -> None:
     ],
 )
 def test_the_slots_of_a_plan(plan: Plan, slots: list[list[tuple[int, ...]]]) -> None:
-    found = [[(slot.param, slot.start, slot.stop, slot.first) for slot in bucket.slots] for bucket in plan.buckets]
+    found = [[(slot.param, slot.start, slot.stop) for slot in bucket.slots] for bucket in plan.buckets]
     assert (found, [len(bucket.trailer.used) for bucket in plan.buckets], [bucket.numel for bucket in plan.buckets]) == (
         slots,
         [len(of_bucket) for of_bucket in slots],
@@ -136,19 +129,7 @@ def test_a_plan_that_was_saved_without_a_word_on_sparse_parameters_is_of_dense_o
     )
 
 
-def test_a_plan_knows_its_groups_and_what_is_in_pieces() -> None:
-    assert ([(plan.groups, plan.split_params) for plan in (PLAN, SPLIT)], json.loads(SPLIT.to_json())["buckets"]) == (
-        [
-            (((1, 0), (2,)), frozenset()),
-            (((1, piece(0, 0, 4)), (2,), (piece(0, 4, 6),)), {0}),
-        ],
-        [[1, [0, 0, 4]], [2], [[0, 4, 6]]],
-    )
-    # A piece that is all of its parameter is the parameter.
-    assert planned([(1, piece(0, 0, 6)), (2,)]) == Plan.from_json(saved(buckets=[[1, [0, 0, 6]], [2]])) == PLAN
-
-
-@given(plans() | plans(splits=True))
+@given(plans())
 def test_any_plan(plan: Plan) -> None:
     read = Plan.from_json(plan.to_json())
     assert read == plan == planned(plan.groups, plan.params, plan.num_ranks)
@@ -156,9 +137,8 @@ def test_any_plan(plan: Plan) -> None:
         assert {plan.params[i].kind for i in bucket.params} <= {bucket.kind}  # kinds do not share a bucket
         assert len({*bucket.params}) == len(bucket.params)
     for param, param_spec in enumerate(plan.params):
-        pieces = [slot.piece for bucket in plan.buckets for slot in bucket.slots if slot.param == param]
-        assert [element for held in pieces for element in range(held.first, held.stop)] == list(range(param_spec.slot_numel))
-        assert len(pieces) == 1 or (param in plan.split_params and all(held.numel for held in pieces))
+        (slot,) = [slot for bucket in plan.buckets for slot in bucket.slots if slot.param == param]
+        assert slot.numel == param_spec.slot_numel
 
 
 OTHERS = {
@@ -171,8 +151,6 @@ OTHERS = {
     "dtype": planned(params=(*PARAMS[:2], spec("half", 3, dtype="float16"))),
     "device": planned(params=(*PARAMS[:2], spec("half", 3, dtype="bfloat16", device="cuda"))),
     "sparse": planned(params=(*PARAMS[:2], spec("half", 3, dtype="bfloat16", is_sparse=True))),
-    "pieces": SPLIT,
-    "other pieces": planned([(1, piece(0, 0, 2)), (2,), (piece(0, 2, 6),)]),
 }
 
 
@@ -182,14 +160,13 @@ def test_plans_that_differ_are_saved_differently() -> None:
 
 EACH_ONCE = "a plan must hold each of its 3 parameters exactly once.\n  first difference: "
 FOREIGN = "\n  Make the plan from the parameters of this model."
-IN_PIECES = "\n  The pieces of a parameter follow each other without gaps, each in a later bucket."
-WEIGHT = f"{EACH_ONCE}parameter 0 ('weight') has elements [0, 6), its slots hold "
+INDICES = "Give each bucket the indices of its parameters, such as [2, 0]."
+NUM_RANKS = "a plan is for 1 to 1,048,576 ranks, got num_ranks="
 NO_PLAN, SAVE = "this is not a saved plan: ", ".\n  Use a file that save_plan() has written."
-OVERLAPS = "\n  Slots do not overlap, and are of one dtype and device."
+ONE_KIND = "\n  A bucket is of one dtype and device, and sparse gradients are apart."
 SIZES = "Sizes are zero or more, an element has at least one byte, and all of them fit into 64 bits."
 
 
-PIECE_REMEDY = "A piece begins at zero or later and does not end before it begins."
 REFUSALS: dict[str, tuple[Call, str]] = {
     **{
         f"the text {text}": (lambda text=text: Plan.from_json(text), error)
@@ -199,74 +176,36 @@ REFUSALS: dict[str, tuple[Call, str]] = {
             "{}": f"{NO_PLAN}it has no 'format'{SAVE}",
             '{"format": 2}': f"{NO_PLAN}format 2, expected 1{SAVE}",
             '{"format": 1}': f"{NO_PLAN}it has no 'params'{SAVE}",
-            saved(num_ranks=float("inf")): f"{NO_PLAN}inf is not a whole number of 64 bits{SAVE}",
+            saved(num_ranks=float("inf")): f"{NUM_RANKS}inf.\n  Give the size of the process group.",
             # Not for more ranks than can be simulated.
-            saved(num_ranks=2**31): "a plan is for 1,048,576 ranks at most, got num_ranks=2147483648.\n  Give fewer ranks.",
+            saved(num_ranks=2**31): f"{NUM_RANKS}2147483648.\n  Give the size of the process group.",
             **{
                 saved(buckets=buckets): text
                 for buckets, text in (
-                    ([[0, 1], ["two"]], f"{NO_PLAN}'two' is not a whole number of 64 bits{SAVE}"),
-                    ([[0, 1], [2, 3]], f"{NO_PLAN}tuple index out of range{SAVE}"),
-                    ([[[0, 4]], [1], [2]], f"{NO_PLAN}not enough values to unpack (expected 3, got 2){SAVE}"),
-                    ([[[0, "x", 6]], [1], [2]], f"{NO_PLAN}'x' is not a whole number of 64 bits{SAVE}"),
-                    ([[[9, 0, 6]], [1], [2]], f"{NO_PLAN}tuple index out of range{SAVE}"),
+                    ([[0, 1], ["two"]], f"buckets[1] must be a list of parameters' indices, got ['two'].\n  {INDICES}"),
+                    ([[0, 1], [2, 3]], f"{EACH_ONCE}parameter 3 is in 1 slots{FOREIGN}"),
+                    ([[0, 1], [[2, 0, 3]]], f"buckets[1] must be a list of parameters' indices, got [[2, 0, 3]].\n  {INDICES}"),
                     ([[0, 1]], f"{EACH_ONCE}parameter 2 ('half') is in 0 slots{FOREIGN}"),
                     ([[0], [2]], f"{EACH_ONCE}parameter 1 ('bias') is in 0 slots{FOREIGN}"),
                     ([[1, 0, 0], [2]], f"{EACH_ONCE}parameter 0 ('weight') is in 2 slots{FOREIGN}"),
                     ([[0, 1], [2], [1]], f"{EACH_ONCE}parameter 1 ('bias') is in 2 slots{FOREIGN}"),
                     ([[0, 1], [2], [-1]], f"{EACH_ONCE}parameter -1 is in 1 slots{FOREIGN}"),
-                    ([[0, 1], [2, [3, 0, 2]]], f"{EACH_ONCE}parameter 3 is in 1 slots{FOREIGN}"),
-                    ([[1, [0, 0, 4]], [2]], f"{WEIGHT}[0, 4) in bucket 0{IN_PIECES}"),
-                    ([[1, [0, 0, 7]], [2]], f"{WEIGHT}[0, 7) in bucket 0{IN_PIECES}"),
-                    ([[[0, 0, 3]], [1, [0, 4, 6]], [2]], f"{WEIGHT}[0, 3) in bucket 0, [4, 6) in bucket 1{IN_PIECES}"),
-                    ([[[0, 0, 4]], [1, [0, 3, 6]], [2]], f"{WEIGHT}[0, 4) in bucket 0, [3, 6) in bucket 1{IN_PIECES}"),
-                    ([[[0, 3, 6]], [1, [0, 0, 3]], [2]], f"{WEIGHT}[3, 6) in bucket 0, [0, 3) in bucket 1{IN_PIECES}"),
-                    ([[[0, 0, 3], [0, 3, 6]], [1], [2]], f"{WEIGHT}[0, 3) in bucket 0, [3, 6) in bucket 0{IN_PIECES}"),
-                    ([[[0, 0, 6]], [1, [0, 6, 6]], [2]], f"{WEIGHT}[0, 6) in bucket 0, [6, 6) in bucket 1{IN_PIECES}"),
-                    ([[0], [1, [0, 0, 2]], [2]], f"{WEIGHT}[0, 6) in bucket 0, [0, 2) in bucket 1{IN_PIECES}"),
-                    (
-                        [[[0, 4, 2]], [1], [2]],
-                        "the piece of parameter 0 is impossible: [4, 2).\n"
-                        "  A piece begins at zero or later and does not end before it begins.",
-                    ),
                 )
             },
         }.items()
     },
-    **{
-        f"the piece [{first}, {stop})": (
-            lambda first=first, stop=stop: piece(5, first, stop),
-            f"the piece of parameter 5 is impossible: [{first}, {stop}).\n  {PIECE_REMEDY}",
-        )
-        for first, stop in ((-1, 0), (3, 2))
-    },
-    "a slot too large": (
-        lambda: with_bucket(1, slots=(Slot(param=2, start=0, stop=4),)),
-        f"{EACH_ONCE}parameter 2 ('half') has elements [0, 3), its slots hold [0, 4) in bucket 1{IN_PIECES}",
-    ),
-    "a slot too small": (
-        lambda: with_bucket(1, slots=(Slot(param=2, start=5, stop=7),)),
-        f"{EACH_ONCE}parameter 2 ('half') has elements [0, 3), its slots hold [0, 2) in bucket 1{IN_PIECES}",
-    ),
     "sparse and dense in one group": (
         lambda: planned([(0, 1)], (spec("weight", 6), spec("rows", 6, is_sparse=True))),
-        "parameter 'rows' does not fit its slot [6, 6) of bucket 0.\n"
-        f"  it has 0 elements of float32 on cpu; the bucket holds float32 on cpu and is free from 6{OVERLAPS}",
+        f"parameter 'rows' does not fit bucket 0.\n  it is sparse float32 on cpu; the bucket holds float32 on cpu{ONE_KIND}",
     ),
     "two dtypes in one group": (
         lambda: planned([(0, 1, 2)]),
-        "parameter 'half' does not fit its slot [8, 11) of bucket 0.\n"
-        f"  it has 3 elements of bfloat16 on cpu; the bucket holds float32 on cpu and is free from 8{OVERLAPS}",
-    ),
-    "a sparse parameter in pieces": (
-        lambda: planned([(piece(0, 0, 3),), (piece(0, 3, 6),)], (spec("rows", 6, is_sparse=True),)),
-        f"{EACH_ONCE.replace('3', '1')}parameter 0 ('rows') has elements [0, 0), its slots hold [0, 3) in bucket 0, "
-        f"[3, 6) in bucket 1{IN_PIECES}",
+        f"parameter 'half' does not fit bucket 0.\n  it is bfloat16 on cpu; the bucket holds float32 on cpu{ONE_KIND}",
     ),
     **{
         f"{num_ranks} ranks": (
             lambda num_ranks=num_ranks: planned(num_ranks=num_ranks),
-            f"a plan is for one rank or more, got num_ranks={num_ranks}.\n  Give the size of the process group.",
+            f"{NUM_RANKS}{num_ranks}.\n  Give the size of the process group.",
         )
         for num_ranks in (0, -2)
     },
@@ -310,11 +249,6 @@ def test_a_trailer(trailer: Trailer, ends: tuple[int, ...], numbers: range) -> N
     assert (trailer.stop, trailer.numbers) == (ends[-1], numbers)
 
 
-def test_a_slot_knows_what_of_its_parameter_it_holds() -> None:
-    slot = Slot(param=5, start=10, stop=14, first=3)
-    assert (slot.numel, slot.piece, slot.piece.numel) == (4, Piece(param=5, first=3, stop=7), 4)
-
-
 @pytest.mark.parametrize(
     ("numel", "itemsize", "num_ranks", "padded"),
     [(0, 4, 2, 0), (1, 4, 1, 4), (4, 4, 1, 4), (5, 4, 3, 12), (1, 2, 2, 8), (1, 1, 1, 16), (1, 16, 3, 3), (9, 8, 4, 12)],
@@ -323,7 +257,7 @@ def test_padding_reaches_the_next_multiple_of_ranks_and_16_bytes(numel: int, ite
     assert padded_numel(numel, itemsize=itemsize, num_ranks=num_ranks) == padded
 
 
-@given(plans() | plans(splits=True))
+@given(plans())
 def test_a_bucket_is_slots_a_trailer_and_equal_aligned_shards(plan: Plan) -> None:
     for bucket in plan.buckets:
         assert [*(slot.start for slot in bucket.slots), bucket.numel] == [0, *(slot.stop for slot in bucket.slots)]
@@ -372,7 +306,7 @@ EQUAL = specs_of_sizes(MIB, MIB, MIB)
 
 
 def source_plan(source: Plan | Sequence[ParamSpec], *, num_ranks: int | None = None, bucket_cap_mb: float | None = None) -> Plan:
-    return plan_from_source(source, num_ranks=num_ranks, bucket_cap_mb=bucket_cap_mb, splits=False)
+    return plan_from_source(source, num_ranks=num_ranks, bucket_cap_mb=bucket_cap_mb, has_shards=False)
 
 
 def test_a_table_is_parameters_whose_size_comes_from_their_dtype(tmp_path: Path) -> None:

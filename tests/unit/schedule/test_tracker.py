@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import refusal
 from support.schedules import schedule_from_text
 from support.strategies import lowerings, plans
 from undertow.plan import Plan
@@ -36,9 +35,15 @@ id  lane     kind  bucket  reads     writes    after
 """
 BY_BUCKET = lower_data_parallel(3)
 WHOLE = [(1, 0), (2,), (3,)]  # parameters of each bucket
-PIECES = [(1, 0), (0, 2), (0,)]
 ALL_LEAVE = "end: pack b0, all_reduce b0, pack b1, all_reduce b1, pack b2, all_reduce b2"
 AFTER_REPEATS = ["0:", "1: pack b0, all_reduce b0", "0:", "repeats: True", "learn:", "reset:"]  # of WHOLE
+
+
+def arrivals_of(
+    buckets: Sequence[Sequence[int]], num_params: int, *, on_full: Callable[[int], object], **more: Callable[..., Any]
+) -> Arrivals:
+    given = {"traversal": lambda: 7, "on_traversal": lambda _traversal: None, **more}
+    return Arrivals(buckets, range(num_params), on_full=on_full, **given)
 
 
 class Tracker:
@@ -47,7 +52,7 @@ class Tracker:
     def __init__(self, schedule: Schedule, params_of_bucket: Sequence[Sequence[int]], *, num_params: int) -> None:
         self._releases = Releases(schedule)
         self._released: list[Op] = []
-        self.arrivals = Arrivals(params_of_bucket, range(num_params), on_full=self._fill)
+        self.arrivals = arrivals_of(params_of_bucket, num_params, on_full=self._fill)
 
     def reset(self) -> None:
         """Starts the next synchronization: nothing has arrived."""
@@ -170,33 +175,6 @@ def after(tracker: Tracker, event: str) -> str:
             ["note 0:", "note 1:", "note 1:", "arrived: 0 1", "missing: - | 2 | 3", "repeats: False", ALL_LEAVE],
             id="what is only noted has arrived and releases nothing",
         ),
-        pytest.param(
-            BY_BUCKET,
-            PIECES,
-            ["2:", "0: pack b1", "1: pack b0, all_reduce b0, all_reduce b1", "end: pack b2, all_reduce b2"],
-            id="pieces leave in the order of their buckets",
-        ),
-        pytest.param(
-            BY_BUCKET,
-            PIECES,
-            ["2:", "missing: 0 1 | 0 | 0", "arrived: 2", "0: pack b1", "missing: 1 | - | -", "arrived: 0 2"],
-            id="a parameter in pieces is missing in each of its buckets",
-        ),
-        pytest.param(
-            BY_BUCKET,
-            PIECES,
-            ["note 0:", "note 0:", "note 1:", "missing: - | 2 | -", "arrived: 0 1", "repeats: False", "2: pack b1"],
-            id="a noted parameter in pieces releases nothing and is missing nowhere",
-        ),
-        pytest.param(
-            BY_BUCKET,
-            PIECES,
-            [
-                *("0:", "1: pack b0, all_reduce b0", "2: pack b1, all_reduce b1", "0:", "repeats: True", "learn:", "reset:"),
-                *("0:", "1:", "2:", "0: pack b0, all_reduce b0, pack b1, all_reduce b1", "repeats: False", "0:", "repeats: True"),
-            ],
-            id="after learning every bucket waits for the repeats of a parameter in pieces",
-        ),
     ],
 )
 def test_a_round(schedule: Schedule, buckets: list[tuple[int, ...]], script: list[str]) -> None:
@@ -218,7 +196,7 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    plan = draw(plans() | plans(splits=True))
+    plan = draw(plans())
     indices = range(len(plan.params))
     return Case(
         plan,
@@ -284,12 +262,6 @@ def test_remembered_rounds_release_what_the_interpreter_does(case: Case, data: s
         assert play(remembered, arrivals) == play(case.tracker, arrivals)  # a new tracker has nothing to remember
 
 
-def test_a_parameter_in_no_bucket_is_an_error() -> None:
-    assert refusal(lambda: Tracker(lower_data_parallel(2), [(0,), (2,)], num_params=3)) == (
-        "parameter 1 belongs to no bucket.\n  Put every parameter into one bucket."
-    )
-
-
 class Heard:
     """Arrivals in the traversal 7, and all that is called as they come."""
 
@@ -339,7 +311,6 @@ CALLS: dict[str, Callable[..., Any]] = {
             ["each:", "reset:", "0: first in 7, p0, b0", "none:", "1: b1", "reset:", "0: b0"],
             id="nobody wants to know any more",
         ),
-        pytest.param([(0,), (0, 1)], ["each:", "reset:", "1: first in 7, p1", "0: p0, b0, b1"], id="noted once in two pieces"),
         pytest.param(
             [(0, 1)],
             ["each:", "reset:", "0: first in 7, p0", "0: p0", "note 1:", "state: arrived [0, 1], repeats True"],
@@ -353,11 +324,8 @@ CALLS: dict[str, Callable[..., Any]] = {
         pytest.param([(0, 1)], ["each:", "reset:", "regroup 0 1:", "1: first in 7, p1, b1"], id="noted in other buckets"),
         pytest.param(
             [(0, 1)],
-            ["regroup 0 01:", "0: first in 7, b0", "1: b1", "regroup 1 0:", "0: b1", "1: b0"],
-            id="other buckets, in pieces or whole",
-        ),
-        pytest.param(
-            [(1, 0), (0, 2), (0,)], ["2: first in 7", "0: b1, b2", "1: b0"], id="a piece counts for each of its buckets"
+            ["regroup 0 1:", "0: first in 7, b0", "1: b1", "regroup 1 0:", "0: b1", "1: b0"],
+            id="other buckets",
         ),
         pytest.param(
             [(1, 0), (2,)],
@@ -381,7 +349,7 @@ def test_arrivals(buckets: list[tuple[int, ...]], script: list[str]) -> None:
 
 def test_a_round_may_be_reset_when_its_first_gradient_is_told() -> None:
     # What was reset counts the gradient that is just being told.
-    arrivals = Arrivals([(0, 1)], range(2), on_full=int, traversal=lambda: 7, on_traversal=lambda *_: arrivals.reset())
+    arrivals = arrivals_of([(0, 1)], 2, on_full=int, on_traversal=lambda *_: arrivals.reset())
     arrivals.note([1])
     arrivals.arrive(0)
     assert (arrivals.arrived, arrivals.missing(0)) == ({0}, {1})
@@ -390,7 +358,7 @@ def test_a_round_may_be_reset_when_its_first_gradient_is_told() -> None:
 def test_repeats_before_the_last_gradient_are_counted_once() -> None:
     # As in a cell under reentrant checkpoints whose embedding comes last: every arrival but the first looks.
     full: list[int] = []
-    arrivals = Arrivals([(0, 1)], range(2), on_full=full.append)
+    arrivals = arrivals_of([(0, 1)], 2, on_full=full.append)
     counted, update = [], arrivals.buckets[0].known.update
     with mock.patch.object(arrivals.buckets[0].known, "update", lambda ids: update(counted.append(it) or it for it in ids)):
         for _ in range(1000):
@@ -400,18 +368,10 @@ def test_repeats_before_the_last_gradient_are_counted_once() -> None:
 
 
 def test_what_a_hook_of_the_users_returns_is_no_parameter() -> None:
-    arrivals = Arrivals([(0, 1, 2)], range(3), on_full=int)
+    arrivals = arrivals_of([(0, 1, 2)], 3, on_full=int)
     arrivals.hooks[0](object())  # torch passes it on, and then refuses it
     arrivals.arrive(1)
     assert (arrivals.arrived, arrivals.absent, arrivals.missing(0)) == ({1}, {0, 2}, {0, 2})
-
-
-def test_all_buckets_are_counted_before_one_of_them_is_told_of() -> None:
-    missing: list[frozenset[int]] = []
-    arrivals = Arrivals([(0,), (0, 1)], range(2), on_full=lambda _: missing.append(arrivals.missing(1)))
-    arrivals.arrive(1)
-    arrivals.arrive(0)
-    assert missing == [frozenset(), frozenset()]
 
 
 def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
@@ -429,7 +389,7 @@ def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
         arrivals.arrive(1)
         has_counted.set()
 
-    arrivals = Arrivals([(0,), (1,)], range(2), on_full=full.append, traversal=lambda: 7, on_traversal=begin)
+    arrivals = arrivals_of([(0,), (1,)], 2, on_full=full.append, on_traversal=begin)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(arrive_elsewhere)
         arrivals.arrive(0)

@@ -35,7 +35,7 @@ from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.model.module_params import ModuleParams, first_change
 from undertow.runtime.sharded.binding import make_gradients_whole
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
-from undertow.schedule import Strategy, strategy_named
+from undertow.schedule import Strategy
 from undertow.tune import Tuner
 
 
@@ -366,11 +366,7 @@ class CurrentPlan:
         return self.members.compare(self.group, plan.params, params, settings, new=new)
 
     def _planned(self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer, *, has_more: bool = False) -> Change:
-        config = reducer.config
-        # A plan pinned for shards may have parameters in pieces; it counts from the first step of the optimizer on.
-        if strategy_named(config.strategy).gather is not None:
-            config = dataclasses.replace(config, plan=None)
-        plan = first_plan(self.members.specs(named_params), config, num_ranks=reducer.group.num_ranks)
+        plan = first_plan(self.members.specs(named_params), reducer.config, num_ranks=reducer.group.num_ranks)
         # No shards until an optimizer steps again.
         return Change(tuple(named_params), plan, dataclasses.replace(reducer, shard_exchanges=None), has_more=has_more)
 
@@ -412,16 +408,14 @@ def measure(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig, recor
 
 
 def sharded_plan(now: Plan, hooks: ParamHooks, config: SyncConfig) -> Plan:
-    """Returns the plan with large parameters in pieces, the pinned plan, or the plan to which a sharded optimizer moves."""
+    """Returns the plan for shards, the pinned plan, or the plan to which a sharded optimizer moves."""
     order = None if hooks.order is None else hooks.order.take()
     if hooks.groups is not None:
         return plan_from_groups(now.params, hooks.groups, num_ranks=now.num_ranks)
     if config.plan is not None:
-        pinned = first_plan(now.params, config, num_ranks=now.num_ranks, splits=True)
-        if now.num_ranks > 1 or not pinned.split_params:  # one rank alone gathers nothing, and would not join pieces again
-            return pinned
+        return first_plan(now.params, config, num_ranks=now.num_ranks)
     order = [param for bucket in now.buckets for param in bucket.params] if order is None else order
-    return plan_in_order(now.params, order, config, num_ranks=now.num_ranks, splits=now.num_ranks > 1)
+    return plan_in_order(now.params, order, config, num_ranks=now.num_ranks, has_shards=True)
 
 
 def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | None:
@@ -434,7 +428,7 @@ def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | 
         hooks.order = None
     groups = None if hooks.tuning is None else hooks.tuning.take(now.present)
     if groups is None and order is not None:
-        groups = groups_in_order(now.plan.params, order, config, num_ranks=now.plan.num_ranks)
+        groups = groups_in_order(now.plan.params, order, config)
     if groups is None or list(map(frozenset, groups)) == list(map(frozenset, now.plan.groups)):
         return None
     return plan_from_groups(now.plan.params, groups, num_ranks=now.plan.num_ranks)

@@ -20,14 +20,13 @@ from undertow.plan import Groups, Plan
 from undertow.runtime.engine.tuning import ObservedOrder, Tuning
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.module_hook import ModuleHook
-from undertow.schedule.tracker import HOOKS, Arrivals
+from undertow.schedule.tracker import Arrivals, BucketArrivals
 from undertow.tune import Tuner
 
 _is_trained = attrgetter("requires_grad")
 
 # If a backward is compiled with the code around it, so are the Python functions that it calls first.
-for _function in HOOKS:
-    private.left_alone(_function)
+private.left_alone(BucketArrivals.arrive)
 
 
 class ArrivalHooks:
@@ -202,7 +201,7 @@ class ParamHooks:
     def names_of(self, plan: Plan, places: Mapping[int, Collection[int]]) -> tuple[str, ...]:
         """Returns the names of parameters given by their positions in each bucket, in the order of the plan."""
         params = [plan.buckets[bucket].params[place] for bucket in sorted(places) for place in places[bucket]]
-        return tuple(self.named_params[param][0] for param in dict.fromkeys(params))  # a parameter in pieces has one name
+        return tuple(self.named_params[param][0] for param in params)
 
 
 def remove_all(hooks: list[RemovableHandle]) -> None:

@@ -105,7 +105,7 @@ class Tuning:
         if self.sent is None:
             return None
         (decided_on, sent), self.sent = self.sent, None
-        decision = decision_from_array(sent.take().cpu().numpy(), decided_on.plan.params)
+        decision = decision_from_array(sent.take().cpu().numpy())
         if decided_on != present:
             decision = Decision(outcome=Outcome.INCOMPLETE)
         self.decision = decision

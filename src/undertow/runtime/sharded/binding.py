@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import PhaseError, ShardedGradientError, require
-from undertow.plan import Bucket, Slot
+from undertow.plan import Bucket
 from undertow.runtime.comm.collectives import accumulation_dtype
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.gradients.binding import BucketStorage, DenseBinding, has_values
-from undertow.runtime.sharded.shards import FlatParams, in_memory_order
+from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.torch_private import private
 
 _grad_of = attrgetter("grad")
@@ -130,44 +130,10 @@ def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:
     )
 
 
-class SplitParam:
-    """A parameter in several buckets: each takes the same gradient out of `.grad`, and the same late one."""
-
-    def __init__(self, param: Tensor, strides: tuple[int, ...], num_pieces: int) -> None:
-        self._param, self._strides, self._num_pieces = param, strides, num_pieces
-        self.begin_round()
-
-    def begin_round(self) -> None:
-        # In time, and late: the former `.grad` and the gradient, once for each bucket that has not
-        # taken them yet.
-        self._taken: tuple[list[tuple[Any, Tensor | None]], ...] = ([], [])
-
-    def take(self, piece: Slot, *, is_late: bool = False) -> tuple[Any, Tensor | None]:
-        """Returns the former `.grad`, and a piece of the gradient; of a placeholder, of the gradient that was added to it."""
-        taken = self._taken[is_late]
-        if not taken:
-            before, self._param.grad = self._param.grad, None
-            taken += [(before, _new_gradient(before))] * self._num_pieces
-        before, grad = taken.pop()
-        if grad is not None:
-            grad = in_memory_order(grad, self._strides)[piece.first : piece.first + piece.numel]
-        return before, grad
-
-
-def _new_gradient(grad: Tensor | None) -> Tensor | None:
-    """Takes the added gradient out of a placeholder; any other gradient is new itself."""
-    if not isinstance(grad, GradientPlaceholder):
-        return grad
-    added, grad.added = grad.added, None
-    return added
-
-
 class ShardedBinding(DenseBinding):
     """The `.grad` of a bucket's parameters, whose gradients are reduced to the parts of `flat`.
 
-    `placeholders` belong to the parameters, and `splits` to those that also lie in other buckets;
-    both are by position. A split parameter has a stand-in of its piece's size in `params`, without
-    memory for it, whose `.grad` is the piece.
+    `placeholders` belong to the parameters, by position.
     """
 
     def __init__(
@@ -175,45 +141,35 @@ class ShardedBinding(DenseBinding):
         bucket: Bucket,
         flat: FlatParams,
         placeholders: Sequence[GradientPlaceholder],
-        splits: Mapping[int, SplitParam],
         *,
         shard_numel: int,
     ) -> None:
         dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
-        packed = list(flat.params)
-        for position in splits:
-            packed[position] = torch.empty(1, dtype=dtype, device=device).expand(bucket.slots[position].numel)
-        self._whole_params = flat.params
         self._own = tuple(zip(placeholders, flat.parts, strict=True))
-        self._splits = {position: (split, bucket.slots[position]) for position, split in splits.items()}
         self.shard = torch.zeros(shard_numel, dtype=accumulation_dtype(dtype), device=device)
         self.reduced = self.shard  # the executor sets it to other memory if `shard` may have values that must be kept
         self.live: set[int] = set()  # positions with an earlier part, to which the result is added
-        self._before: dict[int, Any] = {}  # by position, the former `.grad`: placeholders, and gradients of split parameters
-        super().__init__(BucketStorage(bucket, packed), packed)
+        self._before: dict[int, GradientPlaceholder] = {}  # by position, the former `.grad`
+        super().__init__(BucketStorage(bucket, flat.params), flat.params)
         for placeholder, part in self._own:
             placeholder.parts[bucket.index] = part.of_shard(self.shard)
 
     def values(self) -> Sequence[Tensor]:
         return (self.reduced,)
 
-    def pack(self, not_arrived: Collection[int] = (), *, takes_pieces: bool = True) -> list[int]:
+    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         self._before = {}
-        for position, (split, slot) in self._splits.items() if takes_pieces else ():
-            self._before[position], self.params[position].grad = split.take(slot)
-        for position, param in enumerate(self._whole_params):
-            if isinstance(param.grad, GradientPlaceholder) and position not in self._splits:
-                self._before[position] = param.grad
-                param.grad = _new_gradient(param.grad)
-        self.live = {
-            position for position, grad in self._before.items() if isinstance(grad, GradientPlaceholder) and not grad.is_cleared
-        }
+        for position, param in enumerate(self.params):
+            grad = param.grad
+            if isinstance(grad, GradientPlaceholder):
+                self._before[position] = grad
+                param.grad, grad.added = grad.added, None
+        self.live = {position for position, grad in self._before.items() if not grad.is_cleared}
         self.postponed = []
         return super().pack(not_arrived)
 
     def pack_local(self) -> None:
-        """Like `pack`, but a gradient with pieces in other buckets stays in place until all of them take it."""
-        self.pack(takes_pieces=False)
+        self.pack()
 
     def packing(self) -> Callable[[], None]:
         """Returns a function that copies the taken gradients into the bucket, for another thread, so that backward continues."""
@@ -233,7 +189,7 @@ class ShardedBinding(DenseBinding):
         restored = (unused | self._before) if unused else {}
         for position, (placeholder, part) in enumerate(self._own):
             if position in unused and position not in used_elsewhere:
-                self._whole_params[position].grad = restored[position]
+                self.params[position].grad = restored[position]
                 continue
             if reduced is not self.shard:
                 own = part.of_shard(self.shard)
@@ -241,7 +197,7 @@ class ShardedBinding(DenseBinding):
                 write(part.of_shard(reduced))
             placeholder.added = None
             placeholder.is_cleared = False
-            self._whole_params[position].grad = placeholder
+            self.params[position].grad = placeholder
         self._before = {}
         if unused:
             self.look()
@@ -250,14 +206,12 @@ class ShardedBinding(DenseBinding):
     def bind_local(self) -> None:
         self.packing()()
         super().bind()
-        for position in self._splits:
-            self.params[position].grad = None
         for position, placeholder in self._before.items():
-            param = self._whole_params[position]
+            param = self.params[position]
             param.grad, placeholder.added = placeholder, param.grad
 
     def has_result(self) -> bool:
-        for grad in map(_grad_of, self._whole_params):
+        for grad in map(_grad_of, self.params):
             is_cleared = isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None
             if grad is not None and not is_cleared:
                 return True
@@ -265,26 +219,21 @@ class ShardedBinding(DenseBinding):
 
     def look(self) -> None:
         with private.as_plain_tensors():  # parameters may be on their way
-            grads = list(map(_grad_of, self._whole_params))
+            grads = list(map(_grad_of, self.params))
         if all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
             self._known.entries.clear()
         else:
             self._known.look(enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
 
     def is_written(self, position: int) -> bool:
-        grad = self._whole_params[position].grad
+        grad = self.params[position].grad
         if isinstance(grad, GradientPlaceholder):
             return grad.added is not None and has_values(grad.added)
         return grad is not None and not self._known.has(position, grad) and has_values(grad)
 
-    def catch_late(self) -> bool:
-        for position, (split, slot) in self._splits.items():
-            _, self.params[position].grad = split.take(slot, is_late=True)
-        return super().catch_late()
-
     @torch.no_grad()
     def add_late(self, values: Sequence[Tensor]) -> None:
-        for param, (placeholder, part) in zip(self._whole_params, self._own, strict=True):
+        for param, (placeholder, part) in zip(self.params, self._own, strict=True):
             own = part.of_shard(self.shard)
             if not isinstance(param.grad, GradientPlaceholder):
                 placeholder.bind_to(param)

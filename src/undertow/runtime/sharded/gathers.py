@@ -268,16 +268,8 @@ class Gathers:
                 self._release(bucket)
 
     def _release(self, bucket: int) -> None:
-        flat, coming = (
-            self.flats[bucket],
-            set[int](),
-        )  # parameters with another bucket to come stay watched
-        for param in flat.split_params:
-            if any(other != bucket and other in self.in_flight for other in self._buckets_of[id(param)]):
-                coming.add(id(param))
-        for param in flat.params:
-            if id(param) not in coming:
-                param.__class__ = getattr(type(param), "arrived_class", type(param))
+        for param in self.flats[bucket].params:
+            param.__class__ = getattr(type(param), "arrived_class", type(param))
 
 
 class _WaitHook(ModuleHook):

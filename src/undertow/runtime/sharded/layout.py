@@ -20,7 +20,7 @@ from undertow.runtime.comm.collectives import Collectives, accumulation_dtype, e
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.binding import strides_of_gradient
-from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding, SplitParam
+from undertow.runtime.sharded.binding import GradientPlaceholder, ShardedBinding
 from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.shards import FlatParams, ShardPart, in_memory_order
 from undertow.schedule import Strategy
@@ -96,14 +96,6 @@ class Sharding:
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=self.group) for spec, param in zip(plan.params, params, strict=True)
         ]
-        self.splits = {
-            index: SplitParam(
-                params[index],
-                self.strides[index],
-                sum(bucket.params.count(index) for bucket in plan.buckets),
-            )
-            for index in plan.split_params
-        }
         self.gathers = Gathers(self.flats, groups.shard, recorder)
 
     @property
@@ -116,7 +108,6 @@ class Sharding:
             bucket,
             self.flats[bucket.index],
             [self._placeholders[index] for index in bucket.params],
-            {position: self.splits[index] for position, index in enumerate(bucket.params) if index in self.splits},
             shard_numel=self.shard_numel(bucket),
         )
         self.bindings.append(made)
@@ -128,8 +119,6 @@ class Sharding:
 
     def round_begins(self) -> None:
         """Called when a round starts."""
-        for split in self.splits.values():
-            split.begin_round()
         if self.gathers.in_flight:  # no forward has waited; autograd then detects most parameters that were read too early
             self.gathers.wait_for_all()
 
@@ -169,7 +158,7 @@ class Sharding:
             sent, shard = torch.zeros_like(binding.storage.flat), torch.zeros_like(binding.shard)
             for slot in bucket.slots:
                 values = in_memory_order(own[slot.param][0], self.strides[slot.param])
-                sent[slot.start : slot.stop] = values[slot.first : slot.first + slot.numel]
+                sent[slot.start : slot.stop] = values
             handle = self.groups.shard.reduce_scatter(sent, shard, trailer=trailer)
             if self.groups.replicate is not None:
                 handle = self.groups.replicate.all_reduce_behind(handle, shard, trailer=sent[trailer.start :])
@@ -251,8 +240,7 @@ class Sharding:
                 handle.wait()
         for slot in bucket.slots:
             if slot.param in into:
-                piece = slice(slot.first, slot.first + slot.numel)
-                into[slot.param][piece] = flat[slot.start : slot.stop]
+                into[slot.param].copy_(flat[slot.start : slot.stop])
 
 
 def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:

@@ -41,28 +41,22 @@ class ShardPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """One parameter in `flat`, or the piece of it that lies in this bucket."""
+    """One parameter in `flat`."""
 
-    piece: Slot
     part: ShardPart
     param: Tensor
-    memory: Tensor  # [piece.numel] of `flat`
+    memory: Tensor  # [param.numel()] of `flat`
     strides: tuple[int, ...]  # of the parameter's memory order
-
-    @property
-    def is_whole(self) -> bool:
-        return self.piece.numel == self.param.numel()
 
     def read_part(self) -> None:
         """Copies this rank's part from the parameter, which has separate memory."""
-        own = self.part.start - self.piece.first
-        values = in_memory_order(self.param, self.strides)[self.part.start : self.part.stop]
-        self.memory[own : own + self.part.numel].copy_(values)
+        own = slice(self.part.start, self.part.stop)
+        self.memory[own].copy_(in_memory_order(self.param, self.strides)[own])
 
     def write(self) -> None:
         """Copies all of it to the parameter, which has separate memory."""
         values = in_memory_order(self.param, self.strides)
-        values[self.piece.first : self.piece.first + self.piece.numel].copy_(self.memory)
+        values.copy_(self.memory)
         if self.param.stride() != self.strides:  # `values` is a copy
             self.param.copy_(values.as_strided(self.param.shape, self.strides))
 
@@ -89,9 +83,8 @@ class _Slot:
 class FlatParams:
     """Moves the parameters of one bucket into one allocation.
 
-    Parameters that also lie in other buckets keep their memory, and gathered pieces are copied to
-    it. So do parameters whose memory other code refers to (a kept `state_dict()`, `param.data`,
-    another process), because that code must see every step.
+    Parameters keep their memory if other code refers to it (a kept `state_dict()`, `param.data`,
+    another process), because that code must see every step. Gathered values are copied to it.
     """
 
     def __init__(
@@ -111,7 +104,6 @@ class FlatParams:
         shard = bucket.shard_range(rank, num_replicas=num_replicas)
         self._slots = [
             _Slot(
-                slot,
                 _part_of(bucket, slot, shard),
                 param,
                 self.flat[slot.start : slot.stop],
@@ -120,7 +112,6 @@ class FlatParams:
             for slot, param in zip(bucket.slots, params, strict=True)
         ]
         self.parts = tuple(slot.part for slot in self._slots)  # empty ones too
-        self.split_params = tuple(slot.param for slot in self._slots if not slot.is_whole)
         self._apart = self._slots  # parameters with separate memory
         self._pointers: list[int] = []  # of the parameters, at the last look
         self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay valid
@@ -132,9 +123,8 @@ class FlatParams:
     def follow(self) -> None:
         """Takes over values written from outside, in new memory (`param.data = ...`) or in the separate memory of parameters."""
         # Other code may have released the memory of those that are apart.
-        may_move = len(self._apart) > len(self.split_params)
-        if may_move or list(map(Tensor.data_ptr, self.params)) != self._pointers:
-            self._apart = [slot for slot in self._slots if not (slot.is_whole and slot.moves_in())]
+        if self._apart or list(map(Tensor.data_ptr, self.params)) != self._pointers:
+            self._apart = [slot for slot in self._slots if not slot.moves_in()]
             self._pointers = list(map(Tensor.data_ptr, self.params))
             self._storages = [param.untyped_storage() for param in self.params]
             self.addresses = private.addresses_of(self._storages)
@@ -155,8 +145,8 @@ def _part_of(bucket: Bucket, slot: Slot, shard: range) -> ShardPart:
     return ShardPart(
         param=slot.param,
         bucket=bucket.index,
-        start=slot.first + first - slot.start,
-        stop=slot.first + last - slot.start,
+        start=first - slot.start,
+        stop=last - slot.start,
         in_bucket=first,
         in_shard=max(0, first - shard.start),
     )

@@ -15,8 +15,7 @@ from undertow.runtime.peers import faults
 from undertow.runtime.step.measurements import measured_profile
 from undertow.runtime.torch_private import private
 from undertow.simulate import Conditions, simulate
-from undertow.trace.chrome import trace_text
-from undertow.trace.files import path_of_rank, write_whole
+from undertow.trace.files import path_of_rank, trace_text, write_whole
 
 FOLDER = "UNDERTOW_TRACE"  # the variable that names a folder for traces
 _numbers = itertools.count()  # of the models that are traced, in the order all ranks create them
@@ -49,9 +48,9 @@ def save_trace(
         predicted = simulate(profile, compiled.plan, compiled.strategy, profile.costs(), conditions)
     except UndertowError as error:
         note = f"none: {error}"
-    about = {"run": run_name() if run is None else run, "rank": rank, "ranks": group.user.ranks, "backend": group.backend}
+    about = {"run": run_name() if run is None else run, "rank": rank, "ranks": group.user.ranks}
     about |= {"model": number, "began_ns": engine.recorder.wall_ns(records[0].step), "prediction": note}
-    text = trace_text(records, about, compiled.plan, predicted, wire_dtype=config.wire_dtype)
+    text = trace_text(records, about, predicted)
     write_whole(path, text.encode(), where=where)
     return path
 

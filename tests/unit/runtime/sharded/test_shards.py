@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,36 +9,21 @@ from torch import nn
 
 from support.errors import text_of
 from support.strategies import spec
-from undertow import ShardedGradientError, SyncConfig
-from undertow.plan import Piece, Slot, first_plan, plan_from_groups
-from undertow.runtime.engine.current_plan import sharded_plan
-from undertow.runtime.sharded.binding import GradientPlaceholder, SplitParam
+from undertow import ShardedGradientError
+from undertow.plan import plan_from_groups
+from undertow.runtime.sharded.binding import GradientPlaceholder
 from undertow.runtime.sharded.shards import FlatParams
 from undertow.runtime.torch_private import private
 
 
-def in_pieces() -> FlatParams:
-    """What the first of two ranks has of a parameter that lies in two buckets."""
-    bucket = plan_from_groups(
-        [spec("weight", 8)], ((Piece(param=0, first=0, stop=5),), (Piece(param=0, first=5, stop=8),)), num_ranks=2
-    ).buckets[0]
-    return FlatParams(bucket, [nn.Parameter(torch.ones(8))], rank=0, num_ranks=2)
-
-
-def test_a_parameter_in_pieces_is_shared_while_another_tensor_has_its_memory() -> None:
-    flat = in_pieces()
+def test_a_parameter_is_shared_while_another_tensor_has_its_memory() -> None:
+    (bucket,) = plan_from_groups([spec("weight", 8)], ((0,),), num_ranks=2).buckets
+    flat = FlatParams(bucket, [nn.Parameter(torch.ones(8))], rank=0, num_ranks=2)
     assert not private.are_shared(flat.addresses)
     kept = flat.params[0].data
     assert private.are_shared(flat.addresses)
     del kept
     assert not private.are_shared(flat.addresses)
-
-
-@pytest.mark.parametrize(("num_ranks", "split"), [(1, set()), (2, {"large"})])
-def test_one_rank_alone_has_nobody_to_share_a_parameter_with(num_ranks: int, split: set[str]) -> None:
-    config, params = SyncConfig(bucket_cap_mb=1e-3), [spec("large", 4096), spec("small", 8)]
-    plan = sharded_plan(first_plan(params, config, num_ranks=num_ranks), SimpleNamespace(order=None, groups=None), config)
-    assert {plan.params[index].name for index in plan.split_params} == split
 
 
 REMEDY = "Clip with optimizer.clip_grad_norm_(), look at all of it with model.full_gradient(param), or zero_grad() first."
@@ -117,16 +101,3 @@ def test_a_scaler_unscales_the_parts() -> None:
     scaler.scale(torch.ones(1))
     scaler.unscale_(torch.optim.SGD(layer.parameters()))
     assert part.tolist() == [1.0, 2.0]
-
-
-def test_every_bucket_of_a_split_parameter_takes_the_same_gradient() -> None:
-    param, added, late = nn.Parameter(torch.ones(4)), torch.full((4,), 2.0), torch.full((4,), 3.0)
-    held, split = GradientPlaceholder(param, name="weight"), SplitParam(param, (1,), 2)
-    param.grad, held.added = held, added
-    pieces = [Slot(param=0, start=0, stop=3, first=0), Slot(param=0, start=0, stop=1, first=3)]
-    taken = [split.take(piece) for piece in pieces]
-    param.grad = late
-    taken += [split.take(piece, is_late=True) for piece in pieces]
-    before, gradients = zip(*taken, strict=True)
-    assert (list(map(id, before)), param.grad, held.added) == (list(map(id, (held, held, late, late))), None, None)
-    assert [gradient.tolist() for gradient in gradients] == [[2.0] * 3, [2.0], [3.0] * 3, [3.0]]

@@ -110,7 +110,8 @@ def test_the_hooks_of_gradients_are_not_compiled_with_the_backward_that_calls_th
 
     full: list[int] = []
     param = ones(1)
-    hooks = ArrivalHooks([param], Arrivals([[0]], [param], on_full=full.append))
+    arrivals = Arrivals([[0]], [param], on_full=full.append, traversal=lambda: 0, on_traversal=lambda _: None)
+    hooks = ArrivalHooks([param], arrivals)
     torch.compile(lambda: torch.autograd.backward(param * 2), backend="eager")()
     hooks.remove()
     compiled = {code for ref in input_codes.seen if (code := ref()) is not None}

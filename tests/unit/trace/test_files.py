@@ -3,31 +3,26 @@
 import gzip
 import json
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from support.cli import Undertow
 from support.records import GATHERS, record, row, two_buckets
 from undertow.errors import ConfigError
 from undertow.trace import StepRecord
-from undertow.trace.chrome import trace_text
-from undertow.trace.files import merge, path_of_rank, write_whole
+from undertow.trace.files import merge, path_of_rank, trace_text, write_whole
 
 START_NS = 1_700_000_000_000_000_000
 
 
-def text_of(
-    records: Sequence[StepRecord], predicted: StepRecord | None = None, wire_dtype: str | None = None, **changes: Any
-) -> str:
-    facts = {"run": "a run", "rank": 0, "ranks": (0, 1), "backend": "gloo", "began_ns": START_NS, "prediction": "a note"}
-    return trace_text(records, facts | {"model": 0} | changes, two_buckets(), predicted, wire_dtype=wire_dtype)
+def text_of(records: Sequence[StepRecord], predicted: StepRecord | None = None, **changes: Any) -> str:
+    facts = {"run": "a run", "rank": 0, "ranks": (0, 1), "began_ns": START_NS, "prediction": "a note", "model": 0}
+    return trace_text(records, facts | changes, predicted)
 
 
 def trace_of(*records: StepRecord, **changes: Any) -> dict[str, Any]:
@@ -45,68 +40,57 @@ def spans(trace: dict[str, Any]) -> dict[tuple[int, int], list[tuple[int, int, s
 
 
 def nanoseconds(event: dict[str, Any], field: str) -> int:
-    """As Perfetto reads it: early versions cut off, later ones round. Negative times are dropped by all."""
-    assert int(event[field] * 1e3) == round(event[field] * 1e3) >= 0, event
+    """Perfetto drops negative times."""
+    assert event[field] >= 0, event
     return round(event[field] * 1e3)
 
 
 def require_rules(trace: dict[str, Any]) -> None:
-    """What Perfetto asks of a file: no overlap on a thread, names, and flows both ends of which lie in an event."""
+    """What Perfetto asks of a file: events of a thread lie in each other or apart, threads have names, arrows go forward."""
     threads, flows = spans(trace), defaultdict(list)
     for thread, events in threads.items():
-        for (start, stop, name), (following, *_) in zip(events, [*events[1:], (2**63, 0, "")], strict=True):
-            assert start < stop <= following, (thread, name)
+        open_until = [2**63]
+        for start, stop, name in sorted(events, key=lambda event: (event[0], -event[1])):
+            while open_until[-1] <= start:
+                open_until.pop()
+            assert stop <= open_until[-1], (thread, name)
+            open_until.append(stop)
     named = {(it["pid"], it["tid"]) for it in trace["traceEvents"] if it["name"] == "thread_name"}
     assert threads.keys() <= named
     for event in trace["traceEvents"]:
         if event["ph"] in "stf":
-            at = nanoseconds(event, "ts")
-            flows[event["id"]].append((event["ph"], at))
-            assert any(start <= at < stop for start, stop, _ in threads[event["pid"], event["tid"]]), event
+            flows[event["id"]].append((event["ph"], nanoseconds(event, "ts")))
     for flow in flows.values():
-        assert [phase for phase, _ in flow] == ["s", "t", "f"]
-        assert [at for _, at in flow] == sorted(at for _, at in flow)
+        assert [phase for phase, _ in sorted(flow, key=lambda each: each[1])] in (["s", "t"], ["s", "t", "f"])
 
 
 def test_a_step_is_shown_as_it_was() -> None:
     trace = trace_of(record(step=7))
     ms = 1_000_000
     assert spans(trace) == {
-        (1, 1): [(0, 100 * ms, "ProfilerStep#7")],
+        (1, 1): [(0, 100 * ms, "step 7")],
         (1, 2): [
             (0, 20 * ms, "forward"),
             (20 * ms, 60 * ms, "backward"),
-            (60 * ms, 60 * ms + 1, "wait b0"),  # which had come
-            (60 * ms + 1, 80 * ms, "wait b1"),
-            (80 * ms, 100 * ms, "optimizer and rest"),
+            (60 * ms, 60 * ms, "wait b0"),  # which had come
+            (60 * ms, 80 * ms, "wait b1"),
+            (80 * ms, 100 * ms, "optimizer"),
         ],
-        (1, 10): [(30 * ms, 50 * ms, "ncclKernel_all_reduce b0"), (60 * ms, 80 * ms, "ncclKernel_all_reduce b1")],
+        (1, 3): [(30 * ms, 50 * ms, "all_reduce b0"), (60 * ms, 80 * ms, "all_reduce b1")],
     }
-    (args, _) = (it["args"] for it in trace["traceEvents"] if it["name"].startswith("nccl"))
-    assert args == {
-        "Collective name": "all_reduce",
-        "In msg nelems": two_buckets().buckets[0].numel,
-        "Group size": 2,
-        "dtype": "Float",
-        "Process Group Name": "undertow",
-        "Rank": 0,
-        "Seq": 700_001,
-        "stream": 10,
-        "correlation": 2**20 + 7,
-    }
-    assert [it["ts"] for it in trace["traceEvents"] if it["ph"] == "i"] == [3e4, 6e4]
+    (args, _) = (it["args"] for it in trace["traceEvents"] if it["name"].startswith("all_reduce"))
+    assert args == {"bytes": two_buckets().buckets[0].num_bytes, "launched_us": 3e4}
+    assert [it["ts"] for it in trace["traceEvents"] if it["ph"] == "s"] == [3e4, 6e4]
     require_rules(trace)
 
 
-def test_collectives_in_flight_at_a_time_have_threads_of_their_own() -> None:
+def test_gathers_begin_before_their_step_and_have_a_thread() -> None:
     trace = trace_of(record(gathers=GATHERS), record(step=1, gathers=GATHERS))
     require_rules(trace)
-    assert {tid for _, tid in spans(trace)} == {1, 2, 10, 11}
-
-
-def test_a_wire_dtype_is_what_is_sent() -> None:
-    (args, *_) = (it["args"] for it in trace_of(wire_dtype="bfloat16")["traceEvents"] if it["name"].startswith("nccl"))
-    assert (args["dtype"], args["In msg nelems"]) == ("BFloat16", 2 * two_buckets().buckets[0].numel)
+    assert {tid for _, tid in spans(trace)} == {1, 2, 3, 4}
+    # Buckets whose gradients are on the link one within the other.
+    rows = row(0, 10_000, 70_000, (70_000, 70_000)), row(1, 20_000, 40_000, (60_000, 60_000))
+    require_rules(trace_of(record(buckets=rows), record(step=1, buckets=rows[::-1])))
 
 
 def test_a_predicted_step_lies_beside_the_last_measured_one() -> None:
@@ -114,29 +98,7 @@ def test_a_predicted_step_lies_beside_the_last_measured_one() -> None:
     trace = trace_of(*records, predicted=record(step_us=120_000.0))
     require_rules(trace)
     assert [start // 1_000_000 for start, *_ in spans(trace)[2, 1]] == [300]
-    assert all("stream" not in it.get("args", {}) for it in trace["traceEvents"] if it["pid"] == 2)  # HTA counts none of it
     assert (trace["undertow_trace"]["prediction"], trace_of()["undertow_trace"]["prediction"]) == ("a note", "a note")
-
-
-times_us = st.floats(-5e3, 1e5)
-
-
-@given(st.lists(st.tuples(times_us, times_us, times_us, times_us, times_us), min_size=1, max_size=6), st.booleans())
-def test_the_rules_hold_whatever_the_times_are(rows: list[tuple[float, ...]], are_gathers: bool) -> None:
-    """Marks of other threads and devices may be in any order, except that nothing is done before it began."""
-    made = []
-    for index, times in enumerate(rows):
-        ready, launched, done, *_ = sorted(times if are_gathers else map(abs, times))
-        waited = sorted(times[3:] if are_gathers else map(abs, times[3:]))
-        kind = "all_gather" if are_gathers else "all_reduce"
-        made.append(replace(row(index % 2, launched, done, tuple(waited), kind=kind), ready_us=min(ready, waited[0])))
-    steps = [record(step=step, step_us=1e5 + 1.0, **{"gathers" if are_gathers else "buckets": tuple(made)}) for step in range(3)]
-    trace = trace_of(*steps)
-    for thread, events in spans(trace).items():
-        for (start, stop, name), (following, *_) in zip(events, [*events[1:], (2**63, 0, "")], strict=True):
-            assert start < stop <= following, (thread, name)
-    flows = Counter(it["id"] for it in trace["traceEvents"] if it["ph"] in "stf")
-    assert set(flows.values()) == {3}
 
 
 def test_four_ranks_fifty_steps_and_twenty_buckets_are_a_small_file(tmp_path: Path) -> None:
@@ -150,7 +112,7 @@ def test_four_ranks_fifty_steps_and_twenty_buckets_are_a_small_file(tmp_path: Pa
 
 
 def saved(folder: Path, trace: dict[str, Any], name: str = "trace-rank{}.json.gz") -> Path:
-    path = folder / name.format(trace["distributedInfo"]["rank"])
+    path = folder / name.format(trace["undertow_trace"]["rank"])
     path.write_bytes(gzip.compress(json.dumps(trace).encode()))
     return path
 
@@ -159,7 +121,8 @@ def test_merging_aligns_clocks_by_what_ranks_leave_together(tmp_path: Path) -> N
     records = [record(step=step) for step in range(3)]
     saved(tmp_path, trace_of(*records))
     # This rank's clock is an hour ahead, and its first recorded step began 5 ms late.
-    late = replace(records[1], step_us=95_000.0, buckets=tuple(_earlier(row) for row in records[1].buckets)), records[2]
+    times = {"step_us": 95_000.0, "forwards": ((0.0, 15_000.0),), "backwards": ((15_000.0, 55_000.0),)}
+    late = replace(records[1], **times, buckets=tuple(_earlier(row) for row in records[1].buckets)), records[2]
     saved(tmp_path, trace_of(*late, rank=1, began_ns=START_NS + 3600 * 10**9))
     assert merge(tmp_path, tmp_path / "all.json.gz") == "2 traces of 2 ranks"
     merged = json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))
@@ -169,7 +132,7 @@ def test_merging_aligns_clocks_by_what_ranks_leave_together(tmp_path: Path) -> N
     }
     first, second = ends.values()
     assert first[1] == second[0]
-    assert merged["baseTimeNanoseconds"] == START_NS
+    assert merged["undertow_trace"]["began_ns"] == START_NS
     assert {it["args"]["name"] for it in merged["traceEvents"] if it["name"] == "process_name"} == {"rank 0", "rank 1"}
 
 
@@ -189,7 +152,7 @@ def test_models_of_a_rank_keep_their_distance_and_ranks_are_aligned_by_the_same_
     merged = json.loads(gzip.decompress((tmp_path / "all-rank.json.gz").read_bytes()))
     require_rules(merged)
     names = {it["pid"]: it["args"]["name"] for it in merged["traceEvents"] if it["name"] == "process_name"}
-    begins = {names[it["pid"]]: it["ts"] for it in merged["traceEvents"] if it["name"] == "ProfilerStep#0"}
+    begins = {names[it["pid"]]: it["ts"] for it in merged["traceEvents"] if it["name"] == "step 0"}
     assert begins == {"rank 0": 0.0, "rank 0, model 2": 1e6, "rank 1": 0.0, "rank 1, model 2": 1e6}
 
 
@@ -197,8 +160,8 @@ def test_without_a_common_step_the_hosts_clocks_count(tmp_path: Path) -> None:
     saved(tmp_path, trace_of(record()))
     saved(tmp_path, trace_of(record(step=9), rank=1, began_ns=START_NS + 10**9))
     merge(tmp_path, tmp_path / "all.json")
-    steps = [(it["ts"], it["name"]) for it in json.loads((tmp_path / "all.json").read_text())["traceEvents"] if it["tid"] == 1]
-    assert [it for it in steps if it[1].startswith("Profiler")] == [(0.0, "ProfilerStep#0"), (1e6, "ProfilerStep#9")]
+    steps = [(it["ts"], it["name"]) for it in json.loads((tmp_path / "all.json").read_text())["traceEvents"] if it["ph"] == "X"]
+    assert [it for it in steps if it[1].startswith("step")] == [(0.0, "step 0"), (1e6, "step 9")]
 
 
 @pytest.fixture
@@ -229,7 +192,7 @@ def no_gzip(folder: Path) -> None:
 
 
 def half(folder: Path) -> None:
-    saved(folder, {"undertow_trace": {"run": "a run"}, "distributedInfo": {"rank": 1}})
+    saved(folder, {"undertow_trace": {"run": "a run", "rank": 1}})
 
 
 def of_another_run(folder: Path) -> None:
@@ -261,7 +224,7 @@ WRONG: dict[Callable[[Path], None], tuple[str, str, str]] = {
         for damage, why in {
             cut: "Compressed file ended before the end-of-stream marker was reached",
             no_gzip: "Not a gzipped file (b'it')",
-            half: "'rank'",
+            half: "'ranks'",
         }.items()
     },
 }
