@@ -1,13 +1,12 @@
 """The settings of the demo: the variants of synchronization that it compares, and the text that it trains on; its results."""
 
-import stat
 import sysconfig
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from undertow.cost import link_from_text
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, require
 from undertow.profile import Profile
 from undertow.schedule import STRATEGIES, strategy_named
 from undertow.trace import Trace
@@ -51,13 +50,19 @@ class DemoSettings:
             ("--steps", self.num_steps, 1, 10_000, "Eight are enough for a stable median."),
             ("--seed", self.seed, 0, 2**31 - 1, "Any such number will do."),
         ):
-            if not lowest <= value <= highest:
-                message = f"{option} must be {lowest} to {highest}, got {value}."
-                raise ConfigError(message, where="undertow demo", remedy=remedy)
+            require(
+                lowest <= value <= highest,
+                f"{option} must be {lowest} to {highest}, got {value}.",
+                where="undertow demo",
+                remedy=remedy,
+            )
         link_from_text(self.link)
-        if strategy_named(self.strategy).crossing is not None:
-            message = f"strategy {self.strategy!r} is for several nodes, and the demo runs on one."
-            raise ConfigError(message, where="undertow demo", remedy='Take "zero1" or "zero2".')
+        require(
+            strategy_named(self.strategy).crossing is None,
+            f"strategy {self.strategy!r} is for several nodes, and the demo runs on one.",
+            where="undertow demo",
+            remedy='Take "zero1" or "zero2".',
+        )
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -91,29 +96,20 @@ def load_corpus(path: Path | None = None) -> bytes:
     """
     if path is None:
         modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        text = b"".join(module.read_bytes() for module in modules)[:_MAX_BYTES]
-    else:
-        text = _file(path)
-    if len(text) < _MIN_BYTES:
-        source = "the standard library's source" if path is None else f"'{path}'"
-        raise ConfigError(
-            f"{source} is too short to train on: {len(text)} bytes.",
-            where="the text of undertow demo",
-            remedy=f"Give a file of {_MIN_BYTES} bytes or more: --text FILE.",
-        )
-    return text
-
-
-def _file(path: Path) -> bytes:
+        return b"".join(module.read_bytes() for module in modules)[:_MAX_BYTES]
     try:
-        # Checked before opening: a pipe without a writer would block forever.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError("it is not a regular file")
         with path.open("rb") as file:
-            return file.read(_MAX_BYTES)
+            text = file.read(_MAX_BYTES)
     except OSError as error:
         raise ConfigError(
-            f"'{path}' cannot be read: {error.strerror or error}.",
+            f"'{path}' cannot be read: {error.strerror}.",
             where="the text of undertow demo",
             remedy="Give a file that you may read: --text FILE; or leave --text out for the standard library's source.",
         ) from error
+    require(
+        len(text) >= _MIN_BYTES,
+        f"'{path}' is too short to train on: {len(text)} bytes.",
+        where="the text of undertow demo",
+        remedy=f"Give a file of {_MIN_BYTES} bytes or more: --text FILE.",
+    )
+    return text

@@ -1,6 +1,5 @@
 """Emulated links: when one is free, and receives whose messages come when the test says so."""
 
-import logging
 import math
 import threading
 import time
@@ -83,7 +82,7 @@ def test_a_late_sender_does_not_keep_the_others(receives: Receives) -> None:
 def test_messages_of_one_sender_are_done_as_they_were_posted(receives: Receives) -> None:
     first = Message(1)
     works = [post(receives, first), post(receives, Message(1).come())]
-    assert "timed out" in text_of(RuntimeError, lambda: works[1].wait(timedelta(milliseconds=20)))
+    assert not works[1].is_completed()
     first.come()
     works[1].wait()
     assert works[0].is_completed()
@@ -110,12 +109,11 @@ def test_an_error_of_gloo_reaches_whoever_waits_and_the_next_receive_goes_on(rec
     assert (text_of(RuntimeError, works[0].wait), works[1].wait()) == ("connection lost", True)
 
 
-def test_closing_before_a_message_has_come_is_said(link: EmulatedLink, caplog: pytest.LogCaptureFixture) -> None:
-    receives, message = Receives(link, rank=4), Message(1)
-    post(receives, message)
-    with caplog.at_level(logging.WARNING, logger="undertow"):
-        receives.close(time.perf_counter() + 0.01)
-    assert caplog.messages == ["an emulated group of rank 4 was closed with a receive in flight."]
+def test_closing_waits_no_longer_than_it_may_for_a_message(receives: Receives) -> None:
+    message = Message(1)
+    work = post(receives, message)
+    receives.close(time.perf_counter() + 0.01)
+    assert not work.is_completed()
     message.come()  # or its thread would wait on
 
 
