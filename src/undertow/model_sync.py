@@ -28,7 +28,7 @@ from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.execute.hooks import earlier_watchers, is_outermost_forward, is_watched, warn_of_late_backward
 from undertow.runtime.execute.round import Settings
 from undertow.runtime.model.ignore import names_to_ignore
-from undertow.runtime.model.module_params import AnyOf, ModuleParams
+from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.step.checks import Arguments, NonFinite
 from undertow.runtime.step.engine import Engine
 from undertow.runtime.step.progress import Forward
@@ -63,16 +63,14 @@ class ModelSync:
         config: SyncConfig | None = None,
         ignore: Iterable[str | nn.Module | Tensor] = (),
         shared: Collection[str] = ("parameters", "buffers"),
-        elsewhere: Container[str] | None = None,
+        elsewhere: Container[str] = (),
         within: OwnGroup | None = None,
     ) -> None:
         config = SyncConfig() if config is None else config
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))
         self._module = module
-        self._members = ModuleParams(
-            module, ignored if elsewhere is None else AnyOf((ignored, elsewhere)), reduce_dtype=config.reduce_dtype
-        )
+        self._members = ModuleParams(module, ignored, elsewhere=elsewhere, reduce_dtype=config.reduce_dtype)
         self._forward_hooks: list[RemovableHandle] = []  # of an attached module; a wrapper's are in ddp/rpc.py
         self._is_closed = self._is_compiled = False
         self._steps: ShardedSteps | None = None
@@ -463,9 +461,6 @@ def _before_step(
     params = set(compress(map(id, stepped), map(isinstance, stepped, repeat(nn.Parameter))))
     if len(params) < len(stepped):  # TorchScript may have parameters that are plain tensors
         params |= sync._members.ids & set(map(id, stepped))
-    if steps and sync._members.replaced.former:  # hence never in a run without such changes
-        is_sharded = sync._steps is not None and sync._steps.stepper is optimizer
-        sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
     if engine.phase >= Phase.CLOSED or not engine.current_plan.owns_any(params):
         return None
     _require_stepper(sync, optimizer)

@@ -28,7 +28,6 @@ from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, warn_o
 from undertow.runtime.execute.agreed_errors import part_of_another
 from undertow.runtime.execute.hooks import earlier_watchers
 from undertow.runtime.model.ignore import names_to_ignore
-from undertow.runtime.model.module_params import AnyOf
 from undertow.runtime.peers.faults import Fault
 from undertow.runtime.torch_private import private, tables
 from undertow.sync import GradientSync
@@ -213,8 +212,9 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequen
     _require_one_group_each(module, config.experts, {*config.ignore, *ignore})
     everybody = chosen_group(how.get("process_group"), how.get("device_mesh"), config.strategy).ranks
     groups = [_with_reference(group, everybody) for group in config.experts]
-    dense, matched = dataclasses.replace(config, experts=()), AnyOf([_Names(group.match) for group in groups])
-    sync = GradientSync(module, config=dense, ignore=ignore, elsewhere=matched, **how)
+    dense = dataclasses.replace(config, experts=())
+    of_experts = _Names(tuple(group.match for group in groups))
+    sync = GradientSync(module, config=dense, ignore=ignore, elsewhere=of_experts, **how)
     try:
         for group, given in zip(groups, config.experts, strict=True):
             expert = GradientSync(
@@ -223,7 +223,7 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequen
                 config=dataclasses.replace(dense, experts=(group,), plan=None),
                 ignore=ignore,
                 shared=how.get("shared", ("parameters", "buffers")),
-                elsewhere=_Names(group.match, is_inverted=True),
+                elsewhere=_Names((group.match,), is_inverted=True),
                 within=sync._group,
             )
             expert._engine.checks.numbers.fails_others = partial(_fail, sync._group)
@@ -253,13 +253,13 @@ def _close_earlier(module: nn.Module, ignored: Collection[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Names:
-    """The names that a pattern matches, or all others."""
+    """The names that one of the patterns matches, or all others."""
 
-    pattern: str
+    patterns: tuple[str, ...]
     is_inverted: bool = False
 
     def __contains__(self, name: object) -> bool:
-        return fnmatchcase(str(name), self.pattern) != self.is_inverted
+        return any(fnmatchcase(str(name), pattern) for pattern in self.patterns) != self.is_inverted
 
 
 def _fail(everybody: OwnGroup, fault: Fault) -> None:
@@ -322,13 +322,13 @@ def _require_one_group_each(module: nn.Module, groups: Sequence[ExpertGroup], ig
     names = [name for name, _ in tables.named_parameters(module) if name not in ignored]
     for group in groups:
         require(
-            any(name in _Names(group.match) for name in names),
+            any(fnmatchcase(name, group.match) for name in names),
             f"no parameter matches {group.match!r}.",
             where=f"ExpertGroup, for a model of type {type(module).__name__}",
             remedy=f"Match names of named_parameters(), such as {names[-1]!r}." if names else "Leave `experts` out.",
         )
     for name in names:
-        matching = [group.match for group in groups if name in _Names(group.match)]
+        matching = [group.match for group in groups if fnmatchcase(name, group.match)]
         require(
             len(matching) <= 1,
             f"parameter {name!r} is in several groups of experts.",
