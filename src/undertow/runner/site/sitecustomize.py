@@ -4,10 +4,8 @@ Launchers, data workers and scripts of other tools run it too, so it imports nei
 program has imported torch, and Undertow is imported when the first wrapper is made.
 """
 
-import atexit
 import functools
 import importlib.util
-import json
 import os
 import sys
 
@@ -67,19 +65,6 @@ def _replacing():
     return replacing
 
 
-def _say_if_nothing_was_wrapped(run):
-    if run["pid"] != os.getpid():  # a forked process
-        return
-    try:
-        os.unlink(run["mark"])
-    except FileNotFoundError:
-        if not hasattr(sys, "last_value"):  # an error that has ended the program says more
-            print(
-                "undertow run: no process of this program made a DistributedDataParallel: Undertow had nothing to do.",
-                file=sys.stderr,
-            )
-
-
 def _import_the_next():
     """Imports the sitecustomize that Python would have found without this one."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -99,10 +84,6 @@ def _begin():
         _redirect(sys.modules[_MODULE].DistributedDataParallel)
     else:
         sys.meta_path.insert(0, _Finder)
-    run = json.loads(os.environ["UNDERTOW_RUN"])
-    # In the process that `undertow run` has become. If ranks are started one by one, in the first rank's process.
-    if run["pid"] == os.getpid() and os.environ.get("RANK", "0") == "0":
-        atexit.register(_say_if_nothing_was_wrapped, run)
 
 
 if __name__ == "sitecustomize":
