@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.config import refused
 from undertow.errors import WrongType
 from undertow.model_sync import ModelSync
 from undertow.profile import Profile
@@ -18,10 +19,7 @@ from undertow.runtime.comm.comm_hook import CommHook
 from undertow.runtime.replan.planning import explanation_of, measured_profile, why_fixed
 from undertow.runtime.step.mean_over_ranks import MeanOverRanks, start_mean
 from undertow.runtime.step.reduction import Reduction, name_of_op, start_reduction, sweep
-from undertow.runtime.step.sharded_steps import (
-    full_gradient,
-    no_hooks_with_shards,
-)
+from undertow.runtime.step.sharded_steps import full_gradient
 from undertow.runtime.step.siblings import all_of
 from undertow.runtime.step.tracing import save_trace
 from undertow.runtime.torch_private import private
@@ -178,7 +176,7 @@ class GradientSync(ModelSync):
         """
         self._require_open("register_comm_hook()")
         if self._steps is not None:
-            raise no_hooks_with_shards()
+            raise refused("hook", "shards", where="ShardedOptimizer")
         self._engine.use_hook(CommHook(state, hook))
         self._watch_forwards()
 

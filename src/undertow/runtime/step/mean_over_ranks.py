@@ -8,6 +8,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from undertow.config import refused
 from undertow.errors import PhaseError, WrongType, require
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle
@@ -56,14 +57,8 @@ def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
         remedy="Call it before the forward: during a backward, ranks may run in different orders.",
         error=PhaseError,
     )
-    require(
-        "join" not in group.borrowers,
-        "mean_over_ranks() was called inside join(): a rank that has left its loop does not answer.",
-        where=f"{_WHERE}, rank {group.rank}",
-        remedy="Leave join() out. Give 0 on a rank without data, call finish() there, and end every rank's loop when the "
-        "mean is 0.",
-        error=PhaseError,
-    )
+    if "join" in group.borrowers:
+        raise refused("join", "mean_over_ranks", where=f"{_WHERE}, rank {group.rank}")
     all_of(*(engine.complete for engine in engines))  # if a backward has failed here, the others still wait in its round
     current_plan.open()
     return MeanOverRanks(group, mean)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from undertow.config import SyncConfig
+from undertow.config import SyncConfig, refused
 from undertow.errors import PhaseError, UndertowError, require
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.runtime.replan.planning import no_profile
@@ -62,17 +62,15 @@ def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool
         remedy="Call it after the last backward of the step.",
         error=PhaseError,
     )
-    require_op = partial(require, where="reduce_gradients_async(op)")
-    require_op(
+    where = "reduce_gradients_async(op)"
+    require(
         op in (None, "mean", "sum"),
         f'op must be "mean" or "sum", got {op!r}.',
+        where=where,
         remedy="Leave it out for the mean.",
     )
-    require_op(
-        op is None or not has_hook,
-        "with a communication hook it is the hook that divides gradients.",
-        remedy="Leave op out, and let the hook divide.",
-    )
+    if op is not None and has_hook:
+        raise refused("hook", "op", where=where)
     reduction = Reduction(engines)
     try:
         other_op = None if op == "mean" else op

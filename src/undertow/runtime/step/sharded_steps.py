@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from undertow.config import SyncConfig
+from undertow.config import SyncConfig, refused
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.sharded.gathers import ForwardWaits
@@ -183,25 +183,8 @@ def _refusals(engine: Engine, config: SyncConfig) -> tuple[tuple[bool, ConfigErr
                 remedy='Set strategy="zero1" or "zero2", or use a plain optimizer.',
             ),
         ),
-        (engine.current_plan.comm_hook is not None, no_hooks_with_shards()),
-        ("join" in engine.current_plan.group.borrowers, no_join_with_shards()),
-    )
-
-
-def no_hooks_with_shards() -> ConfigError:
-    return ConfigError(
-        "communication hooks reduce whole gradients, and a ShardedOptimizer needs only shards of them.",
-        where="ShardedOptimizer",
-        remedy="Use a plain optimizer with the hook, or leave the hook out.",
-    )
-
-
-def no_join_with_shards() -> PhaseError:
-    return PhaseError(
-        "join() cannot be used with a ShardedOptimizer: each step needs all shards, and a rank without data does not step.",
-        where="join",
-        remedy="Give every rank the same number of batches: drop_last=True of a DataLoader, or a sampler that pads, as "
-        "DistributedSampler does.",
+        (engine.current_plan.comm_hook is not None, refused("hook", "shards", where="ShardedOptimizer")),
+        ("join" in engine.current_plan.group.borrowers, refused("join", "shards", where="join")),
     )
 
 
