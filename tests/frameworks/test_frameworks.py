@@ -622,12 +622,8 @@ def prepared_twice(folder: Path) -> None:
         plain[0].save_state(folder / "plain")
         plain[0].free_memory()
         accelerator, model, optimizer = made(DistributedDataParallel)
-        again = prepared(DistributedDataParallel, accelerator, model, optimizer, **SHARDS, device_placement=[False, None])
+        again = prepared(DistributedDataParallel, accelerator, model, optimizer, **SHARDS)
         assert (again[0] is model, again[1] is optimizer) == (True, True)
-        text = text_of(
-            ConfigError, lambda: prepared(DistributedDataParallel, accelerator, model, optimizer, device_placement=[True])
-        )
-        assert text.startswith("device_placement takes one value for each of 2 objects, got 1.")
         accelerator.load_state(folder / "plain")
         for each in ((accelerator, model, optimizer), plain):
             step(*each, 2)

@@ -66,7 +66,7 @@ class GradientBucket:
         )
         # The gradients one after another, [numel].
         self.bucket_tensor = torch.zeros(starts[-1], dtype=dtype, device=self.gradients[0].device)
-        parts = self.bucket_tensor.split([gradient.numel() for gradient in self.gradients])
+        parts = torch.split(self.bucket_tensor, [gradient.numel() for gradient in self.gradients])
         self._views = [part.view(gradient.shape) for part, gradient in zip(parts, self.gradients, strict=True)]
 
     @property

@@ -157,9 +157,6 @@ def plan(  # noqa: PLR0913  # one argument per option
     ] = None,
     overlap: Annotated[bool, typer.Option(help="Reduce during backward, or everything at its end.")] = True,
     schedule: Annotated[bool, typer.Option("--schedule", help="Show the ops of one step in their order too.")] = False,
-    accumulation: Annotated[
-        bool, typer.Option("--accumulation", help="Show the schedule of a backward that only accumulates.")
-    ] = False,
     link: _Link = None,
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
@@ -178,8 +175,7 @@ def plan(  # noqa: PLR0913  # one argument per option
             overlap=overlap, skew=skew, contention=contention, launch_us=launch_us, copy_us_per_mb=copy_us_per_mb
         ),
         is_json=json,
-        is_accumulation=accumulation,
-        has_schedule=schedule or accumulation,
+        has_schedule=schedule,
         network=NetworkOptions(link=link, per_node=per_node, node_link=node_link),
     )
 

@@ -87,7 +87,7 @@ def settings_of(
 
     torch's cap of 0 gives every parameter its own bucket.
     """
-    sizes = bucket_cap_mb_list or [bucket_cap_mb]
+    sizes: Sequence[float | None] = bucket_cap_mb_list or [bucket_cap_mb]
     caps = tuple(_ONE_BYTE_MIB if cap == 0 else cap for cap in sizes)
     given: dict[str, Any] = {}
     if caps != (None,):

@@ -34,6 +34,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from undertow.cost import Link, collective_seconds
 from undertow.errors import PhaseError
@@ -214,7 +215,7 @@ def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLi
     emulated = EmulatedLink(link, burst_bytes=burst_bytes)
     groups: WeakSet[_EmulatedGroup] | None = WeakSet()  # weak, so that a group that torch destroys can be freed at once
 
-    def make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
         if groups is None:
             raise PhaseError(
                 f"the emulated link {link.name!r} is closed.",
@@ -242,10 +243,10 @@ class _EmulatedGroup(dist.ProcessGroup):
     for each other: ranks may use two groups in different orders, and a shared thread would deadlock.
     """
 
-    def __init__(self, link: EmulatedLink, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, link: EmulatedLink, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         # Python subclasses have only this constructor, which the stub does not know.
         super().__init__(rank, size)  # type: ignore[call-arg]
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
+        gloo = dist.ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
         self.inner: dist.ProcessGroup = dist.ProcessGroup(store, rank, size)
         for group in (self.inner, self):  # torch asks a group for its devices and for methods that are not overridden here
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

@@ -151,9 +151,7 @@ def test_a_plan_is_shown_as_buckets_and_if_asked_for_a_schedule(undertow: Undert
     [
         ("", "data_parallel_3_buckets"),
         ("--no-overlap", "data_parallel_3_buckets_no_overlap"),
-        ("--accumulation", "accumulation_3_buckets"),
         ("--strategy zero1", "zero1_3_buckets"),
-        ("--strategy zero2 --accumulation", "zero2_accumulation_3_buckets"),
     ],
 )
 def test_options_choose_the_schedule(options: str, golden: str, undertow: Undertow) -> None:
@@ -182,7 +180,6 @@ SHOWN = {
     "plan sharded.json --link 10gbit": ("zero1, ranks: 4, ", "no shards"),
     "plan sharded.json --link 10gbit --strategy ddp": ("ddp, ranks: 4, ", "shard"),
     "plan small.json --link 10gbit --bucket-cap-mb 17": ("buckets: 4\n", "shard"),
-    "plan small.json --link 10gbit --accumulation": ("ddp", "step, ms"),  # takes no step
     # Without a profile nothing is said of the shards of a node.
     "plan --strategy hybrid --ranks 4 --schedule": ("comm.across", "MB per shard"),
     "simulate small.json --link 8gbit,10us --skew 0.05": ("late", "Error"),
@@ -244,10 +241,6 @@ ELSEWHERE = "  undertow simulate\n  Give another directory for the pictures: --o
 REFUSALS = {
     "plan table.json --strategy zero3": (
         "strategy 'zero3' does not exist.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.\n"
-    ),
-    "plan table.json --accumulation --no-overlap": (
-        "--accumulation and --no-overlap cannot go together.\n  undertow plan\n"
-        "  Leave one of them out: a backward that only accumulates has one schedule.\n"
     ),
     "plan table.json --ranks 0": (
         "a plan is for one rank or more, got --ranks 0.\n  undertow plan\n  Give one or more, or leave it out.\n"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from undertow.config import SyncConfig, refused
-from undertow.errors import ConfigError, PhaseError, require
+from undertow.errors import ConfigError, PhaseError, UndertowError, require
 from undertow.runtime.comm.agreement import Agreement
 from undertow.runtime.sharded.gathers import ForwardWaits
 from undertow.runtime.sharded.layout import ShardGroups, Sharding
@@ -171,7 +171,7 @@ class ShardedSteps:
         self._groups.close()
 
 
-def _refusals(engine: Engine, config: SyncConfig) -> tuple[tuple[bool, ConfigError | PhaseError], ...]:
+def _refusals(engine: Engine, config: SyncConfig) -> tuple[tuple[bool, UndertowError], ...]:
     """Returns the reasons why no optimizer of these parameters can be sharded, each with True if it applies."""
     strategy = strategy_named(config.strategy or ZERO1.name)
     return (
