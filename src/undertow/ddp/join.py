@@ -40,13 +40,6 @@ class UnevenInputs(Join):
         self._hook.rescale(num_active)
         return num_active
 
-    def _notify_procs_to_terminate(self) -> None:
-        with (
-            self._hook.sync._group.waiting("all ranks, to tell that the data has ended"),
-            over_users(self._hook.sync.process_group),
-        ):
-            super()._notify_procs_to_terminate()  # type: ignore[no-untyped-call]
-
 
 class ShadowHook(JoinHook):
     """Actions of a rank that has run out of data while others train on.
