@@ -1,7 +1,6 @@
-"""Settings: frozen, validated, with a JSON form."""
+"""Settings: frozen and validated."""
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -19,10 +18,9 @@ from undertow.errors import (
     require,
     require_known,
 )
-from undertow.foreign import as_float, parsed_json
+from undertow.foreign import as_float
 
 _MAX_SHOWN = 200  # characters of a path
-_READ, _WRITTEN = "SyncConfig.from_json", "Use text that to_json() has written."
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _REMEDIES = {
     "op": "Gradients are always averaged. For the mean over all tokens, divide the loss by "
@@ -205,8 +203,7 @@ class SyncConfig:
             when the timeout of the process group ends, which also cuts a longer stall_timeout_s
             short.
         experts: Groups of parameters that are reduced over separate process groups, each an
-            ExpertGroup, in the same order on every rank. Not with "hybrid". A process group exists
-            in one process only: the JSON form lists the groups but cannot be read back.
+            ExpertGroup, in the same order on every rank. Not with "hybrid".
         record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
 
     Raises:
@@ -286,47 +283,16 @@ class SyncConfig:
                 raise refused("experts", "skip", where=where)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings by name; a group of experts is a dict without its process group."""
+        """Returns the settings by name, which JSON can hold; `SyncConfig(**settings)` reads them.
+
+        A group of experts is a dict without its process group, which exists in this process only.
+        """
         groups = tuple(group.to_dict() for group in self.experts)
         return {**dataclasses.asdict(dataclasses.replace(self, experts=())), "experts": groups}
-
-    def to_json(self) -> str:
-        """Returns the settings as JSON text, which `from_json` reads."""
-        return json.dumps(self.to_dict(), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Reads settings that `to_json` wrote.
-
-        Args:
-            text: A JSON object of settings by name; it has no groups of experts.
-
-        Raises:
-            ConfigError: For an unknown name or a value that cannot work.
-        """
-        return cls(**settings_of_json(text))
 
 
 def _require(holds: object, what: str, remedy: str) -> None:
     require(holds, what, where="SyncConfig", remedy=remedy)
-
-
-def settings_of_json(text: str) -> dict[str, Any]:
-    """Returns the settings by name. Checks only the names. Raises ConfigError like `SyncConfig.from_json`."""
-    try:
-        data: dict[str, Any] = parsed_json(text)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"these settings are not JSON: {error}.", where=_READ, remedy=_WRITTEN) from error
-    require(isinstance(data, dict), f"settings are a JSON object, got {type(data).__name__}.", where=_READ, remedy=_WRITTEN)
-    require_known(data, SyncConfig.__dataclass_fields__, "setting", where=_READ)
-    num_groups = len(data["experts"]) if isinstance(data.get("experts"), list) else 0
-    require(
-        num_groups == 0,
-        f"these settings have {num_groups} groups of experts, whose process groups are not in a text.",
-        where=_READ,
-        remedy="Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
-    )
-    return data
 
 
 def _text_of_plan(plan: object) -> str | None:

@@ -74,17 +74,13 @@ def undertow(
     "or one, ends with the same parameters. Prints a table and draws where each step's time went, in OUT/demo.png.\n\n"
     "Exit code 0: all ways agree. 1: they do not, or a rank failed. 2: an option cannot work."
 )
-def demo(  # noqa: PLR0913  # one argument per option
+def demo(  # one argument per option
     nproc: Annotated[int, typer.Option(help="Ranks to start on this machine, 1 to 16; each computes on one core.")] = 2,
     link: Annotated[
         str, typer.Option(help='Network to emulate: a rate such as "1gbit", "2.5gbit", "200mbit", or "none".')
     ] = "1gbit",
-    text: Annotated[
-        Path | None, typer.Option(help="File to train on; without it, the standard library's source.", show_default=False)
-    ] = None,
     steps: Annotated[int, typer.Option(help="Measured steps per way, after ten to warm up.")] = 8,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
-    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     strategy: Annotated[
         str, typer.Option(help='"zero1" or "zero2" adds a sixth way, with a sharded optimizer; "ddp" does not.')
     ] = "ddp",
@@ -93,7 +89,7 @@ def demo(  # noqa: PLR0913  # one argument per option
     # Not at the top: the other commands do not need it.
     from undertow.demo import DemoSettings, run_demo
 
-    settings = DemoSettings(num_ranks=nproc, link=link, text=text, num_steps=steps, out=out, seed=seed, strategy=strategy)
+    settings = DemoSettings(num_ranks=nproc, link=link, num_steps=steps, out=out, strategy=strategy)
     raise typer.Exit(run_demo(settings))
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from undertow.cost import collective_seconds, link_from_text
 from undertow.demo.launch import RanksLost, messages_of_ranks
-from undertow.demo.settings import GRADIENTS, NUM_WARM_UP_STEPS, OURS, TORCH_DDP, WAYS, DemoSettings, WayDone, load_corpus
+from undertow.demo.settings import GRADIENTS, NUM_WARM_UP_STEPS, OURS, TORCH_DDP, WAYS, DemoSettings, WayDone
 from undertow.errors import make_directory
 from undertow.report.timeline import require_matplotlib, save_timeline, takeaway
 from undertow.shown import print_line
@@ -27,10 +27,9 @@ _ASSUMED_BYTES = 100_000_000  # traffic of one step, a generous estimate
 def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     """Runs and prints the comparison. Returns exit code 0, 1 if a rank failed or variants disagree, or 130 after Ctrl-C.
 
-    Raises ConfigError if the text cannot be read or the output directory cannot be written.
+    Raises ConfigError if the output directory cannot be written.
     """
     console = Console() if console is None else console
-    load_corpus(settings.text)  # the ranks read it; it is refused here
     require_matplotlib()
     make_directory(settings.out, where="undertow demo")
     _print_introduction(console, settings, num_cores=os.cpu_count() or 1, load=os.getloadavg()[0])

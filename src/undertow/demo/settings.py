@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from undertow.cost import link_from_text
-from undertow.errors import ConfigError, require
+from undertow.errors import require
 from undertow.profile import Profile
 from undertow.schedule import STRATEGIES, strategy_named
 from undertow.trace import Trace
 
 NUM_WARM_UP_STEPS = 10  # until Undertow has measured, and has chosen its plan
 _MAX_BYTES = 4 * 1024 * 1024  # of the text
-_MIN_BYTES = 4096
 
 TORCH_DDP = "torch-ddp"  # the variant that speeds are compared with
 # Variants of averaging gradients over ranks and their labels, in the order the demo runs them. Gradients and
@@ -38,17 +37,14 @@ class DemoSettings:
 
     num_ranks: int = 2
     link: str = "1gbit"
-    text: Path | None = None  # None: the standard library's source
     num_steps: int = 8  # measured steps per variant, after the warm-up
     out: Path = Path("out")
-    seed: int = 0
     strategy: str = "ddp"  # a strategy with shards is trained as an additional variant
 
     def __post_init__(self) -> None:
         for option, value, lowest, highest, remedy in (
             ("--nproc", self.num_ranks, 1, 16, "Two show the most on a small machine."),
             ("--steps", self.num_steps, 1, 10_000, "Eight are enough for a stable median."),
-            ("--seed", self.seed, 0, 2**31 - 1, "Any such number will do."),
         ):
             require(
                 lowest <= value <= highest,
@@ -89,27 +85,7 @@ class WayDone:
 Message = str | tuple[str, str] | WayDone  # from rank 0: a text to print, the figures of a variant's step, or a result
 
 
-def load_corpus(path: Path | None = None) -> bytes:
-    """Reads the first few MiB of the file at `path`, or of the standard library's modules in alphabetical order.
-
-    Raises ConfigError if there is nothing to read, or too little.
-    """
-    if path is None:
-        modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        return b"".join(module.read_bytes() for module in modules)[:_MAX_BYTES]
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_BYTES)
-    except OSError as error:
-        raise ConfigError(
-            f"'{path}' cannot be read: {error.strerror}.",
-            where="the text of undertow demo",
-            remedy="Give a file that you may read: --text FILE; or leave --text out for the standard library's source.",
-        ) from error
-    require(
-        len(text) >= _MIN_BYTES,
-        f"'{path}' is too short to train on: {len(text)} bytes.",
-        where="the text of undertow demo",
-        remedy=f"Give a file of {_MIN_BYTES} bytes or more: --text FILE.",
-    )
-    return text
+def load_corpus() -> bytes:
+    """Returns the first few MiB of the standard library's modules in alphabetical order."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return b"".join(module.read_bytes() for module in modules)[:_MAX_BYTES]

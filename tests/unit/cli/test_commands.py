@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 HELP = {
-    "demo": ("--nproc", "--link", "--text", "--steps", "--out", "--seed", "--strategy", "Exit code"),
+    "demo": ("--nproc", "--link", "--steps", "--out", "--strategy", "Exit code"),
     "simulate": (
         *("--ranks", "--link", "--per-node", "--node-link", "--strategy", "--skew", "--contention", "--sweep", "--out"),
         *("Exit code", "Example: undertow simulate"),
@@ -97,9 +97,9 @@ def test_an_unknown_option_is_exit_code_2(undertow: Undertow) -> None:
 def test_options_become_settings(undertow: Undertow, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DemoSettings] = []
     monkeypatch.setattr(demo, "run_demo", lambda settings: seen.append(settings) or 1)
-    assert (undertow("demo --nproc 3 --link 5gbit --text a --steps 4 --out b --seed 5 --strategy zero1").code, seen) == (
+    assert (undertow("demo --nproc 3 --link 5gbit --steps 4 --out b --strategy zero1").code, seen) == (
         1,
-        [DemoSettings(num_ranks=3, link="5gbit", text=Path("a"), num_steps=4, out=Path("b"), seed=5, strategy="zero1")],
+        [DemoSettings(num_ranks=3, link="5gbit", num_steps=4, out=Path("b"), strategy="zero1")],
     )
 
 

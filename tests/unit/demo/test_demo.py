@@ -74,7 +74,6 @@ REFUSALS: dict[str, Call] = {
     "--steps must be 1 to 10000, got 0.\n  undertow demo\n  Eight are enough for a stable median.": lambda: DemoSettings(
         num_steps=0
     ),
-    "--seed must be 0 to 2147483647, got -1.\n  undertow demo\n  Any such number will do.": lambda: DemoSettings(seed=-1),
     "strategy 'zero3' does not exist.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.": lambda: (
         DemoSettings(strategy="zero3")
     ),
@@ -104,38 +103,12 @@ def test_a_strategy_with_shards_adds_a_way() -> None:
 
 
 MEGABYTE = 1024 * 1024
-UNREADABLE = (
-    "the text of undertow demo\n"
-    "  Give a file that you may read: --text FILE; or leave --text out for the standard library's source."
-)
 
 
 def test_the_standard_librarys_source_is_at_hand_and_bounded() -> None:
     text = load_corpus()
     assert MEGABYTE < len(text) <= 4 * MEGABYTE
     assert (b"def " in text, load_corpus()) == (True, text)
-
-
-def test_a_file_is_taken_as_bytes_up_to_the_bound(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(bytes(range(256)) * 20_000)
-    assert load_corpus(tmp_path / "text") == bytes(range(256)) * (4 * MEGABYTE // 256)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda path: None, f"cannot be read: No such file or directory.\n  {UNREADABLE}"),
-        (Path.mkdir, f"cannot be read: Is a directory.\n  {UNREADABLE}"),
-        (
-            lambda path: path.write_bytes(b"abc"),
-            "is too short to train on: 3 bytes.\n  the text of undertow demo\n  Give a file of 4096 bytes or more: --text FILE.",
-        ),
-    ],
-    ids=["missing", "a directory", "short"],
-)
-def test_what_is_no_text_is_named(make: Callable[[Path], object], text: str, tmp_path: Path) -> None:
-    make(tmp_path / "it")
-    assert refusal(lambda: load_corpus(tmp_path / "it")) == f"'{tmp_path / 'it'}' {text}"
 
 
 def phases(*optimizer_s: float) -> Trace:

@@ -48,7 +48,7 @@ def _names_of(entry: object, places: Mapping[str, Tensor | None], parts: Mapping
         case str() if entry in places:
             return {entry}
         case str() if entry in parts:
-            prefixes = (f"{entry}.",)
+            prefixes: tuple[str, ...] = (f"{entry}.",)
         case str():
             instead = "Use names of named_parameters(), named_buffers() or named_modules()."
             raise ConfigError(
