@@ -206,7 +206,7 @@ def simulate(  # noqa: PLR0913  # one argument per option
     contention: _Contention = None,
     launch_us: _Launch = None,
     copy_us_per_mb: _Copy = None,
-    sweep: Annotated[str | None, typer.Option(help='Vary "ranks", "bandwidth" or "bucket".', show_default=False)] = None,
+    sweep: Annotated[str | None, typer.Option(help='Vary "ranks" or "bandwidth".', show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     json: _Json = False,
 ) -> None:

@@ -259,7 +259,7 @@ REFUSALS = {
         "a step has one rank or more, got --ranks 0.\n  undertow simulate\n  Give one or more, or leave it out.\n"
     ),
     "simulate small.json --link 1gbit --sweep size": (
-        "there is no --sweep 'size'.\n  undertow simulate\n  Choose one of: 'ranks', 'bandwidth', 'bucket'.\n"
+        "there is no --sweep 'size'.\n  undertow simulate\n  Choose one of: 'ranks', 'bandwidth'.\n"
     ),
     "simulate small.json --link none --sweep bandwidth": RATE,
     "simulate small.json --per-node 2": "--per-node has no effect without --link.\n  the network\n  Give --link too.\n",
@@ -345,7 +345,7 @@ def test_ways_to_send_gradients_are_compared(undertow: Undertow) -> None:
     assert Path("out/simulate.png").read_bytes().startswith(PNG_HEAD)
 
 
-@pytest.mark.parametrize("sweep", ["ranks", "bandwidth", "bucket"])
+@pytest.mark.parametrize("sweep", ["ranks", "bandwidth"])
 def test_a_sweep_is_printed_and_drawn(sweep: str, undertow: Undertow) -> None:
     _, printed, _ = undertow(f"simulate small.json --link 10gbit --sweep {sweep} --out .")
     assert printed.endswith(f"Picture: simulate-{sweep}.png\n")
@@ -415,15 +415,6 @@ def test_rates_are_swept_around_that_of_the_link() -> None:
     )
 
 
-def test_sizes_are_swept_until_one_holds_all_gradients() -> None:
-    points = SWEEPS["bucket"](what_if()).points
-    assert [*points][-3:] == ["16", "25", "50"]  # of 36 MiB
-    assert (
-        {tuple(outcome.method for outcome in point) for point in points.values()},
-        [point[1].num_buckets for point in points.values()][-2:],
-    ) == ({("per parameter", "fixed size", "planned buckets")}, [3, 2])
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("link", ["1gbit", "10gbit,20us", "400gbit,2us"])
 def test_hardly_any_way_beats_the_planned_buckets_and_none_the_limit(strategy: str, link: str) -> None:
@@ -489,7 +480,7 @@ TABLES = [
     "plan",
     "plan small.json --link 1gbit --strategy hybrid --per-node 2",
     "simulate small.json --link 1gbit",
-    "simulate small.json --link 10gbit --sweep bucket",
+    "simulate small.json --link 10gbit --sweep ranks",
     "env",
 ]
 
