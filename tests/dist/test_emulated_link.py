@@ -18,7 +18,6 @@ from support.inside import BACKEND, EmulatedLink, emulated_backend, posted_excha
 from support.models import noise
 from support.processes import Rank, run_ranks
 from undertow.cost import collective_seconds, link_from_text
-from undertow.errors import PhaseError
 
 LINKS = ["1gbit", "none"]
 SLOW = "10mbit"  # so slow that what it carries is never done by accident
@@ -62,7 +61,8 @@ def test_every_collective_has_gloos_answer(link: EmulatedLink) -> None:
     else:
         received = torch.zeros(2, 2)
         dist.recv(received[0], src=0)
-        assert (dist.recv(received[1]), torch.equal(received, torch.ones(2, 2))) == (0, True)
+        dist.recv(received[1], src=0)
+        assert torch.equal(received, torch.ones(2, 2))
     dist.barrier()
 
 
@@ -275,16 +275,6 @@ def test_torchs_own_wrapper_trains_over_it(link: EmulatedLink) -> None:
     link.take_log()
     assert all(map(torch.equal, gradients(wrapped), expected))
     assert [(transfer.kind, transfer.num_bytes) for transfer in link.take_log()] == [("all_reduce", 4 * 2 * (8 * 8 + 8))]
-
-
-def test_a_closed_link_makes_no_groups() -> None:
-    with emulated_backend(link_from_text("1gbit")):
-        pass
-    assert text_of(PhaseError, partial(dist.init_process_group, BACKEND, store=dist.HashStore(), rank=0, world_size=1)) == (
-        "the emulated link '1gbit' is closed.\n"
-        '  init_process_group or new_group with backend="emulated"\n'
-        "  Make process groups inside `with emulated_backend(link):`."
-    )
 
 
 def leave_handles(ends: Callable[[], object], rank: Rank) -> None:

@@ -465,6 +465,7 @@ def test_without_a_process_group_the_error_says_what_to_call() -> None:
 
 # Every public attribute that torch's class has and nn.Module has not: defined by ours, inherited, or set by the constructor.
 DEFINED = {
+    "broadcast_bucket_size",
     "bucket_bytes_cap",
     "join",
     "join_device",
@@ -495,7 +496,6 @@ SET = {
 # Of torch's own buckets, copies and buffers.
 MISSING = {
     "batched_grad_copy",
-    "broadcast_bucket_size",
     "bucket_bytes_cap_default",
     "bucket_bytes_cap_list",
     "is_multi_device_module",

@@ -44,7 +44,7 @@ from support.processes import free_port
 from support.project import ROOT
 from support.ranks import Ranks
 from undertow import ConfigError, DistributedDataParallel, ShardedGradientError, ShardedOptimizer, SyncConfig
-from undertow.integrations.versions import require_version
+from undertow.errors import require_version
 
 
 @pytest.fixture(scope="module")
@@ -667,9 +667,9 @@ def test_accelerate_refuses_what_shards_cannot_do(framework_ranks: Ranks) -> Non
 def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("2.4.0", "2.10.1", "3.0rc1"):
         monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
-        require_version("lightning", "2.4")
+        require_version("lightning", "2.4", where="undertow.integrations.lightning")
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.3.3")
-    assert text_of(ConfigError, lambda: require_version("lightning", "2.4")) == (
+    assert text_of(ConfigError, lambda: require_version("lightning", "2.4", where="undertow.integrations.lightning")) == (
         "lightning 2.3.3 is not supported: 2.4 is the oldest version that is.\n  undertow.integrations.lightning\n"
         "  pip install 'lightning>=2.4'"
     )

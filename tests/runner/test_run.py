@@ -12,14 +12,11 @@ import pytest
 import torch
 
 from support.cli import MEASURED
-from support.errors import text_of
 from support.frameworks import require_installed
 from support.project import ROOT
 from support.strategies import spec
-from undertow import ConfigError
 from undertow.cost import CostCurve
 from undertow.plan import plan_from_groups
-from undertow.runner import require_torch
 from undertow.runner.command import main
 from undertow.runner.ending import about_shards
 from undertow.runner.settings import settings_from
@@ -308,11 +305,3 @@ def test_each_group_has_files_of_its_own(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = {path.name for path in out.iterdir() if path.suffix == ".json"}
     assert names == {*("plan.json", "plan-rank1.json", "report-rank0.json", "report-rank1.json")}
-
-
-def test_an_old_torch_is_refused() -> None:
-    require_torch("2.11.0+cu130")
-    assert text_of(ConfigError, lambda: require_torch("2.10.1+cpu")) == (
-        f"Undertow needs torch 2.11 or newer, and this is 2.10.1+cpu.\n  undertow run, {sys.executable}\n"
-        "  Install a newer torch, or start the program without `undertow run`."
-    )

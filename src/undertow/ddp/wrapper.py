@@ -95,6 +95,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     """
 
     require_forward_param_sync = True  # may be turned off on an instance
+    broadcast_bucket_size = 250 * 1024 * 1024  # torch's helpers read it
     logger = None
     reducer = Reducer()  # type: ignore[assignment]
     _overrides: Mapping[str, Any] = {}  # settings that precede the arguments
@@ -144,23 +145,21 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         self.dim = dim
         self.device_mesh = device_mesh
         self.device_ids, self.output_device = device_indices
-        devices = [param.device for _, param in tables.named_parameters(module)] or [torch.device("cpu")]
-        self.device = devices[0]
+        self.device = next((param.device for _, param in tables.named_parameters(module)), torch.device("cpu"))
         self.device_type = self.device.type
         self.forward_sync_buffers = chosen.buffers != "off"
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
-        shared = {"parameters", "buffers"} if init_sync else set()
-        if broadcast_buffers is False and forward_sync_buffers is None:
-            shared.discard("buffers")
+        has_local_buffers = broadcast_buffers is False and forward_sync_buffers is None
+        shared = ("parameters",) if has_local_buffers else ("parameters", "buffers")
         self.sync = synchronized(
             module,
             process_group=process_group,
             device_mesh=device_mesh,
             config=chosen,
             ignore=ignored,
-            shared=shared,
+            shared=shared if init_sync else (),
         )
 
     @property

@@ -37,7 +37,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from undertow.cost import Link, collective_seconds
-from undertow.errors import PhaseError
 from undertow.runtime.peers import patience
 
 __all__ = ["BACKEND", "EmulatedLink", "Transfer", "emulated_backend"]
@@ -64,10 +63,9 @@ class LinkWork(dist.Work):
     It is a separate class because torch's handle of a receive has no future.
     """
 
-    def __init__(self, result: Any, *, source_rank: Callable[[], int] | None = None) -> None:
+    def __init__(self, result: Any) -> None:
         super().__init__()
         self._result = result
-        self._ask_source = source_rank  # for receives
         self._future: torch.futures.Future[Any] = torch.futures.Future()
 
     def finish(self, error: Exception | None = None) -> None:
@@ -86,10 +84,6 @@ class LinkWork(dist.Work):
 
     def is_completed(self) -> bool:
         return self._future.done()
-
-    def _source_rank(self) -> int:
-        """Returns the sender; torch.distributed.recv asks if the caller named none."""
-        return super()._source_rank() if self._ask_source is None else self._ask_source()
 
 
 @final
@@ -168,14 +162,14 @@ class Receives:
         self._rank = rank
         self._lock = threading.Lock()
         new_thread = partial(TaskThread, f"undertow-receive-{rank}")
-        self._senders: defaultdict[int | None, TaskThread] = defaultdict(new_thread)  # None: any
+        self._senders: defaultdict[int, TaskThread] = defaultdict(new_thread)
         self._delivery = new_thread()
 
-    def post(self, start: Callable[[], dist.Work], tensors: list[Tensor], *, source: int | None) -> LinkWork:
+    def post(self, start: Callable[[], dist.Work], tensors: list[Tensor], *, source: int) -> LinkWork:
         """Starts a receive on gloo; the returned handle ends when the link has carried the message."""
         posted_s = time.perf_counter()
         running = start()
-        work = LinkWork(tensors, source_rank=running._source_rank)
+        work = LinkWork(tensors)
         with self._lock:
             self._senders[source].submit(work, partial(self._receive, work, running, _num_bytes(tensors), posted_s))
         return work
@@ -213,15 +207,9 @@ def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLi
     the process groups inside: at its end the threads of all groups end.
     """
     emulated = EmulatedLink(link, burst_bytes=burst_bytes)
-    groups: WeakSet[_EmulatedGroup] | None = WeakSet()  # weak, so that a group that torch destroys can be freed at once
+    groups: WeakSet[_EmulatedGroup] = WeakSet()  # weak, so that a group that torch destroys can be freed at once
 
     def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-        if groups is None:
-            raise PhaseError(
-                f"the emulated link {link.name!r} is closed.",
-                where='init_process_group or new_group with backend="emulated"',
-                remedy="Make process groups inside `with emulated_backend(link):`.",
-            )
         group = _EmulatedGroup(emulated, store, rank, size, timeout)
         groups.add(group)
         return group
@@ -230,8 +218,7 @@ def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLi
     try:
         yield emulated
     finally:
-        left, groups = tuple(groups or ()), None
-        for group in left:
+        for group in tuple(groups):
             group.shutdown()
 
 
@@ -260,9 +247,6 @@ class _EmulatedGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         return self._receives.post(partial(self.inner.recv, tensors, source, tag), tensors, source=source)
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
-        return self._receives.post(partial(self.inner.recv_anysource, tensors, tag), tensors, source=None)
 
     def launch(self, name: str, kind: str, payload: int | None, *args: Any, **kwargs: Any) -> dist.Work:
         """Passes the collective `name` to the group's thread; argument number `payload` has its bytes."""

@@ -13,10 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import undertow
 from undertow import ShardedOptimizer, SyncConfig
-from undertow.errors import require
-from undertow.integrations.versions import require_version
+from undertow.errors import require, require_version
 
-require_version("accelerate", "1.0")
+require_version("accelerate", "1.0", where="undertow.integrations.accelerate")
 
 
 def prepare(

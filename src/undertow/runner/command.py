@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         )
         environment = _environment(options.out, options.set)
     except UndertowError as error:
-        _exit(error, code=2)
+        _stop(error, code=2)
     if command[0].endswith(".py"):
         command = [sys.executable, *command]
     name = command[0]
@@ -41,10 +41,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
         if isinstance(error, FileNotFoundError):
             code = 127
             remedy = suggestion(name, _COMMANDS, instead="Give the command as you would without `undertow run`.")
-        _exit(ConfigError(what, where="undertow run", remedy=remedy), code=code)  # codes as of shells
+        _stop(ConfigError(what, where="undertow run", remedy=remedy), code=code)  # codes as of shells
 
 
-def _exit(error: UndertowError, *, code: int) -> NoReturn:
+def _stop(error: UndertowError, *, code: int) -> NoReturn:
     print(f"undertow run: {error}", file=sys.stderr)
     sys.exit(code)
 

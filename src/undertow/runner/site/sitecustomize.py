@@ -47,10 +47,8 @@ def _redirect(torchs):
 
 
 def _replacing():
-    import torch
-
     try:
-        from undertow.runner import require_torch
+        from undertow.errors import require_version
     except ModuleNotFoundError as error:
         if error.name != "undertow":
             raise
@@ -59,7 +57,7 @@ def _replacing():
             f"  {sys.executable}\n"
             "  Install Undertow there, or start the program by the `undertow` of that environment."
         ) from error
-    require_torch(torch.__version__)
+    require_version("torch", "2.11", where=f"undertow run, {sys.executable}")
     from undertow.runner import replacing  # an older torch lacks what this imports
 
     return replacing
