@@ -1,26 +1,92 @@
-"""Settings: frozen, validated, with a JSON form."""
+"""Settings: frozen and validated."""
 
 import dataclasses
-import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as brief
 from typing import Any, Literal, Protocol, Self, get_args, get_origin, runtime_checkable
 
-from undertow.errors import ConfigError, WrongType, require, require_known
-from undertow.foreign import as_float, parsed_json
+from undertow.errors import (
+    CheckpointError,
+    ConfigError,
+    PhaseError,
+    UndertowError,
+    WrongType,
+    require,
+    require_known,
+)
+from undertow.foreign import as_float
 
 _MAX_SHOWN = 200  # characters of a path
-_READ, _WRITTEN = "SyncConfig.from_json", "Use text that to_json() has written."
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _REMEDIES = {
     "op": "Gradients are always averaged. For the mean over all tokens, divide the loss by "
     "model.mean_over_ranks(num_tokens).wait(); for a sum, multiply it by the number of ranks.",
 }
 _DTYPES = {"reduce_dtype": (None, "float32"), "wire_dtype": (None, "bfloat16", "float16")}
+# Every pair of features that cannot be used together: the error, the reason and the way out. docs/limits.md lists them.
+REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
+    ("closure", "skip"): (
+        PhaseError,
+        'nonfinite="skip" cannot be used with step(closure): the step has begun when the closure computes gradients.',
+        'Call the closure before step(), or use nonfinite="raise".',
+    ),
+    ("experts", "checkpoint"): (
+        CheckpointError,
+        "this model has experts: ranks have different tensors under one name, and a checkpoint stores one per name.",
+        "Save model.state_dict() and optimizer.full_state_dict() on each rank, in separate files.",
+    ),
+    ("experts", "hybrid"): (
+        ConfigError,
+        'experts do not go with strategy="hybrid".',
+        'Use "ddp", "zero1" or "zero2".',
+    ),
+    ("experts", "join"): (
+        PhaseError,
+        "a rank without data cannot leave a model with experts: tokens of other ranks need the experts that it holds.",
+        "Give every rank the same number of batches.",
+    ),
+    ("experts", "skip"): (
+        ConfigError,
+        'nonfinite="skip" cannot be used with experts: only some ranks would know that a step is to be skipped.',
+        'Use "raise".',
+    ),
+    ("hook", "op"): (
+        ConfigError,
+        "with a communication hook it is the hook that divides gradients.",
+        "Leave op out, and let the hook divide.",
+    ),
+    ("hook", "shards"): (
+        ConfigError,
+        "communication hooks reduce whole gradients, and a ShardedOptimizer needs only shards of them.",
+        "Use a plain optimizer with the hook, or leave the hook out.",
+    ),
+    ("join", "mean_over_ranks"): (
+        PhaseError,
+        "mean_over_ranks() was called inside join(): a rank that has left its loop does not answer.",
+        "Leave join() out. Give 0 on a rank without data, call finish() there, and end every rank's loop when the mean is 0.",
+    ),
+    ("join", "shards"): (
+        PhaseError,
+        "join() cannot be used with a ShardedOptimizer: each step needs all shards, and a rank without data does not step.",
+        "Give every rank the same number of batches: drop_last=True of a DataLoader, or a sampler that pads, as "
+        "DistributedSampler does.",
+    ),
+    ("shards", "sparse"): (
+        ConfigError,
+        "a gradient is sparse: it cannot be cut into shards.",
+        "Make the embedding with sparse=False, or use a plain optimizer.",
+    ),
+}
+
+
+def refused(first: str, second: str, *, where: str) -> UndertowError:
+    """Returns the error of two features that cannot be used together."""
+    error, what, remedy = REFUSED[first, second]
+    return error(what, where=where, remedy=remedy)
 
 
 @runtime_checkable
@@ -137,8 +203,7 @@ class SyncConfig:
             when the timeout of the process group ends, which also cuts a longer stall_timeout_s
             short.
         experts: Groups of parameters that are reduced over separate process groups, each an
-            ExpertGroup, in the same order on every rank. Not with "hybrid". A process group exists
-            in one process only: the JSON form lists the groups but cannot be read back.
+            ExpertGroup, in the same order on every rank. Not with "hybrid".
         record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
 
     Raises:
@@ -173,90 +238,61 @@ class SyncConfig:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        caps = tuple(self.bucket_cap_mb) if isinstance(self.bucket_cap_mb, list) else self.bucket_cap_mb
-        for cap in (caps or (None,)) if isinstance(caps, tuple) else () if caps is None else (caps,):
-            bytes_from_mib(cap, name="bucket_cap_mb")
-        ignored = tuple(self.ignore) if isinstance(self.ignore, Iterable) and not isinstance(self.ignore, str) else (None,)
-        is_of_experts = isinstance(self.experts, tuple | list) and all(isinstance(group, ExpertGroup) for group in self.experts)
+        caps = tuple(self.bucket_cap_mb) if isinstance(self.bucket_cap_mb, list | tuple) else (self.bucket_cap_mb,)
+        if self.bucket_cap_mb is not None:
+            for cap in caps or (None,):
+                bytes_from_mib(cap, name="bucket_cap_mb")
+        ignored = list(self.ignore) if isinstance(self.ignore, Iterable) and not isinstance(self.ignore, str) else [None]
+        _require(
+            all(isinstance(name, str) for name in ignored),
+            f"ignore must be a tuple of names, got {self.ignore!r}.",
+            'Write ignore=("embedding.weight",).',
+        )
+        _require(
+            isinstance(self.experts, tuple | list) and all(isinstance(group, ExpertGroup) for group in self.experts),
+            f"experts must be a tuple of ExpertGroup, got {self.experts!r}.",
+            'Write experts=(ExpertGroup(match="*.experts.*", process_group=group),).',
+        )
         every = self.check_replicas_every
-        for holds, what, remedy in (
-            (
-                all(isinstance(name, str) for name in ignored),
-                f"ignore must be a tuple of names, got {self.ignore!r}.",
-                'Write ignore=("embedding.weight",).',
-            ),
-            (
-                is_of_experts,
-                f"experts must be a tuple of ExpertGroup, got {self.experts!r}.",
-                'Write experts=(ExpertGroup(match="*.experts.*", process_group=group),).',
-            ),
-            (
-                every is None or (type(every) is int and every > 0),
-                f"check_replicas_every must be a whole number of synchronizations from 1 on, got {every!r}.",
-                "Give a number, such as 100, or leave it out for no comparison.",
-            ),
-            *(
-                (
-                    as_float(getattr(self, name)) > 0,
-                    f"{name} must be a positive number of seconds, got {brief(getattr(self, name))}.",
-                    "Give a number above zero, or math.inf to switch it off.",
-                )
-                for name in ("stall_warning_s", "stall_timeout_s")
-            ),
-        ):
-            require(holds, what, where="SyncConfig", remedy=remedy)
-        values: dict[str, Any] = {
-            **{name: _dtype_name(getattr(self, name)) for name in _DTYPES},
-            "bucket_cap_mb": caps,
-            "ignore": tuple(sorted(ignored)),  # the order of a set of names differs from process to process
-            "experts": tuple(self.experts),
-            "plan": _text_of_plan(self.plan),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        _require(
+            every is None or (type(every) is int and every > 0),
+            f"check_replicas_every must be a whole number of synchronizations from 1 on, got {every!r}.",
+            "Give a number, such as 100, or leave it out for no comparison.",
+        )
+        for name in ("stall_warning_s", "stall_timeout_s"):
+            _require(
+                as_float(getattr(self, name)) > 0,
+                f"{name} must be a positive number of seconds, got {brief(getattr(self, name))}.",
+                "Give a number above zero, or math.inf to switch it off.",
+            )
+        for name in _DTYPES:
+            object.__setattr__(self, name, _dtype_name(getattr(self, name)))
+        if isinstance(self.bucket_cap_mb, list):
+            object.__setattr__(self, "bucket_cap_mb", caps)
+        # The order of a set of names differs from process to process.
+        object.__setattr__(self, "ignore", tuple(sorted(ignored)))
+        object.__setattr__(self, "experts", tuple(self.experts))
+        object.__setattr__(self, "plan", _text_of_plan(self.plan))
         for field in dataclasses.fields(self):
             _check_choice(field, getattr(self, field.name))
         for group in self.experts:
-            _check_goes_with_experts(self, group)
+            where = f"SyncConfig, ExpertGroup(match={group.match!r})"
+            if self.strategy == "hybrid":
+                raise refused("experts", "hybrid", where=where)
+            if self.nonfinite == "skip":
+                raise refused("experts", "skip", where=where)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings by name; a group of experts is a dict without its process group."""
+        """Returns the settings by name, which JSON can hold; `SyncConfig(**settings)` reads them.
+
+        A group of experts is a dict without its process group, which exists in this process only.
+        """
         groups = tuple(group.to_dict() for group in self.experts)
         return {**dataclasses.asdict(dataclasses.replace(self, experts=())), "experts": groups}
 
-    def to_json(self) -> str:
-        """Returns the settings as JSON text, which `from_json` reads."""
-        return json.dumps(self.to_dict(), sort_keys=True)
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Reads settings that `to_json` wrote.
-
-        Args:
-            text: A JSON object of settings by name; it has no groups of experts.
-
-        Raises:
-            ConfigError: For an unknown name or a value that cannot work.
-        """
-        return cls(**settings_of_json(text))
-
-
-def settings_of_json(text: str) -> dict[str, Any]:
-    """Returns the settings by name. Checks only the names. Raises ConfigError like `SyncConfig.from_json`."""
-    try:
-        data: dict[str, Any] = parsed_json(text)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"these settings are not JSON: {error}.", where=_READ, remedy=_WRITTEN) from error
-    require(isinstance(data, dict), f"settings are a JSON object, got {type(data).__name__}.", where=_READ, remedy=_WRITTEN)
-    require_known(data, SyncConfig.__dataclass_fields__, "setting", where=_READ)
-    num_groups = len(data["experts"]) if isinstance(data.get("experts"), list) else 0
-    require(
-        num_groups == 0,
-        f"these settings have {num_groups} groups of experts, whose process groups are not in a text.",
-        where=_READ,
-        remedy="Leave `experts` out of the text, and add it by dataclasses.replace(config, experts=(...)).",
-    )
-    return data
+def _require(holds: object, what: str, remedy: str) -> None:
+    require(holds, what, where="SyncConfig", remedy=remedy)
 
 
 def _text_of_plan(plan: object) -> str | None:
@@ -303,22 +339,6 @@ def _check_choice(field: dataclasses.Field[Any], value: object) -> None:
     if field.name == "strategy" and value in ("zero3", "fsdp"):
         remedy = "Use torch.distributed.fsdp.fully_shard to shard parameters."
     raise ConfigError(f"{field.name} cannot be {value!r}.", where="SyncConfig", remedy=remedy)
-
-
-def _check_goes_with_experts(config: SyncConfig, group: ExpertGroup) -> None:
-    for is_given, what, remedy in (
-        (
-            config.strategy == "hybrid",
-            'experts do not go with strategy="hybrid".',
-            'Use "ddp", "zero1" or "zero2".',
-        ),
-        (
-            config.nonfinite == "skip",
-            'nonfinite="skip" cannot be used with experts: only some ranks would know that a step is to be skipped.',
-            'Use "raise".',
-        ),
-    ):
-        require(not is_given, what, where=f"SyncConfig, ExpertGroup(match={group.match!r})", remedy=remedy)
 
 
 def require_settings(config: object) -> None:

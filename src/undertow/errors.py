@@ -19,6 +19,7 @@ RuntimeErrors, like most of torch's own errors about distributed training: code 
 """
 
 import difflib
+import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -130,6 +131,20 @@ def require(holds: object, what: str, *, where: str = "", remedy: str = "", erro
     """Raises `error` unless `holds` is true."""
     if not holds:
         raise error(what, where=where, remedy=remedy)
+
+
+def require_version(package: str, lowest: str, *, where: str) -> None:
+    """Raises ConfigError if the first two numbers of the installed version of `package` are below `lowest`."""
+    from importlib.metadata import version  # it takes as long to import as all of this package
+
+    installed = version(package)
+    found, least = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (installed, lowest))
+    require(
+        found >= least,
+        f"{package} {installed} is not supported: {lowest} is the oldest version that is.",
+        where=where,
+        remedy=f"pip install '{package}>={lowest}'",
+    )
 
 
 def suggestion(name: object, known: Collection[str], *, all_known: str = "Known", instead: str = "") -> str:

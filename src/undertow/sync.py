@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from undertow.config import SyncConfig
+from undertow.config import SyncConfig, refused
 from undertow.errors import PhaseError, WrongType, all_of, require
 from undertow.plan import Plan
 from undertow.profile import Profile
@@ -34,7 +34,7 @@ from undertow.runtime.engine.hooks import earlier_watchers, is_outermost_forward
 from undertow.runtime.engine.progress import Forward, Gradients, params_of, settings_of
 from undertow.runtime.engine.tuning import why_fixed
 from undertow.runtime.model.ignore import names_to_ignore
-from undertow.runtime.model.module_params import AnyOf, ModuleParams
+from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.step.dropped import let_go
 from undertow.runtime.step.mean_over_ranks import MeanOverRanks, start_mean
 from undertow.runtime.step.measurements import explanation_of, measured_profile, sweep
@@ -42,7 +42,6 @@ from undertow.runtime.step.reduction import Reduction, name_of_op, start_reducti
 from undertow.runtime.step.sharded_steps import (
     ShardedSteps,
     full_gradient,
-    no_hooks_with_shards,
 )
 from undertow.runtime.step.tracing import save_trace, trace_at_end
 from undertow.runtime.torch_private import private
@@ -92,16 +91,14 @@ class GradientSync:
         config: SyncConfig | None = None,
         ignore: Iterable[str | nn.Module | Tensor] = (),
         shared: Collection[str] = ("parameters", "buffers"),
-        elsewhere: Container[str] | None = None,
+        elsewhere: Container[str] = (),
         within: OwnGroup | None = None,
     ) -> None:
         config = SyncConfig() if config is None else config
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))
         self._module = module
-        self._members = ModuleParams(
-            module, ignored if elsewhere is None else AnyOf((ignored, elsewhere)), reduce_dtype=config.reduce_dtype
-        )
+        self._members = ModuleParams(module, ignored, elsewhere=elsewhere, reduce_dtype=config.reduce_dtype)
         self._forward_hooks: list[RemovableHandle] = []  # of an attached module; a wrapper's are in ddp/rpc.py
         self._is_closed = self._is_compiled = False
         self._steps: ShardedSteps | None = None
@@ -321,7 +318,7 @@ class GradientSync:
         """
         self._require_open("register_comm_hook()")
         if self._steps is not None:
-            raise no_hooks_with_shards()
+            raise refused("hook", "shards", where="ShardedOptimizer")
         self._engine.current_plan.use_hook(CommHook(state, hook), is_in_round=self._engine.is_busy)
         self._watch_forwards()
 
@@ -640,9 +637,6 @@ class GradientSync:
         params = set(compress(map(id, stepped), map(isinstance, stepped, repeat(nn.Parameter))))
         if len(params) < len(stepped):  # TorchScript may have parameters that are plain tensors
             params |= sync._members.ids & set(map(id, stepped))
-        if steps and sync._members.replaced.former:  # hence never in a run without such changes
-            is_sharded = sync._steps is not None and sync._steps.stepper is optimizer
-            sync._members.replaced.before_step(optimizer, params, sync._members.named_params(), is_sharded=is_sharded)
         if engine.is_closed or not engine.current_plan.owns_any(params):
             return None
         sync._require_stepper(optimizer)

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parametrizations
 
 from support.alike import backward_alike, of_all_ranks, require_same_by_position, train
 from support.errors import text_of
@@ -717,89 +715,3 @@ def test_ranks_that_have_not_dropped_the_first_alike_are_told_so() -> None:
         text = text_of(PlanMismatch, lambda: ShardedOptimizer(SGD, model, lr=0.1))
     assert of_all_ranks(text) == [text] * 2
     assert "first difference: there is an earlier ShardedOptimizer is True on rank 0 and False on rank 1" in text
-
-
-def emptied(module: nn.Sequential) -> None:
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    module.to(torch.float64).to(torch.float32)
-    torch.__future__.set_overwrite_module_params_on_conversion(False)
-
-
-# Ways in which a module gets other parameters behind the back of its optimizer, which ones, and what the optimizer is told.
-ALL, SOME = "'0.weight' and 3 more", "'1.weight' and 1 more"
-NONE_LEFT = f"SGD updates none of the parameters that this model has now, but some that it had: {ALL} are new."
-SOME_LEFT = "SGD updates parameters that this model had, and nobody updates those that came in their place: {}."
-STRAYING: dict[str, tuple[Callable[[nn.Sequential], object], str, str]] = {
-    "assigned": (
-        lambda module: module.load_state_dict({name: it.clone() for name, it in module.state_dict().items()}, assign=True),
-        ALL,
-        NONE_LEFT,
-    ),
-    "emptied": (emptied, ALL, NONE_LEFT),
-    "replaced": (lambda module: module.__setitem__(1, nn.Linear(4, 3)), SOME, SOME_LEFT.format(SOME)),
-    "parametrized": (
-        lambda module: parametrizations.weight_norm(module[1]),
-        "",
-        SOME_LEFT.format("'1.parametrizations.weight.original0' and 1 more"),
-    ),
-}
-
-
-def warned(step: Callable[[], object], times: int = 12) -> list[str]:
-    """What so many steps warn of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(times):
-            step()
-    return [str(warning.message).split("\n")[0] for warning in caught]
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("name", STRAYING)
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, attach])
-def test_an_optimizer_that_a_change_of_parameters_has_left_behind_is_told_once(
-    wrap: Callable[[nn.Module], DistributedDataParallel], name: str
-) -> None:
-    module, (change, _, text) = net(), STRAYING[name]
-    optimizer = SGD(module.parameters(), lr=0.1)
-    with contextlib.closing(wrap(module)) as model:
-        called = model if wrap is DistributedDataParallel else module
-        assert warned(lambda: step_of(called, optimizer), 1) == []
-        change(module)
-        assert warned(lambda: step_of(called, optimizer)) == [text]
-
-
-@in_ranks(2)
-def test_an_optimizer_that_follows_a_change_is_left_in_peace() -> None:
-    """The new parameters have an optimizer, the same or another one, or there is nothing in their place."""
-    module = net()
-    optimizers = [SGD(module.parameters(), lr=0.1)]
-    with contextlib.closing(DistributedDataParallel(module)) as model:
-        for step in range(48):
-            if step % 12 == 1:
-                module[1] = nn.Linear(4, 3) if step < 24 else nn.Identity()
-            if step == 1:
-                optimizers[0].add_param_group({"params": list(module[1].parameters())})
-            if step == 13:
-                optimizers.append(SGD(module[1].parameters(), lr=0.1))
-            step_of(model, *optimizers)  # where a warning is an error
-        functional_call(model, others(model), (torch.ones(2, 4),)).sum().backward()
-        optimizers[0].step()
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("name", ["assigned", "replaced"])
-def test_a_sharded_optimizer_that_is_left_behind_raises(name: str) -> None:
-    change, which, _ = STRAYING[name]
-    with contextlib.closing(DistributedDataParallel(net())) as model:
-        optimizer = ShardedOptimizer(SGD, model, lr=0.1)
-        step_of(model, optimizer)
-        step_of(model, optimizer)
-        model.wait()
-        change(model.module)
-        step_of(model)
-        assert text_of(PhaseError, optimizer.step) == (
-            "this optimizer updates parameters that the model no longer has, and not their replacements.\n"
-            f"  ShardedOptimizer, parameter {which}\n"
-            "  Make the optimizer after the change, or give it the new parameters by add_param_group()."
-        )

@@ -3,7 +3,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,7 +18,6 @@ from support.inside import BACKEND, EmulatedLink, emulated_backend, posted_excha
 from support.models import noise
 from support.processes import Rank, run_ranks
 from undertow.cost import collective_seconds, link_from_text
-from undertow.errors import PhaseError
 
 LINKS = ["1gbit", "none"]
 SLOW = "10mbit"  # so slow that what it carries is never done by accident
@@ -63,7 +61,8 @@ def test_every_collective_has_gloos_answer(link: EmulatedLink) -> None:
     else:
         received = torch.zeros(2, 2)
         dist.recv(received[0], src=0)
-        assert (dist.recv(received[1]), torch.equal(received, torch.ones(2, 2))) == (0, True)
+        dist.recv(received[1], src=0)
+        assert torch.equal(received, torch.ones(2, 2))
     dist.barrier()
 
 
@@ -121,13 +120,9 @@ def test_a_collective_starts_when_its_last_rank_has_launched() -> None:
 
 
 @over_link(SLOW)
-def test_a_handle_can_be_polled_and_waited_for_with_a_timeout(link: EmulatedLink) -> None:
+def test_a_handle_can_be_polled_and_has_a_future(link: EmulatedLink) -> None:
     work = dist.all_reduce(torch.ones(100_000), async_op=True)
     assert not work.is_completed()
-    assert (
-        text_of(RuntimeError, lambda: work.wait(timedelta(milliseconds=1)))
-        == "Operation timed out! The link has not carried it after 0.001 s."
-    )
     assert (all((work.wait(), work.is_completed(), work.get_future().done())), work.get_future().value()[0][0]) == (True, 2.0)
 
 
@@ -235,11 +230,6 @@ def test_sends_and_receives_take_what_they_would_on_the_link(
     assert min(longest_s) <= least_s + num_rounds * MARGIN_S
 
 
-@over_link("none", num_ranks=3)
-def test_a_free_link_leaves_sends_and_receives_alone(link: EmulatedLink) -> None:
-    assert (exchange_parts(link).is_right, scatter_and_gather(link).is_right, link.take_log()) == (True, True, ())
-
-
 @over_link("1gbit")
 def test_receives_and_collectives_of_one_group_do_not_wait_for_each_other(link: EmulatedLink) -> None:
     """Rank 1 sends only when a collective is over that rank 0 launches after its receive."""
@@ -285,29 +275,6 @@ def test_torchs_own_wrapper_trains_over_it(link: EmulatedLink) -> None:
     link.take_log()
     assert all(map(torch.equal, gradients(wrapped), expected))
     assert [(transfer.kind, transfer.num_bytes) for transfer in link.take_log()] == [("all_reduce", 4 * 2 * (8 * 8 + 8))]
-
-
-@over_link("none")
-def test_a_free_link_records_what_it_does_not_delay(link: EmulatedLink) -> None:
-    dist.all_reduce(torch.zeros(3))
-    dist.reduce_scatter(torch.zeros(2), [torch.zeros(2), torch.zeros(2)])
-    dist.barrier()
-    dist.barrier()  # the log is written when gloo says that it is done: that of the first barrier is surely in
-    assert sorted([(t.kind, t.num_bytes, t.launched_s == t.started_s <= t.done_s) for t in link.take_log()[:3]]) == [
-        ("all_reduce", 12, True),
-        ("barrier", 0, True),
-        ("reduce_scatter", 16, True),
-    ]
-
-
-def test_a_closed_link_makes_no_groups() -> None:
-    with emulated_backend(link_from_text("1gbit")):
-        pass
-    assert text_of(PhaseError, partial(dist.init_process_group, BACKEND, store=dist.HashStore(), rank=0, world_size=1)) == (
-        "the emulated link '1gbit' is closed.\n"
-        '  init_process_group or new_group with backend="emulated"\n'
-        "  Make process groups inside `with emulated_backend(link):`."
-    )
 
 
 def leave_handles(ends: Callable[[], object], rank: Rank) -> None:

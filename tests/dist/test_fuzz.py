@@ -28,7 +28,7 @@ from support.checkpoints import Setup, require_equal, train, trained_by, whole_s
 from support.inside import hearing_rank
 from support.mutations import mutate_checkpoint, mutated_bytes, mutated_json
 from support.ranks import in_ranks
-from undertow import CheckpointError, SyncConfig, load_checkpoint, save_checkpoint
+from undertow import CheckpointError, load_checkpoint, save_checkpoint
 from undertow.cli.plan import show_plan
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Plan, plan_from_groups
@@ -162,7 +162,7 @@ def shown(text: str, folder: Path) -> None:
     """As `undertow plan` shows it."""
     path = folder / "model.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape" if "\udcff" in text else "surrogatepass"))
-    flags = {"is_json": False, "is_accumulation": False, "has_schedule": False}
+    flags = {"is_json": False, "has_schedule": False}
     options = {"strategy": None, "num_ranks": None, "bucket_cap_mb": None, "conditions": Conditions(), **flags}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), watch().only_reading(folder):
@@ -177,10 +177,6 @@ def read_again(text: str, read: Callable[[str], Any]) -> None:
 
 JSON: dict[str, tuple[str, Callable[[str, Path], None]]] = {
     "plan": (PLAN.to_json(), lambda text, _: read_again(text, Plan.from_json)),
-    "settings": (
-        SyncConfig(bucket_cap_mb=(1, 25.0), ignore=("a", "b"), check_replicas_every=100).to_json(),
-        lambda text, _: read_again(text, SyncConfig.from_json),
-    ),
     "profile": (
         PROFILE.replace('"params"', f'{CURVES}"params"', 1),
         lambda text, _: read_again(text, lambda text: profile_from_json(text, "run.json")),

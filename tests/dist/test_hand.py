@@ -200,9 +200,8 @@ def test_every_call_of_a_closed_manager_is_refused(is_context: bool) -> None:
     for _ in range(2):  # a second time does nothing
         manager.close()
     for name, call in CALLS_OF_A_MANAGER.items():
-        assert text_of(PhaseError, partial(call, manager, grads[0])) == (
-            f"this GradientBucketManager is closed.\n  GradientBucketManager.{name}\n  Make a new one."
-        )
+        text = text_of(PhaseError, partial(call, manager, grads[0]))
+        assert text == "this GradientBucketManager is closed.\n  GradientBucketManager\n  Make a new one.", name
 
 
 @in_ranks(2)

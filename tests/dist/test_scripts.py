@@ -275,17 +275,7 @@ def test_all_ways_agree_and_the_picture_is_there(num_ranks: int, strategy: str, 
     assert bars == [re.search(r" (\d+\.\d) ", f" {' '.join(row)}")[1] for row in rows]
     if strategy != "ddp" and num_ranks > 1:
         (sharded,) = (row for row in rows if row[:2] == ["Undertow,", f"ZeRO-{strategy[-1]}"])
-        num_ops = int(sharded[-3])
-        assert (num_ops > 0, num_ops % 2) == (True, 0)  # each bucket is reduced and gathered
-
-
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_spinner_turns_on_a_terminal_until_the_ranks_have_started(is_terminal: bool, tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=100, force_terminal=is_terminal, legacy_windows=False)
-    with demo_ranks(fail_in_rank_1):
-        run_demo(DemoSettings(out=tmp_path), console)
-    assert ("Starting 2 ranks" in console.file.getvalue()) == is_terminal
+        assert int(sharded[-3]) > 0  # the messages that this rank has received
 
 
 def fail_in_rank_1(rank: int, *arguments: object) -> None:

@@ -158,13 +158,6 @@ STARTS: list[tuple[dict[str, bool], list[str], int, int, bool]] = [
     ({"broadcast_buffers": False, "forward_sync_buffers": True}, [IGNORED], 0, 0, True),
     ({"broadcast_buffers": True, "forward_sync_buffers": False}, [IGNORED], 0, 0, False),
     ({"broadcast_buffers": False, "init_sync": False}, [RENAMED], -1, -1, False),
-    (
-        {"check_reduction": True},
-        ["The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it."],
-        0,
-        0,
-        True,
-    ),
 ]
 
 
@@ -474,16 +467,11 @@ def test_without_a_process_group_the_error_says_what_to_call() -> None:
 DEFINED = {
     "broadcast_bucket_size",
     "bucket_bytes_cap",
-    "bucket_bytes_cap_default",
-    "bucket_bytes_cap_list",
     "join",
     "join_device",
     "join_hook",
     "join_process_group",
     "logger",
-    "mixed_precision",
-    "modules_buffers",
-    "named_module_buffers",
     "no_sync",
     "parameters_to_ignore",
     "process_group",
@@ -491,11 +479,9 @@ DEFINED = {
     "register_comm_hook",
     "require_backward_grad_sync",
     "require_forward_param_sync",
-    "use_side_stream_for_tensor_copies",
     "will_sync_module_buffers",
 }
 SET = {
-    "batched_grad_copy",
     "device",
     "device_ids",
     "device_type",
@@ -503,11 +489,21 @@ SET = {
     "find_unused_parameters",
     "forward_sync_buffers",
     "gradient_as_bucket_view",
-    "is_multi_device_module",
     "module",
     "output_device",
-    "skip_all_reduce_unused_params",
     "static_graph",
+}
+# Of torch's own buckets, copies and buffers.
+MISSING = {
+    "batched_grad_copy",
+    "bucket_bytes_cap_default",
+    "bucket_bytes_cap_list",
+    "is_multi_device_module",
+    "mixed_precision",
+    "modules_buffers",
+    "named_module_buffers",
+    "skip_all_reduce_unused_params",
+    "use_side_stream_for_tensor_copies",
 }
 
 
@@ -515,7 +511,7 @@ SET = {
 def test_every_attribute_of_torchs_class_is_overridden_or_inherited_on_purpose() -> None:
     names = {name for name in dir(TorchDistributedDataParallel(mlp())) if not name.startswith("_")} - set(dir(nn.Module()))
     assert (names, {name for name in names if name in vars(DistributedDataParallel)}) == (
-        DEFINED | {"broadcast_buffers", "gather", "scatter", "to_kwargs"} | SET,
+        DEFINED | {"broadcast_buffers", "gather", "scatter", "to_kwargs"} | SET | MISSING,
         DEFINED,
     )
     values = {
@@ -523,7 +519,6 @@ def test_every_attribute_of_torchs_class_is_overridden_or_inherited_on_purpose()
         "device_ids": None,
         "output_device": None,
         "device_type": "cpu",
-        "is_multi_device_module": False,
         "device_mesh": None,
         "static_graph": False,
         "device": torch.device("cpu"),
@@ -532,7 +527,7 @@ def test_every_attribute_of_torchs_class_is_overridden_or_inherited_on_purpose()
         "join_device": torch.device("cpu"),
     }
     with wrapped(mlp()) as ddp:
-        assert (({*vars(ddp), "module"}) & names, [name for name in names if not hasattr(ddp, name)]) == (SET, [])
+        assert (({*vars(ddp), "module"}) & names, {name for name in names if not hasattr(ddp, name)}) == (SET, MISSING)
         assert isinstance(ddp, TorchDistributedDataParallel)
         assert (isinstance(ddp, Joinable), {name: getattr(ddp, name) for name in values}) == (True, values)
 
@@ -544,15 +539,9 @@ def test_the_constructor_has_torchs_arguments_in_torchs_order() -> None:
     assert [name for name, it in ours.items() if it.kind is it.POSITIONAL_OR_KEYWORD][: len(torchs)] == torchs
 
 
-def test_the_reducer_answers_frameworks_and_for_any_other_method_says_what_to_use() -> None:
+def test_the_reducer_answers_frameworks() -> None:
     reducer = DistributedDataParallel.reducer
     assert reducer.prepare_for_backward([]) is reducer._delay_all_reduce() is reducer._rebuild_buckets() is None
-    assert not hasattr(reducer, "_get_backward_stats")
-    assert text_of(AttributeError, lambda: reducer._push_all_rebuilt_params()) == (
-        "model.reducer has no '_push_all_rebuilt_params': Undertow's DistributedDataParallel has no C++ reducer.\n"
-        "  model.reducer only answers frameworks: it has _delay_all_reduce, _rebuild_buckets and prepare_for_backward.\n"
-        "  See model.plan for the buckets and model.report() for times; no_sync() and backward() need no preparation."
-    )
 
 
 ONCE = (
@@ -581,13 +570,9 @@ def test_what_hooks_and_switches_refuse() -> None:
 
 
 @in_ranks(2)
-def test_buffers_have_their_names_without_the_ignored_ones() -> None:
+def test_buffers_are_synchronized_unless_a_switch_is_off_or_there_are_none() -> None:
     case = CASES["convolutions"]
-    with wrapped(case.model(), ignore=("0.1.running_mean",)) as ddp:
-        names = [name for name, _ in ddp.module.named_buffers() if name != "0.1.running_mean"]
-        assert (list(ddp.named_module_buffers), len(names)) == (names, 5)
-        assert [id(it) for it in ddp.named_module_buffers.values()] == [id(ddp.module.get_buffer(name)) for name in names]
-        assert list(map(id, ddp.modules_buffers)) == list(map(id, ddp.named_module_buffers.values()))
+    with wrapped(case.model()) as ddp:
         assert ddp.will_sync_module_buffers()
         ddp.require_forward_param_sync = False
         assert not ddp.will_sync_module_buffers()
@@ -598,10 +583,8 @@ def test_buffers_have_their_names_without_the_ignored_ones() -> None:
 @in_ranks(2, 3)
 def test_switches_of_torchs_are_accepted() -> None:
     model = mlp()
-    with wrapped_and_bare(model, bucket_cap_mb=1e-6) as (ddp, bare), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            ddp._set_static_graph()
+    with wrapped_and_bare(model, bucket_cap_mb=1e-6) as (ddp, bare):
+        ddp._set_static_graph()
         ddp._set_ddp_sink_clone(False)
         for is_required in (False, True):  # of which no_sync() is the context
             ddp.require_backward_grad_sync = is_required
@@ -623,9 +606,6 @@ def test_switches_of_torchs_are_accepted() -> None:
         }
         ddp._remove_autograd_hooks()
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
-    assert [(str(each.message), each.filename == __file__) for each in caught] == [
-        ("You've set static_graph to be True, no need to set it again.", True)
-    ]
 
 
 def with_last(change: Callable[[nn.Module], object]) -> nn.Module:
@@ -639,11 +619,6 @@ ONLY_ON_DEVICES = (
     "device_ids {}, output_device {}, and module parameters {}.\n"
     "  DistributedDataParallel(...)\n"
     "  Leave both out on CPU and for modules on several devices."
-)
-BOTH_OR_NONE = (
-    "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.\n"
-    "  DistributedDataParallel(...)\n"
-    "  Leave both out: Undertow sends every bucket as soon as it can."
 )
 ONE_MESH = (
     "Only 1D device mesh is supported, but got MESH.\n"
@@ -753,11 +728,6 @@ ARGUMENTS = {
     "device on CPU": ONLY_ON_DEVICES.format("[device(type='cpu')]", "None", "['cpu']"),
     "output device on CPU": ONLY_ON_DEVICES.format("None", "1", "['cpu']"),
     "devices without parameters": ONLY_ON_DEVICES.format("[0]", "0", "[]"),
-    "nothing hooked": BOTH_OR_NONE,
-    "nothing delayed": BOTH_OR_NONE,
-    "another's delayed": "delay_all_reduce_named_params: '0.weight' is not a parameter of the module.\n"
-    "  DistributedDataParallel(...)\n"
-    "  Give what module.named_parameters() gives, or leave the argument out.",
     "mixed precision": "mixed_precision is private in torch, and not supported.\n"
     "  DistributedDataParallel(...)\n"
     "  Use torch.autocast around the forward; SyncConfig(wire_dtype=...) sends gradients in 16 bits.",
@@ -796,8 +766,7 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         plan = ddp.plan.to_json()
     sharded = nn.Linear(2, 2, bias=False)
     sharded.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh["dp"], [Shard(0)]))
-    with_batch_norm, model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), mlp()
-    name, weight = next(iter(model.named_parameters()))
+    with_batch_norm = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
     calls: dict[str, Callable[[], object]] = {
         "no group": lambda: attach(mlp(), process_group="world"),
         "group in second place": lambda: DistributedDataParallel(mlp(), dist.group.WORLD),
@@ -823,11 +792,6 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         "device on CPU": lambda: DistributedDataParallel(mlp(), [torch.device("cpu")]),
         "output device on CPU": lambda: DistributedDataParallel(mlp(), output_device=1),
         "devices without parameters": lambda: DistributedDataParallel(nn.Flatten(), [0], 0),
-        "nothing hooked": lambda: DistributedDataParallel(model, delay_all_reduce_named_params=[(name, weight)]),
-        "nothing delayed": lambda: DistributedDataParallel(model, param_to_hook_all_reduce=weight),
-        "another's delayed": lambda: DistributedDataParallel(
-            mlp(), delay_all_reduce_named_params=[(name, weight)], param_to_hook_all_reduce=weight
-        ),
         "mixed precision": lambda: DistributedDataParallel(mlp(), mixed_precision="half"),
         "buffer hook": lambda: DistributedDataParallel(mlp())._register_buffer_comm_hook(None, print),
         "other ranks": lambda: DistributedDataParallel(mlp())._update_process_group(dist.group.WORLD),

@@ -44,7 +44,7 @@ from support.processes import free_port
 from support.project import ROOT
 from support.ranks import Ranks
 from undertow import ConfigError, DistributedDataParallel, ShardedGradientError, ShardedOptimizer, SyncConfig
-from undertow.integrations.versions import require_version
+from undertow.errors import require_version
 
 
 @pytest.fixture(scope="module")
@@ -622,12 +622,8 @@ def prepared_twice(folder: Path) -> None:
         plain[0].save_state(folder / "plain")
         plain[0].free_memory()
         accelerator, model, optimizer = made(DistributedDataParallel)
-        again = prepared(DistributedDataParallel, accelerator, model, optimizer, **SHARDS, device_placement=[False, None])
+        again = prepared(DistributedDataParallel, accelerator, model, optimizer, **SHARDS)
         assert (again[0] is model, again[1] is optimizer) == (True, True)
-        text = text_of(
-            ConfigError, lambda: prepared(DistributedDataParallel, accelerator, model, optimizer, device_placement=[True])
-        )
-        assert text.startswith("device_placement takes one value for each of 2 objects, got 1.")
         accelerator.load_state(folder / "plain")
         for each in ((accelerator, model, optimizer), plain):
             step(*each, 2)
@@ -671,9 +667,9 @@ def test_accelerate_refuses_what_shards_cannot_do(framework_ranks: Ranks) -> Non
 def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("2.4.0", "2.10.1", "3.0rc1"):
         monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
-        require_version("lightning", "2.4")
+        require_version("lightning", "2.4", where="undertow.integrations.lightning")
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.3.3")
-    assert text_of(ConfigError, lambda: require_version("lightning", "2.4")) == (
+    assert text_of(ConfigError, lambda: require_version("lightning", "2.4", where="undertow.integrations.lightning")) == (
         "lightning 2.3.3 is not supported: 2.4 is the oldest version that is.\n  undertow.integrations.lightning\n"
         "  pip install 'lightning>=2.4'"
     )

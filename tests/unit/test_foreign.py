@@ -13,7 +13,7 @@ from support.cli import Undertow
 from support.errors import refusal
 from support.records import record
 from support.strategies import spec
-from undertow import ConfigError, SyncConfig, UndertowError, errors
+from undertow import ConfigError, UndertowError, errors
 from undertow.cost import CostCurve
 from undertow.foreign import MOST_LEVELS, parsed_json, printable, printable_lines
 from undertow.plan import ParamSpec, Plan, plan_from_groups
@@ -26,7 +26,6 @@ SPEC = ParamSpec(name="a", shape=(2, 3), dtype="float32", itemsize=4)
 PLAN = plan_from_groups([SPEC], [(0,)], num_ranks=2).to_json()
 PROFILE = Profile(params=(SPEC,), ready_us=(1.0,), forward_us=1.0, backward_us=2.0).to_json()
 TABLE = '{"params": [{"name": "a", "shape": [2, 3], "dtype": "float32"}]}'
-SETTINGS = SyncConfig().to_json()
 
 
 def from_file(read: Callable[[Path], Any]) -> Callable[[str, Path], Any]:
@@ -39,7 +38,6 @@ def from_file(read: Callable[[Path], Any]) -> Callable[[str, Path], Any]:
 
 READERS: dict[str, tuple[str, Callable[[str, Path], Any]]] = {
     "Plan.from_json": (PLAN, lambda text, _: Plan.from_json(text)),
-    "SyncConfig.from_json": (SETTINGS, lambda text, _: SyncConfig.from_json(text)),
     "profile_from_json": (PROFILE, lambda text, _: profile_from_json(text, "run.json")),
     "a file of a plan": (PLAN, from_file(source_from_file)),
     "a file of a table": (TABLE, from_file(source_from_file)),
@@ -142,13 +140,12 @@ def test_a_key_that_is_given_twice_is_a_config_error(good: str, read: Callable[[
         pytest.param(PLAN, '"format": 1', '"format": true', id="a format that is true"),
         pytest.param(PLAN, '"name": "a"', '"name": 1', id="a name that is a number"),
         pytest.param(PLAN, '"dtype": "float32"', '"dtype": 1', id="a dtype that is a number"),
-        pytest.param(SETTINGS, '"experts": []', '"experts": 5', id="experts that are a number"),
     ],
 )
 def test_a_value_of_another_type_is_not_rounded_or_guessed(text: str, good: str, bad: str) -> None:
     assert good in text
     with pytest.raises(ConfigError):
-        (Plan if text == PLAN else SyncConfig).from_json(text.replace(good, bad))
+        Plan.from_json(text.replace(good, bad))
 
 
 def test_json_is_read_to_a_depth() -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -70,23 +70,24 @@ def average_gradients(
     # The index of a device may differ between ranks.
     described = [(tuple(it.shape), str(it.dtype), it.device.type) for _, it in pairs]
     fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()[:6]
-    by_kind: defaultdict[object, dict[int, _Pair]] = defaultdict(dict)
-    for index, pair in enumerate(pairs):
-        by_kind[pair[1].dtype, pair[1].device][index] = pair
-    flats = [_flat(of_kind.values(), fingerprint) for of_kind in by_kind.values()]
+    by_kind: defaultdict[object, list[int]] = defaultdict(list)
+    for index, (_, example) in enumerate(pairs):
+        by_kind[example.dtype, example.device].append(index)
+    flats = [_flat([pairs[index] for index in indices], fingerprint) for indices in by_kind.values()]
     if group.size() > 1:
         for handle in [_started(flat, group, reference) for flat in flats]:
             handle.wait()
-    averaged: dict[int, Tensor] = {}
-    for of_kind, flat in zip(by_kind.values(), flats, strict=True):
-        where = f"rank {reference.rank}: fingerprint {fingerprint}"
-        averaged |= _results(of_kind, flat, fingerprint, where)
-    return tuple(averaged.get(index) for index in range(len(pairs)))
+    averaged: list[Tensor | None] = [None] * len(pairs)
+    for indices, flat in zip(by_kind.values(), flats, strict=True):
+        results = _results([pairs[index] for index in indices], flat, fingerprint, rank=reference.rank)
+        for index, result in zip(indices, results, strict=True):
+            averaged[index] = result
+    return tuple(averaged)
 
 
-def _flat(pairs: Collection[_Pair], fingerprint: str) -> Tensor:
+def _flat(pairs: Sequence[_Pair], fingerprint: str) -> Tensor:
     """Returns gradients one after another, and flags: whether each is there, and `_bits`."""
-    # Elements in logical order, whatever the strides: those may differ from rank to rank, especially if one rank has None.
+    # In logical order, whatever the strides: those may differ from rank to rank, especially if one has None.
     values = [torch.zeros_like(example) if gradient is None else gradient for gradient, example in pairs]
     flags = [gradient is not None for gradient, _ in pairs]
     return torch.cat([*map(Tensor.flatten, values), values[0].new_tensor(flags + _bits(fingerprint))])
@@ -104,12 +105,11 @@ def _started(flat: Tensor, group: dist.ProcessGroup, reference: GroupRef) -> Han
     return all_reduce_async(flat.div_(group.size()), group)
 
 
-def _results(pairs: Mapping[int, _Pair], mean: Tensor, fingerprint: str, where: str) -> dict[int, Tensor]:
-    """Returns the means by position, except gradients that no rank has."""
-    examples = [example for _, example in pairs.values()]
-    are_there = [gradient is not None for gradient, _ in pairs.values()]
-    sizes = [example.numel() for example in examples]
+def _results(pairs: Sequence[_Pair], mean: Tensor, fingerprint: str, *, rank: int) -> list[Tensor | None]:
+    """Returns the mean gradients, None for a gradient that no rank has."""
+    sizes = [example.numel() for _, example in pairs]
     *parts, flags = torch.split(mean, [*sizes, mean.numel() - sum(sizes)])
+    are_there = [gradient is not None for gradient, _ in pairs]
     # Reading makes the host wait for a device. A rank that has all gradients learns nothing.
     if mean.device.type == "cpu" or not all(are_there):
         read = (flags != 0).tolist()
@@ -117,18 +117,18 @@ def _results(pairs: Mapping[int, _Pair], mean: Tensor, fingerprint: str, where: 
         require(
             read[len(pairs) :] == _bits(fingerprint),
             "ranks gave gradients of different shapes or dtypes.",
-            where=where,
+            where=f"rank {rank}: fingerprint {fingerprint}",
             remedy="Give the gradients of the same parameters in the same order on every rank.",
             error=PlanMismatch,
         )
-    found: dict[int, Tensor] = {}
-    for index, example, part, is_there in zip(pairs, examples, parts, are_there, strict=True):
-        if is_there:
-            # `.data` is a separate tensor. Views of one tensor share a version counter: changing
-            # one gradient in place would make autograd refuse a graph that has saved another.
-            view = part.view(example.shape).data
-            is_result = example.is_contiguous()
-            found[index] = view if is_result else torch.empty_like(example).copy_(view)
+    found: list[Tensor | None] = []
+    for (_, example), part, is_there in zip(pairs, parts, are_there, strict=True):
+        # `.data` is a separate tensor. Views of one tensor share a version counter: changing
+        # one gradient in place would make autograd refuse a graph that has saved another.
+        result = part.view(example.shape).data
+        if not example.is_contiguous():
+            result = torch.empty_like(example).copy_(result)
+        found.append(result if is_there else None)
     return found
 
 

@@ -1,7 +1,7 @@
 """Buckets of gradients that user code packs, reduces and unpacks: no hooks, no schedule."""
 
 from collections.abc import Generator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -41,7 +41,8 @@ class GradientBucket:
         self.size_in_bytes = size_in_bytes
         self.gradients = tuple(gradients)
         self.reduction_handle: Handle | None = None
-        self._is_prepared = self.is_copied_back = False
+        self._is_prepared = False
+        self.is_copied_back = False
         require(
             self.gradients, f"bucket {bucket_index} is empty.", where="GradientBucket", remedy="Give it at least one gradient."
         )
@@ -65,8 +66,8 @@ class GradientBucket:
         )
         # The gradients one after another, [numel].
         self.bucket_tensor = torch.zeros(starts[-1], dtype=dtype, device=self.gradients[0].device)
-        pairs = zip(self.gradients, pairwise(starts), strict=True)
-        self._views = [self.bucket_tensor[start:stop].view(gradient.shape) for gradient, (start, stop) in pairs]
+        parts = torch.split(self.bucket_tensor, [gradient.numel() for gradient in self.gradients])
+        self._views = [part.view(gradient.shape) for part, gradient in zip(parts, self.gradients, strict=True)]
 
     @property
     def is_reduced(self) -> bool:
@@ -81,14 +82,8 @@ class GradientBucket:
             ConfigError: If a gradient is missing; it has the gradient's name.
             PhaseError: While the bucket is in flight.
         """
-        private.copy_each(self._views, self.require_ready())
-        self.reduction_handle = None
-        self._is_prepared, self.is_copied_back = True, False
-
-    def require_ready(self) -> list[Tensor]:
-        """Returns the gradients for `prepare` to copy; raises its errors."""
-        # Checks that the caller knows of the end. Whether the reduction is complete by now depends on the network, and differs
-        # between ranks.
+        # The caller must know of the end. Whether the reduction is complete by now depends on the network,
+        # and differs between ranks.
         require(
             self.reduction_handle is None or self.reduction_handle.is_found_complete,
             f"bucket {self.bucket_index} is still being reduced.",
@@ -96,7 +91,10 @@ class GradientBucket:
             remedy="Wait for reduction_handle first.",
             error=PhaseError,
         )
-        return self._present_gradients()
+        private.copy_each(self._views, self._present_gradients())
+        self.reduction_handle = None
+        self._is_prepared = True
+        self.is_copied_back = False
 
     def reduce_async(
         self, process_group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -120,9 +118,8 @@ class GradientBucket:
             remedy="Call prepare() after every backward, and reduce once.",
             error=PhaseError,
         )
-        group = user_group(process_group)
+        self.reduction_handle = all_reduce_async(self.bucket_tensor, user_group(process_group), op)
         self._is_prepared = False
-        self.reduction_handle = all_reduce_async(self.bucket_tensor, group, op)
         return self.reduction_handle
 
     @torch.no_grad()
@@ -257,12 +254,19 @@ class GradientBucketManager:
         specs = [spec_of(f"tensor {index}", tensor) for index, tensor in enumerate(parameters)]
         groups = group_by_size(specs, largest_first(specs), SizeCaps(cap_bytes=bucket_size_in_bytes))
         self.process_group = process_group
-        self.buckets = tuple(
-            GradientBucket(index, sum(specs[i].num_bytes for i in group) or 1, [parameters[i] for i in group])
-            for index, group in enumerate(groups)
-        )
-        self._bucket_of = {id(tensor): bucket.bucket_index for bucket in self.buckets for tensor in bucket.gradients}
-        self._is_closed = False
+        self._buckets: list[GradientBucket] | None = []  # None after `close`
+        self._index_of: dict[int, int] = {}  # of a tensor's bucket, by id
+        for index, group in enumerate(groups):
+            num_bytes = sum(specs[i].num_bytes for i in group) or 1
+            self._buckets.append(GradientBucket(index, num_bytes, [parameters[i] for i in group]))
+            self._index_of.update((id(parameters[i]), index) for i in group)
+
+    @property
+    def buckets(self) -> tuple[GradientBucket, ...]:
+        """The buckets, those of the largest gradients first. Raises PhaseError after `close`."""
+        if self._buckets is None:
+            raise PhaseError("this GradientBucketManager is closed.", where="GradientBucketManager", remedy="Make a new one.")
+        return tuple(self._buckets)
 
     def get_bucket_index(self, tensor: Tensor) -> int:
         """Returns the index of the bucket that holds the gradient of a tensor.
@@ -273,14 +277,14 @@ class GradientBucketManager:
         Raises:
             ConfigError: If no bucket holds its gradient.
         """
-        buckets = self._buckets_for("get_bucket_index")
+        num_buckets = len(self.buckets)
         require(
-            id(tensor) in self._bucket_of,
+            id(tensor) in self._index_of,
             f"a tensor of shape {tuple(tensor.shape)} belongs to no bucket.",
-            where=f"GradientBucketManager of {len(self._bucket_of)} tensors in {len(buckets)} buckets",
+            where=f"GradientBucketManager of {len(self._index_of)} tensors in {num_buckets} buckets",
             remedy="Give the manager this very tensor when you make it (the parameter, not a copy or its gradient).",
         )
-        return self._bucket_of[id(tensor)]
+        return self._index_of[id(tensor)]
 
     def is_reduced(self, tensor: Tensor) -> bool:
         """Returns True if the reduction of the bucket that holds the gradient of a tensor is complete.
@@ -288,7 +292,7 @@ class GradientBucketManager:
         Args:
             tensor: One of the tensors that the manager was made with.
         """
-        return self._buckets_for("is_reduced")[self.get_bucket_index(tensor)].is_reduced
+        return self.buckets[self.get_bucket_index(tensor)].is_reduced
 
     def reduce_bucket_async(self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Handle:
         """Prepares one bucket and starts its reduction. Every rank calls this in the same order.
@@ -300,9 +304,11 @@ class GradientBucketManager:
         Returns:
             A handle that can be waited for, asked by `is_completed()`, and awaited.
         """
-        buckets = self._buckets_for("reduce_bucket_async")
+        buckets = self.buckets
         require(
-            0 <= index < len(buckets), f"bucket {index} does not exist.", where=f"GradientBucketManager of {len(buckets)} buckets"
+            0 <= index < len(buckets),
+            f"bucket {index} does not exist.",
+            where=f"GradientBucketManager of {len(buckets)} buckets",
         )
         buckets[index].prepare()
         return buckets[index].reduce_async(self.process_group, op)
@@ -318,13 +324,13 @@ class GradientBucketManager:
         Returns:
             One handle of all reductions: wait for it, ask it by `is_completed()`, or await it.
         """
-        for bucket in self._buckets_for("reduce_all_async"):
-            bucket.require_ready()
-        return AllReductions([self.reduce_bucket_async(index, op) for index in range(len(self.buckets))])
+        for bucket in self.buckets:
+            bucket.prepare()
+        return AllReductions([bucket.reduce_async(self.process_group, op) for bucket in self.buckets])
 
     def wait_for_all(self) -> None:
         """Waits until every reduction that was started is complete."""
-        for bucket in self._buckets_for("wait_for_all"):
+        for bucket in self.buckets:
             if bucket.reduction_handle is not None:
                 bucket.reduction_handle.wait()
 
@@ -334,33 +340,22 @@ class GradientBucketManager:
         Raises:
             PhaseError: If a bucket has not been reduced or no result is new; nothing is copied then.
         """
-        buckets = self._buckets_for("copy_back_all")
-        for bucket in buckets:
+        for bucket in self.buckets:
             bucket.require_reduced()
-        for bucket in [bucket for bucket in buckets if not bucket.is_copied_back] or buckets[:1]:
+        new = [bucket for bucket in self.buckets if not bucket.is_copied_back]
+        for bucket in new or self.buckets[:1]:  # of which the first says that its result is not new
             bucket.copy_back()
 
     def close(self) -> None:
         """Waits for running reductions and releases the buckets; every later call except `close` raises PhaseError."""
-        if self._is_closed:
+        if self._buckets is None:
             return
         try:
             self.wait_for_all()
         finally:
-            self.buckets, self._bucket_of, self._is_closed = (), {}, True
-
-    def _buckets_for(self, call: str) -> tuple[GradientBucket, ...]:
-        require(
-            not self._is_closed,
-            "this GradientBucketManager is closed.",
-            where=f"GradientBucketManager.{call}",
-            remedy="Make a new one.",
-            error=PhaseError,
-        )
-        return self.buckets
+            self._buckets = None
 
     def __enter__(self) -> Self:
-        self._buckets_for("__enter__")
         return self
 
     def __exit__(self, *_error: object) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from undertow.checkpoint import contents, files
+from undertow.config import refused
 from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.errors import CheckpointError
 from undertow.optim.sharded_optimizer import ShardedOptimizer
@@ -258,8 +259,4 @@ def _group_of(
 def _require_no_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     is_of_experts = isinstance(optimizer, ShardedOptimizer) and optimizer._sync.config.experts
     if is_of_experts or (isinstance(model, DistributedDataParallel) and model.sync.config.experts):
-        raise CheckpointError(
-            "this model has experts: ranks have different tensors under one name, and a checkpoint stores one per name.",
-            where="save_checkpoint, load_checkpoint",
-            remedy="Save model.state_dict() and optimizer.full_state_dict() on each rank, in separate files.",
-        )
+        raise refused("experts", "checkpoint", where="save_checkpoint, load_checkpoint")

@@ -74,17 +74,13 @@ def undertow(
     "or one, ends with the same parameters. Prints a table and draws where each step's time went, in OUT/demo.png.\n\n"
     "Exit code 0: all ways agree. 1: they do not, or a rank failed. 2: an option cannot work."
 )
-def demo(  # noqa: PLR0913  # one argument per option
+def demo(  # one argument per option
     nproc: Annotated[int, typer.Option(help="Ranks to start on this machine, 1 to 16; each computes on one core.")] = 2,
     link: Annotated[
         str, typer.Option(help='Network to emulate: a rate such as "1gbit", "2.5gbit", "200mbit", or "none".')
     ] = "1gbit",
-    text: Annotated[
-        Path | None, typer.Option(help="File to train on; without it, the standard library's source.", show_default=False)
-    ] = None,
     steps: Annotated[int, typer.Option(help="Measured steps per way, after ten to warm up.")] = 8,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
-    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     strategy: Annotated[
         str, typer.Option(help='"zero1" or "zero2" adds a sixth way, with a sharded optimizer; "ddp" does not.')
     ] = "ddp",
@@ -93,7 +89,7 @@ def demo(  # noqa: PLR0913  # one argument per option
     # Not at the top: the other commands do not need it.
     from undertow.demo import DemoSettings, run_demo
 
-    settings = DemoSettings(num_ranks=nproc, link=link, text=text, num_steps=steps, out=out, seed=seed, strategy=strategy)
+    settings = DemoSettings(num_ranks=nproc, link=link, num_steps=steps, out=out, strategy=strategy)
     raise typer.Exit(run_demo(settings))
 
 
@@ -157,9 +153,6 @@ def plan(  # noqa: PLR0913  # one argument per option
     ] = None,
     overlap: Annotated[bool, typer.Option(help="Reduce during backward, or everything at its end.")] = True,
     schedule: Annotated[bool, typer.Option("--schedule", help="Show the ops of one step in their order too.")] = False,
-    accumulation: Annotated[
-        bool, typer.Option("--accumulation", help="Show the schedule of a backward that only accumulates.")
-    ] = False,
     link: _Link = None,
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
@@ -178,8 +171,7 @@ def plan(  # noqa: PLR0913  # one argument per option
             overlap=overlap, skew=skew, contention=contention, launch_us=launch_us, copy_us_per_mb=copy_us_per_mb
         ),
         is_json=json,
-        is_accumulation=accumulation,
-        has_schedule=schedule or accumulation,
+        has_schedule=schedule,
         network=NetworkOptions(link=link, per_node=per_node, node_link=node_link),
     )
 
@@ -213,7 +205,7 @@ def simulate(  # noqa: PLR0913  # one argument per option
     contention: _Contention = None,
     launch_us: _Launch = None,
     copy_us_per_mb: _Copy = None,
-    sweep: Annotated[str | None, typer.Option(help='Vary "ranks", "bandwidth" or "bucket".', show_default=False)] = None,
+    sweep: Annotated[str | None, typer.Option(help='Vary "ranks" or "bandwidth".', show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     json: _Json = False,
 ) -> None:

@@ -1,7 +1,6 @@
 """Implements `undertow plan`; imports torch only for the demo's model."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -9,12 +8,12 @@ from rich.table import Column, Table
 
 from undertow.cli.simulate import json_of, print_assumptions
 from undertow.config import SyncConfig
-from undertow.errors import ConfigError, require
+from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Plan, first_plan, plan_from_groups, plan_in_order
 from undertow.profile import Profile, source_from_file
 from undertow.report.comparison import print_outcomes
 from undertow.report.what_if import NetworkOptions, WhatIf, require_rank
-from undertow.schedule import OpKind, Strategy, lower_accumulation, lower_data_parallel, strategy_named
+from undertow.schedule import OpKind, Strategy, lower_data_parallel, strategy_named
 from undertow.shown import cell, print_line
 from undertow.simulate import Conditions
 
@@ -27,7 +26,6 @@ def show_plan(  # noqa: PLR0913  # one argument per option
     bucket_cap_mb: float | None,
     conditions: Conditions,
     is_json: bool,
-    is_accumulation: bool,
     has_schedule: bool,
     network: NetworkOptions,
 ) -> None:
@@ -36,13 +34,14 @@ def show_plan(  # noqa: PLR0913  # one argument per option
     Without `file` they are of the demo's model. Raises ConfigError for options that cannot be combined.
     """
     require_rank(num_ranks, of="a plan is for", where="undertow plan")
-    require(
-        conditions.overlap or not is_accumulation,
-        "--accumulation and --no-overlap cannot go together.",
-        where="undertow plan",
-        remedy="Leave one of them out: a backward that only accumulates has one schedule.",
-    )
-    source, what_if = _demo_parameters() if file is None else source_from_file(file), None
+    what_if = None
+    source: Profile | Plan | Sequence[ParamSpec]
+    if file is None:
+        from undertow.demo.model import demo_parameters
+
+        source = demo_parameters()
+    else:
+        source = source_from_file(file)
     if isinstance(source, Profile):
         what_if = WhatIf.of(source, strategy, num_ranks, network, conditions)
         chosen, measured = what_if.strategy, what_if.network  # refused before anything is printed
@@ -64,16 +63,16 @@ def show_plan(  # noqa: PLR0913  # one argument per option
         print(plan.to_json() if what_if is None else json_of(what_if, {str(plan.num_ranks): [what_if.outcome("as above", plan)]}))
         return
     num_nodes = None if network.per_node is None else plan.num_ranks // min(network.per_node, plan.num_ranks)
-    lower = lower_accumulation if is_accumulation else partial(lower_data_parallel, overlap=conditions.overlap)
-    schedule = lower(len(plan.buckets), chosen)
-    console, megabytes = Console(), sum(bucket.num_bytes for bucket in plan.buckets) / 1e6
+    console = Console()
+    megabytes = sum(bucket.num_bytes for bucket in plan.buckets) / 1e6
     sizes = f"parameters: {len(plan.params)}, MB: {megabytes:.2f}, buckets: {len(plan.buckets)}"
     console.print(f"{chosen.name}, ranks: {plan.num_ranks}, {sizes}", highlight=False)
     console.print(_bucket_table(plan, chosen, num_nodes=num_nodes))
     if has_schedule:
+        schedule = lower_data_parallel(len(plan.buckets), chosen, overlap=conditions.overlap)
         # Unformatted, so that a copy of this text parses.
         console.print(f"\n{schedule.to_text()}", end="", markup=False, highlight=False, soft_wrap=True)
-    if what_if is not None and not is_accumulation:
+    if what_if is not None:
         console.print()
         print_outcomes([what_if.outcome("as above", plan)], console)
         print_line(console, f"Network: {measured.source}")
@@ -124,9 +123,3 @@ def _bucket_table(plan: Plan, strategy: Strategy, *, num_nodes: int | None) -> T
             *([f"{shard_bytes / 1e6:.2f}"] if has_shards else []),
         )
     return table
-
-
-def _demo_parameters() -> Sequence[ParamSpec]:
-    from undertow.demo.model import demo_parameters
-
-    return demo_parameters()

@@ -1,6 +1,6 @@
 """Implements `undertow simulate`; does not import torch.
 
-A sweep varies one quantity and keeps the others: ranks, the rate of their links, or the size of buckets.
+A sweep varies one quantity and keeps the others: ranks, or the rate of their links.
 """
 
 import json
@@ -16,13 +16,12 @@ from undertow.errors import ConfigError, checked_writing, make_directory, requir
 from undertow.profile import profile_from_file
 from undertow.report.comparison import Outcome, Sweep, print_outcomes, print_sweep
 from undertow.report.timeline import require_matplotlib, save_timeline
-from undertow.report.what_if import FIXED, PER_PARAMETER, PLANNED, NetworkOptions, WhatIf, caps_of, require_rank
+from undertow.report.what_if import FIXED, PLANNED, NetworkOptions, WhatIf, require_rank
 from undertow.shown import print_line
 from undertow.simulate import Conditions
 
 _WHERE = "undertow simulate"
 _RATE_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
-_BUCKET_MIBS = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100, 200, 400, 800, 1600)
 _RATE = re.compile(r"(?P<rate>[\d.]+)\s*(?P<unit>[a-zA-Z/]+)(?P<latency>.*)")  # splits a text that link_from_text reads
 
 
@@ -144,18 +143,7 @@ def _sweep_bandwidth(what_if: WhatIf) -> Sweep:
     return Sweep(axis="rate of every link", unit=unit if unit[-1] in "seE" else f"{unit}/s", points=points)  # "Gb/s", "GbE"
 
 
-def _sweep_bucket(what_if: WhatIf) -> Sweep:
-    """Varies sizes up to the first one that holds all gradients; other methods are listed too, the same at every size."""
-    total_mib = sum(spec.num_bytes for spec in what_if.profile.params) / 2**20
-    others = {outcome.method: outcome for outcome in what_if.outcomes()}
-    sizes = [size for size, smaller in zip(_BUCKET_MIBS, (0, *_BUCKET_MIBS), strict=False) if smaller < total_mib]
-    fixed = {f"{size:g}": what_if.outcome("fixed size", what_if.plan_of_size(caps_of(size))) for size in sizes}
-    points = {size: (others[PER_PARAMETER], outcome, others[PLANNED]) for size, outcome in fixed.items()}
-    return Sweep(axis="largest bucket", unit="MiB", points=points)
-
-
 SWEEPS: Mapping[str, Callable[[WhatIf], Sweep]] = {
     "ranks": _sweep_ranks,
     "bandwidth": _sweep_bandwidth,
-    "bucket": _sweep_bucket,
 }

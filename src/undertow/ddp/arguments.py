@@ -1,12 +1,12 @@
 """The arguments of torch's DistributedDataParallel: checks, with torch's wording in errors."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, require
@@ -57,51 +57,23 @@ def check_devices(
 
 
 def _device_index(device: int | str | torch.device) -> int:
-    if isinstance(device, int):
-        return device
-    index = torch.device(device).index
+    index = device if isinstance(device, int) else torch.device(device).index
     return torch.accelerator.current_device_index() if index is None else index
 
 
-def check_delayed(module: nn.Module, named_params: Iterable[tuple[str, Tensor]] | None, hooked: Tensor | None) -> None:
-    """Checks the delayed parameters, which are reduced like all others: the result is the same, and earlier."""
-    require(
-        (named_params is None) == (hooked is None),
-        "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.",
-        where=_WHERE,
-        remedy="Leave both out: Undertow sends every bucket as soon as it can.",
+def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    """Returns True if buffers are synchronized before forwards; warns of the deprecated argument, as torch does."""
+    if broadcast_buffers is None:
+        return forward_sync_buffers is not False
+    is_replaced = forward_sync_buffers is not None
+    advice = " and ignored when `forward_sync_buffers` is provided." if is_replaced else ". Use `forward_sync_buffers` instead."
+    warnings.warn(
+        f"`broadcast_buffers` is deprecated{advice}"
+        " Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal at the start.",
+        FutureWarning,
+        stacklevel=3,
     )
-    known = {id(param) for _, param in tables.named_parameters(module)}
-    for name, param in named_params or ():
-        require(
-            id(param) in known,
-            f"delay_all_reduce_named_params: {name!r} is not a parameter of the module.",
-            where=_WHERE,
-            remedy="Give what module.named_parameters() gives, or leave the argument out.",
-        )
-
-
-def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool | None, *, check_reduction: bool) -> bool:
-    """Returns True if buffers are synchronized before forwards; warns of deprecated arguments, as torch does."""
-    if check_reduction:
-        warnings.warn(
-            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
-            FutureWarning,
-            stacklevel=3,
-        )
-    if broadcast_buffers is not None:
-        warnings.warn(
-            "`broadcast_buffers` is deprecated"
-            + (
-                ". Use `forward_sync_buffers` instead."
-                if forward_sync_buffers is None
-                else " and ignored when `forward_sync_buffers` is provided."
-            )
-            + " Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal at the start.",
-            FutureWarning,
-            stacklevel=3,
-        )
-    return broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
+    return bool(forward_sync_buffers) if is_replaced else broadcast_buffers
 
 
 def settings_of(
@@ -115,15 +87,20 @@ def settings_of(
 
     torch's cap of 0 gives every parameter its own bucket.
     """
-    caps: tuple[Any, ...] = tuple(_ONE_BYTE_MIB if cap == 0 else cap for cap in bucket_cap_mb_list or (bucket_cap_mb,))
-    given = ["bucket_cap_mb"] * (caps != (None,)) + ["buffers"] * (not forward_sync)
+    sizes: Sequence[float | None] = bucket_cap_mb_list or [bucket_cap_mb]
+    caps = tuple(_ONE_BYTE_MIB if cap == 0 else cap for cap in sizes)
+    given: dict[str, Any] = {}
+    if caps != (None,):
+        given["bucket_cap_mb"] = caps if bucket_cap_mb_list else caps[0]
+    if not forward_sync:
+        given["buffers"] = "off"
     require(
         config is None or not given,
         f"settings are given twice: {', '.join(given)} by arguments of torch's, and config.",
         where=_WHERE,
         remedy=f"Put {', '.join(given)} into config=SyncConfig(...).",
     )
-    return config or SyncConfig(bucket_cap_mb=caps if bucket_cap_mb_list else caps[0], buffers="rank0" if forward_sync else "off")
+    return config or SyncConfig(**given)
 
 
 def private_to_torch(name: str) -> ConfigError:

@@ -10,7 +10,7 @@ Each has a separate process group, buckets, plan and lane, and all of them take 
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
 from undertow.config import ExpertGroup, SyncConfig, require_settings
@@ -28,10 +29,48 @@ from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, warn_o
 from undertow.runtime.engine.agreed_errors import part_of_another
 from undertow.runtime.engine.hooks import earlier_watchers
 from undertow.runtime.model.ignore import names_to_ignore
-from undertow.runtime.model.module_params import AnyOf
 from undertow.runtime.peers.faults import Fault
 from undertow.runtime.torch_private import private, tables
 from undertow.sync import GradientSync
+
+# The reasons why a parameter cannot be synchronized, with the way out. The order counts.
+_REFUSED: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
+    (
+        lambda param: type(param.data).__name__ == "DTensor",
+        "is sharded already, by torch's fully_shard or by tensor parallelism",
+        "Leave fully_shard out, or use it alone; with tensor parallelism, apply it to the data-parallel dimension.",
+    ),
+    (
+        lambda param: not private.has_memory(param),
+        "is a {kind}, which has no memory of its own: it cannot be sent to other ranks",
+        "Exclude it with ignore=[{name!r}], and give it the same values on every rank.",
+    ),
+    (
+        lambda param: param.is_meta,
+        "is on the meta device, and has no values",
+        "Give the module memory by module.to_empty(device=...), and initialize it, before.",
+    ),
+    (
+        lambda param: param.layout is not torch.strided,
+        "has the layout {layout}, and only dense parameters are synchronized",
+        "Make it dense by to_dense(); or name it in `ignore`, and every rank has its own gradient.",
+    ),
+    (
+        lambda param: not param.is_leaf,
+        "is the result of an operation, and no optimizer can update it",
+        "Make it a leaf by detach().requires_grad_(). A module of TorchScript is copied by saving and loading it.",
+    ),
+    (
+        private.has_shared_elements,
+        "is an expanded tensor: several of its elements share memory",
+        "Make the parameter of a clone() of it, or expand it in forward.",
+    ),
+    (
+        lambda param: param.requires_grad and param.is_inference(),
+        "was made under torch.inference_mode(): it never gets a gradient",
+        "Make the model outside of inference mode, or freeze the parameter: requires_grad_(False).",
+    ),
+)
 
 
 def attach(
@@ -130,73 +169,34 @@ def checked(
 
 
 def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller: str) -> None:
-    shapeless = next((name for name, it in params.items() if isinstance(it, nn.parameter.UninitializedParameter)), None)
+    where = f"{caller}(...)"
+    shapeless = next((name for name, param in params.items() if is_lazy(param)), None)
     require(
         shapeless is None,
         f"Modules with uninitialized parameters can't be used with `{caller}`.",
         where=f"parameter {shapeless!r} has no shape yet",
         remedy="Run a dummy forward pass to correctly initialize the modules.",
     )
-    sharded = next((name for name, param in params.items() if type(param.data).__name__ == "DTensor"), None)
-    require(
-        sharded is None,
-        f"parameter {sharded!r} is sharded already, by torch's fully_shard or by tensor parallelism.",
-        where=f"{caller}(...)",
-        remedy="Leave fully_shard out, or use it alone; with tensor parallelism, apply it to the data-parallel dimension.",
-    )
     types = sorted({param.device.type for param in params.values()})
     require(
         len(types) <= 1,
         f"{caller}'s input module must be on the same type of devices, but input module parameters locate in {types}.",
-        where=f"{caller}(...)",
+        where=where,
         remedy="Move the whole module with module.to(device) before.",
     )
-    _require_trainable(params, caller)
+    for name, param in params.items():
+        for is_refused, what, remedy in _REFUSED:
+            require(
+                not is_refused(param),
+                f"parameter {name!r} {what.format(kind=type(param).__name__, layout=param.layout)}.",
+                where=where,
+                remedy=remedy.format(name=name),
+            )
     require(
         types != ["cpu"] or not any(isinstance(layer, nn.SyncBatchNorm) for _, layer in tables.named_modules(module)),
         "SyncBatchNorm layers only work with GPU modules.",
-        where=f"{caller}(...)",
+        where=where,
         remedy="Keep the BatchNorm layers on CPU: their running statistics follow rank 0.",
-    )
-
-
-def _require_trainable(params: dict[str, nn.Parameter], caller: str) -> None:
-    for name, param in params.items():
-        for is_refused, what, remedy in _reasons_against(name, param):
-            require(not is_refused, f"parameter {name!r} {what}.", where=f"{caller}(...)", remedy=remedy)
-
-
-def _reasons_against(name: str, param: nn.Parameter) -> Iterator[tuple[bool, str, str]]:
-    """Yields the reasons why a parameter cannot be synchronized, each with True if it applies. The order counts."""
-    yield (
-        not private.has_memory(param),
-        f"is a {type(param).__name__}, which has no memory of its own: it cannot be sent to other ranks",
-        f"Exclude it with ignore=[{name!r}], and give it the same values on every rank.",
-    )
-    yield (
-        param.is_meta,
-        "is on the meta device, and has no values",
-        "Give the module memory by module.to_empty(device=...), and initialize it, before.",
-    )
-    yield (
-        param.layout is not torch.strided,
-        f"has the layout {param.layout}, and only dense parameters are synchronized",
-        "Make it dense by to_dense(); or name it in `ignore`, and every rank has its own gradient.",
-    )
-    yield (
-        not param.is_leaf,
-        "is the result of an operation, and no optimizer can update it",
-        "Make it a leaf by detach().requires_grad_(). A module of TorchScript is copied by saving and loading it.",
-    )
-    yield (
-        private.has_shared_elements(param),
-        "is an expanded tensor: several of its elements share memory",
-        "Make the parameter of a clone() of it, or expand it in forward.",
-    )
-    yield (
-        param.requires_grad and param.is_inference(),
-        "was made under torch.inference_mode(): it never gets a gradient",
-        "Make the model outside of inference mode, or freeze the parameter: requires_grad_(False).",
     )
 
 
@@ -213,8 +213,9 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequen
     _require_one_group_each(module, config.experts, {*config.ignore, *ignore})
     everybody = chosen_group(how.get("process_group"), how.get("device_mesh"), config.strategy).ranks
     groups = [_with_reference(group, everybody) for group in config.experts]
-    dense, matched = dataclasses.replace(config, experts=()), AnyOf([_Names(group.match) for group in groups])
-    sync = GradientSync(module, config=dense, ignore=ignore, elsewhere=matched, **how)
+    dense = dataclasses.replace(config, experts=())
+    of_experts = _Names(tuple(group.match for group in groups))
+    sync = GradientSync(module, config=dense, ignore=ignore, elsewhere=of_experts, **how)
     try:
         for group, given in zip(groups, config.experts, strict=True):
             expert = GradientSync(
@@ -223,7 +224,7 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequen
                 config=dataclasses.replace(dense, experts=(group,), plan=None),
                 ignore=ignore,
                 shared=how.get("shared", ("parameters", "buffers")),
-                elsewhere=_Names(group.match, is_inverted=True),
+                elsewhere=_Names((group.match,), is_inverted=True),
                 within=sync._group,
             )
             expert._engine.checks.numbers.fails_others = partial(_fail, sync._group)
@@ -253,13 +254,13 @@ def _close_earlier(module: nn.Module, ignored: Collection[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Names:
-    """The names that a pattern matches, or all others."""
+    """The names that one of the patterns matches, or all others."""
 
-    pattern: str
+    patterns: tuple[str, ...]
     is_inverted: bool = False
 
     def __contains__(self, name: object) -> bool:
-        return fnmatchcase(str(name), self.pattern) != self.is_inverted
+        return any(fnmatchcase(str(name), pattern) for pattern in self.patterns) != self.is_inverted
 
 
 def _fail(everybody: OwnGroup, fault: Fault) -> None:
@@ -279,9 +280,8 @@ def _alike_on_all_ranks(weak_sync: weakref.ref[GradientSync], optimizer: Optimiz
     synchronized_ids = {id(param) for part in sync._parts for _, param in part._members.named_params()}  # waits for no gather
     if not any(id(param) in synchronized_ids for group in optimizer.param_groups for param in group["params"]):
         return found
-    on_any = torch.stack(
-        [torch.zeros((), device=sync._group.device), *(each.to(sync._group.device) for each in found.values())]
-    ).amax()
+    device = sync._group.device
+    on_any = torch.stack([torch.zeros((), device=device), *(each.to(device) for each in found.values())]).amax()
     with sync._group.waiting("whether all ranks' gradients are finite"):
         sync._group.all_reduce(on_any, dist.ReduceOp.MAX)
     # If none of a rank's experts was used it has checked nothing, which scalers reject.
@@ -322,13 +322,13 @@ def _require_one_group_each(module: nn.Module, groups: Sequence[ExpertGroup], ig
     names = [name for name, _ in tables.named_parameters(module) if name not in ignored]
     for group in groups:
         require(
-            any(name in _Names(group.match) for name in names),
+            any(fnmatchcase(name, group.match) for name in names),
             f"no parameter matches {group.match!r}.",
             where=f"ExpertGroup, for a model of type {type(module).__name__}",
             remedy=f"Match names of named_parameters(), such as {names[-1]!r}." if names else "Leave `experts` out.",
         )
     for name in names:
-        matching = [group.match for group in groups if name in _Names(group.match)]
+        matching = [group.match for group in groups if fnmatchcase(name, group.match)]
         require(
             len(matching) <= 1,
             f"parameter {name!r} is in several groups of experts.",

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
+from undertow.config import refused
 from undertow.ddp import rpc
-from undertow.errors import PhaseError, require
-from undertow.runtime.step.sharded_steps import no_join_with_shards
 from undertow.runtime.torch_private import private
 from undertow.sync import GradientSync
 
@@ -55,15 +54,10 @@ class ShadowHook(JoinHook):
         self.sync = sync
         self._divides_by_initial_world_size = divides_by_initial_world_size
         if is_enabled:
-            require(
-                not sync.experts,
-                "a rank without data cannot leave a model with experts: tokens of other ranks need the experts that it holds.",
-                where="join",
-                remedy="Give every rank the same number of batches.",
-                error=PhaseError,
-            )
+            if sync.experts:
+                raise refused("experts", "join", where="join")
             if sync._steps is not None:
-                raise no_join_with_shards()
+                raise refused("join", "shards", where="join")
             sync._group.borrowers.add("join")
 
     def main_hook(self) -> None:

@@ -35,19 +35,10 @@ class Reducer:
     although its forward ran under `no_sync`. They call only these methods.
     """
 
-    __slots__ = ()
-
     def prepare_for_backward(self, *_outputs: object) -> None:
         """Does nothing: parameters that the outputs do not reach need not be known before backward."""
 
     _rebuild_buckets = _delay_all_reduce = prepare_for_backward
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"model.reducer has no {name!r}: Undertow's DistributedDataParallel has no C++ reducer.\n"
-            "  model.reducer only answers frameworks: it has _delay_all_reduce, _rebuild_buckets and prepare_for_backward.\n"
-            "  See model.plan for the buckets and model.report() for times; no_sync() and backward() need no preparation."
-        )
 
 
 def _of_sync(
@@ -79,7 +70,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         process_group: The ranks; the default group if neither it nor `device_mesh` is given.
         bucket_cap_mb: Largest bucket in MiB; None lets the library choose.
         find_unused_parameters: Accepted: buckets carry flags of used parameters in any case.
-        check_reduction: Deprecated in torch.
+        check_reduction: Accepted; deprecated in torch.
         gradient_as_bucket_view: Accepted: gradients are views of buckets in any case; clone those you keep.
         static_graph: Accepted: nothing depends on it.
         delay_all_reduce_named_params: Accepted: these parameters are sent in turn like all others.
@@ -104,12 +95,10 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     """
 
     require_forward_param_sync = True  # may be turned off on an instance
-    broadcast_bucket_size = 250 * 1024 * 1024  # torch's helpers read this and the next two
-    use_side_stream_for_tensor_copies = True
+    broadcast_bucket_size = 250 * 1024 * 1024  # torch's helpers read it
     logger = None
     reducer = Reducer()  # type: ignore[assignment]
     _overrides: Mapping[str, Any] = {}  # settings that precede the arguments
-    mixed_precision = None
     _shadow: ShadowHook | None = None
 
     def __init__(  # noqa: PLR0913  torch's signature
@@ -142,34 +131,35 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         device_indices = arguments.check_devices(module, device_ids, output_device)
         if mixed_precision is not None:
             raise arguments.private_to_torch("mixed_precision")
-        arguments.check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         chosen = arguments.settings_of(
             config,
             bucket_cap_mb=bucket_cap_mb,
             bucket_cap_mb_list=bucket_cap_mb_list,
-            forward_sync=arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers, check_reduction=check_reduction),
+            forward_sync=arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers),
         )
         chosen = dataclasses.replace(chosen, **self._overrides) if self._overrides else chosen
 
         nn.Module.__init__(self)  # skips torch's constructor, which would create its reducer
         Joinable.__init__(self)
         self.module = module
-        self.dim, self.device_mesh = dim, device_mesh
+        self.dim = dim
+        self.device_mesh = device_mesh
         self.device_ids, self.output_device = device_indices
-        devices = list(dict.fromkeys(param.device for _, param in tables.named_parameters(module))) or [torch.device("cpu")]
-        self.device, self.device_type, self.is_multi_device_module = devices[0], devices[0].type, len(devices) > 1
+        self.device = next((param.device for _, param in tables.named_parameters(module)), torch.device("cpu"))
+        self.device_type = self.device.type
         self.forward_sync_buffers = chosen.buffers != "off"
         self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
-        self.skip_all_reduce_unused_params, self.static_graph = skip_all_reduce_unused_params, static_graph
-        makes_buffers_equal = broadcast_buffers is not False or forward_sync_buffers is not None
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        has_local_buffers = broadcast_buffers is False and forward_sync_buffers is None
+        shared = ("parameters",) if has_local_buffers else ("parameters", "buffers")
         self.sync = synchronized(
             module,
             process_group=process_group,
             device_mesh=device_mesh,
             config=chosen,
             ignore=ignored,
-            shared=("parameters", "buffers")[: 1 + makes_buffers_equal] if init_sync else (),
+            shared=shared if init_sync else (),
         )
 
     @property
@@ -192,29 +182,9 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         return set(self.sync.config.ignore)
 
     @property
-    def named_module_buffers(self) -> dict[str, Tensor]:  # type: ignore[override]
-        """The synchronized buffers, by name."""
-        ignored = self.parameters_to_ignore
-        return {name: buffer for name, buffer in tables.named_buffers(self.module) if name not in ignored}
-
-    @property
     def bucket_bytes_cap(self) -> int:  # type: ignore[override]
-        """Bytes of the largest bucket."""
+        """Bytes of the largest bucket; torch.compile reads it."""
         return max(bucket.num_bytes for bucket in self.plan.buckets)
-
-    @property
-    def bucket_bytes_cap_list(self) -> list[int]:  # type: ignore[override]
-        """Bytes of every bucket."""
-        return [bucket.num_bytes for bucket in self.plan.buckets]
-
-    @property
-    def bucket_bytes_cap_default(self) -> bool:  # type: ignore[override]
-        """True if the library chooses the sizes of buckets."""
-        return self.sync.config.bucket_cap_mb is None
-
-    @property
-    def modules_buffers(self) -> list[Tensor]:  # type: ignore[override]
-        return list(self.named_module_buffers.values())
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         # torch.compile cuts graphs at the ends of buckets, so that a bucket is sent before the next graph's backward.
@@ -273,7 +243,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     def will_sync_module_buffers(self) -> bool:
         """Returns True if the next training forward synchronizes buffers."""
-        return self._are_buffers_due and bool(self.modules_buffers)
+        return self._are_buffers_due and bool(self.sync._members.common_buffers.buffers)
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
@@ -325,8 +295,6 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     def _set_static_graph(self) -> None:
         """Accepts the call; nothing in Undertow depends on it."""
-        if self.static_graph:
-            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
         self.static_graph = True
 
     def _sync_buffers(self) -> None:

@@ -4,19 +4,17 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
 
 from undertow.errors import UndertowError
 
-_EXIT_S = 20.0  # seconds for a rank that has sent everything: the final garbage collection takes seconds on a busy machine
-_BLAME_S = 1.0  # seconds for other ranks' errors to arrive after one: the cause may not arrive first
+_EXIT_S = 20.0  # for a rank that has sent everything: its garbage collection takes seconds on a busy machine
+_BLAME_S = 1.0  # for other ranks' errors to arrive after one: the cause may not arrive first
 
 
 class RanksLost(UndertowError):
@@ -33,16 +31,15 @@ class _Failure(NamedTuple):
 def messages_of_ranks(
     target: Callable[..., None], arguments: Sequence[Any], *, num_ranks: int, silence_s: float
 ) -> Generator[Any]:
-    """Runs `target(rank, *arguments, send)` in processes and yields their messages; closing it ends the ones that still run.
+    """Runs `target(rank, *arguments, send)` in processes and yields their messages; closing it ends those that still run.
 
-    It ends when all ranks have succeeded. Raises RanksLost if a rank fails, or if none sends a message for `silence_s`: then the
-    ranks are assumed to hang.
+    It ends when all ranks have succeeded. Raises RanksLost if a rank fails, or if none sends a message
+    for `silence_s`: then the ranks are assumed to hang. Ctrl-C does not interrupt the ranks themselves.
     """
-    resource_tracker.ensure_running()  # first: when it starts with the first process, it unblocks Ctrl-C in this process
     context = multiprocessing.get_context("spawn")
     ranks: dict[Any, SpawnProcess] = {}  # by connection
     try:
-        with _interrupts_postponed():
+        with _interrupts_ignored():  # which the processes inherit
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_run, args=(target, rank, arguments, theirs), name=str(rank))
@@ -51,7 +48,7 @@ def messages_of_ranks(
                 theirs.close()  # the rank holds the only writing end: when it ends, this process reads the end of file
         yield from _messages(dict(ranks), silence_s)
     finally:
-        with _interrupts_postponed():  # a second Ctrl-C must not leave ranks running
+        with _interrupts_ignored():  # a second Ctrl-C must not leave ranks running
             for process in ranks.values():
                 process.kill()
             for process in ranks.values():
@@ -83,48 +80,33 @@ def _messages(running: dict[Any, SpawnProcess], silence_s: float) -> Iterator[An
 
 
 def _death(process: SpawnProcess) -> _Failure | None:
-    """Returns the failure of a rank that has closed its connection, at time 0 because the other ranks' errors follow from it."""
+    """Returns the failure of a rank that has closed its connection; its time is 0, because others' errors follow from it."""
     process.join(_EXIT_S)
-    rank, code = process.name, process.exitcode
+    code = process.exitcode
     if not code:
         return None
-    if code == -signal.SIGKILL:
-        remedy = "Often the machine has run out of memory: try fewer ranks."
-        return _Failure(rank=rank, failed_s=0.0, text="It was killed.", remedy=remedy)
-    ending = f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
-    return _Failure(rank=rank, failed_s=0.0, text=f"It {ending}.")
+    remedy = "Often the machine has run out of memory: try fewer ranks." if code == -signal.SIGKILL else ""
+    return _Failure(0.0, process.name, f"It ended with exit code {code}.", remedy)
 
 
 def _run(target: Callable[..., None], rank: int, arguments: Sequence[Any], connection: Connection) -> None:
     """Runs in the process of a rank."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         target(rank, *arguments, connection.send)
     except BaseException:
-        connection.send(_Failure(rank=str(rank), failed_s=time.perf_counter(), text=traceback.format_exc()))
-        connection.close()
-        # Immediately: destructors of groups with a collective in flight would wait for ranks that may be gone.
-        os._exit(0)  # the failure is known
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()  # type: ignore[union-attr]  # None only in a process without a parent
-    os._exit(1)
+        try:
+            connection.send(_Failure(time.perf_counter(), str(rank), traceback.format_exc()))
+            connection.close()
+        finally:
+            # At once: destructors of groups with a collective in flight would wait for ranks that may be gone.
+            os._exit(0)  # the failure is known, or nobody is left to be told
 
 
 @contextlib.contextmanager
-def _interrupts_postponed() -> Iterator[None]:
-    """Raises KeyboardInterrupt at the end of the block if Ctrl-C was pressed inside: no process is left half started.
-
-    Ctrl-C does not interrupt processes started inside at all, because they inherit the blocked signal.
-    """
-    pressed = threading.Event()
-    handler = signal.signal(signal.SIGINT, lambda *_: pressed.set())  # because another thread may take the signal
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _interrupts_ignored() -> Iterator[None]:
+    """Context that ignores Ctrl-C; processes started inside ignore it for good."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, handler)
-    if pressed.is_set():
-        raise KeyboardInterrupt

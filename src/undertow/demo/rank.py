@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from statistics import median, median_high
@@ -21,7 +21,16 @@ from undertow.config import SyncConfig
 from undertow.cost import collective_seconds, link_from_text
 from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.demo.model import CONTEXT, Gpt
-from undertow.demo.settings import COMPARED, NUM_WARM_UP_STEPS, OURS, DemoSettings, Message, WayDone, load_corpus
+from undertow.demo.settings import (
+    COMPARED,
+    NUM_WARM_UP_STEPS,
+    OURS,
+    TORCH_DDP,
+    DemoSettings,
+    Message,
+    WayDone,
+    load_corpus,
+)
 from undertow.emulation.link import BACKEND, EmulatedLink, Transfer, emulated_backend
 from undertow.errors import PhaseError
 from undertow.optim.sharded_optimizer import ShardedOptimizer
@@ -45,8 +54,9 @@ _CONFIGS: Mapping[str, SyncConfig] = {
     "zero2": SyncConfig(strategy="zero2"),
 }
 
-# Tolerance of the loss with three or more ranks, when variants add in different orders: in AdamW's first steps a differing last
-# bit of a gradient that is nearly zero changes the update by a whole learning rate.
+# With three or more ranks variants add in different orders. Sums then differ by a few units of the last place, and in
+# AdamW's first steps a differing last bit of a gradient that is nearly zero changes the update by a whole learning rate.
+_GRADIENT_TOLERANCE = 1e-5  # of a parameter's largest element
 _LOSS_TOLERANCE = 1e-2
 
 
@@ -55,7 +65,8 @@ def run_rank(rank: int, settings: DemoSettings, meeting_point: str, send: Callab
     torch.set_num_threads(1)  # every rank represents a separate machine
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with emulated_backend(link_from_text(settings.link)) as link:
-        dist.init_process_group(BACKEND, init_method=f"file://{meeting_point}", rank=rank, world_size=settings.num_ranks)
+        meeting = f"file://{meeting_point}"
+        dist.init_process_group(BACKEND, init_method=meeting, rank=rank, world_size=settings.num_ranks)
         for message in _train_all_ways(settings, link):
             if rank == 0:
                 send(message)
@@ -66,18 +77,17 @@ def run_rank(rank: int, settings: DemoSettings, meeting_point: str, send: Callab
 def _train_all_ways(settings: DemoSettings, link: EmulatedLink) -> Iterator[Message]:
     """Trains one copy of the model per variant, with the same initial weights and the same data.
 
-    It alternates between variants step by step: if the speed of the machine changes (another program, heat), it changes equally
-    for all.
+    It alternates between variants step by step: if the speed of the machine changes (another program,
+    heat), it changes equally for all.
     """
-    torch.manual_seed(settings.seed)
-    model, batches = Gpt(), _batches(settings)
+    torch.manual_seed(0)
+    model = Gpt()
     num_bytes = 4 * sum(param.numel() for param in model.parameters())
     wire_s = collective_seconds(link.link, "all_reduce", num_bytes=num_bytes, num_ranks=settings.num_ranks)
     on_the_wire = f", {wire_s * 1e3:.0f} ms of wire time per step" if wire_s else ""
     yield f"GPT with {num_bytes / 4e6:.1f} M parameters, {num_bytes / 1e6:.1f} MB of gradients{on_the_wire}.\n"
     runs = [WayRun(way, copy.deepcopy(model)) for way in settings.ways]
-    right, *_ = runs
-    tolerances = _tolerances(model, batches[0], is_exact=settings.is_exact)
+    batches = _batches(settings)
     for step, batch in enumerate(batches, 1):
         for run in runs:
             run.step(batch)
@@ -87,47 +97,23 @@ def _train_all_ways(settings: DemoSettings, link: EmulatedLink) -> Iterator[Mess
         # Later, with more ranks, rounding makes the weights drift apart, and only losses can be compared.
         if step == 1 or (step == len(batches) and settings.is_exact):
             for run in runs:
-                rows = zip(run.gradients, right.gradients, tolerances, strict=True)
-                run.gradients_agree &= all(bool(((mine - exact).abs() <= far).all()) for mine, exact, far in rows)
+                run.compare_gradients(runs[0], is_exact=settings.is_exact)
     dist.barrier()  # by now every collective of the steps is in the log
     transfers = link.take_log()
     for run in runs:
         run.finish(batches[0])
     for run in runs:
-        agrees = torch.tensor(
-            [
-                run.gradients_agree,
-                math.isclose(run.loss, right.loss, rel_tol=0.0 if settings.is_exact else _LOSS_TOLERANCE),
-                not settings.is_exact or all(map(torch.equal, run.model.parameters(), right.model.parameters())),
-            ],
-            dtype=torch.int32,
-        )
-        dist.all_reduce(agrees, op=dist.ReduceOp.MIN)  # on every rank
-        wrong = [what for what, is_right in zip(COMPARED, agrees, strict=True) if not is_right]
+        wrong = run.differences(runs[0], is_exact=settings.is_exact)
         yield WayDone(way=run.way, typical=run.typical(transfers), loss=run.loss, wrong=wrong, profile=run.profile())
 
 
 def _batches(settings: DemoSettings) -> Tensor:
-    """Returns this rank's batches, [step, sequence, byte], the same for every variant: pieces from random places of the text."""
-    text = torch.frombuffer(bytearray(load_corpus(settings.text)), dtype=torch.uint8)
+    """Returns this rank's batches, [step, sequence, byte], alike for all variants: from random places of the text."""
+    text = torch.frombuffer(bytearray(load_corpus()), dtype=torch.uint8)
     pieces = text.unfold(0, CONTEXT + 1, 1)  # [position, byte], a view
-    random, num_steps = np.random.default_rng([settings.seed, dist.get_rank()]), NUM_WARM_UP_STEPS + settings.num_steps
+    random = np.random.default_rng(dist.get_rank())
+    num_steps = NUM_WARM_UP_STEPS + settings.num_steps
     return pieces[torch.from_numpy(random.integers(len(pieces), size=(num_steps, _BATCH)))].long()
-
-
-def _tolerances(model: nn.Module, batch: Tensor, *, is_exact: bool) -> list[Tensor]:
-    """Returns how far the mean gradients of variants may lie apart.
-
-    A bucket is split into chunks at other places than a parameter, and the chunk determines in which order ranks are added. Any
-    order of n - 1 additions and a division is off by at most n eps mean(|g|) (Higham, "Accuracy and Stability of Numerical
-    Algorithms", 2002, 4.2), two orders by twice that.
-    """
-    model(batch).backward()
-    magnitudes = [param.grad.abs() for param in model.parameters() if param.grad is not None]
-    for magnitude in magnitudes:
-        dist.all_reduce(magnitude)  # n times the mean
-        magnitude *= 0.0 if is_exact else 2 * torch.finfo(torch.float32).eps
-    return magnitudes
 
 
 class WayRun:
@@ -138,31 +124,51 @@ class WayRun:
         self.model = model
         self.steps: list[Trace] = []  # their phases, in microseconds of the clock
         self.loss = 0.0  # of the last step
-        self.gradients_agree = True
+        self._gradients_agree = True
         self._last_gradient_us = 0.0
         self._recorded: dict[int, Trace] = {}  # by step
         for param in model.parameters():  # before other hooks on the parameters, so that this one runs first
             param.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
         self._wrapped = DistributedDataParallel(model, config=_CONFIGS[way]) if way in _CONFIGS else None
-        self._called = nn.parallel.DistributedDataParallel(model) if way == "torch-ddp" else self._wrapped or model
+        self._called: nn.Module = self._wrapped or model
+        if way == TORCH_DDP:
+            self._called = nn.parallel.DistributedDataParallel(model)
         self._sharded = self._wrapped if way in STRATEGIES else None
-        self._optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(model.parameters(), **_ADAMW)
-            if self._sharded is None
-            else ShardedOptimizer(torch.optim.AdamW, self._sharded, **_ADAMW)
-        )
+        self._optimizer: torch.optim.Optimizer
+        if self._sharded is None:
+            self._optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW)
+        else:
+            self._optimizer = ShardedOptimizer(torch.optim.AdamW, self._sharded, **_ADAMW)
 
-    @property
-    def gradients(self) -> list[Tensor]:
-        """Mean gradients of the last step; a collective call."""
-        gradient_of: Callable[[Tensor], Any] = attrgetter("grad") if self._sharded is None else self._sharded.full_gradient
-        return [gradient_of(param) for param in self.model.parameters()]
+    def gradients(self) -> list[Any]:
+        """Returns the mean gradients of the last step; a collective call."""
+        if self._sharded is None:
+            return [param.grad for param in self.model.parameters()]
+        return [self._sharded.full_gradient(param) for param in self.model.parameters()]
+
+    def compare_gradients(self, right: "WayRun", *, is_exact: bool) -> None:
+        for mine, expected in zip(self.gradients(), right.gradients(), strict=True):
+            tolerance = 0.0 if is_exact else _GRADIENT_TOLERANCE * expected.abs().max()
+            self._gradients_agree &= bool(((mine - expected).abs() <= tolerance).all())
+
+    def differences(self, right: "WayRun", *, is_exact: bool) -> list[str]:
+        """Returns those of COMPARED that differ from the variant `right` on some rank."""
+        agrees = torch.tensor(
+            [
+                self._gradients_agree,
+                math.isclose(self.loss, right.loss, rel_tol=0.0 if is_exact else _LOSS_TOLERANCE),
+                not is_exact or all(map(torch.equal, self.model.parameters(), right.model.parameters())),
+            ],
+            dtype=torch.int32,
+        )
+        dist.all_reduce(agrees, op=dist.ReduceOp.MIN)
+        return [what for what, is_right in zip(COMPARED, agrees, strict=True) if not is_right]
 
     def step(self, batch: Tensor) -> None:
         """Runs one step of this variant; nothing is in flight before or after it.
 
-        With shards it begins with the update by the previous turn's gradients. The gathers after the update then run under this
-        variant's forward, and not in the turn of another variant.
+        With shards it begins with the update by the previous turn's gradients. The gathers after the
+        update then run under this variant's forward, and not in the turn of another variant.
         """
         update = None if self._sharded is None else self._update()
         self._optimizer.zero_grad()
@@ -171,7 +177,7 @@ class WayRun:
         forward_us = _now_us()
         loss.backward()
         if self.way == "per-parameter":  # in a blocking loop, the obvious first version
-            for gradient in self.gradients:
+            for gradient in self.gradients():
                 dist.all_reduce(gradient)
                 gradient /= dist.get_world_size()
         synchronized_us = _now_us()
@@ -194,18 +200,20 @@ class WayRun:
             self._note_records()
 
     def typical(self, transfers: Sequence[Transfer]) -> Trace:
-        """Returns the measured step of median duration; with shards its traffic comes from the library's record."""
-        traces = [trace_of(phases, transfers, self._recorded.get(phases.step)) for phases in self.steps[NUM_WARM_UP_STEPS:]]
-        return sorted(traces, key=attrgetter("duration_us"))[len(traces) // 2]
+        """Returns the measured step of median duration."""
+        phases = sorted(self.steps[NUM_WARM_UP_STEPS:], key=attrgetter("duration_us"))
+        middle = phases[len(phases) // 2]
+        return trace_of(middle, transfers, self._recorded.get(middle.step))
 
     def profile(self) -> Profile | None:
         """Returns the library's profile; None for other variants, and after too few steps."""
-        if self._wrapped is not None and self.way in OURS:
-            with contextlib.suppress(PhaseError):
-                # The turns of all other variants lie between two steps, so the times of one step are known only here.
-                update_us = median(step.events[-1].duration_us for step in self.steps)
-                step_us = median(step.duration_us for step in self.steps)
-                return replace(self._wrapped.profile(), name="demo", update_us=update_us, step_us=step_us)
+        if self._wrapped is None or self.way not in OURS:
+            return None
+        # The turns of all other variants lie between two steps, so the times of one step are known only here.
+        update_us = median(step.events[-1].duration_us for step in self.steps)
+        step_us = median(step.duration_us for step in self.steps)
+        with contextlib.suppress(PhaseError):
+            return replace(self._wrapped.profile(), name="demo", update_us=update_us, step_us=step_us)
         return None
 
     def _note_gradient(self, _param: Tensor) -> None:
@@ -231,43 +239,25 @@ def _phase(kind: str, start_us: float, stop_us: float) -> Event:
 
 
 def trace_of(phases: Trace, transfers: Sequence[Transfer], recorded: Trace | None = None) -> Trace:
-    """Returns one step as events, in time since its forward began: its phases, and the traffic of the network.
+    """Returns one step as events, in time since its forward began: its phases, and the network's transfers.
 
-    The traffic consists of the transfers launched between forward and optimizer. If collectives consist of messages it is the
-    library's `recorded` trace: only the library knows which messages belong together, and how long the forward waited for
-    parameters.
+    With shards the library has `recorded` how long the forward waited for parameters.
     """
-    forward, _, wait, optimizer = phases.events
-    if recorded is None:
-        traffic = _launched(transfers, forward.stop_us, wait.stop_us)
-    else:
+    forward = phases.events[0]
+    began_us = min(event.start_us for event in phases.events)
+    ended_us = max(event.stop_us for event in phases.events)
+    events = list(phases.events)
+    for sent in transfers:
+        if began_us <= sent.launched_s * 1e6 < ended_us:
+            start_us, stop_us = sent.started_s * 1e6, sent.done_s * 1e6
+            events.append(Event(lane="comm.dp", kind=sent.kind, start_us=start_us, stop_us=stop_us, num_bytes=sent.num_bytes))
+    if recorded is not None:
         # The end of the forward is the moment that both clocks recorded.
-        clock_us = forward.stop_us - next(event.stop_us for event in recorded.events if event.kind == "forward")
-        messages = _launched((sent for sent in transfers if sent.kind == "send"), optimizer.start_us, math.inf)
-        traffic = [*_waits_and_ops(_moved(recorded.events, clock_us), messages, forward_stop_us=forward.stop_us)]
-    return replace(phases, events=tuple(_moved((*phases.events, *traffic), -forward.start_us)))
+        ends_us = next(event.stop_us for event in recorded.events if event.kind == "forward")
+        waits = [event for event in recorded.events if event.kind == "wait" and event.stop_us <= ends_us]
+        events += [_moved(event, forward.stop_us - ends_us) for event in waits]
+    return replace(phases, events=tuple(_moved(event, -forward.start_us) for event in events))
 
 
-def _moved(events: Iterable[Event], by_us: float) -> list[Event]:
-    return [replace(event, start_us=event.start_us + by_us, stop_us=event.stop_us + by_us) for event in events]
-
-
-def _launched(transfers: Iterable[Transfer], from_us: float, until_us: float) -> list[Event]:
-    return [
-        Event(lane="comm.dp", kind=sent.kind, start_us=sent.started_s * 1e6, stop_us=sent.done_s * 1e6, num_bytes=sent.num_bytes)
-        for sent in transfers
-        if from_us <= sent.launched_s * 1e6 < until_us
-    ]
-
-
-def _waits_and_ops(recorded: Sequence[Event], messages: Sequence[Event], *, forward_stop_us: float) -> Iterator[Event]:
-    """Yields the waits of the forward, then the ops without the time they waited for another rank to send.
-
-    A message belongs to the first op that did not end before the message arrived. Ops without a message stay unchanged.
-    """
-    yield from (event for event in recorded if event.kind == "wait" and event.stop_us <= forward_stop_us)
-    ended_us = -math.inf
-    for op in (event for event in recorded if event.lane != "compute"):  # in the order they end
-        own = [message for message in messages if ended_us < message.stop_us <= op.stop_us]
-        ended_us = op.stop_us
-        yield replace(op, start_us=min(it.start_us for it in own), stop_us=max(it.stop_us for it in own)) if own else op
+def _moved(event: Event, by_us: float) -> Event:
+    return replace(event, start_us=event.start_us + by_us, stop_us=event.stop_us + by_us)

@@ -1,7 +1,6 @@
 """Runs the demo from start to end, in the process that starts the ranks."""
 
 import contextlib
-import itertools
 import os
 import tempfile
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from undertow.cost import collective_seconds, link_from_text
 from undertow.demo.launch import RanksLost, messages_of_ranks
-from undertow.demo.settings import GRADIENTS, NUM_WARM_UP_STEPS, OURS, TORCH_DDP, WAYS, DemoSettings, WayDone, load_corpus
+from undertow.demo.settings import GRADIENTS, NUM_WARM_UP_STEPS, OURS, TORCH_DDP, WAYS, DemoSettings, WayDone
 from undertow.errors import make_directory
 from undertow.report.timeline import require_matplotlib, save_timeline, takeaway
 from undertow.shown import print_line
@@ -28,10 +27,9 @@ _ASSUMED_BYTES = 100_000_000  # traffic of one step, a generous estimate
 def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     """Runs and prints the comparison. Returns exit code 0, 1 if a rank failed or variants disagree, or 130 after Ctrl-C.
 
-    Raises ConfigError if the text cannot be read or the output directory cannot be written.
+    Raises ConfigError if the output directory cannot be written.
     """
     console = Console() if console is None else console
-    load_corpus(settings.text)  # the ranks read it; it is refused here
     require_matplotlib()
     make_directory(settings.out, where="undertow demo")
     _print_introduction(console, settings, num_cores=os.cpu_count() or 1, load=os.getloadavg()[0])
@@ -47,15 +45,16 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     print_line(console, takeaway({WAYS[done.way]: done.typical for done in results}, baseline=WAYS[TORCH_DDP]), "bold")
     console.print("", comparison_table(results, num_steps=settings.num_steps), "")
     _save(settings, results, console)
-    complaints = complaints_of(results)
-    for complaint in complaints:
-        print_line(console, complaint, "bold red")
-    if not complaints:
-        console.print(
-            f"All {len(results)} ways found the same gradients{', parameters' if settings.is_exact else ''} and loss.",
-            highlight=False,
-        )
-    return 1 if complaints else 0
+    is_wrong = False
+    for done in results:
+        for what in done.wrong:
+            is_wrong = True
+            print_line(console, f"{WAYS[done.way]}: its {what} not the reference's.", "bold red")
+    if is_wrong:
+        return 1
+    same = "gradients, parameters" if settings.is_exact else "gradients"
+    print_line(console, f"All {len(results)} ways found the same {same} and loss.")
+    return 0
 
 
 def _print_introduction(console: Console, settings: DemoSettings, *, num_cores: int, load: float) -> None:
@@ -72,27 +71,19 @@ def _print_introduction(console: Console, settings: DemoSettings, *, num_cores: 
 
 
 def _train(settings: DemoSettings, console: Console) -> list[WayDone]:
-    """Runs the ranks under a bar per variant, which moves on a terminal and is printed once at the end elsewhere.
-
-    Until the first message there is a spinner instead, on a terminal only.
-    """
+    """Runs the ranks under a bar per variant, which moves on a terminal and is printed once at the end elsewhere."""
     name, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
     progress = Progress(name, BarColumn(bar_width=14), MofNCompleteColumn(), figures, console=console)
     total = NUM_WARM_UP_STEPS + settings.num_steps
     tasks = {way: progress.add_task(WAYS[way], total=total, figures="") for way in settings.ways}
     link, num_ranks = link_from_text(settings.link), settings.num_ranks
-    silence_s = _SILENCE_S + collective_seconds(link, "all_reduce", num_bytes=_ASSUMED_BYTES, num_ranks=num_ranks)
+    wire_s = collective_seconds(link, "all_reduce", num_bytes=_ASSUMED_BYTES, num_ranks=num_ranks)
     results = []
-    with (
-        tempfile.TemporaryDirectory(prefix="undertow-demo-") as folder,
-        contextlib.closing(
-            messages_of_ranks(_run_rank, (settings, f"{folder}/meeting-point"), num_ranks=num_ranks, silence_s=silence_s)
-        ) as messages,
-    ):
-        with console.status(f"Starting {num_ranks} rank{'s' if num_ranks > 1 else ''}"):
-            first = [*itertools.islice(messages, 1)]
-        with progress:
-            for message in itertools.chain(first, messages):
+    with tempfile.TemporaryDirectory(prefix="undertow-demo-") as folder, progress:
+        arguments = (settings, f"{folder}/meeting-point")
+        messages = messages_of_ranks(_run_rank, arguments, num_ranks=num_ranks, silence_s=_SILENCE_S + wire_s)
+        with contextlib.closing(messages):
+            for message in messages:
                 match message:
                     case str():
                         console.print(message)
@@ -108,11 +99,6 @@ def _run_rank(*arguments: Any) -> None:
     from undertow.demo.rank import run_rank
 
     run_rank(*arguments)
-
-
-def complaints_of(results: Sequence[WayDone]) -> list[str]:
-    """Returns a line for each difference from the first variant."""
-    return [f"{WAYS[done.way]}: its {what} not the reference's." for done in results for what in done.wrong]
 
 
 def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
@@ -145,19 +131,19 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
 
 
 def _save(settings: DemoSettings, results: Sequence[WayDone], console: Console) -> None:
-    """Saves a picture of a typical step, and the profiles of Undertow's variants for `undertow plan` and `undertow simulate`."""
-    picture, profiles = settings.out / "demo.png", {}
+    """Saves a picture of a typical step, and the profiles of Undertow's variants for `plan` and `simulate`."""
+    picture = settings.out / "demo.png"
     save_timeline(
         {WAYS[done.way]: done.typical for done in results},
         picture,
         baseline=WAYS[TORCH_DDP],
         conditions=f"{settings.num_ranks} ranks on one machine, {settings.link} emulated, typical of {settings.num_steps} steps",
     )
+    print_line(console, f"A typical step as a picture: {picture}")
     for done in results:
         if done.profile is not None:
-            profiles[done.way] = settings.out / f"profile-{done.way}.json"
-            done.profile.save(profiles[done.way])
-    print_line(console, f"A typical step as a picture: {picture}")
-    if "undertow" in profiles:
-        ask = f"undertow simulate {profiles['undertow']} --ranks 64 --per-node 8 --link 100gbit"
-        print_line(console, f"What other networks would make of it: {ask}")
+            path = settings.out / f"profile-{done.way}.json"
+            done.profile.save(path)
+            if done.way == "undertow":
+                ask = f"undertow simulate {path} --ranks 64 --per-node 8 --link 100gbit"
+                print_line(console, f"What other networks would make of it: {ask}")

@@ -1,20 +1,18 @@
 """The settings of the demo: the variants of synchronization that it compares, and the text that it trains on; its results."""
 
-import stat
 import sysconfig
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from undertow.cost import link_from_text
-from undertow.errors import ConfigError
+from undertow.errors import require
 from undertow.profile import Profile
 from undertow.schedule import STRATEGIES, strategy_named
 from undertow.trace import Trace
 
 NUM_WARM_UP_STEPS = 10  # until Undertow has measured, and has chosen its plan
 _MAX_BYTES = 4 * 1024 * 1024  # of the text
-_MIN_BYTES = 4096
 
 TORCH_DDP = "torch-ddp"  # the variant that speeds are compared with
 # Variants of averaging gradients over ranks and their labels, in the order the demo runs them. Gradients and
@@ -39,25 +37,28 @@ class DemoSettings:
 
     num_ranks: int = 2
     link: str = "1gbit"
-    text: Path | None = None  # None: the standard library's source
     num_steps: int = 8  # measured steps per variant, after the warm-up
     out: Path = Path("out")
-    seed: int = 0
     strategy: str = "ddp"  # a strategy with shards is trained as an additional variant
 
     def __post_init__(self) -> None:
         for option, value, lowest, highest, remedy in (
             ("--nproc", self.num_ranks, 1, 16, "Two show the most on a small machine."),
             ("--steps", self.num_steps, 1, 10_000, "Eight are enough for a stable median."),
-            ("--seed", self.seed, 0, 2**31 - 1, "Any such number will do."),
         ):
-            if not lowest <= value <= highest:
-                message = f"{option} must be {lowest} to {highest}, got {value}."
-                raise ConfigError(message, where="undertow demo", remedy=remedy)
+            require(
+                lowest <= value <= highest,
+                f"{option} must be {lowest} to {highest}, got {value}.",
+                where="undertow demo",
+                remedy=remedy,
+            )
         link_from_text(self.link)
-        if strategy_named(self.strategy).crossing is not None:
-            message = f"strategy {self.strategy!r} is for several nodes, and the demo runs on one."
-            raise ConfigError(message, where="undertow demo", remedy='Take "zero1" or "zero2".')
+        require(
+            strategy_named(self.strategy).crossing is None,
+            f"strategy {self.strategy!r} is for several nodes, and the demo runs on one.",
+            where="undertow demo",
+            remedy='Take "zero1" or "zero2".',
+        )
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -84,36 +85,7 @@ class WayDone:
 Message = str | tuple[str, str] | WayDone  # from rank 0: a text to print, the figures of a variant's step, or a result
 
 
-def load_corpus(path: Path | None = None) -> bytes:
-    """Reads the first few MiB of the file at `path`, or of the standard library's modules in alphabetical order.
-
-    Raises ConfigError if there is nothing to read, or too little.
-    """
-    if path is None:
-        modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        text = b"".join(module.read_bytes() for module in modules)[:_MAX_BYTES]
-    else:
-        text = _file(path)
-    if len(text) < _MIN_BYTES:
-        source = "the standard library's source" if path is None else f"'{path}'"
-        raise ConfigError(
-            f"{source} is too short to train on: {len(text)} bytes.",
-            where="the text of undertow demo",
-            remedy=f"Give a file of {_MIN_BYTES} bytes or more: --text FILE.",
-        )
-    return text
-
-
-def _file(path: Path) -> bytes:
-    try:
-        # Checked before opening: a pipe without a writer would block forever.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError("it is not a regular file")
-        with path.open("rb") as file:
-            return file.read(_MAX_BYTES)
-    except OSError as error:
-        raise ConfigError(
-            f"'{path}' cannot be read: {error.strerror or error}.",
-            where="the text of undertow demo",
-            remedy="Give a file that you may read: --text FILE; or leave --text out for the standard library's source.",
-        ) from error
+def load_corpus() -> bytes:
+    """Returns the first few MiB of the standard library's modules in alphabetical order."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return b"".join(module.read_bytes() for module in modules)[:_MAX_BYTES]

@@ -19,7 +19,6 @@ duplex. A link shaped by a token bucket lets some bytes pass at once after a res
 Messages occupy the link one after another, in the order of their arrival; the latency of one does not delay the next.
 """
 
-import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -35,17 +34,15 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from undertow.cost import Link, collective_seconds
-from undertow.errors import PhaseError
 from undertow.runtime.peers import patience
 
 __all__ = ["BACKEND", "EmulatedLink", "Transfer", "emulated_backend"]
 
 BACKEND = "emulated"
 _LOG_LENGTH = 65_536  # limits the memory of a training run that never takes its log
-_log = logging.getLogger("undertow")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,41 +60,30 @@ class Transfer:
 class LinkWork(dist.Work):
     """Handle of a transfer on the link; a thread of the emulation completes it.
 
-    It is a separate class because torch's handle of a future cannot wait with a timeout, and its handle of a receive has no
-    future.
+    It is a separate class because torch's handle of a receive has no future.
     """
 
-    def __init__(self, result: Any, *, source_rank: Callable[[], int] | None = None) -> None:
+    def __init__(self, result: Any) -> None:
         super().__init__()
         self._result = result
-        self._ask_source = source_rank  # for receives
         self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._is_finished = threading.Event()
 
     def finish(self, error: Exception | None = None) -> None:
         if error is None:
             self._future.set_result(self._result)
         else:
             self._future.set_exception(error)
-        # Last, so that a caller that has waited finds the future complete too.
-        self._is_finished.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Blocks until it is done; a timeout of zero means no limit, as in torch."""
-        if not self._is_finished.wait(timeout.total_seconds() or None):
-            raise RuntimeError(f"Operation timed out! The link has not carried it after {timeout.total_seconds()} s.")
-        self._future.wait()  # raises the error
+        """Blocks until it is done. gloo limits the time: when it gives up, so does the handle."""
+        self._future.wait()
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._future
 
     def is_completed(self) -> bool:
-        return self._is_finished.is_set()
-
-    def _source_rank(self) -> int:
-        """Returns the sender; torch.distributed.recv asks if the caller named none."""
-        return super()._source_rank() if self._ask_source is None else self._ask_source()
+        return self._future.done()
 
 
 @final
@@ -132,10 +118,7 @@ class EmulatedLink:
         work.finish()
 
     def take_log(self) -> tuple[Transfer, ...]:
-        """Returns all transfers that ended since the last call, in the order they ended.
-
-        On a free link, receives are missing: gloo's own handles do not tell when they end.
-        """
+        """Returns all transfers that ended since the last call, in the order they ended."""
         return tuple(self.log.popleft() for _ in range(len(self.log)))
 
 
@@ -160,11 +143,10 @@ class TaskThread(threading.Thread):
                 work.finish(error)
             del item, work, task  # otherwise its tensors would stay alive until the next one
 
-    def close(self, until_s: float) -> bool:
-        """Ends the thread after its tasks; returns False if it still runs at that time of `time.perf_counter`."""
+    def close(self, until_s: float) -> None:
+        """Ends the thread after its tasks; stops waiting for it at that time of `time.perf_counter`."""
         self._tasks.put(None)
         self.join(max(0.0, until_s - time.perf_counter()))
-        return not self.is_alive()
 
 
 @final
@@ -180,13 +162,14 @@ class Receives:
         self._rank = rank
         self._lock = threading.Lock()
         new_thread = partial(TaskThread, f"undertow-receive-{rank}")
-        self._senders: defaultdict[int | None, TaskThread] = defaultdict(new_thread)  # None: any
+        self._senders: defaultdict[int, TaskThread] = defaultdict(new_thread)
         self._delivery = new_thread()
 
-    def post(self, start: Callable[[], dist.Work], tensors: list[Tensor], *, source: int | None) -> LinkWork:
+    def post(self, start: Callable[[], dist.Work], tensors: list[Tensor], *, source: int) -> LinkWork:
         """Starts a receive on gloo; the returned handle ends when the link has carried the message."""
-        posted_s, running = time.perf_counter(), start()
-        work = LinkWork(tensors, source_rank=running._source_rank)
+        posted_s = time.perf_counter()
+        running = start()
+        work = LinkWork(tensors)
         with self._lock:
             self._senders[source].submit(work, partial(self._receive, work, running, _num_bytes(tensors), posted_s))
         return work
@@ -194,11 +177,10 @@ class Receives:
     def close(self, until_s: float) -> None:
         """Ends the threads after every message has arrived, or at `until_s`."""
         with self._lock:
-            senders = [*self._senders.values()]
+            senders = list(self._senders.values())
             self._senders.clear()
-        are_over = [thread.close(until_s) for thread in (*senders, self._delivery)]
-        if not all(are_over):
-            _log.warning("an emulated group of rank %d was closed with a receive in flight.", self._rank)
+        for thread in (*senders, self._delivery):
+            thread.close(until_s)
 
     def _receive(self, work: LinkWork, running: dist.Work, num_bytes: int, posted_s: float) -> None:
         running.wait()
@@ -225,15 +207,9 @@ def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLi
     the process groups inside: at its end the threads of all groups end.
     """
     emulated = EmulatedLink(link, burst_bytes=burst_bytes)
-    groups: WeakSet[_EmulatedGroup] | None = WeakSet()  # weak, so that a group that torch destroys can be freed at once
+    groups: WeakSet[_EmulatedGroup] = WeakSet()  # weak, so that a group that torch destroys can be freed at once
 
     def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-        if groups is None:
-            raise PhaseError(
-                f"the emulated link {link.name!r} is closed.",
-                where='init_process_group or new_group with backend="emulated"',
-                remedy="Make process groups inside `with emulated_backend(link):`.",
-            )
         group = _EmulatedGroup(emulated, store, rank, size, timeout)
         groups.add(group)
         return group
@@ -242,8 +218,7 @@ def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLi
     try:
         yield emulated
     finally:
-        left, groups = tuple(groups or ()), None
-        for group in left:
+        for group in tuple(groups):
             group.shutdown()
 
 
@@ -271,48 +246,36 @@ class _EmulatedGroup(dist.ProcessGroup):
         return BACKEND
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
-        return self._receive(partial(self.inner.recv, tensors, source, tag), tensors, source=source)
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
-        return self._receive(partial(self.inner.recv_anysource, tensors, tag), tensors, source=None)
+        return self._receives.post(partial(self.inner.recv, tensors, source, tag), tensors, source=source)
 
     def launch(self, name: str, kind: str, payload: int | None, *args: Any, **kwargs: Any) -> dist.Work:
-        """Passes the collective `name` to the group's thread, or directly to gloo if the link is free.
-
-        Argument number `payload` has its bytes.
-        """
+        """Passes the collective `name` to the group's thread; argument number `payload` has its bytes."""
         num_parts = self.size() if kind in _PART_OF_A_RANK else 1
         num_bytes = 0 if payload is None else num_parts * _num_bytes(args[payload])
-        launched_s, start = time.perf_counter(), partial(getattr(self.inner, name), *args, **kwargs)
-        running: dist.Work | None = start() if self._link.link.is_free else None
-        if running is not None and self._record_when_done(running, kind, num_bytes, launched_s):
-            return running
+        start = partial(getattr(self.inner, name), *args, **kwargs)
         work = LinkWork(args[0] if args else None)
-        complete = (lambda: start().wait()) if running is None else running.wait
-        self._collectives.submit(work, partial(self._carry, work, complete, kind, num_bytes, launched_s))
+        self._collectives.submit(work, partial(self._carry, work, start, kind, num_bytes, time.perf_counter()))
         return work
 
     def shutdown(self) -> None:
-        """Ends the group's threads after everything in flight; torch calls it when the group is destroyed."""
+        """Ends the group's threads after everything in flight; torch calls it when the group is destroyed.
+
+        A thread that still waits for gloo keeps the inner group alive, whose destructor would wait too.
+        """
         until_s = time.perf_counter() + patience.LINK_S
         self._receives.close(until_s)
-        if not self._collectives.close(until_s):
-            # The thread keeps the inner group alive: gloo's destructor would block on the same collective.
-            _log.warning("an emulated group of rank %d was closed with a collective in flight.", self.rank())
+        self._collectives.close(until_s)
 
     abort = shutdown
 
-    def _receive(self, start: Callable[[], dist.Work], tensors: list[Tensor], *, source: int | None) -> dist.Work:
-        # Not on the collectives' thread: ranks may order receives and collectives differently.
-        return start() if self._link.link.is_free else self._receives.post(start, tensors, source=source)
-
-    def _carry(self, work: LinkWork, complete: Callable[[], object], kind: str, num_bytes: int, launched_s: float) -> None:
-        """Completes one collective on gloo and ends its handle when the link would have carried it."""
+    def _carry(self, work: LinkWork, start: Callable[[], dist.Work], kind: str, num_bytes: int, launched_s: float) -> None:
+        """Runs one collective on gloo and ends its handle when the link would have carried it."""
         link = self._link.link
-        ready_s = launched_s if link.is_free else self._last_launch_s(launched_s)
-        complete()
-        cost_s, latency_s = (collective_seconds(link, kind, num_bytes=it, num_ranks=self.size()) for it in (num_bytes, 0))
-        started_s, due_s = self._link.reserve(ready_s=ready_s, bytes_s=cost_s - latency_s, latency_s=latency_s)
+        ready_s = self._last_launch_s(launched_s)
+        start().wait()
+        latency_s = collective_seconds(link, kind, num_bytes=0, num_ranks=self.size())
+        bytes_s = collective_seconds(link, kind, num_bytes=num_bytes, num_ranks=self.size()) - latency_s
+        started_s, due_s = self._link.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s)
         self._link.deliver(work, kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=started_s, due_s=due_s)
 
     def _last_launch_s(self, launched_s: float) -> float:
@@ -320,17 +283,6 @@ class _EmulatedGroup(dist.ProcessGroup):
         latest = torch.tensor([launched_s], dtype=torch.float64)
         self.inner.allreduce([latest], dist.ReduceOp.MAX).wait()
         return latest.item()
-
-    def _record_when_done(self, work: dist.Work, kind: str, num_bytes: int, launched_s: float) -> bool:
-        """Records the transfer when gloo's work ends; returns False if the work cannot tell (2.13: reduce_scatter)."""
-        try:
-            future = work.get_future()
-        except RuntimeError:
-            return False
-        log = self._link.log  # not self, because the callback would keep the group alive
-        transfer = partial(Transfer, kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=launched_s)
-        future.add_done_callback(lambda _: log.append(transfer(done_s=time.perf_counter())))
-        return True
 
 
 _PART_OF_A_RANK = ("gather", "scatter")  # their argument holds the part of one rank

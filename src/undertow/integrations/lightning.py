@@ -11,10 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import undertow
-from undertow.errors import require
-from undertow.integrations.versions import require_version
+from undertow.errors import require, require_version
 
-require_version("lightning", "2.4")
+require_version("lightning", "2.4", where="undertow.integrations.lightning")
 
 
 class _Wrapping:

@@ -8,10 +8,9 @@ from torch import nn
 
 from undertow.config import SyncConfig
 from undertow.ddp.wrapper import DistributedDataParallel
-from undertow.errors import require
-from undertow.integrations.versions import require_version
+from undertow.errors import require, require_version
 
-require_version("ray", "2.40")
+require_version("ray", "2.40", where="undertow.integrations.ray")
 
 
 def prepare_model(

@@ -1,40 +1,52 @@
 """The command `undertow run`."""
 
 import argparse
-import json
 import os
 import shutil
 import sys
-import tempfile
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from undertow.errors import ConfigError, UndertowError, make_directory, require, suggestion
-from undertow.runner.settings import RUN, settings_from, variables_of, with_absolute_paths
+from undertow.runner.settings import RUN, settings_from, variables_of
 
 _SITE = str(Path(__file__).with_name("site"))
 _COMMANDS = ("accelerate", "python", "python3", "torchrun", "ray", "fabric", "deepspeed")  # that start training
-_EXECUTABLE = "Make it executable, or name its interpreter."
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Becomes the command that the arguments name; exits if it cannot be started."""
     options = _parser().parse_args(arguments)
+    command = options.command[options.command[:1] == ["--"] :]
     try:
-        _become(options.command[options.command[:1] == ["--"] :], options.out, options.set)
+        require(
+            command,
+            "no command is given.",
+            where="undertow run",
+            remedy="Write the command that starts the training after it: undertow run torchrun --nproc-per-node=2 train.py",
+        )
+        environment = _environment(options.out, options.set)
     except UndertowError as error:
-        print(f"undertow run: {error}", file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 2))
+        _stop(error, code=2)
+    if command[0].endswith(".py"):
+        command = [sys.executable, *command]
+    name = command[0]
+    program = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable)) or name
+    sys.stdout.flush()
+    try:
+        os.execve(program, command, environment)
+    except OSError as error:
+        what, code, remedy = f"{name} cannot be started: {error.strerror}.", 126, "Make it executable, or name its interpreter."
+        if isinstance(error, FileNotFoundError):
+            code = 127
+            remedy = suggestion(name, _COMMANDS, instead="Give the command as you would without `undertow run`.")
+        _stop(ConfigError(what, where="undertow run", remedy=remedy), code=code)  # codes as of shells
 
 
-class _NotStarted(ConfigError):
-    exit_code = 126  # as of shells
-
-
-class _NotFound(_NotStarted):
-    exit_code = 127
+def _stop(error: UndertowError, *, code: int) -> NoReturn:
+    print(f"undertow run: {error}", file=sys.stderr)
+    sys.exit(code)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,47 +80,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _become(command: Sequence[str], out: Path | None, assignments: Sequence[str]) -> NoReturn:
-    require(
-        command,
-        "no command is given.",
-        where="undertow run",
-        remedy="Write the command that starts the training after it: undertow run torchrun --nproc-per-node=2 train.py",
-    )
-    if command[0].endswith(".py"):
-        command = [sys.executable, *command]
-    program = _found(command[0])
+def _environment(out: Path | None, assignments: Sequence[str]) -> dict[str, str]:
     environment = {**os.environ, **variables_of(assignments)}
-    environment |= with_absolute_paths(environment)
     settings_from(environment)
-    outer = json.loads(environment.get(RUN, "{}"))  # this one may run within another
     if out is not None:
         make_directory(out, where=f"undertow run --out {out}", to="there", remedy="Name another folder.")
-        outer["out"] = str(out.absolute())
-    # A process makes this file when a wrapper is made; the program removes it when it ends.
-    mark = os.path.join(tempfile.gettempdir(), f"undertow-run-{uuid.uuid4().hex}")
-    environment[RUN] = json.dumps({"pid": os.getpid(), "mark": mark, "out": None, **outer})
-    others = [folder for folder in (environment.get("PYTHONPATH") or _SITE).split(os.pathsep) if folder != _SITE]
+    # This one may run within another, whose folder holds.
+    environment[RUN] = environment.get(RUN, "") if out is None else str(out.absolute())
+    others = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", _SITE)]
     environment["PYTHONPATH"] = os.pathsep.join([_SITE, *others])
-    sys.stdout.flush()
-    try:
-        os.execve(program, [*command], environment)
-    except OSError as error:
-        what = f"{command[0]} cannot be started: {error.strerror}."
-        raise _NotStarted(what, where=program, remedy=_EXECUTABLE) from error
-
-
-def _found(name: str) -> str:
-    program = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
-    if program is not None:
-        return program
-    if os.path.exists(name):
-        where = os.path.abspath(name)
-        raise _NotStarted(f"{name} is not a program.", where=where, remedy=_EXECUTABLE)
-    others = [command for command in _COMMANDS if command != name]
-    instead = "Give the command as you would without `undertow run`."
-    raise _NotFound(
-        f"command {name!r} is not found.",
-        where="in the folders of PATH",
-        remedy=suggestion(name, others, instead=instead),
-    )
+    return environment

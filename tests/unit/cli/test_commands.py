@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 HELP = {
-    "demo": ("--nproc", "--link", "--text", "--steps", "--out", "--seed", "--strategy", "Exit code"),
+    "demo": ("--nproc", "--link", "--steps", "--out", "--strategy", "Exit code"),
     "simulate": (
         *("--ranks", "--link", "--per-node", "--node-link", "--strategy", "--skew", "--contention", "--sweep", "--out"),
         *("Exit code", "Example: undertow simulate"),
@@ -97,9 +97,9 @@ def test_an_unknown_option_is_exit_code_2(undertow: Undertow) -> None:
 def test_options_become_settings(undertow: Undertow, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DemoSettings] = []
     monkeypatch.setattr(demo, "run_demo", lambda settings: seen.append(settings) or 1)
-    assert (undertow("demo --nproc 3 --link 5gbit --text a --steps 4 --out b --seed 5 --strategy zero1").code, seen) == (
+    assert (undertow("demo --nproc 3 --link 5gbit --steps 4 --out b --strategy zero1").code, seen) == (
         1,
-        [DemoSettings(num_ranks=3, link="5gbit", text=Path("a"), num_steps=4, out=Path("b"), seed=5, strategy="zero1")],
+        [DemoSettings(num_ranks=3, link="5gbit", num_steps=4, out=Path("b"), strategy="zero1")],
     )
 
 
@@ -151,9 +151,7 @@ def test_a_plan_is_shown_as_buckets_and_if_asked_for_a_schedule(undertow: Undert
     [
         ("", "data_parallel_3_buckets"),
         ("--no-overlap", "data_parallel_3_buckets_no_overlap"),
-        ("--accumulation", "accumulation_3_buckets"),
         ("--strategy zero1", "zero1_3_buckets"),
-        ("--strategy zero2 --accumulation", "zero2_accumulation_3_buckets"),
     ],
 )
 def test_options_choose_the_schedule(options: str, golden: str, undertow: Undertow) -> None:
@@ -182,7 +180,6 @@ SHOWN = {
     "plan sharded.json --link 10gbit": ("zero1, ranks: 4, ", "no shards"),
     "plan sharded.json --link 10gbit --strategy ddp": ("ddp, ranks: 4, ", "shard"),
     "plan small.json --link 10gbit --bucket-cap-mb 17": ("buckets: 4\n", "shard"),
-    "plan small.json --link 10gbit --accumulation": ("ddp", "step, ms"),  # takes no step
     # Without a profile nothing is said of the shards of a node.
     "plan --strategy hybrid --ranks 4 --schedule": ("comm.across", "MB per shard"),
     "simulate small.json --link 8gbit,10us --skew 0.05": ("late", "Error"),
@@ -245,10 +242,6 @@ REFUSALS = {
     "plan table.json --strategy zero3": (
         "strategy 'zero3' does not exist.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.\n"
     ),
-    "plan table.json --accumulation --no-overlap": (
-        "--accumulation and --no-overlap cannot go together.\n  undertow plan\n"
-        "  Leave one of them out: a backward that only accumulates has one schedule.\n"
-    ),
     "plan table.json --ranks 0": (
         "a plan is for one rank or more, got --ranks 0.\n  undertow plan\n  Give one or more, or leave it out.\n"
     ),
@@ -266,7 +259,7 @@ REFUSALS = {
         "a step has one rank or more, got --ranks 0.\n  undertow simulate\n  Give one or more, or leave it out.\n"
     ),
     "simulate small.json --link 1gbit --sweep size": (
-        "there is no --sweep 'size'.\n  undertow simulate\n  Choose one of: 'ranks', 'bandwidth', 'bucket'.\n"
+        "there is no --sweep 'size'.\n  undertow simulate\n  Choose one of: 'ranks', 'bandwidth'.\n"
     ),
     "simulate small.json --link none --sweep bandwidth": RATE,
     "simulate small.json --per-node 2": "--per-node has no effect without --link.\n  the network\n  Give --link too.\n",
@@ -347,7 +340,7 @@ def test_ways_to_send_gradients_are_compared(undertow: Undertow) -> None:
     assert Path("out/simulate.png").read_bytes().startswith(PNG_HEAD)
 
 
-@pytest.mark.parametrize("sweep", ["ranks", "bandwidth", "bucket"])
+@pytest.mark.parametrize("sweep", ["ranks", "bandwidth"])
 def test_a_sweep_is_printed_and_not_drawn(sweep: str, undertow: Undertow) -> None:
     _, printed, _ = undertow(f"simulate small.json --link 10gbit --sweep {sweep} --out .")
     assert "By " in printed
@@ -417,15 +410,6 @@ def test_rates_are_swept_around_that_of_the_link() -> None:
     )
 
 
-def test_sizes_are_swept_until_one_holds_all_gradients() -> None:
-    points = SWEEPS["bucket"](what_if()).points
-    assert [*points][-3:] == ["16", "25", "50"]  # of 36 MiB
-    assert (
-        {tuple(outcome.method for outcome in point) for point in points.values()},
-        [point[1].num_buckets for point in points.values()][-2:],
-    ) == ({("per parameter", "fixed size", "planned buckets")}, [3, 2])
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("link", ["1gbit", "10gbit,20us", "400gbit,2us"])
 def test_hardly_any_way_beats_the_planned_buckets_and_none_the_limit(strategy: str, link: str) -> None:
@@ -491,7 +475,7 @@ TABLES = [
     "plan",
     "plan small.json --link 1gbit --strategy hybrid --per-node 2",
     "simulate small.json --link 1gbit",
-    "simulate small.json --link 10gbit --sweep bucket",
+    "simulate small.json --link 10gbit --sweep ranks",
     "env",
 ]
 

@@ -1,6 +1,5 @@
 """Emulated links: when one is free, and receives whose messages come when the test says so."""
 
-import logging
 import math
 import threading
 import time
@@ -38,9 +37,6 @@ class Message(dist.Work):
         if self.error is not None:
             raise self.error
         return True
-
-    def _source_rank(self) -> int:
-        return self.source
 
 
 @pytest.fixture
@@ -83,7 +79,7 @@ def test_a_late_sender_does_not_keep_the_others(receives: Receives) -> None:
 def test_messages_of_one_sender_are_done_as_they_were_posted(receives: Receives) -> None:
     first = Message(1)
     works = [post(receives, first), post(receives, Message(1).come())]
-    assert "timed out" in text_of(RuntimeError, lambda: works[1].wait(timedelta(milliseconds=20)))
+    assert not works[1].is_completed()
     first.come()
     works[1].wait()
     assert works[0].is_completed()
@@ -96,12 +92,12 @@ def test_a_receive_waits_for_what_else_is_on_the_link(link: EmulatedLink, receiv
     assert transfer.started_s >= free_s
 
 
-def test_a_handle_tells_its_result_and_its_sender(receives: Receives) -> None:
+def test_a_handle_tells_its_result(receives: Receives) -> None:
     message = Message(3)
-    work = receives.post(lambda: message, [torch.ones(2)], source=None)
+    work = receives.post(lambda: message, [torch.ones(2)], source=3)
     assert (work.is_completed(), work.get_future().done()) == (False, False)
     message.come()
-    assert (work.wait(), work.is_completed(), work._source_rank()) == (True, True, 3)
+    assert (work.wait(), work.is_completed()) == (True, True)
     assert work.get_future().value()[0].tolist() == [1, 1]
 
 
@@ -110,12 +106,11 @@ def test_an_error_of_gloo_reaches_whoever_waits_and_the_next_receive_goes_on(rec
     assert (text_of(RuntimeError, works[0].wait), works[1].wait()) == ("connection lost", True)
 
 
-def test_closing_before_a_message_has_come_is_said(link: EmulatedLink, caplog: pytest.LogCaptureFixture) -> None:
-    receives, message = Receives(link, rank=4), Message(1)
-    post(receives, message)
-    with caplog.at_level(logging.WARNING, logger="undertow"):
-        receives.close(time.perf_counter() + 0.01)
-    assert caplog.messages == ["an emulated group of rank 4 was closed with a receive in flight."]
+def test_closing_waits_no_longer_than_it_may_for_a_message(receives: Receives) -> None:
+    message = Message(1)
+    work = post(receives, message)
+    receives.close(time.perf_counter() + 0.01)
+    assert not work.is_completed()
     message.come()  # or its thread would wait on
 
 

@@ -4,10 +4,8 @@ Launchers, data workers and scripts of other tools run it too, so it imports nei
 program has imported torch, and Undertow is imported when the first wrapper is made.
 """
 
-import atexit
 import functools
 import importlib.util
-import json
 import os
 import sys
 
@@ -49,10 +47,8 @@ def _redirect(torchs):
 
 
 def _replacing():
-    import torch
-
     try:
-        from undertow.runner import require_torch
+        from undertow.errors import require_version
     except ModuleNotFoundError as error:
         if error.name != "undertow":
             raise
@@ -61,23 +57,10 @@ def _replacing():
             f"  {sys.executable}\n"
             "  Install Undertow there, or start the program by the `undertow` of that environment."
         ) from error
-    require_torch(torch.__version__)
+    require_version("torch", "2.11", where=f"undertow run, {sys.executable}")
     from undertow.runner import replacing  # an older torch lacks what this imports
 
     return replacing
-
-
-def _say_if_nothing_was_wrapped(run):
-    if run["pid"] != os.getpid():  # a forked process
-        return
-    try:
-        os.unlink(run["mark"])
-    except FileNotFoundError:
-        if not hasattr(sys, "last_value"):  # an error that has ended the program says more
-            print(
-                "undertow run: no process of this program made a DistributedDataParallel: Undertow had nothing to do.",
-                file=sys.stderr,
-            )
 
 
 def _import_the_next():
@@ -99,10 +82,6 @@ def _begin():
         _redirect(sys.modules[_MODULE].DistributedDataParallel)
     else:
         sys.meta_path.insert(0, _Finder)
-    run = json.loads(os.environ["UNDERTOW_RUN"])
-    # In the process that `undertow run` has become. If ranks are started one by one, in the first rank's process.
-    if run["pid"] == os.getpid() and os.environ.get("RANK", "0") == "0":
-        atexit.register(_say_if_nothing_was_wrapped, run)
 
 
 if __name__ == "sitecustomize":

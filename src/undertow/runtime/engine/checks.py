@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from undertow.config import SyncConfig
-from undertow.errors import NonFiniteGradient, PhaseError, ReplicaMismatch, require
+from undertow.config import SyncConfig, refused
+from undertow.errors import NonFiniteGradient, ReplicaMismatch
 from undertow.plan import Plan
 from undertow.runtime.comm.group import Pending
 from undertow.runtime.engine.agreed_errors import LOADS, loaded_apart
@@ -117,13 +117,8 @@ class NonFinite:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             return ((_idle(optimizer), *args[1:]), kwargs) if self.skips(optimizer) else None
-        require(
-            self._policy != "skip",
-            'nonfinite="skip" cannot be used with step(closure): the step has begun when the closure computes gradients.',
-            where=f"{type(optimizer).__name__}, rank {self._rank}",
-            remedy='Call the closure before step(), or use nonfinite="raise".',
-            error=PhaseError,
-        )
+        if self._policy == "skip":
+            raise refused("closure", "skip", where=f"{type(optimizer).__name__}, rank {self._rank}")
 
         def judged() -> Any:
             loss = closure()

@@ -228,13 +228,13 @@ class DenseBinding(Binding):
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         is_enabled = torch.is_grad_enabled()
-        private.set_grad_enabled(False)
+        torch.set_grad_enabled(False)
         try:
             if not not_arrived and not self.storage.is_view_referenced() and not self.storage.is_rebased():
                 return self._pack_new()
             return self._pack_any(not_arrived)
         finally:
-            private.set_grad_enabled(is_enabled)
+            torch.set_grad_enabled(is_enabled)
 
     def values(self) -> Sequence[Tensor]:
         return (self.storage.gradients,)

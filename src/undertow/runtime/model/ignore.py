@@ -1,12 +1,10 @@
 """The parameters and buffers that the user excludes from synchronization."""
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NoReturn
 
 from torch import Tensor, nn
 
-from undertow.errors import ConfigError, WrongType, require
+from undertow.errors import ConfigError, WrongType, require, suggestion
 from undertow.runtime.torch_private import tables
 
 
@@ -24,11 +22,15 @@ def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor
         remedy=f"Write ignore=({_brief(ignore)},)." if isinstance(ignore, str) else "Write ignore=(it,).",
         error=WrongType,
     )
-    entries = tuple(ignore)  # empty in the usual case, which then looks at nothing
-    places = dict(_named_places(module) if entries else ())  # including places that hold None so far
+    entries = tuple(ignore)
+    if not entries:
+        return ()
+    places = dict(_named_places(module))
     # Without the module itself: ignoring all of it is never intended.
-    parts = {name: part for name, part in (tables.named_modules(module, is_unique=False) if entries else ()) if name}
-    chosen = {name for entry in entries for name in _names_of(entry, places, parts, where)}
+    parts = {name: part for name, part in tables.named_modules(module, is_unique=False) if name}
+    chosen: set[str] = set()
+    for entry in entries:
+        chosen |= _names_of(entry, places, parts, where)
     tensors = {id(places[name]) for name in chosen if places[name] is not None}
     return tuple(sorted(chosen | {name for name, tensor in places.items() if id(tensor) in tensors}))
 
@@ -40,36 +42,34 @@ def still_there(module: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _names_of(entry: object, places: Mapping[str, Tensor | None], parts: Mapping[str, nn.Module], where: str) -> set[str]:
+    not_inside = "that is to be ignored is not inside the model."
+    remedy = "Give modules, parameters and buffers of this very model, no copies, and not the whole of it."
     match entry:
         case str() if entry in places:
             return {entry}
         case str() if entry in parts:
-            return {f"{entry}.{inner}" for inner, _ in _named_places(parts[entry])}
+            prefixes: tuple[str, ...] = (f"{entry}.",)
         case str():
-            close = difflib.get_close_matches(entry, [*places, *parts], n=1)
-            remedy = (
-                f"Did you mean {close[0]!r}?" if close else "Use names of named_parameters(), named_buffers() or named_modules()."
+            instead = "Use names of named_parameters(), named_buffers() or named_modules()."
+            raise ConfigError(
+                f"{entry!r} does not exist and cannot be ignored.",
+                where=where,
+                remedy=suggestion(entry, [*places, *parts], instead=instead),
             )
-            raise ConfigError(f"{entry!r} does not exist and cannot be ignored.", where=where, remedy=remedy)
         case Tensor():
             names = {name for name, tensor in places.items() if tensor is entry}
-            return names or _refuse(f"a tensor of shape {tuple(entry.shape)}", where)
+            require(names, f"a tensor of shape {tuple(entry.shape)} {not_inside}", where=where, remedy=remedy)
+            return names
         case nn.Module():
-            found = [_names_of(name, places, parts, where) for name, part in parts.items() if part is entry]
-            return set().union(*found) if found else _refuse(f"a module of type {type(entry).__name__}", where)
-    raise WrongType(
-        f"ignore takes names, modules, parameters and buffers, got {_brief(entry)}.",
-        where=where,
-        remedy='Write ignore=("embedding.weight", model.head).',
-    )
-
-
-def _refuse(what: str, where: str) -> NoReturn:
-    raise ConfigError(
-        f"{what} that is to be ignored is not inside the model.",
-        where=where,
-        remedy="Give modules, parameters and buffers of this very model, no copies, and not the whole of it.",
-    )
+            prefixes = tuple(f"{name}." for name, part in parts.items() if part is entry)
+            require(prefixes, f"a module of type {type(entry).__name__} {not_inside}", where=where, remedy=remedy)
+        case _:
+            raise WrongType(
+                f"ignore takes names, modules, parameters and buffers, got {_brief(entry)}.",
+                where=where,
+                remedy='Write ignore=("embedding.weight", model.head).',
+            )
+    return {name for name in places if name.startswith(prefixes)}
 
 
 def _named_places(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:

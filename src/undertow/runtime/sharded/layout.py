@@ -13,7 +13,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from undertow.config import SyncConfig
+from undertow.config import SyncConfig, refused
 from undertow.errors import ConfigError, PhaseError
 from undertow.plan import Bucket, Plan
 from undertow.runtime.comm.collectives import Collectives, accumulation_dtype, exchanges_over
@@ -246,11 +246,8 @@ class Sharding:
 def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:
     for bucket in plan.buckets:
         if bucket.is_sparse:
-            raise ConfigError(
-                f"the gradient of {plan.params[bucket.slots[0].param].name!r} is sparse: it cannot be cut into shards.",
-                where="ShardedOptimizer",
-                remedy="Make the embedding with sparse=False, or use a plain optimizer.",
-            )
+            name = plan.params[bucket.slots[0].param].name
+            raise refused("shards", "sparse", where=f"ShardedOptimizer, parameter {name!r}")
     # Of two parameters that share memory, each would be updated as if it were alone.
     places = sorted((param.data_ptr(), param.nbytes, index) for index, param in enumerate(params) if param.nbytes)
     for (start, num_bytes, first), (following, _, second) in pairwise(places):

@@ -8,7 +8,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from undertow.errors import PhaseError, WrongType, all_of, require
+from undertow.config import refused
+from undertow.errors import WrongType, all_of, require
 from undertow.runtime.comm.group import OwnGroup
 from undertow.runtime.comm.handles import Handle
 from undertow.runtime.engine.agreed_errors import require_outside_of_backward
@@ -54,14 +55,8 @@ def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
         where=f"{_WHERE}, rank {group.rank}",
         remedy="Call it before the forward: during a backward, ranks may run in different orders.",
     )
-    require(
-        "join" not in group.borrowers,
-        "mean_over_ranks() was called inside join(): a rank that has left its loop does not answer.",
-        where=f"{_WHERE}, rank {group.rank}",
-        remedy="Leave join() out. Give 0 on a rank without data, call finish() there, and end every rank's loop when the "
-        "mean is 0.",
-        error=PhaseError,
-    )
+    if "join" in group.borrowers:
+        raise refused("join", "mean_over_ranks", where=f"{_WHERE}, rank {group.rank}")
     all_of(*(engine.complete for engine in engines))  # if a backward has failed here, the others still wait in its round
     current_plan.open()
     return MeanOverRanks(group, mean)

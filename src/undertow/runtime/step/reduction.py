@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from undertow.config import refused
 from undertow.errors import UndertowError, all_of, require
 from undertow.runtime.engine.agreed_errors import require_outside_of_backward
 from undertow.runtime.engine.engine import Engine
@@ -52,17 +53,15 @@ def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool
         where="GradientSync.reduce_gradients_async",
         remedy="Call it after the last backward of the step.",
     )
-    require_op = partial(require, where="reduce_gradients_async(op)")
-    require_op(
+    where = "reduce_gradients_async(op)"
+    require(
         op in (None, "mean", "sum"),
         f'op must be "mean" or "sum", got {op!r}.',
+        where=where,
         remedy="Leave it out for the mean.",
     )
-    require_op(
-        op is None or not has_hook,
-        "with a communication hook it is the hook that divides gradients.",
-        remedy="Leave op out, and let the hook divide.",
-    )
+    if op is not None and has_hook:
+        raise refused("hook", "op", where=where)
     reduction = Reduction(engines)
     try:
         other_op = None if op == "mean" else op

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from undertow.config import SyncConfig
-from undertow.errors import ConfigError, PhaseError, require
+from undertow.config import SyncConfig, refused
+from undertow.errors import PhaseError, require
 from undertow.runtime.comm.facts import Agreement
 from undertow.runtime.engine.engine import Engine
 from undertow.runtime.sharded.gathers import wait_before_forwards
@@ -35,9 +35,9 @@ class ShardedSteps:
             remedy='Set strategy="zero1" or "zero2", or use a plain optimizer.',
         )
         if engine.current_plan.comm_hook is not None:
-            raise no_hooks_with_shards()
+            raise refused("hook", "shards", where="ShardedOptimizer")
         if "join" in engine.current_plan.group.borrowers:
-            raise no_join_with_shards()
+            raise refused("join", "shards", where="join")
         self._engine, self._config, self._is_compiled = engine, config, is_compiled
         self._module = weakref.ref(module)  # which holds this object, by its hooks
         self._groups = ShardGroups(engine.current_plan.group, config)
@@ -166,23 +166,6 @@ class ShardedSteps:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def no_hooks_with_shards() -> ConfigError:
-    return ConfigError(
-        "communication hooks reduce whole gradients, and a ShardedOptimizer needs only shards of them.",
-        where="ShardedOptimizer",
-        remedy="Use a plain optimizer with the hook, or leave the hook out.",
-    )
-
-
-def no_join_with_shards() -> PhaseError:
-    return PhaseError(
-        "join() cannot be used with a ShardedOptimizer: each step needs all shards, and a rank without data does not step.",
-        where="join",
-        remedy="Give every rank the same number of batches: drop_last=True of a DataLoader, or a sampler that pads, as "
-        "DistributedSampler does.",
-    )
 
 
 def finish_before_look(engine: Engine, params: Iterable[Tensor]) -> None:

@@ -29,9 +29,6 @@ call_after_backward: Callable[[Callable[[], None]], None] = Variable._execution_
 # Inside such a callback, the node around a nested backward, or None for the outermost.
 enclosing_node: Callable[[], Any | None] = torch._C._current_autograd_node
 
-# Sets whether this thread records operations, without the frames of a context.
-set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-
 # Context that keeps torch functions from dispatching to the classes of their tensor arguments.
 as_plain_tensors: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
@@ -43,9 +40,6 @@ zero_each: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
 
 # The largest absolute value of each tensor (NaN if it has one), in few launches; no tensor may be empty.
 largest_of_each: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = partial(torch._foreach_norm, ord=float("inf"))
-
-# True if several elements of a tensor are known to share memory, as in an expanded one; torch writes into no such tensor.
-has_shared_elements: Callable[[torch.Tensor], bool] = lambda tensor: torch._debug_has_internal_overlap(tensor) == 1  # noqa: E731
 
 # The backend's own collectives on one tensor; torch < 2.13 has the second names.
 reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -211,6 +205,11 @@ def has_memory(tensor: torch.Tensor) -> bool:
     with as_plain_tensors():
         is_dense = tensor.layout is torch.strided and not tensor.is_meta
         return not is_dense or tensor.numel() == 0 or tensor.data_ptr() != 0
+
+
+def has_shared_elements(tensor: torch.Tensor) -> bool:
+    """Returns True if several elements share memory, as in an expanded tensor; torch writes into no such tensor."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:

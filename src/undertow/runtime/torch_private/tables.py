@@ -5,25 +5,31 @@ averages all that autograd reaches, so the library reads the tables themselves. 
 """
 
 from collections.abc import Iterator, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.jit._script import OrderedDictWrapper
 
 
-class _ScriptTable(OrderedDictWrapper):
+class _ScriptTable:
     """The table of a TorchScript module, with the methods of a dict that it lacks."""
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())  # type: ignore[no-untyped-call]
+    def __init__(self, table: Any) -> None:
+        self._table = table
 
-    def get(self, name: str) -> Any:
-        return self[name] if name in self else None  # noqa: SIM401  it is the method
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.keys())
+
+    def __setitem__(self, name: str, tensor: Tensor, /) -> None:
+        self._table[name] = tensor
+
+    def get(self, name: str, /) -> Any:
+        return self._table[name] if name in self._table else None  # noqa: SIM401  it is the method
 
 
 def own_buffers(module: nn.Module) -> MutableMapping[str, Tensor | None]:
     """Returns the table of the buffers that the module itself has."""
-    return module._buffers if isinstance(module._buffers, dict) else _ScriptTable(module._buffers._c)
+    table = module._buffers if isinstance(module._buffers, dict) else _ScriptTable(module._buffers)
+    return cast(MutableMapping[str, Tensor | None], table)  # its methods above are those that are called
 
 
 def named_modules(module: nn.Module, *, is_unique: bool = True) -> Iterator[tuple[str, nn.Module]]:
