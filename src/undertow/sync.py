@@ -526,9 +526,9 @@ class GradientSync:
             return
         if buffers_follow is not None and (self._members.common_buffers.buffers or not self._group.is_open):
             self._synchronize_buffers(source=buffers_follow)
-        # Last: ranks that have not changed go on to their backward now.
-        has_buffers = self._config.buffers != "off" and bool(self._members.common_buffers.buffers)
-        self._engine.meet_before_forward(has_buffers=has_buffers)
+        if self._engine.current_plan.change is not None:  # last: ranks that have not changed go on to their backward now
+            has_buffers = self._config.buffers != "off" and bool(self._members.common_buffers.buffers)
+            self._engine.meet_before_forward(has_buffers=has_buffers)
 
     def _is_averaged_elsewhere(self) -> bool:
         """Returns True in a step that a forward of a newer wrapper of all trained parameters has begun."""

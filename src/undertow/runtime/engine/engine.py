@@ -17,7 +17,7 @@ from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.engine import agreed_errors
 from undertow.runtime.engine.checks import Checks
 from undertow.runtime.engine.current_plan import CurrentPlan
-from undertow.runtime.engine.hooks import Listeners, OutermostEnd, is_watched, users_hooks
+from undertow.runtime.engine.hooks import Listeners, OutermostEnd, is_watched, no_round, users_hooks
 from undertow.runtime.engine.meeting import Meeting
 from undertow.runtime.engine.progress import Forward, Gradients, Progress
 from undertow.runtime.engine.round import Round, RoundKind, Stage, Terms
@@ -51,7 +51,7 @@ class Engine:
         self._round: Round | None = None  # the one under way
         # After a backward that has failed, the next gradient looks whether there is a round.
         self._end = OutermostEnd(self._launch_rest, lambda: self.current_plan.hooks.arrivals.forget_traversal())
-        listeners = Listeners(self, self._fill, self._enter, self._arrives_outside)
+        listeners = Listeners(self, self._enter, self._arrives_outside)
         self.current_plan = CurrentPlan(members, group, config, recorder, listeners)
         self.siblings: SiblingEngines  # set by the owner
         self.checks = Checks(self.current_plan, config)
@@ -135,7 +135,7 @@ class Engine:
         engine's round next, and not to its siblings', nor, if forwards synchronize buffers (`has_buffers`), to another forward.
         """
         current_plan, progress = self.current_plan, self.progress
-        if current_plan.change is None or not current_plan.meets_before_forward or self.siblings.are_several:
+        if not current_plan.meets_before_forward or self.siblings.are_several:
             return
         if has_buffers and (self.is_accumulating or progress.num_forwards_before > 1):
             return
@@ -221,11 +221,6 @@ class Engine:
                 kind = RoundKind.ACCUMULATE
                 self.progress.gradients = max(self.progress.gradients, Gradients.LOCAL)
             self._begin(kind)
-
-    @private.untraced
-    def _fill(self, bucket: int) -> None:
-        if self._round is not None:
-            self._round.fill(bucket)
 
     def _launch_rest(self) -> None:
         """Called at the end of backward: parameters without a gradient are unused here; launches the remaining buckets."""
@@ -393,7 +388,9 @@ class Engine:
     def _close_round(self) -> None:
         self._round = None
         self._end.forget()
-        self.current_plan.hooks.arrivals.forget_traversal()
+        arrivals = self.current_plan.hooks.arrivals
+        arrivals.on_full = no_round
+        arrivals.forget_traversal()
 
     def _abandon(self) -> None:
         """Ends a round that an exception in backward has left open, and waits for one that was launched by hand."""

@@ -91,7 +91,6 @@ class Listeners:
     """The functions of `owner` that hooks on parameters call."""
 
     owner: object
-    on_full: Callable[[int], object]  # with a bucket whose last gradient has arrived
     on_backward: Callable[[int], object]  # with a backward whose first gradient arrives
     on_outside: Callable[[Tensor], object]  # with a parameter that got a gradient and is not in the plan
 
@@ -135,7 +134,7 @@ class ParamHooks:
         self.arrivals = Arrivals(
             [bucket.params for bucket in plan.buckets],
             self.params,
-            on_full=listeners.on_full,
+            on_full=no_round,
             traversal=private.graph_task_id,
             on_traversal=listeners.on_backward,
         )
@@ -179,7 +178,7 @@ class ParamHooks:
         """Removes the hooks; a second call does nothing."""
         self.arrival_hooks.remove()
         self.outside_hooks.watch(())
-        self.arrivals.on_full = lambda _bucket: None  # it may be in the middle of an arrival
+        self.arrivals.on_full = no_round  # it may be in the middle of an arrival
         self.arrivals.owner = None
         for other in (self.order, self.tuning):
             if other is not None:
@@ -202,6 +201,10 @@ class ParamHooks:
         """Returns the names of parameters given by their positions in each bucket, in the order of the plan."""
         params = [plan.buckets[bucket].params[place] for bucket in sorted(places) for place in places[bucket]]
         return tuple(self.named_params[param][0] for param in params)
+
+
+def no_round(_bucket: int) -> None:
+    """Called with a full bucket while no round runs that could send it."""
 
 
 def remove_all(hooks: list[RemovableHandle]) -> None:

@@ -118,12 +118,15 @@ class Round:
         elif not self.is_last and compiled.strategy.reduces_micro_batches:
             self.releases = compiled.adding_up_shards  # and nothing more
         self.releases.reset()
+        if hooks is not None:
+            hooks.arrivals.on_full = self._fill
         self.has_started = True
         self.found.readings += compiled.round_begins(is_synchronized=self.kind is not RoundKind.ACCUMULATE)
 
-    def fill(self, bucket: int) -> None:
+    @private.untraced
+    def _fill(self, bucket: int) -> None:
         """Called when all gradients of a bucket have arrived: it leaves, if the buckets before it have left."""
-        if self.has_started and not self.holds_back:
+        if not self.holds_back:
             self.compiled.issue(self.releases.happen(self.releases.fills[bucket]), self.acts, self)
 
     def send(self) -> Stage:
