@@ -97,7 +97,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._stepped: set[Tensor] = set()  # parameters that have state on some rank, by identity
         self._waiting: FullStates = {}  # states of parameters that are not among this rank's parts, or not yet
         self._gives_shards = state_dict == "sharded"
-        # The rank of `consolidate_state_dict`, and what it has gathered there; until the state changes.
+        # The rank of `consolidate_state_dict`, and the states there, until the state changes.
         self._consolidated: tuple[int, FullStates | None] | None = None
         super().__init__(whole.param_groups, whole.defaults)
         # Texts, because a function or NaN does not equal its own copy.
