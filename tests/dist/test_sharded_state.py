@@ -163,3 +163,12 @@ def test_changed_defaults_are_read() -> None:
         one_step(ddp, opt, step)
 
     require_equal(*(trained(MLP, strategy, "Adagrad", num_steps=4, each=each, **ORDERED) for strategy in ("ddp", "zero1")))
+
+
+@in_ranks(2)
+def test_a_parameter_that_has_left_the_model_may_stay_in_a_group() -> None:
+    with stepped(1, **ORDERED) as (ddp, opt):
+        ddp.module[2].bias = None
+        one_step(ddp, opt, 1)
+        one_step(ddp, opt, 2)
+        assert len(opt.owned_parts()) == len(list(ddp.parameters()))

@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import chain
 from typing import Any, Literal
 
@@ -73,13 +73,7 @@ def shard_optimizer(
     settings = _constructor_settings(optimizer)
     # Schedulers have torch replace `step`, to warn if they step first.
     is_watched = getattr(vars(optimizer).get("step"), "__wrapped__", None) is type(optimizer).step
-    strangers = [each for each in schedulers if getattr(each, "optimizer", None) is not optimizer]
-    if strangers:
-        reason = f"{type(strangers[0]).__name__} is not a scheduler of it"
-    elif is_watched and not schedulers:
-        reason = "it has a scheduler that is not given"
-    else:
-        reason = _found_different(optimizer, settings, {"step"} if is_watched else set())
+    reason = _reason_against(optimizer, schedulers, settings, is_watched=is_watched)
     require(
         not reason,
         f"{type(optimizer).__name__} cannot be taken over: {reason}.",
@@ -115,6 +109,22 @@ def shard_optimizer(
         if "_opt_called" in vars(optimizer):
             vars(sharded)["_opt_called"] = True
     return sharded
+
+
+def _reason_against(
+    optimizer: torch.optim.Optimizer,
+    schedulers: Sequence[Any],
+    settings: dict[str, Any],
+    *,
+    is_watched: bool,
+) -> str:
+    """Returns why it cannot be taken over, or "" if it can."""
+    for each in schedulers:
+        if getattr(each, "optimizer", None) is not optimizer:
+            return f"{type(each).__name__} is not a scheduler of it"
+    if is_watched and not schedulers:
+        return "it has a scheduler that is not given"
+    return _found_different(optimizer, settings, {"step"} if is_watched else set())
 
 
 def _with_parts(schedulers: Iterable[Any]) -> Iterator[Any]:

@@ -97,9 +97,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._stepped: set[Tensor] = set()  # parameters that have state on some rank, by identity
         self._waiting: FullStates = {}  # states of parameters that are not among this rank's parts, or not yet
         self._gives_shards = state_dict == "sharded"
-        # The rank of `consolidate_state_dict`, and what it has gathered there; until the state changes.
+        # The rank of `consolidate_state_dict`, and the states there, until the state changes.
         self._consolidated: tuple[int, FullStates | None] | None = None
         super().__init__(whole.param_groups, whole.defaults)
+        self._grouped = [list(group["params"]) for group in self.param_groups]  # as they were taken
         # Texts, because a function or NaN does not equal its own copy.
         groups = [(len(group["params"]), repr(hyper_parameters(group))) for group in self.param_groups]
         described = {"optimizer": f"{cls.__module__}.{cls.__qualname__}", "parameter groups": groups}
@@ -290,18 +291,17 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         states = state_dict["state"]
-        waiting: FullStates = {}
+        self._waiting = {}
         for number, param in zip(numbers, params_of(self), strict=True):
             if number in states:
-                waiting[param] = dict(states[number])
+                self._waiting[param] = dict(states[number])
         self._stepped = set()
         self._consolidated = None
-        self._waiting = waiting
         if self._inner is not None:
             self._sync.wait()
             # Values may have been loaded into the parameters before.
             self._inner.sharding.follow_parameters()
-            self._take_over(self._inner.sharding, waiting)
+            self._take_over(self._inner.sharding)
 
     @private.untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -342,19 +342,21 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     def _begin(self) -> InnerOptimizer:
         """Waits for everything in flight, and returns the optimizer over this rank's parts."""
         sharding, inner = self._steps.begin(), self._inner
-        if inner is None:
-            return self._take_over(sharding, self._waiting)
         # Users may have put other parameters into the groups, or in another order.
         present = [list(map(id, group["params"])) for group in self.param_groups]
-        laid_out = [list(map(id, params)) for params in inner.grouped]
-        if sharding is inner.sharding and present == laid_out:
-            return inner
-        return self._take_over(sharding, inner.whole_states(is_moved=True) | self._waiting)
+        has_other_params = present != [list(map(id, params)) for params in self._grouped]
+        if has_other_params:
+            self._require_params_of_the_model()
+            self._grouped = [list(group["params"]) for group in self.param_groups]
+        if inner is None:
+            inner = self._take_over(sharding)
+        elif has_other_params or sharding is not inner.sharding:
+            self._waiting = inner.whole_states(is_moved=True) | self._waiting
+            inner = self._take_over(sharding)
+        return inner
 
-    def _take_over(self, sharding: Sharding, states: FullStates) -> InnerOptimizer:
-        """Makes an optimizer over this rank's parts in `sharding`, and moves these states to it."""
-        self._require_params_of_the_model()
-        self._waiting = states
+    def _take_over(self, sharding: Sharding) -> InnerOptimizer:
+        """Makes an optimizer over this rank's parts in `sharding`; moves waiting states to it."""
         inner = self._inner = InnerOptimizer(self._make, self.param_groups, sharding)
         inner.optimizer.defaults = self.defaults  # follows changes that users make
         inner.take(self._waiting)

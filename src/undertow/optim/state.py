@@ -74,7 +74,6 @@ class InnerOptimizer:
         sharding: Sharding,
     ) -> None:
         self.sharding = sharding
-        self.grouped = [list(group["params"]) for group in groups]
         self.owned: list[Owned] = []
         inner_groups = []
         for group in groups:
