@@ -80,7 +80,7 @@ def test_every_exported_name_exists() -> None:
 def test_nothing_of_ours_opens_sockets() -> None:
     """Transports, and what listens on them, are torch.distributed's; only the ring of ranks has connections of its own."""
     opens = re.compile(r"^\s*(?:import|from) (?:_?socket|socketserver|ssl|http|urllib)\b", re.M)
-    assert [path.name for path in SOURCES if opens.search(path.read_text())] == ["connections.py", "guard.py"]
+    assert [path.name for path in SOURCES if opens.search(path.read_text())] == ["connections.py"]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -1,4 +1,4 @@
-"""What all ranks must have alike: they compare it, and share the values of one rank or means.
+"""Facts that all ranks have alike: they compare them, and share the values of one rank, or means.
 
 Agreement                             settings, parameters and buffers: raises where ranks differ
 gather_json, gather_bytes             a full message of each rank

@@ -117,8 +117,7 @@ class Recorder:
         self.mark: Callable[[], Mark] = self._clock.mark if self.is_on else float  # of this moment
         self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT[level])
         self._now = _StepMarks(step=0)
-        self._gathers: dict[int, BucketMarks] = {}  # since the last step
-        self._are_gathers_seen = False
+        self._gathers: dict[int, BucketMarks] = {}  # the last one of each bucket
         self._round_stop: Mark = None
         self._round_stop_s = time.perf_counter()
 
@@ -157,8 +156,7 @@ class Recorder:
 
     def forgets_gathers(self) -> None:
         """Discards recorded gathers, because they belong to another plan than the following steps."""
-        self._gathers = {}
-        self._are_gathers_seen = False
+        self._now.gathers_after = {}
 
     def ready(self, bucket: int, *, num_bytes: int, kind: str) -> BucketMarks:
         """Marks a full bucket; returns the marks of its reduction, into which the caller writes the later ones."""
@@ -176,11 +174,9 @@ class Recorder:
 
     def gather_launches(self, bucket: int, *, num_bytes: int) -> BucketMarks:
         """Records a gather after an optimizer step; it counts for the step whose forward it overlaps. Returns its marks."""
-        if self._are_gathers_seen:
-            self.forgets_gathers()
-        self._now.gathers_after = self._gathers
         mark = self.mark()
-        marks = self._gathers[bucket] = BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
+        marks = BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
+        self._gathers[bucket] = self._now.gathers_after[bucket] = marks
         return marks
 
     def busy_ms(self) -> float:
@@ -199,12 +195,14 @@ class Recorder:
             self._round_stop = self.mark()
 
     def _step_begins(self, mark: Mark) -> None:
-        self._now.stop = mark
         before = self._now
+        before.stop = mark
         self._now = _StepMarks(
-            step=before.step + 1, after=self._round_stop, gathers=self._gathers, reductions_before=before.buckets
+            step=before.step + 1,
+            after=self._round_stop,
+            gathers=before.gathers_after,
+            reductions_before=before.buckets,
         )
-        self._are_gathers_seen = True
 
     def records(self, *, generation: int | None = None, at_most: int | None = None) -> tuple[StepRecord, ...]:
         """Returns the last steps that ran under that plan, or under all plans. On CUDA this waits for the device.

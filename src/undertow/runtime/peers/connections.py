@@ -123,7 +123,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a rank listens, as it leaves it in the store."""
+    """The address of a rank, as it leaves it in the store."""
 
     rank: int
     address: str

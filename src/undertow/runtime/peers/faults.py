@@ -56,7 +56,7 @@ class Answer:
 
     waits_for: str  # the name of its wait; empty if it does not wait
     waited_s: float
-    text: str  # what it does, in one line or several
+    text: str  # its activity, in one line or several
 
 
 @dataclass(slots=True)

@@ -226,7 +226,7 @@ class Guard:
                     events = selectors.EVENT_READ | (selectors.EVENT_WRITE if neighbor.has_unsent else 0)
                     with contextlib.suppress(ValueError):  # another thread has closed it
                         selector.register(neighbor, events, (ring, neighbor))
-            ready = selector.select(patience.TICK_S)
+            ready = selector.select(patience.LOOK_S)
         for key, _ in ready:
             ring, neighbor = key.data
             messages, is_there = neighbor.receive()

@@ -4,10 +4,8 @@ They are read at their use, as `patience.ANSWERS_S`, so that tests can shorten t
 """
 
 # Checks.
-TICK_S = 0.25  # between two checks of how long this rank has waited
-LOOK_S = 0.25  # between two checks during a wait whether a rank is gone; the second one counts
+LOOK_S = 0.25  # between two checks of how long this rank has waited, and whether a rank is gone
 PROBE_S = 2.0  # between two checks whether a rank that has not arrived at a meeting exists at all
-EXIT_LOOK_S = 0.1  # between two checks at process exit whether another rank is lost
 
 # Actions of a waiting rank.
 ANSWERS_S = 1.0  # for ranks to report their activity

@@ -65,7 +65,7 @@ def end_workers() -> None:
         for thread in threads:
             thread.work.put(None)
             while thread.is_alive() and not thread.is_broken():
-                thread.join(patience.EXIT_LOOK_S)
+                thread.join(patience.LOOK_S)
             thread.join(patience.EXIT_S)
             _running.discard(thread)
 

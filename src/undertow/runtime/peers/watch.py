@@ -94,7 +94,7 @@ class NullWatch:
         """Makes all ranks give up: by a fault, or by an error of this rank, whose reason is raised if that is known."""
 
     def ask(self, text: str, *, topic: str = "", within_s: float | None = None) -> dict[int, str]:
-        """Tells all ranks a text, and returns those of the ranks that call this with the same topic.
+        """Tells all ranks a text, and returns the texts of all ranks that call this with the same topic.
 
         Waits for them for a second. With `within_s`, waits for so long, and fails if one does not
         call it.
