@@ -263,7 +263,7 @@ class GradientBucketManager:
 
     @property
     def buckets(self) -> tuple[GradientBucket, ...]:
-        """The buckets, those of the largest gradients first. Raises PhaseError after `close`."""
+        """The buckets, with the largest gradients first. Raises PhaseError after `close`."""
         if self._buckets is None:
             raise PhaseError("this GradientBucketManager is closed.", where="GradientBucketManager", remedy="Make a new one.")
         return tuple(self._buckets)
@@ -343,7 +343,7 @@ class GradientBucketManager:
         for bucket in self.buckets:
             bucket.require_reduced()
         new = [bucket for bucket in self.buckets if not bucket.is_copied_back]
-        for bucket in new or self.buckets[:1]:  # of which the first says that its result is not new
+        for bucket in new or self.buckets[:1]:  # the first one says that its result is not new
             bucket.copy_back()
 
     def close(self) -> None:

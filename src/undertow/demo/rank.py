@@ -152,7 +152,7 @@ class WayRun:
             self._gradients_agree &= bool(((mine - expected).abs() <= tolerance).all())
 
     def differences(self, right: "WayRun", *, is_exact: bool) -> list[str]:
-        """Returns those of COMPARED that differ from the variant `right` on some rank."""
+        """Returns the entries of COMPARED that differ from the variant `right` on some rank."""
         agrees = torch.tensor(
             [
                 self._gradients_agree,
