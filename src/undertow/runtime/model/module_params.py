@@ -20,7 +20,6 @@ from undertow.runtime.torch_private import private, tables
 
 _children_of = attrgetter("_modules")
 _is_trained = attrgetter("requires_grad")
-_values_of = methodcaller("values")
 _Named = Sequence[tuple[str, Tensor]]
 
 
@@ -39,6 +38,9 @@ class _Census:
         self.params = self.present()  # held, so that no other tensor gets the same id
         # Without sparse and uninitialized ones, which only ignored parameters may be.
         self._dense = [param for param in self.params if param.layout is torch.strided and not is_lazy(param)]
+        # Of ordinary modules without a search for the method.
+        is_usual = all(isinstance(part._modules, dict) for part in modules)
+        self._values_of = dict.values if is_usual else methodcaller("values")
         self._then = self._now()
 
     def present(self) -> list[Tensor]:
@@ -58,7 +60,7 @@ class _Census:
             return True
 
     def _ids_of_children(self) -> list[int]:
-        return _ids(map(_values_of, map(_children_of, map(call, self._modules))))
+        return _ids(map(self._values_of, map(_children_of, map(call, self._modules))))
 
     def _now(self) -> tuple[Sequence[object], ...]:
         return (
