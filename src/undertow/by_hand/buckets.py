@@ -212,8 +212,7 @@ class GradientBucketManager:
             does each dtype and device. Buckets hold the largest parameters first.
 
     Raises:
-        ConfigError: If the size is not a positive number, a tensor is given twice, or an entry is
-            not a tensor with gradients.
+        ConfigError: If the size is not a positive number, or an entry is not a tensor.
 
     ```python
     with undertow.GradientBucketManager(group, list(model.parameters())) as manager:
@@ -230,26 +229,12 @@ class GradientBucketManager:
         bucket_size_in_bytes: float = 25 * 1024 * 1024,
     ) -> None:
         parameters = tuple(parameters)
-        index_of: dict[int, int] = {}
         for index, tensor in enumerate(parameters):
             require(
                 isinstance(tensor, Tensor),
                 f"parameter {index} is not a tensor but {type(tensor).__name__}.",
                 where="GradientBucketManager",
                 remedy="Pass model.parameters(), or the gradient tensors.",
-            )
-            first = index_of.setdefault(id(tensor), index)
-            require(
-                first == index,
-                f"parameters {first} and {index} are the same tensor, of shape {tuple(tensor.shape)}.",
-                where="GradientBucketManager",
-                remedy="Name every parameter once; model.parameters() does so for tied weights.",
-            )
-            require(
-                tensor.is_floating_point() or tensor.is_complex(),
-                f"parameter {index} has dtype {tensor.dtype}, which has no gradients.",
-                where="GradientBucketManager",
-                remedy="Leave integer and boolean tensors out.",
             )
         specs = [spec_of(f"tensor {index}", tensor) for index, tensor in enumerate(parameters)]
         groups = group_by_size(specs, largest_first(specs), SizeCaps(cap_bytes=bucket_size_in_bytes))
@@ -263,7 +248,7 @@ class GradientBucketManager:
 
     @property
     def buckets(self) -> tuple[GradientBucket, ...]:
-        """The buckets, those of the largest gradients first. Raises PhaseError after `close`."""
+        """The buckets, with the largest gradients first. Raises PhaseError after `close`."""
         if self._buckets is None:
             raise PhaseError("this GradientBucketManager is closed.", where="GradientBucketManager", remedy="Make a new one.")
         return tuple(self._buckets)
@@ -343,7 +328,7 @@ class GradientBucketManager:
         for bucket in self.buckets:
             bucket.require_reduced()
         new = [bucket for bucket in self.buckets if not bucket.is_copied_back]
-        for bucket in new or self.buckets[:1]:  # of which the first says that its result is not new
+        for bucket in new or self.buckets[:1]:  # the first one says that its result is not new
             bucket.copy_back()
 
     def close(self) -> None:

@@ -214,7 +214,7 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequen
     everybody = chosen_group(how.get("process_group"), how.get("device_mesh"), config.strategy).ranks
     groups = [_with_reference(group, everybody) for group in config.experts]
     dense = dataclasses.replace(config, experts=())
-    of_experts = _Names(tuple(group.match for group in groups))
+    of_experts = _Matching(tuple(group.match for group in groups))
     sync = GradientSync(module, config=dense, ignore=ignore, elsewhere=of_experts, **how)
     try:
         for group, given in zip(groups, config.experts, strict=True):
@@ -224,7 +224,7 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequen
                 config=dataclasses.replace(dense, experts=(group,), plan=None),
                 ignore=ignore,
                 shared=how.get("shared", ("parameters", "buffers")),
-                elsewhere=_Names((group.match,), is_inverted=True),
+                elsewhere=_Matching((group.match,), is_inverted=True),
                 within=sync._group,
             )
             expert._engine.checks.numbers.fails_others = partial(_fail, sync._group)
@@ -253,7 +253,7 @@ def _close_earlier(module: nn.Module, ignored: Collection[str]) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Names:
+class _Matching:
     """The names that one of the patterns matches, or all others."""
 
     patterns: tuple[str, ...]

@@ -27,7 +27,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-class Reducer:
+class NoReducer:
     """`model.reducer`: accepts the announcements that frameworks make to the C++ reducer of torch's class, and ignores them.
 
     A backward decides whether to synchronize when it runs, from the parameters it reaches. Lightning's manual optimization,
@@ -97,7 +97,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     require_forward_param_sync = True  # may be turned off on an instance
     broadcast_bucket_size = 250 * 1024 * 1024  # torch's helpers read it
     logger = None
-    reducer = Reducer()  # type: ignore[assignment]
+    reducer = NoReducer()  # type: ignore[assignment]
     _overrides: Mapping[str, Any] = {}  # settings that precede the arguments
     _shadow: ShadowHook | None = None
 

@@ -31,7 +31,7 @@ from undertow.demo.settings import (
     WayDone,
     load_corpus,
 )
-from undertow.emulation.link import BACKEND, EmulatedLink, Transfer, emulated_backend
+from undertow.emulation.link import BACKEND, Carried, EmulatedLink, emulated_backend
 from undertow.errors import PhaseError
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.profile import Profile
@@ -152,7 +152,7 @@ class WayRun:
             self._gradients_agree &= bool(((mine - expected).abs() <= tolerance).all())
 
     def differences(self, right: "WayRun", *, is_exact: bool) -> list[str]:
-        """Returns those of COMPARED that differ from the variant `right` on some rank."""
+        """Returns the entries of COMPARED that differ from the variant `right` on some rank."""
         agrees = torch.tensor(
             [
                 self._gradients_agree,
@@ -199,7 +199,7 @@ class WayRun:
             self._sharded.wait()
             self._note_records()
 
-    def typical(self, transfers: Sequence[Transfer]) -> Trace:
+    def typical(self, transfers: Sequence[Carried]) -> Trace:
         """Returns the measured step of median duration."""
         phases = sorted(self.steps[NUM_WARM_UP_STEPS:], key=attrgetter("duration_us"))
         middle = phases[len(phases) // 2]
@@ -238,7 +238,7 @@ def _phase(kind: str, start_us: float, stop_us: float) -> Event:
     return Event(lane="compute", kind=kind, start_us=start_us, stop_us=stop_us)
 
 
-def trace_of(phases: Trace, transfers: Sequence[Transfer], recorded: Trace | None = None) -> Trace:
+def trace_of(phases: Trace, transfers: Sequence[Carried], recorded: Trace | None = None) -> Trace:
     """Returns one step as events, in time since its forward began: its phases, and the network's transfers.
 
     With shards the library has `recorded` how long the forward waited for parameters.

@@ -39,14 +39,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from undertow.cost import Link, collective_seconds
 from undertow.runtime.peers import patience
 
-__all__ = ["BACKEND", "EmulatedLink", "Transfer", "emulated_backend"]
+__all__ = ["BACKEND", "Carried", "EmulatedLink", "emulated_backend"]
 
 BACKEND = "emulated"
 _LOG_LENGTH = 65_536  # limits the memory of a training run that never takes its log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Carried:
     """A collective, or the receive of one message (kind "send"), as the link saw it; in seconds of `time.perf_counter`."""
 
     kind: str
@@ -97,7 +97,7 @@ class EmulatedLink:
         self._lock = threading.Lock()
         self._free_at_s = 0.0
         self._paid_at_s = 0.0  # when the tokens for everything carried so far are there: the bucket as a virtual clock
-        self.log: deque[Transfer] = deque(maxlen=_LOG_LENGTH)  # transfers that have ended
+        self.log: deque[Carried] = deque(maxlen=_LOG_LENGTH)  # transfers that have ended
 
     def reserve(self, *, ready_s: float, bytes_s: float, latency_s: float = 0.0) -> tuple[float, float]:
         """Reserves the link's next free interval from `ready_s` on, for bytes and then a latency; returns its start and end.
@@ -114,10 +114,10 @@ class EmulatedLink:
         """Waits until `due_s`, logs the transfer, and ends its handle."""
         while (now_s := time.perf_counter()) < due_s:
             time.sleep(due_s - now_s)
-        self.log.append(Transfer(kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=started_s, done_s=now_s))
+        self.log.append(Carried(kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=started_s, done_s=now_s))
         work.finish()
 
-    def take_log(self) -> tuple[Transfer, ...]:
+    def take_log(self) -> tuple[Carried, ...]:
         """Returns all transfers that ended since the last call, in the order they ended."""
         return tuple(self.log.popleft() for _ in range(len(self.log)))
 

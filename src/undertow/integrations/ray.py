@@ -36,18 +36,10 @@ def prepare_model(
         ConfigError: If this process is not a worker of Ray Train.
     """
     require(
-        _is_worker(),
+        dist.is_initialized(),  # Ray Train makes the process group before it calls the function
         "this process is not a worker of Ray Train.",
         where="undertow.integrations.ray.prepare_model",
         remedy="Call it in the function that you give to ray.train.torch.TorchTrainer, with num_workers of 1 or more.",
     )
     model = ray.train.torch.prepare_model(model, move_to_device=move_to_device, parallel_strategy=None)
     return DistributedDataParallel(model, config=config, **arguments)
-
-
-def _is_worker() -> bool:
-    """True if Ray Train has started this process and made its process group."""
-    try:  # Ray Train's first version answers 1 elsewhere, its second one raises
-        return bool(ray.train.get_context().get_world_size()) and dist.is_initialized()
-    except RuntimeError:
-        return False

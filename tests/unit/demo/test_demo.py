@@ -20,7 +20,7 @@ from undertow.demo.launch import RanksLost, messages_of_ranks
 from undertow.demo.rank import trace_of
 from undertow.demo.run import comparison_table
 from undertow.demo.settings import NUM_WARM_UP_STEPS, WayDone, load_corpus
-from undertow.emulation.link import Transfer
+from undertow.emulation.link import Carried
 from undertow.runtime.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.trace import Event, Trace, overlap_of
 
@@ -123,8 +123,8 @@ def phases(*optimizer_s: float) -> Trace:
 SHARDED = phases(9.98, 9.99)
 
 
-def sent(kind: str, launched_s: float, started_s: float, done_s: float, num_bytes: int = 8) -> Transfer:
-    return Transfer(kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=started_s, done_s=done_s)
+def sent(kind: str, launched_s: float, started_s: float, done_s: float, num_bytes: int = 8) -> Carried:
+    return Carried(kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=started_s, done_s=done_s)
 
 
 def recorded(*rows: tuple[str, str, int | None, float, float]) -> Trace:

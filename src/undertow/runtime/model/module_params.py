@@ -18,7 +18,6 @@ from undertow.runtime.torch_private import private, tables
 
 _children_of = attrgetter("_modules")
 _is_trained = attrgetter("requires_grad")
-_values_of = methodcaller("values")
 _Named = Sequence[tuple[str, Tensor]]
 
 
@@ -37,7 +36,9 @@ class _Census:
         self.params = self.present()  # held, so that no other tensor gets the same id
         # Without sparse and uninitialized ones, which only ignored parameters may be.
         self._dense = [param for param in self.params if param.layout is torch.strided and not is_lazy(param)]
-        self._child_ids = self._ids_of_children()
+        # Of ordinary modules without a search for the method.
+        is_usual = all(isinstance(part._modules, dict) for part in modules)
+        self._values_of = dict.values if is_usual else methodcaller("values")
         self._then = self._now()
 
     def present(self) -> list[Tensor]:
@@ -46,22 +47,26 @@ class _Census:
 
     def has_other_modules(self) -> bool:
         try:
-            return self._ids_of_children() != self._child_ids
+            return self._ids_of_children() != self._then[0]
         except AttributeError:  # a module is gone
             return True
 
     def has_changed(self) -> bool:
-        return self.has_other_modules() or self._now() != self._then
+        try:
+            return self._now() != self._then
+        except AttributeError:  # a module is gone
+            return True
 
     def _ids_of_children(self) -> list[int]:
-        return _ids(map(_values_of, map(_children_of, map(call, self._modules))))
+        return _ids(map(self._values_of, map(_children_of, map(call, self._modules))))
 
-    def _now(self) -> tuple[list[object], ...]:
+    def _now(self) -> tuple[Sequence[object], ...]:
         return (
-            list(_ids(map(call, self._parameters))),
+            self._ids_of_children(),
+            _ids(map(call, self._parameters)),
             list(map(_is_trained, self.params)),
-            list(map(Tensor.data_ptr, self._dense)),  # no new data means no new dtype or layout,
-            [(param.device, param.dtype) for param in self.params[:1]],  # but a cast and another may end at the same place
+            list(map(Tensor.data_ptr, self._dense)),  # new dtypes and layouts need new data
+            [(param.device, param.dtype) for param in self.params[:1]],  # a cast and another may end at the same place
         )
 
 
