@@ -236,7 +236,8 @@ class _Step:
 
     def _backward(self, releases: Releases) -> None:
         profile = self._profile
-        place = {param: place for place, param in enumerate(profile.order)}
+        order = profile.order
+        place = {param: place for place, param in enumerate(order)}
         full = []  # the last gradient of each bucket, by its place, and the bucket
         for bucket in self._plan.buckets:
             if bucket.params:
@@ -245,7 +246,7 @@ class _Step:
         for last, index in sorted(full):
             ops = releases.happen(releases.fills[index])
             if ops:
-                ready_us = min(profile.ready_us[profile.order[last]], profile.backward_us)
+                ready_us = min(profile.ready_us[order[last]], profile.backward_us)
                 self._clocks.compute(ready_us - computed_us)
                 computed_us = ready_us
                 self._issue(ops)

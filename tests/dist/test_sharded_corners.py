@@ -223,7 +223,7 @@ def test_a_read_in_a_thread_that_brings_parameters_is_an_error() -> None:
 @in_ranks(2)
 @pytest.mark.parametrize("clips", [False, True], ids=["step", "clip"])
 def test_a_gradient_that_is_not_synchronized_is_an_error_on_every_rank(clips: bool) -> None:
-    with stepped(2, **SMALL) as (ddp, opt):
+    with stepped(2) as (ddp, opt):
         opt.zero_grad()
         MLP.loss(ddp, 2).backward()
         owned = of_all_ranks([bool(parts) for parts in opt.owned_parts().values()])

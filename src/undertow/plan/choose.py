@@ -108,15 +108,15 @@ def equal_groups(
     The last one has `last_share` of the bytes of another one. Parameters of different dtype or device in one stretch of the order
     go to different groups.
     """
-    target = sum(spec.num_bytes for spec in params) / (num_buckets - 1 + last_share)
+    sizes = [spec.num_bytes for spec in params]
+    target = sum(sizes) / (num_buckets - 1 + last_share)
     groups: dict[tuple[int, Kind], list[int]] = {}  # by stretch of the order, and kind
     sent_bytes = 0
     for param in order:
-        spec = params[param]
-        middle = sent_bytes + spec.num_bytes / 2
+        middle = sent_bytes + sizes[param] / 2
         stretch = min(int(middle / target), num_buckets - 1) if target else 0
-        groups.setdefault((stretch, spec.kind), []).append(param)
-        sent_bytes += spec.num_bytes
+        groups.setdefault((stretch, params[param].kind), []).append(param)
+        sent_bytes += sizes[param]
     return by_last_ready(groups.values(), order)
 
 

@@ -269,7 +269,7 @@ REFUSALS = {
     ),
     "simulate small.json --link 1gbit --skew 2": (
         "skew must be 0 to 0.2, got 2.0.\n  conditions of a simulated step\n"
-        "  0.05 is a standard deviation of 5 % between ranks.\n"
+        "  skew and contention are shares, 0.1 is 10 %; the others are microseconds.\n"
     ),
     "simulate measured.json --strategy hybrid --link 1gbit": (
         f"the costs of strategy 'hybrid' over 4 ranks are unknown.\n  1gbit has no nodes\n{NODES}"

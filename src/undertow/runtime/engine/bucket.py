@@ -128,7 +128,7 @@ class LiveBucket:
 
 
 class ShardedBucket(LiveBucket):
-    """One bucket of which each rank gets a shard of the reduced gradients."""
+    """One bucket whose reduced gradients are cut into a shard for each rank."""
 
     reduction: ClassVar = OpKind.REDUCE_SCATTER
 

@@ -107,7 +107,7 @@ class CompiledPlan:
         self.issue(self._gathers, {OpKind.ALL_GATHER: _gather}, self.sharding.gathers)
 
     def round_begins(self, *, is_synchronized: bool) -> list[Reading]:
-        """Called when a round starts; returns what the trailers of earlier ones say that have reached the host since."""
+        """Called when a round starts; returns the contents of earlier trailers that have reached the host since."""
         self.is_profiling = private.is_profiling()
         self._num_rounds += is_synchronized
         if self.reducer.hook is not None:

@@ -145,7 +145,7 @@ class Engine:
         current_plan.look_again()
         current_plan.adopt_plan()
         hooks = current_plan.hooks
-        hooks.arrivals.reset()  # they are those of the round before
+        hooks.arrivals.reset()  # they belong to the round before
         are_used = bool(hooks.outside)  # in a backward that only accumulated
         stage: Stage | None = self._meeting(RoundKind.REDUCE, are_used=are_used).begin
         while stage is not None:

@@ -22,7 +22,7 @@ from undertow.runtime.gradients.trailer import Facts, Reading
 from undertow.runtime.torch_private import private
 from undertow.schedule import OpKind, Releases
 
-# For each group of an optimizer that has stepped: what it is called, and its settings by name.
+# For each group of an optimizer that has stepped: its name, and its settings by name.
 Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 # A part of a round between two waits for other ranks; returns the next part.
 Stage: TypeAlias = Callable[[], Union["Stage", None]]
@@ -47,7 +47,7 @@ class Terms:
 
     number: int = 0  # of the synchronization
     mode: int | None = None  # must be the same on every rank; None on a rank that accepts the mode of the others
-    settings: Settings = ()  # with which optimizers have stepped since the last synchronization
+    settings: Settings = ()  # of optimizers that have stepped since the last synchronization
     loaded: int = 0  # digest of parameters that `load_state_dict` has changed here; 0 without any
     digests: Mapping[str, int | None] = field(default_factory=dict)  # facts that must be the same on every rank
     rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
@@ -57,7 +57,7 @@ class Terms:
 
 @dataclass(slots=True)
 class Findings:
-    """What this rank has found in a round, and what all ranks have reported."""
+    """The findings of this rank in a round, and the reports of all ranks."""
 
     taken: set[int] = field(default_factory=set)  # parameters whose gradient arrived and was gone when its bucket left
     unused: dict[int, list[int]] = field(default_factory=dict)  # bucket -> positions unused on this rank
@@ -74,7 +74,7 @@ class Findings:
 
     @property
     def unlike(self) -> set[str]:
-        """The digests in which ranks differ."""
+        """The digests that differ between ranks."""
         return {fact for reading in self.readings for fact in reading.unlike}
 
     def reported(self, fact: str, *, overdue: bool = True) -> list[int]:
@@ -98,7 +98,7 @@ class Round:
     is_last: bool = True  # of the step, which adds up no more gradients
     op: str | None = None  # of a reduction by hand, if it is not the mean
     holds_back: bool = False  # no bucket leaves before the end of backward
-    then: Callable[[Round], Stage | None] | None = None  # the stage after those of the buckets
+    then: Callable[[Round], Stage | None] | None = None  # the stage after the buckets are bound
     stage: Stage | None = None  # the next one; None while backward runs, and while one runs
     has_ended: bool = False  # its backward has ended
     has_failed: bool = False  # on this rank

@@ -41,7 +41,7 @@ class Reading:
 
     used: frozenset[int]  # positions of parameters that some rank used
     ranks_differ: bool  # in step, generation or mode
-    unlike: tuple[str, ...] = ()  # digests in which ranks differ
+    unlike: tuple[str, ...] = ()  # digests that differ between ranks
     flags: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by fact, ranks or buckets
     nonfinite: frozenset[int] = frozenset()  # positions of gradients that are not finite somewhere
     is_overdue: bool = False  # read in a later synchronization than the one that sent it

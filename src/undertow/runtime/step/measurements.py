@@ -1,4 +1,4 @@
-"""What was measured of a model, and what follows from it: profile, explanation, costs of the network."""
+"""Measurements of a model, and their use: profile, explanation, costs of the network."""
 
 import time
 from statistics import median
