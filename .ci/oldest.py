@@ -1,7 +1,9 @@
-"""Runs a short set of tests with the oldest versions that pyproject.toml admits: `make test-oldest`.
+"""Runs a short set of tests with the oldest versions that pyproject.toml admits: `make
+test-oldest`.
 
-The environment is out/oldest. What is older there than in .venv is installed there; the rest is that of .venv. A version
-that cannot be had on this machine is named in one line, and the oldest at hand is tested in its place.
+The environment is out/oldest. What is older there than in .venv is installed there; the rest is
+that of .venv. A version that cannot be had on this machine is named in one line, and the oldest at
+hand is tested in its place.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ TESTS = [
 
 VERSIONS = """
 import sys, numpy, torch
-print("Tested: Python", sys.version.split()[0], "torch", torch.__version__, "numpy", numpy.__version__, flush=True)
+versions = sys.version.split()[0], "torch", torch.__version__, "numpy", numpy.__version__
+print("Tested: Python", *versions, flush=True)
 """
 
 
@@ -40,8 +43,15 @@ def main() -> None:
         project = tomllib.load(file)["project"]
     oldest_python = project["requires-python"].removeprefix(">=")
     if f"{sys.version_info.major}.{sys.version_info.minor}" != oldest_python:
-        print(f"Python {oldest_python} is not that of .venv: Python {sys.version.split()[0]} is tested in its place.", flush=True)
-    pins = [pin(requirement) for requirement in project["dependencies"] + project["optional-dependencies"]["cli"]]
+        print(
+            f"Python {oldest_python} is not that of .venv: Python {sys.version.split()[0]} is "
+            "tested in its place.",
+            flush=True,
+        )
+    pins = [
+        pin(requirement)
+        for requirement in project["dependencies"] + project["optional-dependencies"]["cli"]
+    ]
     python = make_environment()
     for each in pins:
         if each.startswith("torch=="):
@@ -50,7 +60,17 @@ def main() -> None:
         install(python, each)
     subprocess.run([python, "-c", VERSIONS], check=True)
     # Old releases use old names of what they need, which are deprecated there.
-    command = [python, "-m", "pytest", "-q", "-W", "ignore::DeprecationWarning", "-m", "not (slow or waits or alone)", *TESTS]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-W",
+        "ignore::DeprecationWarning",
+        "-m",
+        "not (slow or waits or alone)",
+        *TESTS,
+    ]
     path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests", "."))
     os.chdir(ROOT)
     os.execve(python, [*command, *sys.argv[1:]], {**os.environ, "PYTHONPATH": path})
@@ -72,11 +92,25 @@ def make_environment() -> Path:
 
 
 def install(python: Path, wanted: str) -> None:
-    command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-warn-conflicts", wanted]
+    command = [
+        python,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--no-warn-conflicts",
+        wanted,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        reason = re.findall(r"^ERROR: (No matching .*|Could not .*?)(?: \(from|$)", done.stderr, re.M) or [done.stderr[-500:]]
-        print(f"{wanted} cannot be had here, that of .venv is tested in its place: {reason[-1]}", flush=True)
+        reason = re.findall(
+            r"^ERROR: (No matching .*|Could not .*?)(?: \(from|$)", done.stderr, re.M
+        ) or [done.stderr[-500:]]
+        print(
+            f"{wanted} cannot be had here, that of .venv is tested in its place: {reason[-1]}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

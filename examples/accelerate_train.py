@@ -1,4 +1,7 @@
-"""Accelerate with a sharded optimizer, on CPU. Run with: torchrun --nproc-per-node=2 examples/accelerate_train.py"""
+"""Accelerate with a sharded optimizer, on CPU. Run with.
+
+Torchrun --nproc-per-node=2 examples/accelerate_train.py
+"""
 
 import torch
 import torch.distributed as dist
@@ -14,11 +17,17 @@ def main() -> None:
     accelerator = Accelerator(cpu=True)
     set_seed(0)
     inputs = torch.randn(2 * 20 * 32, 64)
-    data = DataLoader(TensorDataset(inputs, inputs[:, :8].sum(dim=1, keepdim=True)), batch_size=32, shuffle=True)
+    data = DataLoader(
+        TensorDataset(inputs, inputs[:, :8].sum(dim=1, keepdim=True)), batch_size=32, shuffle=True
+    )
     net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=80)  # Accelerate steps it once for each rank
-    model, optimizer, data, schedule = prepare(accelerator, net, optimizer, data, schedule, shard_optimizer=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, T_max=80
+    )  # Accelerate steps it once for each rank
+    model, optimizer, data, schedule = prepare(
+        accelerator, net, optimizer, data, schedule, shard_optimizer=True
+    )
     step = 0
     for _ in range(2):
         for x, y in data:
@@ -30,7 +39,9 @@ def main() -> None:
             optimizer.zero_grad()
             step += 1
             if step % 10 == 0:
-                accelerator.print(f"step {step:3d}  gradient norm {norm.item():.2f}  loss {loss.item():.3f}")
+                accelerator.print(
+                    f"step {step:3d}  gradient norm {norm.item():.2f}  loss {loss.item():.3f}"
+                )
     accelerator.save_state("accelerate_state")  # on every rank
     model.close()
     dist.destroy_process_group()

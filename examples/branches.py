@@ -1,7 +1,8 @@
-"""Branches that each rank uses as its data asks for. Run with: torchrun --nproc-per-node=2 examples/branches.py
+"""Branches that each rank uses as its data asks for. Run with: torchrun --nproc-per-node=2
+examples/branches.py
 
-Which parameters get a gradient differs from rank to rank and from step to step; no flag announces it. A gradient is the
-mean over all ranks, those that did not use the parameter count as zeros.
+Which parameters get a gradient differs from rank to rank and from step to step; no flag announces
+it. A gradient is the mean over all ranks, those that did not use the parameter count as zeros.
 """
 
 import os
@@ -18,7 +19,10 @@ NUM_STEPS = 60
 
 
 class Routed(nn.Module):
-    """Sends every row through the branch of its kind: the place of the largest among its first columns."""
+    """Sends every row through the branch of its kind.
+
+    The place of the largest among its first columns.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +54,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     random = torch.Generator().manual_seed(dist.get_rank())  # every rank meets rows of its own
     for step in range(1, NUM_STEPS + 1):
-        # One or two kinds are in a rank's batch; every tenth step one of the ranks has no rows at all.
+        # One or two kinds are in a rank's batch; every tenth step one of the ranks has no rows at
+        # all.
         kinds = torch.randperm(NUM_BRANCHES, generator=random)[: 1 + step % 2]
         has_rows = step % 10 != 0 or step // 10 % dist.get_world_size() != dist.get_rank()
         rows, wanted = batch(16 if has_rows else 0, kinds, random)
@@ -62,10 +67,15 @@ def main() -> None:
             model.finish()  # joins the other ranks' reduction, before anything looks at a gradient
         optimizer.step()
         if dist.get_rank() == 0 and step % 10 in (0, 9):
-            rows, wanted = batch(64, torch.arange(NUM_BRANCHES), torch.Generator().manual_seed(1000))
+            rows, wanted = batch(
+                64, torch.arange(NUM_BRANCHES), torch.Generator().manual_seed(1000)
+            )
             with torch.no_grad():  # sends nothing: this rank may look alone
                 loss = mse_loss(model(rows.to(device)), wanted.to(device))
-            print(f"step {step:3d}  loss {loss.item():.3f}  unused here: {', '.join(model.unused_parameters)}")
+            print(
+                f"step {step:3d}  loss {loss.item():.3f}  unused here: "
+                f"{', '.join(model.unused_parameters)}"
+            )
 
     if dist.get_rank() == 0:
         print(model.report())

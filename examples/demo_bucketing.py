@@ -1,7 +1,9 @@
-"""Gradients one by one against gradients in buckets. Run with: torchrun --nproc-per-node=4 examples/demo_bucketing.py
+"""Gradients one by one against gradients in buckets. Run with: torchrun --nproc-per-node=4
+examples/demo_bucketing.py
 
-Many small messages cost a latency each; a bucket carries many gradients for one. The network is emulated on this
-machine (a 1 Gb/s link around gloo), so that the difference shows without a cluster.
+Many small messages cost a latency each; a bucket carries many gradients for one. The network is
+emulated on this machine (a 1 Gb/s link around gloo), so that the difference shows without a
+cluster.
 """
 
 import time
@@ -39,9 +41,12 @@ def reduce_each(model: nn.Module) -> None:
 
 
 def train(link: EmulatedLink, *, is_bucketed: bool) -> Result:
-    """Gradients of the last step, and what a step takes; both ways see the same weights and data."""
+    """Gradients of the last step, and what a step takes; both ways see the same weights and
+    data."""
     model = new_model()
-    hooks = BucketedDDPHooks(model, dist.group.WORLD, bucket_size_mb=BUCKET_MB) if is_bucketed else None
+    hooks = (
+        BucketedDDPHooks(model, dist.group.WORLD, bucket_size_mb=BUCKET_MB) if is_bucketed else None
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     random = torch.Generator().manual_seed(dist.get_rank())
     for step in range(NUM_WARM_UP_STEPS + NUM_STEPS):
@@ -63,12 +68,16 @@ def train(link: EmulatedLink, *, is_bucketed: bool) -> Result:
 
 
 def print_table(unbucketed: Result, bucketed: Result) -> None:
-    # With more than two ranks a bucket adds the ranks in another order than a parameter by itself: last bits differ.
+    # With more than two ranks a bucket adds the ranks in another order than a parameter by itself:
+    # last bits differ.
     pairs = zip(unbucketed.gradients, bucketed.gradients, strict=True)
     are_equal = all(torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in pairs)
     print(f"{'':24}{'collectives':>12}{'ms per step':>13}")
     print(f"{'one per parameter':24}{unbucketed.num_collectives:12d}{unbucketed.step_ms:13.1f}")
-    print(f"{f'buckets of {BUCKET_MB:g} MiB':24}{bucketed.num_collectives:12d}{bucketed.step_ms:13.1f}")
+    print(
+        f"{f'buckets of {BUCKET_MB:g} MiB':24}{bucketed.num_collectives:12d}"
+        f"{bucketed.step_ms:13.1f}"
+    )
     print(f"gradients equal: {'yes' if are_equal else 'NO'}")
 
 

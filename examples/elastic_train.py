@@ -1,10 +1,13 @@
-"""Training that goes on when a rank dies, also with more or fewer ranks than before, on CPU. Run with:
+"""Training that goes on when a rank dies, also with more or fewer ranks than before, on CPU. Run
+with:
 
-torchrun --standalone --nproc-per-node=4 --max-restarts=3 examples/elastic_train.py --kill-rank 2 --kill-step 17
+torchrun --standalone --nproc-per-node=4 --max-restarts=3 examples/elastic_train.py --kill-rank 2
+--kill-step 17
 
-torchrun starts all ranks again, and they go on behind the last checkpoint. The others' errors name the killed rank, if torchrun
-lets them live for as long: with --monitor-interval=3 it looks every three seconds, by default ten times a second.
-Interrupt it and start it with --nproc-per-node=3, and three ranks train what is left.
+torchrun starts all ranks again, and they go on behind the last checkpoint. The others' errors name
+the killed rank, if torchrun lets them live for as long: with --monitor-interval=3 it looks every
+three seconds, by default ten times a second. Interrupt it and start it with --nproc-per-node=3, and
+three ranks train what is left.
 """
 
 import argparse
@@ -17,14 +20,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig, has_checkpoint, load_checkpoint, save_checkpoint
+from undertow import (
+    DistributedDataParallel,
+    ShardedOptimizer,
+    SyncConfig,
+    has_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 NUM_SAMPLES = 480
 
 
 def sample_order(num_epochs: int) -> list[int]:
-    """Every sample of the run, epoch after epoch: the same on every rank, for any number of ranks, and after every restart."""
-    epochs = [torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(epoch)) for epoch in range(num_epochs)]
+    """Every sample of the run, epoch after epoch.
+
+    The same on every rank, for any number of ranks, and after every restart.
+    """
+    epochs = [
+        torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(epoch))
+        for epoch in range(num_epochs)
+    ]
     return torch.cat(epochs).tolist()
 
 
@@ -32,20 +48,32 @@ def train(options: argparse.Namespace) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     inputs = torch.randn(NUM_SAMPLES, 32, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
-    # Added up in rank order, the same bits come out after a restart, whatever buckets a run has found best.
-    model = DistributedDataParallel(layers, config=SyncConfig(strategy="zero1", reduction="ordered"))
+    layers = nn.Sequential(
+        nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)
+    )
+    # Added up in rank order, the same bits come out after a restart, whatever buckets a run has
+    # found best.
+    model = DistributedDataParallel(
+        layers, config=SyncConfig(strategy="zero1", reduction="ordered")
+    )
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
     order = sample_order(options.epochs)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=-(-len(order) // options.batch))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, T_max=-(-len(order) // options.batch)
+    )
 
-    position = 0  # in `order`: samples that all ranks have trained on; it says as much to 3 ranks as to 4
+    position = (
+        0  # in `order`: samples that all ranks have trained on; it says as much to 3 ranks as to 4
+    )
     if has_checkpoint(options.checkpoint):
         extra = load_checkpoint(options.checkpoint, model, optimizer)
         position = extra["position"]
         schedule.load_state_dict(extra["schedule"])
         if rank == 0:
-            print(f"{num_ranks} ranks go on behind sample {position}, from {options.checkpoint}", flush=True)
+            print(
+                f"{num_ranks} ranks go on behind sample {position}, from {options.checkpoint}",
+                flush=True,
+            )
 
     while position < len(order):
         step = position // options.batch + 1
@@ -57,16 +85,26 @@ def train(options: argparse.Namespace) -> None:
         if mine:
             losses = losses_of(model, inputs[mine])
             kill_if_asked(options, rank=rank, step=step)
-            (losses.sum() / mean.wait()).backward()  # the mean over the batch of all ranks, whose shares need not be equal
+            (
+                losses.sum() / mean.wait()
+            ).backward()  # the mean over the batch of all ranks, whose shares need not be equal
         else:
             model.finish()  # the last batch may be smaller than the number of ranks
         optimizer.step()
         schedule.step()
         position += len(batch)
         if step % options.checkpoint_every == 0 or position == len(order):
-            save_checkpoint(options.checkpoint, model, optimizer, extra={"position": position, "schedule": schedule.state_dict()})
+            save_checkpoint(
+                options.checkpoint,
+                model,
+                optimizer,
+                extra={"position": position, "schedule": schedule.state_dict()},
+            )
         if rank == 0 and step % 10 == 0:
-            print(f"step {step:3d}  samples {position:5d}  loss {losses.mean().item():.4f}", flush=True)
+            print(
+                f"step {step:3d}  samples {position:5d}  loss {losses.mean().item():.4f}",
+                flush=True,
+            )
 
     if rank == 0:
         print(f"trained on {position} samples", flush=True)
@@ -97,15 +135,44 @@ def log(options: argparse.Namespace, **what: object) -> None:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--checkpoint", type=Path, default=Path("elastic_checkpoint"), help="folder that all ranks see; removed by nobody")
-    add("--checkpoint-every", type=int, default=5, metavar="STEPS", help="steps between checkpoints (5)")
+    add(
+        "--checkpoint",
+        type=Path,
+        default=Path("elastic_checkpoint"),
+        help="folder that all ranks see; removed by nobody",
+    )
+    add(
+        "--checkpoint-every",
+        type=int,
+        default=5,
+        metavar="STEPS",
+        help="steps between checkpoints (5)",
+    )
     add("--epochs", type=int, default=2, help=f"of {NUM_SAMPLES} samples (2)")
-    add("--batch", type=int, default=24, metavar="SAMPLES", help="samples in a step, over all ranks (24)")
-    add("--kill-rank", type=int, metavar="RANK", help="have this rank killed, in the first attempt only")
+    add(
+        "--batch",
+        type=int,
+        default=24,
+        metavar="SAMPLES",
+        help="samples in a step, over all ranks (24)",
+    )
+    add(
+        "--kill-rank",
+        type=int,
+        metavar="RANK",
+        help="have this rank killed, in the first attempt only",
+    )
     add("--kill-step", type=int, metavar="STEP", help="in this step, counted from 1")
-    add("--sample-log", type=Path, metavar="FOLDER", help="write which samples each rank has taken in which step")
+    add(
+        "--sample-log",
+        type=Path,
+        metavar="FOLDER",
+        help="write which samples each rank has taken in which step",
+    )
     add("--save-model", type=Path, metavar="FILE", help="write the parameters at the end")
     return parser.parse_args()
 
@@ -118,9 +185,10 @@ def attempt() -> int:
 def meet() -> None:
     """Makes the default process group.
 
-    The store of torchrun's own process outlives restarts (torch 2.13) and has the addresses of processes that are gone, so each
-    attempt uses names of its own there. Nodes may count attempts differently, and would then wait for each other's names for
-    ever: on several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with which every attempt has a new store.
+    The store of torchrun's own process outlives restarts (torch 2.13) and has the addresses of
+    processes that are gone, so each attempt uses names of its own there. Nodes may count attempts
+    differently, and would then wait for each other's names for ever: on several nodes set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with which every attempt has a new store.
     """
     store, rank, num_ranks = next(dist.rendezvous("env://"))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

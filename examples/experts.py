@@ -1,7 +1,8 @@
 """A mixture of experts. Run with: torchrun --nproc-per-node=4 examples/experts.py
 
-Ranks 0 and 1 hold two of four experts each, ranks 2 and 3 the same; tokens travel between 0 and 1, or 2 and 3. Dense gradients
-are averaged over all ranks, an expert's are added up over the two that hold it and divided by four: tokens of all are in them.
+Ranks 0 and 1 hold two of four experts each, ranks 2 and 3 the same; tokens travel between 0 and 1,
+or 2 and 3. Dense gradients are averaged over all ranks, an expert's are added up over the two that
+hold it and divided by four: tokens of all are in them.
 """
 
 import torch
@@ -15,10 +16,15 @@ WIDTH, NUM_EXPERTS = 8, 4
 
 
 class Exchange(torch.autograd.Function):
-    """Sends rows to the ranks of a group, `sent[i]` to rank i, which sends `received[i]`; gradients take the way back."""
+    """Sends rows to the ranks of a group, `sent[i]` to rank i, which sends `received[i]`.
+
+    Gradients take the way back.
+    """
 
     @staticmethod
-    def forward(ctx, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.back = received, sent, group
         result = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
@@ -36,15 +42,24 @@ class ExpertLayer(nn.Module):
         super().__init__()
         self.group, self.num_here = group, NUM_EXPERTS // group.size()
         self.router = nn.Linear(WIDTH, NUM_EXPERTS)
-        layers = (nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(self.num_here))
+        layers = (
+            nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+            for _ in range(self.num_here)
+        )
         self.experts = nn.ModuleList(layers)
 
     def forward(self, tokens: Tensor) -> Tensor:  # [token, WIDTH]
         gate, chosen = self.router(tokens).softmax(dim=1).max(dim=1)
         order = chosen.argsort()
-        counts, each = (chosen // self.num_here).bincount(minlength=self.group.size()), [1] * self.group.size()
+        counts, each = (
+            (chosen // self.num_here).bincount(minlength=self.group.size()),
+            [1] * self.group.size(),
+        )
         sent, received = counts.tolist(), Exchange.apply(counts, each, each, self.group).tolist()
-        kind, here = (Exchange.apply(it[order], sent, received, self.group) for it in (chosen % self.num_here, tokens))
+        kind, here = (
+            Exchange.apply(it[order], sent, received, self.group)
+            for it in (chosen % self.num_here, tokens)
+        )
         done = torch.zeros_like(here)
         for index, expert in enumerate(self.experts):  # also one without tokens
             done = done.index_put((kind == index,), expert(here[kind == index]))
@@ -54,7 +69,9 @@ class ExpertLayer(nn.Module):
 
 def main() -> None:
     dist.init_process_group("gloo")
-    torch.manual_seed(rank := dist.get_rank())  # other experts on other ranks; what some share they take from their first one
+    torch.manual_seed(
+        rank := dist.get_rank()
+    )  # other experts on other ranks; what some share they take from their first one
     sharing_tokens = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     sharing_experts = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ExpertLayer(sharing_tokens), nn.Linear(WIDTH, 1))
@@ -63,7 +80,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(1, 121):
         tokens = torch.randn(64, WIDTH)
-        wanted = tokens.gather(1, 1 + tokens[:, :3].argmax(dim=1, keepdim=True)).abs()  # one rule for each kind of token
+        wanted = tokens.gather(
+            1, 1 + tokens[:, :3].argmax(dim=1, keepdim=True)
+        ).abs()  # one rule for each kind of token
         optimizer.zero_grad()
         (loss := mse_loss(model(tokens), wanted)).backward()
         norm = clip_grad_norm_(sync, max_norm=1.0)  # of all experts, wherever they are

@@ -1,4 +1,5 @@
-"""A GPT with tied embeddings, accumulation, bf16 and clipping. Run with: torchrun --nproc-per-node=2 examples/gpt.py
+"""A GPT with tied embeddings, accumulation, bf16 and clipping. Run with: torchrun
+--nproc-per-node=2 examples/gpt.py
 
 It learns to repeat what it has read: the second half of every sequence is the first half again.
 """
@@ -22,11 +23,15 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.query_key_value = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.attention_out = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.query_key_value(self.attention_norm(x)).unflatten(-1, (3, NUM_HEADS, -1))
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, head, position, width of a head]
+        query, key, value = heads.permute(
+            2, 0, 3, 1, 4
+        )  # each [batch, head, position, width of a head]
         mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
@@ -41,7 +46,9 @@ class Gpt(nn.Module):
         self.head = nn.Linear(WIDTH, NUM_TOKENS, bias=False)
         for table in (self.tokens, self.positions):
             nn.init.normal_(table.weight, std=0.02)
-        self.head.weight = self.tokens.weight  # tied: one parameter, one gradient, the sum of both uses
+        self.head.weight = (
+            self.tokens.weight
+        )  # tied: one parameter, one gradient, the sum of both uses
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.tokens(text) + self.positions(torch.arange(text.shape[1], device=text.device))
@@ -69,20 +76,29 @@ def main() -> None:
     model = DistributedDataParallel(Gpt().to(device))
     optimizer = torch.optim.AdamW(model.parameters())
     # A warm-up, then a cosine down to nothing.
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=NUM_STEPS, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=4e-3, total_steps=NUM_STEPS, cycle_momentum=False
+    )
     random = torch.Generator().manual_seed(dist.get_rank())  # every rank reads texts of its own
     for step in range(1, NUM_STEPS + 1):
         optimizer.zero_grad()
         for micro_batch in range(NUM_MICRO_BATCHES):
             is_last = micro_batch == NUM_MICRO_BATCHES - 1
-            with contextlib.nullcontext() if is_last else model.no_sync():  # only the last one sends: the sum of all
+            with (
+                contextlib.nullcontext() if is_last else model.no_sync()
+            ):  # only the last one sends: the sum of all
                 loss = loss_of(model, repeated(random).to(device)) / NUM_MICRO_BATCHES
                 loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of the mean over ranks: the same on every rank
+        norm = nn.utils.clip_grad_norm_(
+            model.parameters(), 1.0
+        )  # of the mean over ranks: the same on every rank
         optimizer.step()
         schedule.step()
         if dist.get_rank() == 0 and step % 10 == 0:
-            print(f"step {step:3d}  gradient norm {norm.item():.2f}  loss {loss.item() * NUM_MICRO_BATCHES:.3f}")
+            print(
+                f"step {step:3d}  gradient norm {norm.item():.2f}  loss "
+                f"{loss.item() * NUM_MICRO_BATCHES:.3f}"
+            )
 
     if dist.get_rank() == 0:
         print(model.report())

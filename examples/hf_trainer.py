@@ -1,4 +1,7 @@
-"""The HF Trainer with a sharded optimizer, on CPU. Run with: torchrun --nproc-per-node=2 examples/hf_trainer.py"""
+"""The HF Trainer with a sharded optimizer, on CPU. Run with.
+
+Torchrun --nproc-per-node=2 examples/hf_trainer.py
+"""
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,15 @@ class Prints(TrainerCallback):
 def main() -> None:
     set_seed(0)
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=16, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+        GPT2Config(
+            vocab_size=16,
+            n_positions=16,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
     )
     start = torch.randint(16, (256, 1), generator=torch.Generator().manual_seed(0))
     rows = (start + torch.arange(16)) % 16  # each token is the one before plus one
@@ -33,7 +44,9 @@ def main() -> None:
         dataloader_pin_memory=False,
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = UndertowTrainer(model, arguments, train_dataset=data, callbacks=[Prints()], shard_optimizer=True)
+    trainer = UndertowTrainer(
+        model, arguments, train_dataset=data, callbacks=[Prints()], shard_optimizer=True
+    )
     trainer.train()
     dist.destroy_process_group()
 

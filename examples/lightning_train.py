@@ -1,4 +1,7 @@
-"""Lightning with a sharded optimizer, on CPU. Run with: torchrun --nproc-per-node=2 examples/lightning_train.py"""
+"""Lightning with a sharded optimizer, on CPU. Run with.
+
+Torchrun --nproc-per-node=2 examples/lightning_train.py
+"""
 
 import os
 from typing import Any

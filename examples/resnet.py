@@ -1,7 +1,9 @@
-"""A residual network with batch norm, evaluated on one rank. Run with: torchrun --nproc-per-node=2 examples/resnet.py
+"""A residual network with batch norm, evaluated on one rank. Run with: torchrun --nproc-per-node=2
+examples/resnet.py
 
-Each rank moves the running statistics of its batch norms with its own images; before the first forward of every step they
-become those of rank 0 again. In evaluation and under `no_grad` nothing is sent, so that one rank may evaluate alone.
+Each rank moves the running statistics of its batch norms with its own images; before the first
+forward of every step they become those of rank 0 again. In evaluation and under `no_grad` nothing
+is sent, so that one rank may evaluate alone.
 """
 
 import os
@@ -30,7 +32,11 @@ class Block(nn.Module):
             nn.BatchNorm2d(num_out),
         )
         keeps_shape = stride == 1 and num_in == num_out
-        self.shortcut = nn.Identity() if keeps_shape else nn.Conv2d(num_in, num_out, 1, stride=stride, bias=False)
+        self.shortcut = (
+            nn.Identity()
+            if keeps_shape
+            else nn.Conv2d(num_in, num_out, 1, stride=stride, bias=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.convolutions(x) + self.shortcut(x))
@@ -39,7 +45,9 @@ class Block(nn.Module):
 def resnet() -> nn.Module:
     stem = [nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     blocks = [Block(16, 16, stride=1), Block(16, 32, stride=2), Block(32, 64, stride=2)]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, NUM_CLASSES))
+    return nn.Sequential(
+        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, NUM_CLASSES)
+    )
 
 
 def stripes(count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""Data-parallel training with one line changed. Run with: torchrun --nproc-per-node=2 examples/train.py"""
+"""Data-parallel training with one line changed. Run with.
+
+Torchrun --nproc-per-node=2 examples/train.py
+"""
 
 import os
 

@@ -1,4 +1,7 @@
-"""Each rank keeps its share of the optimizer, on CPU. Run with: torchrun --nproc-per-node=2 examples/train_sharded.py"""
+"""Each rank keeps its share of the optimizer, on CPU. Run with.
+
+Torchrun --nproc-per-node=2 examples/train_sharded.py
+"""
 
 import torch
 import torch.distributed as dist
@@ -15,8 +18,12 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU())]
-    model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(512, 1)), config=SyncConfig(strategy="zero2"))
-    optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-3)  # in place of AdamW(model.parameters(), lr=1e-3)
+    model = DistributedDataParallel(
+        nn.Sequential(*layers, nn.Linear(512, 1)), config=SyncConfig(strategy="zero2")
+    )
+    optimizer = ShardedOptimizer(
+        torch.optim.AdamW, model, lr=1e-3
+    )  # in place of AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
     random = torch.Generator().manual_seed(dist.get_rank())  # every rank sees data of its own
     for step in range(1, 31):
@@ -31,7 +38,10 @@ def main() -> None:
     state = optimizer.state_dict()  # on every rank; what a plain AdamW would save
     if dist.get_rank() == 0:
         with torch.no_grad():
-            print(f"loss of new data: {loss_of(model.eval(), torch.randn(256, 512, generator=random)).item():.3f}")
+            print(
+                "loss of new data: "
+                f"{loss_of(model.eval(), torch.randn(256, 512, generator=random)).item():.3f}"
+            )
         torch.save({"model": model.module.state_dict(), "optimizer": state}, "checkpoint.pt")
         print(model.report())
     model.close()

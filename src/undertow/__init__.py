@@ -1,4 +1,7 @@
-"""Undertow: data-parallel training for PyTorch whose gradient communication runs beneath the computation."""
+"""Undertow.
+
+Data-parallel training for PyTorch whose gradient communication runs beneath the computation.
+"""
 
 import importlib
 import logging

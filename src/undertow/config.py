@@ -27,16 +27,19 @@ _REMEDIES = {
     "model.mean_over_ranks(num_tokens).wait(); for a sum, multiply it by the number of ranks.",
 }
 _DTYPES = {"reduce_dtype": (None, "float32"), "wire_dtype": (None, "bfloat16", "float16")}
-# Every pair of features that cannot be used together: the error, the reason and the way out. docs/limits.md lists them.
+# Every pair of features that cannot be used together: the error, the reason and the way out.
+# docs/limits.md lists them.
 REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
     ("closure", "skip"): (
         PhaseError,
-        'nonfinite="skip" cannot be used with step(closure): the step has begun when the closure computes gradients.',
+        'nonfinite="skip" cannot be used with step(closure): the step has begun when the closure '
+        "computes gradients.",
         'Call the closure before step(), or use nonfinite="raise".',
     ),
     ("experts", "checkpoint"): (
         CheckpointError,
-        "this model has experts: ranks have different tensors under one name, and a checkpoint stores one per name.",
+        "this model has experts: ranks have different tensors under one name, and a checkpoint "
+        "stores one per name.",
         "Save model.state_dict() and optimizer.full_state_dict() on each rank, in separate files.",
     ),
     ("experts", "hybrid"): (
@@ -46,12 +49,14 @@ REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
     ),
     ("experts", "join"): (
         PhaseError,
-        "a rank without data cannot leave a model with experts: tokens of other ranks need the experts that it holds.",
+        "a rank without data cannot leave a model with experts: tokens of other ranks need the "
+        "experts that it holds.",
         "Give every rank the same number of batches.",
     ),
     ("experts", "skip"): (
         ConfigError,
-        'nonfinite="skip" cannot be used with experts: only some ranks would know that a step is to be skipped.',
+        'nonfinite="skip" cannot be used with experts: only some ranks would know that a step is '
+        "to be skipped.",
         'Use "raise".',
     ),
     ("hook", "op"): (
@@ -61,18 +66,23 @@ REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
     ),
     ("hook", "shards"): (
         ConfigError,
-        "communication hooks reduce whole gradients, and a ShardedOptimizer needs only shards of them.",
+        "communication hooks reduce whole gradients, and a ShardedOptimizer needs only shards of "
+        "them.",
         "Use a plain optimizer with the hook, or leave the hook out.",
     ),
     ("join", "mean_over_ranks"): (
         PhaseError,
-        "mean_over_ranks() was called inside join(): a rank that has left its loop does not answer.",
-        "Leave join() out. Give 0 on a rank without data, call finish() there, and end every rank's loop when the mean is 0.",
+        "mean_over_ranks() was called inside join(): a rank that has left its loop does not "
+        "answer.",
+        "Leave join() out. Give 0 on a rank without data, call finish() there, and end every "
+        "rank's loop when the mean is 0.",
     ),
     ("join", "shards"): (
         PhaseError,
-        "join() cannot be used with a ShardedOptimizer: each step needs all shards, and a rank without data does not step.",
-        "Give every rank the same number of batches: drop_last=True of a DataLoader, or a sampler that pads, as "
+        "join() cannot be used with a ShardedOptimizer: each step needs all shards, and a rank "
+        "without data does not step.",
+        "Give every rank the same number of batches: drop_last=True of a DataLoader, or a "
+        "sampler that pads, as "
         "DistributedSampler does.",
     ),
     ("shards", "sparse"): (
@@ -98,7 +108,8 @@ class HasJson(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertGroup:
-    """Experts whose gradients are reduced over a separate group: the ranks that hold the same experts.
+    """Experts whose gradients are reduced over a separate group: the ranks that hold the same
+    experts.
 
     Args:
         match: A pattern of parameter and buffer names, such as "*.experts.*"; `*`, `?` and `[...]`
@@ -106,9 +117,10 @@ class ExpertGroup:
         process_group: The torch.distributed.ProcessGroup of the ranks that hold the same experts as
             this rank.
         divisor: The sum over those ranks is divided by it. If tokens of all ranks reach an expert,
-            give the number of all ranks: the mean covers their batches. Every gradient is multiplied
-            by the size of the process group over the divisor when autograd adds it to `.grad`; one
-            that you write there yourself is not. None uses the size of the process group.
+            give the number of all ranks: the mean covers their batches. Every gradient is
+            multiplied by the size of the process group over the divisor when autograd adds it to
+            `.grad`; one that you write there yourself is not. None uses the size of the process
+            group.
 
     Raises:
         ConfigError: If the pattern is not a non-empty string, or if the divisor is not a positive
@@ -134,7 +146,8 @@ class ExpertGroup:
             self.divisor is None or 0 < as_float(self.divisor) < math.inf,
             f"divisor must be a positive number, got {self.divisor!r}.",
             where=f"ExpertGroup(match={self.match!r})",
-            remedy="Give the number of ranks whose tokens reach the experts, or leave it out for the size of the group.",
+            remedy="Give the number of ranks whose tokens reach the experts, or leave it out for "
+            "the size of the group.",
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -177,8 +190,8 @@ class SyncConfig:
             the means, and "hybrid" adds row by row.
         average_in_collective: False divides whole gradients before the collective, which then sums.
             It has no effect with shards or "ordered", which divide the sum.
-        buffers: Before the first training forward of a step, as in torch, module buffers follow rank
-            0 ("rank0"), become the mean over ranks ("mean"; buffers that are neither real nor
+        buffers: Before the first training forward of a step, as in torch, module buffers follow
+            rank 0 ("rank0"), become the mean over ranks ("mean"; buffers that are neither real nor
             complex follow rank 0), or are left alone ("off").
         reduce_dtype: "float32", "fp32" or torch.float32 accumulates and reduces gradients of 16-bit
             parameters in fp32, and `.grad` is fp32. The optimizer must accept such gradients, as a
@@ -196,8 +209,8 @@ class SyncConfig:
         check_replicas_every: Number of synchronizations between comparisons of a fingerprint of
             every parameter over all ranks; if one differs, every rank raises ReplicaMismatch. None:
             never.
-        stall_warning_s: Seconds of waiting after which all ranks report: the late rank, the operation that
-            it is late for, and the code that it runs.
+        stall_warning_s: Seconds of waiting after which all ranks report: the late rank, the
+            operation that it is late for, and the code that it runs.
         stall_timeout_s: Seconds of waiting after which the step fails, with StallTimeout on every
             rank. Infinity turns off either limit. Over gloo the step then fails with StallTimeout
             when the timeout of the process group ends, which also cuts a longer stall_timeout_s
@@ -234,29 +247,41 @@ class SyncConfig:
     record: Literal["summary", "full", "off"] = "summary"
 
     def __new__(cls, **settings: Any) -> Self:
-        require_known(settings, cls.__dataclass_fields__, "setting", where="SyncConfig", remedies=_REMEDIES)
+        require_known(
+            settings, cls.__dataclass_fields__, "setting", where="SyncConfig", remedies=_REMEDIES
+        )
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        caps = tuple(self.bucket_cap_mb) if isinstance(self.bucket_cap_mb, list | tuple) else (self.bucket_cap_mb,)
+        caps = (
+            tuple(self.bucket_cap_mb)
+            if isinstance(self.bucket_cap_mb, list | tuple)
+            else (self.bucket_cap_mb,)
+        )
         if self.bucket_cap_mb is not None:
             for cap in caps or (None,):
                 bytes_from_mib(cap, name="bucket_cap_mb")
-        ignored = list(self.ignore) if isinstance(self.ignore, Iterable) and not isinstance(self.ignore, str) else [None]
+        ignored = (
+            list(self.ignore)
+            if isinstance(self.ignore, Iterable) and not isinstance(self.ignore, str)
+            else [None]
+        )
         _require(
             all(isinstance(name, str) for name in ignored),
             f"ignore must be a tuple of names, got {self.ignore!r}.",
             'Write ignore=("embedding.weight",).',
         )
         _require(
-            isinstance(self.experts, tuple | list) and all(isinstance(group, ExpertGroup) for group in self.experts),
+            isinstance(self.experts, tuple | list)
+            and all(isinstance(group, ExpertGroup) for group in self.experts),
             f"experts must be a tuple of ExpertGroup, got {self.experts!r}.",
             'Write experts=(ExpertGroup(match="*.experts.*", process_group=group),).',
         )
         every = self.check_replicas_every
         _require(
             every is None or (type(every) is int and every > 0),
-            f"check_replicas_every must be a whole number of synchronizations from 1 on, got {every!r}.",
+            "check_replicas_every must be a whole number of synchronizations from 1 on, got "
+            f"{every!r}.",
             "Give a number, such as 100, or leave it out for no comparison.",
         )
         for name in ("stall_warning_s", "stall_timeout_s"):
@@ -296,7 +321,10 @@ def _require(holds: object, what: str, remedy: str) -> None:
 
 
 def _text_of_plan(plan: object) -> str | None:
-    """Returns the plan as JSON text. A string that begins with a brace is JSON; any other is the path of a file."""
+    """Returns the plan as JSON text. A string that begins with a brace is JSON.
+
+    Any other is the path of a file.
+    """
     if isinstance(plan, HasJson):
         return plan.to_json()
     if plan is None or (isinstance(plan, str) and plan.lstrip().startswith("{")):
@@ -306,20 +334,31 @@ def _text_of_plan(plan: object) -> str | None:
         try:
             return Path(plan).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            what = f"the plan cannot be read from {str(plan)[:_MAX_SHOWN]!r}: {getattr(error, 'strerror', None) or error}."
+            what = (
+                f"the plan cannot be read from {str(plan)[:_MAX_SHOWN]!r}: "
+                f"{getattr(error, 'strerror', None) or error}."
+            )
     raise ConfigError(
-        what, where="SyncConfig(plan=...)", remedy="Give the path of a file that save_plan() has written, its text, or a Plan."
+        what,
+        where="SyncConfig(plan=...)",
+        remedy="Give the path of a file that save_plan() has written, its text, or a Plan.",
     )
 
 
 def _dtype_name(value: object) -> object:
-    """Returns the long name of a dtype that is a torch.dtype or has a short name; any other value as it is."""
+    """Returns the long name of a dtype that is a torch.dtype or has a short name.
+
+    Any other value as it is.
+    """
     name = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
     return _SHORT_DTYPES.get(str(name), name)
 
 
 def bytes_from_mib(value: Any, *, name: str) -> float:
-    """Converts `value` MiB to bytes; raises ConfigError, naming the setting, unless it is a positive number."""
+    """Converts `value` MiB to bytes.
+
+    Raises ConfigError, naming the setting, unless it is a positive number.
+    """
     require(
         as_float(value) > 0,
         f"{name} must be a positive number of MiB, got {brief(value)}.",
@@ -330,10 +369,13 @@ def bytes_from_mib(value: Any, *, name: str) -> float:
 
 
 def _check_choice(field: dataclasses.Field[Any], value: object) -> None:
-    """Raises ConfigError unless the value is one of those that the type of the setting lists, if it lists them."""
+    """Raises ConfigError unless the value is one of those that the type of the setting lists, if it
+    lists them."""
     literals = get_args(field.type) if get_origin(field.type) is Literal else None
     choices = _DTYPES.get(field.name, (True, False) if field.type is bool else literals)
-    if choices is None or any(type(value) is type(choice) and value == choice for choice in choices):
+    if choices is None or any(
+        type(value) is type(choice) and value == choice for choice in choices
+    ):
         return
     remedy = f"Choose one of: {', '.join(map(repr, choices))}."
     if field.name == "strategy" and value in ("zero3", "fsdp"):

@@ -11,11 +11,12 @@
     ├── CheckpointError               a checkpoint, or a state, cannot be saved or loaded
     ├── Desync                        ranks are in different steps, plan generations or modes
     ├── PeerFailed                    another rank reported an error in this step, or ended with one
-    ├── RankLost                      another rank's process is gone, or left while others wait for it
+    ├── RankLost                      another rank's process is gone, or left while others wait
     └── StallTimeout (TimeoutError)   a rank has waited for others longer than the limit
 
-Every message has three parts: what happened, where, and what to do. A traceback also names the page to read. All errors are
-RuntimeErrors, like most of torch's own errors about distributed training: code that catches those keeps working.
+Every message has three parts: what happened, where, and what to do. A traceback also names the page
+to read. All errors are RuntimeErrors, like most of torch's own errors about distributed training:
+code that catches those keeps working.
 """
 
 import difflib
@@ -47,17 +48,20 @@ _ELSEWHERE = "Give another directory for the pictures: --out DIR."
 
 
 class UndertowError(RuntimeError):
-    """Base of all errors of this library; `str()` gives what happened, where, and what to do, one line each.
+    """Base of all errors of this library; `str()` gives what happened, where, and what to do, one
+    line each.
 
-    Control characters are shown as escapes, because a traceback prints an error as it is. `page` is the page of the
-    documentation that the traceback names below the message.
+    Control characters are shown as escapes, because a traceback prints an error as it is. `page` is
+    the page of the documentation that the traceback names below the message.
     """
 
     page = "docs/troubleshooting.md"
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
         # One argument only, so that the error survives pickling between processes unchanged.
-        super().__init__(printable_lines("\n  ".join(part for part in (what, where, remedy) if part)))
+        super().__init__(
+            printable_lines("\n  ".join(part for part in (what, where, remedy) if part))
+        )
         self.add_note(f"See {self.page}.")
 
 
@@ -116,29 +120,45 @@ class PeerFailed(UndertowError):
 
 
 class RankLost(UndertowError):
-    """Another rank's process is gone, or left while others wait for it; raised on every remaining rank."""
+    """Another rank's process is gone, or left while others wait for it.
+
+    Raised on every remaining rank.
+    """
 
     page = "docs/reliability.md"
 
 
 class StallTimeout(UndertowError, TimeoutError):
-    """A rank has waited for others longer than the limit; raised on every rank that has wrapped its model."""
+    """A rank has waited for others longer than the limit.
+
+    Raised on every rank that has wrapped its model.
+    """
 
     page = "docs/reliability.md"
 
 
-def require(holds: object, what: str, *, where: str = "", remedy: str = "", error: type[UndertowError] = ConfigError) -> None:
+def require(
+    holds: object,
+    what: str,
+    *,
+    where: str = "",
+    remedy: str = "",
+    error: type[UndertowError] = ConfigError,
+) -> None:
     """Raises `error` unless `holds` is true."""
     if not holds:
         raise error(what, where=where, remedy=remedy)
 
 
 def require_version(package: str, lowest: str, *, where: str) -> None:
-    """Raises ConfigError if the first two numbers of the installed version of `package` are below `lowest`."""
+    """Raises ConfigError if the first two numbers of the installed version of `package` are below
+    `lowest`."""
     from importlib.metadata import version  # it takes as long to import as all of this package
 
     installed = version(package)
-    found, least = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (installed, lowest))
+    found, least = (
+        [int(number) for number in re.findall(r"\d+", text)[:2]] for text in (installed, lowest)
+    )
     require(
         found >= least,
         f"{package} {installed} is not supported: {lowest} is the oldest version that is.",
@@ -147,10 +167,17 @@ def require_version(package: str, lowest: str, *, where: str) -> None:
     )
 
 
-def suggestion(name: object, known: Collection[str], *, all_known: str = "Known", instead: str = "") -> str:
-    """Returns the remedy for a name that is not known: the one it resembles, or `instead`, by default all."""
+def suggestion(
+    name: object, known: Collection[str], *, all_known: str = "Known", instead: str = ""
+) -> str:
+    """Returns the remedy for a name that is not known.
+
+    The one it resembles, or `instead`, by default all.
+    """
     close = difflib.get_close_matches(str(name), known, n=1)
-    return f"Did you mean {close[0]!r}?" if close else instead or f"{all_known}: {', '.join(known)}."
+    return (
+        (f"Did you mean {close[0]!r}?") if close else instead or f"{all_known}: {', '.join(known)}."
+    )
 
 
 def require_known(
@@ -161,14 +188,18 @@ def require_known(
     where: str,
     remedies: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises ConfigError for the first name that is not known, with its remedy or the known name that it resembles."""
+    """Raises ConfigError for the first name that is not known, with its remedy or the known name
+    that it resembles."""
     for name in (name for name in names if name not in known):
-        remedy = (remedies or {}).get(name) or suggestion(name, sorted(known), all_known=f"Known {kind}s")
+        remedy = (remedies or {}).get(name) or suggestion(
+            name, sorted(known), all_known=f"Known {kind}s"
+        )
         raise ConfigError(f"{kind} {name!r} does not exist.", where=where, remedy=remedy)
 
 
 def make_directory(path: Path, *, where: str, to: str = "", remedy: str = _ELSEWHERE) -> None:
-    """Creates the directory if it is missing; raises ConfigError if nothing can be written there."""
+    """Creates the directory if it is missing; raises ConfigError if nothing can be written
+    there."""
     with checked_writing(path, where=where, to=to, remedy=remedy):
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -176,12 +207,20 @@ def make_directory(path: Path, *, where: str, to: str = "", remedy: str = _ELSEW
 
 
 @contextmanager
-def checked_writing(path: Path, *, where: str, to: str = "", remedy: str = _ELSEWHERE) -> Iterator[None]:
-    """Raises ConfigError, naming `path` and the reason, instead of an OSError; `to` names it differently."""
+def checked_writing(
+    path: Path, *, where: str, to: str = "", remedy: str = _ELSEWHERE
+) -> Iterator[None]:
+    """Raises ConfigError, naming `path` and the reason, instead of an OSError.
+
+    `to` names it differently.
+    """
     try:
         yield
     except OSError as error:
-        what = f"nothing can be written {to or f'to {str(path)!r}'}: {error.strerror or type(error).__name__}."
+        what = (
+            f"nothing can be written {to or f'to {str(path)!r}'}: "
+            f"{error.strerror or type(error).__name__}."
+        )
         raise ConfigError(what, where=where, remedy=remedy) from error
 
 

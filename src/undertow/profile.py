@@ -1,4 +1,5 @@
-"""Measurements of one model in one run, all that planning and simulating need, and the files that store them.
+"""Measurements of one model in one run, all that planning and simulating need, and the files that
+store them.
 
 Profiles are written by `Profile.save` or by hand: every error names the field or the line.
 """
@@ -44,16 +45,18 @@ _ROUNDING_US = 1.0  # two times of a step may disagree by this much, as each is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """One step of a model without its communication, and the cost of communication in the run that measured it; microseconds.
+    """One step of a model without its communication, and the cost of communication in the run that
+    measured it; microseconds.
 
-    A step is forward, backward, and the update with everything else until the next forward. Gradients become ready at `ready_us`
-    since backward began, the latest time of all ranks. A gradient that never arrives is sent with the last bucket, when backward
-    ends. Raises ConfigError for values that do not fit together.
+    A step is forward, backward, and the update with everything else until the next forward.
+    Gradients become ready at `ready_us` since backward began, the latest time of all ranks. A
+    gradient that never arrives is sent with the last bucket, when backward ends. Raises ConfigError
+    for values that do not fit together.
 
     ```python
     profile = profile_from_file("profile.json")
-    choice = choose(profile.params, profile.order, profile.timing, profile.costs(), num_ranks=profile.num_ranks)
-    ```
+    choice = choose(profile.params, profile.order, profile.timing, profile.costs(),
+    num_ranks=profile.num_ranks) ```
     """
 
     params: tuple[ParamSpec, ...]  # in order of registration
@@ -71,7 +74,8 @@ class Profile:
     copy_us_per_mb: float | None = None  # computing time of a rank to fill a bucket
     skew: float | None = None  # standard deviation of computing times between ranks, relative
     spread: float | None = None  # standard deviation between steps, relative
-    contention: float | None = None  # share of its speed that computation loses while the network works
+    # share of its speed that computation loses while the network works
+    contention: float | None = None
     processors_us: float | None = None  # time that packing and copying add to the step
     network_us: float | None = None  # time that waiting for the network adds
     is_forward_guessed: bool = False  # as half of backward
@@ -88,7 +92,8 @@ class Profile:
         _require(is_whole, "num_ranks", "a whole number, 1 or more", self.num_ranks)
         require(
             len(self.ready_us) == len(self.params),
-            f"ready_us must have a time for each of {len(self.params)} parameters, got {len(self.ready_us)}.",
+            f"ready_us must have a time for each of {len(self.params)} parameters, got "
+            f"{len(self.ready_us)}.",
             remedy="Give a ready time for each parameter, in the order of registration.",
         )
         names: set[str] = set()
@@ -99,7 +104,8 @@ class Profile:
                 ready_us <= self.backward_us + _ROUNDING_US,
                 f"ready_us of {path} must not be after the end of backward, got {brief(ready_us)}.",
                 where=f"backward_us is {brief(self.backward_us)}",
-                remedy="Count from the beginning of backward; a gradient that never comes has backward_us.",
+                remedy="Count from the beginning of backward; a gradient that never comes has "
+                "backward_us.",
             )
             require(
                 spec.name not in names,
@@ -118,39 +124,50 @@ class Profile:
 
     @property
     def is_measured(self) -> bool:
-        """True if its times are of a run of several ranks, so that waiting and contention are part of them."""
+        """True if its times are of a run of several ranks, so that waiting and contention are part
+        of them."""
         return self.num_ranks > 1 and bool(self.curves)
 
     @property
     def is_bound_by_processors(self) -> bool:
-        """True if communication took more time from processors than the network added, in the measured run."""
+        """True if communication took more time from processors than the network added, in the
+        measured run."""
         return (self.processors_us or 0.0) > (self.network_us or 0.0)
 
     @property
     def is_of_one_size(self) -> bool:
-        """True if messages of one size were measured, so that the costs of smaller ones are not known."""
+        """True if messages of one size were measured, so that the costs of smaller ones are not
+        known."""
         return not all(curve.is_enough for curve in self.curves.values())
 
     @property
     def used_us(self) -> tuple[float, ...]:
-        """Estimated time at which forward first uses each parameter, in microseconds since forward began.
+        """Estimated time at which forward first uses each parameter, in microseconds since forward
+        began.
 
-        The estimate assumes that forward runs through the layers in the reverse order of backward, with the same shares of time:
-        the parameter that is ready last is used first.
+        The estimate assumes that forward runs through the layers in the reverse order of backward,
+        with the same shares of time: the parameter that is ready last is used first.
         """
         shares = ((self.backward_us - ready) / (self.backward_us or 1.0) for ready in self.ready_us)
         return tuple(self.forward_us * min(max(share, 0.0), 1.0) for share in shares)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Indices of the parameters in the order they become ready; ties in reverse order of registration."""
-        return tuple(sorted(range(len(self.params)), key=lambda param: (self.ready_us[param], -param)))
+        """Indices of the parameters in the order they become ready.
+
+        Ties in reverse order of registration.
+        """
+        return tuple(
+            sorted(range(len(self.params)), key=lambda param: (self.ready_us[param], -param))
+        )
 
     @property
     def timing(self) -> StepTiming:
         """Times of a step for the planner, since forward began."""
         return StepTiming(
-            ready_us=[self.forward_us + min(ready_us, self.backward_us) for ready_us in self.ready_us],
+            ready_us=[
+                self.forward_us + min(ready_us, self.backward_us) for ready_us in self.ready_us
+            ],
             backward_end_us=self.forward_us + self.backward_us,
             used_us=self.used_us,
         )
@@ -160,7 +177,10 @@ class Profile:
         return MeasuredCosts(self.curves)
 
     def to_json(self) -> str:
-        """Returns the file format of docs/profiles.md, with one line per parameter; `profile_from_json` reads it."""
+        """Returns the file format of docs/profiles.md, with one line per parameter.
+
+        `profile_from_json` reads it.
+        """
         texts = {FORMAT_FIELD: str(FORMAT)}
         for name in _SIMPLE:
             value = getattr(self, name)
@@ -208,7 +228,8 @@ def _list_text(values: Iterable[object]) -> str:
 def profile_from_file(path: str | Path) -> Profile:
     """Reads the profile in the JSON file at `path`.
 
-    Raises ConfigError, naming the file and the field or line, if it cannot be read or is not a profile.
+    Raises ConfigError, naming the file and the field or line, if it cannot be read or is not a
+    profile.
 
     ```python
     profile = profile_from_file("examples/profiles/gpt2.json")
@@ -226,7 +247,10 @@ def profile_from_json(text: str, where: str) -> Profile:
 
 
 def source_from_file(path: str | Path) -> Profile | Plan | tuple[ParamSpec, ...]:
-    """Reads a profile, a saved plan or a table of parameters from a JSON file; raises ConfigError for other files."""
+    """Reads a profile, a saved plan or a table of parameters from a JSON file.
+
+    Raises ConfigError for other files.
+    """
     contents = _contents(path)
     data = _parsed(contents, str(path))
     try:
@@ -291,7 +315,8 @@ def _params(rows: Any, required: Collection[str]) -> list[tuple[ParamSpec, Any]]
         if not isinstance(dtype, str) or dtype not in ITEMSIZES:
             what = f"{path}.dtype is unknown: {brief(dtype)}."
             raise ConfigError(what, remedy=suggestion(dtype, ITEMSIZES))
-        sizes = row["shape"] if isinstance(row["shape"], list) else [row["shape"]]  # or the number of elements
+        # or the number of elements
+        sizes = row["shape"] if isinstance(row["shape"], list) else [row["shape"]]
         try:
             spec = ParamSpec(
                 name=row["name"],
@@ -324,7 +349,10 @@ def _object(
     known: Collection[str],
     required: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Returns a copy of the fields of an object; raises ConfigError for others than `known`, and without `required` ones."""
+    """Returns a copy of the fields of an object.
+
+    Raises ConfigError for others than `known`, and without `required` ones.
+    """
     _require(isinstance(data, dict), path or "a profile", "an object", data)
     prefix = f"{path}." if path else ""
     for name in data:

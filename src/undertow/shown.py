@@ -27,7 +27,8 @@ class Shown:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        # It is usually printed, and must not end a training by its characters: rich draws tables in ASCII for such an encoding.
+        # It is usually printed, and must not end a training by its characters: rich draws tables in
+        # ASCII for such an encoding.
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         text = self._printed(encoding).export_text()
         try:
@@ -60,7 +61,14 @@ def with_experts(parts: "Iterable[RenderableType]", experts: Mapping[str, Shown]
     """Returns the parts, and below them the values of the groups of experts under their names."""
     from rich.console import Group
 
-    return Group(*parts, *(part for name, it in experts.items() for part in (cell(""), cell(f"Experts {name}:"), it)))
+    return Group(
+        *parts,
+        *(
+            part
+            for name, it in experts.items()
+            for part in (cell(""), cell(f"Experts {name}:"), it)
+        ),
+    )
 
 
 def print_line(console: "Console", text: str, style: str = "") -> None:

@@ -1,4 +1,7 @@
-"""Simulates a step: the runtime's schedule and its release of ops, driven by a clock and a cost model."""
+"""Simulates a step.
+
+The runtime's schedule and its release of ops, driven by a clock and a cost model.
+"""
 
 import math
 from array import array
@@ -21,7 +24,8 @@ __all__ = ["DEFAULTS", "IDEAL", "Conditions", "simulate"]
 
 _Times = NDArray[np.float64]  # by rank; one entry if all ranks are equal
 
-# Values for a profile that nobody measured; docs/fidelity.md has the published rows that they come from.
+# Values for a profile that nobody measured; docs/fidelity.md has the published rows that they come
+# from.
 DEFAULTS = {"skew": 0.02, "contention": 0.12, "launch_us": 90.0, "copy_us_per_mb": 25.0}
 # The fastest of a million ranks is 4.9 deviations below the mean: it must still take some time.
 _MOST = {"skew": 0.2, "contention": 0.99, "launch_us": math.inf, "copy_us_per_mb": math.inf}
@@ -31,8 +35,8 @@ _MOST = {"skew": 0.2, "contention": 0.99, "launch_us": math.inf, "copy_us_per_mb
 class Conditions:
     """Conditions of a step other than its costs.
 
-    A number that is None is the profile's; if it has none, it is 0 for a profile with measured costs,
-    whose times contain it, and the one in `DEFAULTS` for any other. `IDEAL` has zeros.
+    A number that is None is the profile's; if it has none, it is 0 for a profile with measured
+    costs, whose times contain it, and the one in `DEFAULTS` for any other. `IDEAL` has zeros.
 
     Args:
         overlap: False sends every bucket after backward, and waits for gathers before the forward.
@@ -42,7 +46,8 @@ class Conditions:
         contention: Share of its speed that computation loses while the communication stream is
             busy; 0 to 0.99.
         launch_us: Microseconds of computing time that a rank needs to launch one collective.
-        copy_us_per_mb: Microseconds of computing time that a rank needs to copy a megabyte into a bucket.
+        copy_us_per_mb: Microseconds of computing time that a rank needs to copy a megabyte into a
+            bucket.
 
     Raises:
         ConfigError: For impossible values.
@@ -59,7 +64,8 @@ class Conditions:
             value = getattr(self, name)
             require(
                 value is None or 0 <= value <= most,
-                f"{name} must be {'0 or more' if math.isinf(most) else f'0 to {most}'}, got {value}.",
+                f"{name} must be {'0 or more' if math.isinf(most) else f'0 to {most}'}, got "
+                f"{value}.",
                 where="conditions of a simulated step",
                 remedy="skew and contention are shares, 0.1 is 10 %; the others are microseconds.",
             )
@@ -128,7 +134,10 @@ def simulate(
 
 
 class _Clocks:
-    """Tracks the time of every rank and of the lane. The lane carries one collective at a time and slows all computation."""
+    """Tracks the time of every rank and of the lane.
+
+    The lane carries one collective at a time and slows all computation.
+    """
 
     def __init__(self, slowness: _Times, *, contention: float) -> None:
         self.now_us = np.zeros_like(slowness)
@@ -140,12 +149,14 @@ class _Clocks:
         self._lost_us = array("d", [0.0])
 
     def compute(self, us: float) -> None:
-        """Advances every rank by a computation that takes a mean rank `us` while the lane is idle."""
+        """Advances every rank by a computation that takes a mean rank `us` while the lane is
+        idle."""
         alone_us = self._slowness * us
         if self._contention == 0 or us == 0:
             self.now_us = self.now_us + alone_us
             return
-        # Ranks never go back in time: knots before the last one that all ranks have passed are not needed.
+        # Ranks never go back in time: knots before the last one that all ranks have passed are not
+        # needed.
         first = bisect_right(self._times_us, float(self.now_us.min())) - 1
         times_us, lost_us = np.asarray(self._times_us[first:]), np.asarray(self._lost_us[first:])
         computed_us = self.now_us - np.interp(self.now_us, times_us, lost_us) + alone_us
@@ -165,9 +176,12 @@ class _Clocks:
 
 
 class _Step:
-    """Issues the ops of one step, from the end of the previous step's last bucket to the end of this step's."""
+    """Issues the ops of one step, from the end of the previous step's last bucket to the end of
+    this step's."""
 
-    def __init__(self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions) -> None:
+    def __init__(
+        self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions
+    ) -> None:
         self._profile = _without_packing(profile)
         self._plan = plan
         self._reduction = strategy.reduction
@@ -176,9 +190,13 @@ class _Step:
         self._uses = _uses(self._profile, plan)
         num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets]}
         if strategy.gather is not None:
-            num_bytes[strategy.gather] = [bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets]
+            num_bytes[strategy.gather] = [
+                bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets
+            ]
         self._num_bytes = num_bytes
-        self._cost_us = {kind: costs.collective_us(kind, sizes).tolist() for kind, sizes in num_bytes.items()}
+        self._cost_us = {
+            kind: costs.collective_us(kind, sizes).tolist() for kind, sizes in num_bytes.items()
+        }
         self._schedule = lower_data_parallel(
             len(plan.buckets),
             strategy,
@@ -202,7 +220,9 @@ class _Step:
         begin_us = self._now_us
         self._forward()
         forward_us = self._now_us - begin_us
-        gathers = [record.shifted(-begin_us) for record in self._sent.pop(OpKind.ALL_GATHER).values()]
+        gathers = [
+            record.shifted(-begin_us) for record in self._sent.pop(OpKind.ALL_GATHER).values()
+        ]
         self._backward(releases)
         launched_us = self._now_us - begin_us
         busy_us = np.broadcast_to(self._clocks.now_us - starts_us, self._plan.num_ranks)
@@ -210,11 +230,14 @@ class _Step:
         return StepRecord(
             step=0,
             rank=0,
-            # Ranks begin their forwards at different times, but the last bucket ends on all of them at once.
+            # Ranks begin their forwards at different times, but the last bucket ends on all of them
+            # at once.
             step_us=self._now_us - start_us,
             forwards=((0.0, forward_us),),
             backwards=((forward_us, launched_us),),
-            buckets=tuple(record.shifted(-begin_us) for record in self._sent[self._reduction].values()),
+            buckets=tuple(
+                record.shifted(-begin_us) for record in self._sent[self._reduction].values()
+            ),
             busy_ms=tuple((busy_us / 1e3).tolist()),
             gathers=tuple(gathers),
         )
@@ -259,7 +282,9 @@ class _Step:
             match op.kind:
                 case OpKind.PACK:
                     self._packed_us[bucket] = self._now_us
-                    self._clocks.compute(self._effects["copy_us_per_mb"] * self._plan.buckets[bucket].num_bytes / 1e6)
+                    self._clocks.compute(
+                        self._effects["copy_us_per_mb"] * self._plan.buckets[bucket].num_bytes / 1e6
+                    )
                 case OpKind.BIND:
                     self._wait(self._reduction, bucket)
                 case kind if kind in self._num_bytes:
@@ -289,16 +314,22 @@ class _Step:
 
 
 def _slowness(num_ranks: int, skew: float, profile: Profile) -> _Times:
-    """Returns how long each rank computes, relative to the profile: of the slowest rank if it is measured, else of the mean."""
+    """Returns how long each rank computes, relative to the profile.
+
+    Of the slowest rank if it is measured, else of the mean.
+    """
     if skew == 0:
         return np.ones(1)
-    slowest = NormalDist(sigma=skew).inv_cdf(1 - 0.5 / (profile.num_ranks if profile.is_measured else 1))
+    slowest = NormalDist(sigma=skew).inv_cdf(
+        1 - 0.5 / (profile.num_ranks if profile.is_measured else 1)
+    )
     ranks = NormalDist(mu=1.0 - slowest, sigma=skew)
     return np.maximum(0.02, [ranks.inv_cdf((rank + 0.5) / num_ranks) for rank in range(num_ranks)])
 
 
 def _without_packing(profile: Profile) -> Profile:
-    """Returns a measured profile without the time for packing and launching its own buckets in backward.
+    """Returns a measured profile without the time for packing and launching its own buckets in
+    backward.
 
     The last one was launched after backward.
     """
@@ -312,7 +343,9 @@ def _without_packing(profile: Profile) -> Profile:
     for bucket in buckets[:-1]:
         last_us = max(profile.ready_us[param] for param in bucket.params)
         full_us.append(max(full_us[-1], last_us))
-        packing_us.append(packing_us[-1] + profile.launch_us + profile.copy_us_per_mb * bucket.num_bytes / 1e6)
+        packing_us.append(
+            packing_us[-1] + profile.launch_us + profile.copy_us_per_mb * bucket.num_bytes / 1e6
+        )
 
     def without(time_us: float) -> float:
         return max(0.0, time_us - packing_us[bisect_left(full_us, time_us, lo=1) - 1])
@@ -323,8 +356,12 @@ def _without_packing(profile: Profile) -> Profile:
 
 
 def _uses(profile: Profile, plan: Plan) -> list[tuple[int, float]]:
-    """Returns every bucket with the time at which the forward first reads one of its parameters, sorted by that time."""
+    """Returns every bucket with the time at which the forward first reads one of its parameters,
+    sorted by that time."""
     used_us = profile.used_us
-    first_us = [min((used_us[param] for param in bucket.params), default=0.0) for bucket in plan.buckets]
-    # If two buckets are read at once, the one that is reduced last comes first: its layer is the earlier one.
+    first_us = [
+        min((used_us[param] for param in bucket.params), default=0.0) for bucket in plan.buckets
+    ]
+    # If two buckets are read at once, the one that is reduced last comes first: its layer is the
+    # earlier one.
     return sorted(enumerate(first_us), key=lambda use: (use[1], -use[0]))

@@ -30,7 +30,12 @@ from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.engine.agreed_errors import require_outside_of_backward
 from undertow.runtime.engine.checks import Arguments, NonFinite
 from undertow.runtime.engine.engine import Engine, SiblingEngines
-from undertow.runtime.engine.hooks import earlier_watchers, is_outermost_forward, is_watched, warn_of_late_backward
+from undertow.runtime.engine.hooks import (
+    earlier_watchers,
+    is_outermost_forward,
+    is_watched,
+    warn_of_late_backward,
+)
 from undertow.runtime.engine.progress import Forward, Gradients, params_of, settings_of
 from undertow.runtime.engine.tuning import why_fixed
 from undertow.runtime.model.ignore import names_to_ignore
@@ -54,7 +59,8 @@ T = TypeVar("T")
 
 
 class ZeroesWithoutReading:
-    """Gives a module or an optimizer a `zero_grad` that waits for no parameter, because None needs none of their values."""
+    """Gives a module or an optimizer a `zero_grad` that waits for no parameter, because None needs
+    none of their values."""
 
     @private.untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -70,19 +76,22 @@ class GradientSync:
         sync = undertow.attach(model)
         model(batch).backward()  # gradients are averaged over ranks
 
-    It owns the module's engine, process group and hooks, from construction to `close`. Construction is a collective call: every
-    rank takes over rank 0's tensors of the kinds in `shared`. `elsewhere` has the names that another GradientSync handles; ranks
-    may differ in it. Faults of `within` are faults here too.
+    It owns the module's engine, process group and hooks, from construction to `close`. Construction
+    is a collective call: every rank takes over rank 0's tensors of the kinds in `shared`.
+    `elsewhere` has the names that another GradientSync handles; ranks may differ in it. Faults of
+    `within` are faults here too.
 
     Raises:
         ConfigError: If the settings are invalid.
         PlanMismatch: On every rank, if ranks hold different parameters or settings.
     """
 
-    experts: tuple[GradientSync, ...] = ()  # one for each group of experts, in the order of the settings
+    # one for each group of experts, in the order of the settings
+    experts: tuple[GradientSync, ...] = ()
     _is_attached = False  # True if the module's own forwards are watched
 
-    def __init__(  # noqa: PLR0913  settings of users, and the parts that the caller synchronizes elsewhere
+    # Settings of users, and the parts that the caller synchronizes elsewhere.
+    def __init__(  # noqa: PLR0913
         self,
         module: nn.Module,
         *,
@@ -98,8 +107,11 @@ class GradientSync:
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))
         self._module = module
-        self._members = ModuleParams(module, ignored, elsewhere=elsewhere, reduce_dtype=config.reduce_dtype)
-        self._forward_hooks: list[RemovableHandle] = []  # of an attached module; a wrapper's are in ddp/rpc.py
+        self._members = ModuleParams(
+            module, ignored, elsewhere=elsewhere, reduce_dtype=config.reduce_dtype
+        )
+        # of an attached module; a wrapper's are in ddp/rpc.py
+        self._forward_hooks: list[RemovableHandle] = []
         self._is_closed = self._is_compiled = False
         self._steps: ShardedSteps | None = None
         self._set_up(chosen_group(process_group, device_mesh, config.strategy), within)
@@ -114,12 +126,17 @@ class GradientSync:
 
     def _set_up(self, group: GroupRef, within: OwnGroup | None = None) -> None:
         """Creates everything that belongs to one process group, without communication."""
-        own = self._group = OwnGroup(group, device=self._members.device, limits=self._config, within=within)
+        own = self._group = OwnGroup(
+            group, device=self._members.device, limits=self._config, within=within
+        )
         own.here.module = weakref.ref(self._module)
         members, attached = self._members, contextlib.ExitStack()
-        engine = self._engine = Engine(members, own, self._config, Recorder(own, level=self._config.record))
+        engine = self._engine = Engine(
+            members, own, self._config, Recorder(own, level=self._config.record)
+        )
         if getattr(self._module.forward, "__func__", None) is nn.Module.forward:
-            engine.progress.forward = Forward.RUNNING  # a container: there is no forward to wait for
+            # a container: there is no forward to wait for
+            engine.progress.forward = Forward.RUNNING
         engine.siblings = SiblingEngines([engine], close=weakref.WeakMethod(self.close))
         attached.callback(own.close)
         attached.callback(members.close)
@@ -131,13 +148,19 @@ class GradientSync:
         if write_trace is not None:
             attached.callback(write_trace)
         self._attached = attached
-        # The garbage collector does not see through a parameter's hooks: without this, a dropped model is never freed.
-        self._let_go = weakref.finalize(self, let_go, engine, attached.close, os.getpid(), weakref.ref(self._module))
+        # The garbage collector does not see through a parameter's hooks: without this, a dropped
+        # model is never freed.
+        self._let_go = weakref.finalize(
+            self, let_go, engine, attached.close, os.getpid(), weakref.ref(self._module)
+        )
         self._let_go.atexit = False
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The user's process group. Gradients are averaged over its ranks; Undertow itself communicates over a clone of it."""
+        """The user's process group. Gradients are averaged over its ranks.
+
+        Undertow itself communicates over a clone of it.
+        """
         group = self._group.user.group
         return self._group.process_group if group is None else group
 
@@ -160,7 +183,10 @@ class GradientSync:
 
     @property
     def _is_training_forward(self) -> bool:
-        """True if a forward that starts now is a training forward: the module is in training mode and gradients are enabled."""
+        """True if a forward that starts now is a training forward.
+
+        The module is in training mode and gradients are enabled.
+        """
         return self._module.training and is_outermost_forward()
 
     @property
@@ -170,7 +196,8 @@ class GradientSync:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the last synchronization; a new plan takes effect when the next one begins."""
+        """The plan of the last synchronization; a new plan takes effect when the next one
+        begins."""
         return self._engine.current_plan.compiled.plan
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
@@ -195,12 +222,16 @@ class GradientSync:
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
-        """Names of the parameters that received no gradient on this rank in any micro-batch of the last step, experts last."""
+        """Names of the parameters that received no gradient on this rank in any micro-batch of the
+        last step, experts last."""
         return tuple(name for part in self._parts for name in part._engine.unused_parameters)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Context that makes backward only accumulate gradients; the next backward outside of it synchronizes their sum."""
+        """Context that makes backward only accumulate gradients.
+
+        The next backward outside of it synchronizes their sum.
+        """
         if self._is_closed:  # checked before the call, which every micro-batch would pay for
             self._require_open("accumulate()")
         before, self.is_accumulating = self.is_accumulating, True
@@ -213,15 +244,17 @@ class GradientSync:
 
     @private.untraced
     def mean_over_ranks(self, number: float | Tensor) -> MeanOverRanks:
-        """Starts the mean of a number over all ranks, such as the number of tokens in this rank's batch.
+        """Starts the mean of a number over all ranks, such as the number of tokens in this rank's
+        batch.
 
-        A collective call of 8 bytes: every rank calls it before its first forward or `finish()` of a step, also
-        a rank without data. The forward hides it. If a loss is a sum over tokens, `loss_sum / mean.wait()`
-        makes the mean over ranks of its gradients the mean over all tokens.
+        A collective call of 8 bytes: every rank calls it before its first forward or `finish()` of
+        a step, also a rank without data. The forward hides it. If a loss is a sum over tokens,
+        `loss_sum / mean.wait()` makes the mean over ranks of its gradients the mean over all
+        tokens.
 
         Args:
-            number: A finite number, or a tensor of one element. A tensor on an accelerator stays there, and is
-                not checked.
+            number: A finite number, or a tensor of one element. A tensor on an accelerator stays
+                there, and is not checked.
 
         Returns:
             A handle. Its `wait()` returns the mean, a 0-dimensional float64 tensor on the model's
@@ -239,28 +272,38 @@ class GradientSync:
     def finish(self, *, buffers_follow: int | None = 0) -> None:
         """Joins the other ranks' synchronization if this rank's backward reached no parameter.
 
-        Call it also if this rank has no data. It does nothing if a synchronization has run since this
-        rank's last training forward or optimizer step. After a training forward, an optimizer that holds
-        one of the parameters calls it automatically before it steps.
+        Call it also if this rank has no data. It does nothing if a synchronization has run since
+        this rank's last training forward or optimizer step. After a training forward, an optimizer
+        that holds one of the parameters calls it automatically before it steps.
 
         Args:
-            buffers_follow: The rank whose buffers are copied if no forward ran here, because the other
-                ranks' forwards copied them; None copies none.
+            buffers_follow: The rank whose buffers are copied if no forward ran here, because the
+                other ranks' forwards copied them; None copies none.
         """
         self._require_open("finish()")
         is_due = self._engine.is_step_empty and self._engine.progress.are_buffers_due
-        if is_due and buffers_follow is not None and self._config.buffers != "off" and self._module.training:
+        if (
+            is_due
+            and buffers_follow is not None
+            and self._config.buffers != "off"
+            and self._module.training
+        ):
             self._synchronize_buffers(source=buffers_follow)
-        all_of(self._engine.finish, *(partial(expert.finish, buffers_follow=buffers_follow) for expert in self.experts))
+        all_of(
+            self._engine.finish,
+            *(partial(expert.finish, buffers_follow=buffers_follow) for expert in self.experts),
+        )
 
     @private.untraced
-    def reduce_gradients_async(self, op: Literal["mean", "sum"] | dist.ReduceOp.RedOpType | None = None) -> Reduction:
+    def reduce_gradients_async(
+        self, op: Literal["mean", "sum"] | dist.ReduceOp.RedOpType | None = None
+    ) -> Reduction:
         """Sends the accumulated gradients; call `wait` on the result before the optimizer steps.
 
         Args:
             op: "mean" or "sum" of the ranks' `.grad`, or torch's ReduceOp AVG or SUM. None is the
-                mean, or the result of a communication hook, which excludes an `op`. "sum" multiplies
-                the mean by the number of ranks.
+                mean, or the result of a communication hook, which excludes an `op`. "sum"
+                multiplies the mean by the number of ranks.
 
         Returns:
             A handle that can be waited for, asked by `is_completed()`, and awaited.
@@ -291,7 +334,11 @@ class GradientSync:
         Returns:
             A tensor of the parameter's shape, or None if it has no gradient.
         """
-        owners = (expert for expert in self.experts if any(param is own for _, own in expert._members.named_params()))
+        owners = (
+            expert
+            for expert in self.experts
+            if any(param is own for _, own in expert._members.named_params())
+        )
         owner = next(owners, self)
         return full_gradient(owner._engine, owner._steps, param)
 
@@ -303,18 +350,20 @@ class GradientSync:
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduces every bucket with `hook(state, bucket)` instead of an all-reduce.
 
-        Call it once, and not inside a backward. The next synchronization compares the names of the ranks'
-        hooks. On the host, hooks run in a thread, one bucket after another.
+        Call it once, and not inside a backward. The next synchronization compares the names of the
+        ranks' hooks. On the host, hooks run in a thread, one bucket after another.
 
         Args:
             state: The first argument of the hook.
             hook: It returns a future of the reduced buffer. `bucket` has the methods of
-                torch.distributed.GradBucket, so torch's own hooks run unchanged. Its gradients are not
+                torch.distributed.GradBucket, so torch's own hooks run unchanged. Its gradients are
+                not
                 divided: the hook computes the mean.
 
         Raises:
             PhaseError: Inside a backward or on a second call.
-            PlanMismatch: On every rank, in the next synchronization, if the names of the hooks differ.
+            PlanMismatch: On every rank, in the next synchronization, if the names of the hooks
+                differ.
         """
         self._require_open("register_comm_hook()")
         if self._steps is not None:
@@ -323,12 +372,17 @@ class GradientSync:
         self._watch_forwards()
 
     def report(self) -> StepReport:
-        """Returns the times of the last steps on this rank; `print` shows them as tables. Never communicates.
+        """Returns the times of the last steps on this rank; `print` shows them as tables. Never
+        communicates.
 
         They cover the dense parameters; `experts` has the reports of the groups of experts.
         """
         engine, compiled = self._engine, self._engine.current_plan.compiled
-        is_one_graph = self.num_ranks > 1 and (self._is_compiled or private.is_compiled(self._module)) and not self._cut_bytes()
+        is_one_graph = (
+            self.num_ranks > 1
+            and (self._is_compiled or private.is_compiled(self._module))
+            and not self._cut_bytes()
+        )
         report = summarize(
             engine.recorder.records(generation=compiled.generation),
             self.plan,
@@ -345,12 +399,16 @@ class GradientSync:
         )
 
     def traces(self) -> tuple[Trace, ...]:
-        """Returns the traces of the recorded steps that ran under the current plan, oldest first."""
+        """Returns the traces of the recorded steps that ran under the current plan, oldest
+        first."""
         generation = self._engine.current_plan.compiled.generation
-        return tuple(record.trace() for record in self._engine.recorder.records(generation=generation))
+        return tuple(
+            record.trace() for record in self._engine.recorder.records(generation=generation)
+        )
 
     def explain(self) -> Explanation:
-        """Returns the reasons for the plan: its time, the limit, other plans, and all decisions; `print` shows them.
+        """Returns the reasons for the plan: its time, the limit, other plans, and all decisions;
+        `print` shows them.
 
         Never communicates: a single rank may call it. The decisions are the same on all ranks.
         """
@@ -361,7 +419,8 @@ class GradientSync:
     def _of_experts(self, ask: Callable[[GradientSync], T]) -> dict[str, T]:
         """Asks every group of experts, and returns the answers by their names for users."""
         return {
-            f"{expert._config.experts[0].match!r}, ranks {', '.join(map(str, expert._group.user.ranks))}": ask(expert)
+            f"{expert._config.experts[0].match!r}, ranks "
+            f"{', '.join(map(str, expert._group.user.ranks))}": ask(expert)
             for expert in self.experts
         }
 
@@ -395,7 +454,8 @@ class GradientSync:
         self.profile().save(path)
 
     def save_trace(self, path: str | Path, *, steps: int | None = None) -> Path:
-        """Writes the recorded steps of this rank as a trace for Perfetto and HTA; never communicates.
+        """Writes the recorded steps of this rank as a trace for Perfetto and HTA; never
+        communicates.
 
         Beside the measured steps are those that the simulator expects. `undertow trace` merges the
         traces of all ranks.
@@ -412,7 +472,10 @@ class GradientSync:
             PhaseError: If no step is recorded.
             ConfigError: If the file cannot be written.
         """
-        paths = [save_trace(it._engine, it._config, path, steps=steps, number=at) for at, it in enumerate(self._parts)]
+        paths = [
+            save_trace(it._engine, it._config, path, steps=steps, number=at)
+            for at, it in enumerate(self._parts)
+        ]
         return paths[0]
 
     def save_plan(self, path: str | Path) -> None:
@@ -435,27 +498,33 @@ class GradientSync:
         all_of(*(part._engine.current_plan.wait_for_parameters for part in self._parts))
 
     def _shard(self, stepper: Optimizer, settings: dict[str, Any]) -> ShardedSteps:
-        """Hands the parameters to `stepper`: from its first step on, only it updates them, and each rank updates one shard.
+        """Hands the parameters to `stepper`: from its first step on, only it updates them, and each
+        rank updates one shard.
 
-        A collective call. Raises ConfigError if the settings do not support shards or an earlier stepper is still in use, and
-        PlanMismatch on every rank if ranks give different `settings`.
+        A collective call. Raises ConfigError if the settings do not support shards or an earlier
+        stepper is still in use, and PlanMismatch on every rank if ranks give different `settings`.
         """
         self._require_open("ShardedOptimizer")
         if self._steps is None:
             self._engine.current_plan.open()
-            self._steps = ShardedSteps(self._module, self._engine, self._config, is_compiled=self._is_compiled)
+            self._steps = ShardedSteps(
+                self._module, self._engine, self._config, is_compiled=self._is_compiled
+            )
             self._attached.callback(self._steps.close)
         self._steps.hand_to(stepper, settings)
         return self._steps
 
     def _share(self, kinds: Collection[str], *, source: int = 0) -> None:
-        """Copies the "parameters" or "buffers" of rank `source`, and of the first rank of experts' groups; a collective call."""
+        """Copies the "parameters" or "buffers" of rank `source`, and of the first rank of experts'
+        groups; a collective call."""
         if self._group.num_ranks == 1:
             return
         self._engine.current_plan.open()
         self._wait_for_parameters()
         if "parameters" in kinds:
-            broadcast_in_place([param for _, param in self.named_parameters()], self._group, source=source)
+            broadcast_in_place(
+                [param for _, param in self.named_parameters()], self._group, source=source
+            )
             self._engine.checks.loads.settle()
         if "buffers" in kinds:
             tensors = [buffer.tensor for buffer in self._members.common_buffers.now()]
@@ -464,13 +533,18 @@ class GradientSync:
             expert._share(kinds)
 
     def _synchronize_buffers(self, *, source: int = 0) -> None:
-        """Copies buffers from rank `source` or averages them, depending on the settings; a collective call."""
+        """Copies buffers from rank `source` or averages them, depending on the settings.
+
+        A collective call.
+        """
         if self._group.num_ranks == 1:
             return
         self._engine.current_plan.open()
         if self._members.common_buffers.buffers:
             averages = self._config.buffers == "mean"
-            synchronize_buffers(self._members.common_buffers, self._group, source=source, averages=averages)
+            synchronize_buffers(
+                self._members.common_buffers, self._group, source=source, averages=averages
+            )
 
     def _shadow(self) -> None:
         """Takes part in one synchronization of the other ranks without contributing gradients."""
@@ -478,14 +552,18 @@ class GradientSync:
         self._engine.checks.require_alike()  # no later call on this rank checks
 
     def _watch_forwards(self) -> None:
-        """Registers hooks at the start and the end of every forward of an attached module, until `close`.
+        """Registers hooks at the start and the end of every forward of an attached module, until
+        `close`.
 
         A single rank has none until a communication hook needs them.
         """
         is_active = any(part._engine.current_plan.is_active for part in self._parts)
         if not is_active or not self._is_attached or self._forward_hooks:
             return
-        begins, ends = (ModuleHook(self._module, then) for then in (self._attached_forward_begins, self._forward_ends))
+        begins, ends = (
+            ModuleHook(self._module, then)
+            for then in (self._attached_forward_begins, self._forward_ends)
+        )
         self._forward_hooks = [
             self._module.register_forward_pre_hook(begins, prepend=True),
             self._module.register_forward_hook(ends, always_call=True),
@@ -493,18 +571,29 @@ class GradientSync:
         ]
 
     def _cut_bytes(self) -> int:
-        """Returns the bucket size at which torch.compile cuts graphs of the module, or 0 if they stay whole."""
+        """Returns the bucket size at which torch.compile cuts graphs of the module, or 0 if they
+        stay whole."""
         return self._engine.current_plan.compiled.cut_bytes
 
     def _attached_forward_begins(self) -> None:
         follows = self._config.buffers != "off" and self._engine.progress.are_buffers_due
-        self._forward_begins(buffers_follow=0 if follows else None, is_compiled=torch.compiler.is_compiling())
+        self._forward_begins(
+            buffers_follow=0 if follows else None, is_compiled=torch.compiler.is_compiling()
+        )
 
     @private.untraced
     def _forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
-        """Called before each forward of the module: starts a step and, unless `buffers_follow` is None, synchronizes buffers."""
+        """Called before each forward of the module.
+
+        Starts a step and, unless `buffers_follow` is None, synchronizes buffers.
+        """
         if self.experts:
-            all_of(*(partial(part._one_forward_begins, buffers_follow, is_compiled) for part in self._parts))
+            all_of(
+                *(
+                    partial(part._one_forward_begins, buffers_follow, is_compiled)
+                    for part in self._parts
+                )
+            )
         else:
             self._one_forward_begins(buffers_follow, is_compiled)
 
@@ -524,14 +613,20 @@ class GradientSync:
             self._steps.forward_begins(is_training=is_training, is_compiled=is_compiled)
         if not is_training:
             return
-        if buffers_follow is not None and (self._members.common_buffers.buffers or not self._group.is_open):
+        if buffers_follow is not None and (
+            self._members.common_buffers.buffers or not self._group.is_open
+        ):
             self._synchronize_buffers(source=buffers_follow)
-        if self._engine.current_plan.change is not None:  # last: ranks that have not changed go on to their backward now
-            has_buffers = self._config.buffers != "off" and bool(self._members.common_buffers.buffers)
+        # last: ranks that have not changed go on to their backward now
+        if self._engine.current_plan.change is not None:
+            has_buffers = self._config.buffers != "off" and bool(
+                self._members.common_buffers.buffers
+            )
             self._engine.meet_before_forward(has_buffers=has_buffers)
 
     def _is_averaged_elsewhere(self) -> bool:
-        """Returns True in a step that a forward of a newer wrapper of all trained parameters has begun."""
+        """Returns True in a step that a forward of a newer wrapper of all trained parameters has
+        begun."""
         trained = self._members.trained_now()
         newer = earlier_watchers(trained).values()
         has_begun = all(engine.progress.forward is not Forward.NONE for engine in newer)
@@ -557,7 +652,8 @@ class GradientSync:
         )
 
     def close(self) -> None:
-        """Removes all hooks from the module and destroys Undertow's process group; later calls do nothing.
+        """Removes all hooks from the module and destroys Undertow's process group; later calls do
+        nothing.
 
         A backward whose forward has already run will warn. Raises PhaseError inside a backward.
         """
@@ -568,7 +664,8 @@ class GradientSync:
             where=f"rank {self._group.rank}",
             remedy="Call it after backward: gradients of this one may be on their way.",
         )
-        all_of(*(expert.close for expert in self.experts), self._close)  # whose group watches the ranks for all
+        # whose group watches the ranks for all
+        all_of(*(expert.close for expert in self.experts), self._close)
 
     def _close(self) -> None:
         if self._is_closed:  # by a call that was interrupted before it closed the experts
@@ -579,9 +676,11 @@ class GradientSync:
             if self._group.is_alive:
                 self._wait()  # gradients in flight would otherwise end up None
             elif self._group.existing() is None:
-                self._engine.current_plan.wait_for_parameters()  # gathers hold the groups that they are sent over
+                # gathers hold the groups that they are sent over
+                self._engine.current_plan.wait_for_parameters()
         finally:
-            self._let_go.detach()  # it would wait again for a synchronization that has failed or was interrupted
+            # it would wait again for a synchronization that has failed or was interrupted
+            self._let_go.detach()
             self._attached.close()
             for hook in self._forward_hooks:
                 hook.remove()
@@ -591,8 +690,8 @@ class GradientSync:
     def _watch_steps(self) -> Callable[[], None]:
         """Puts hooks on all optimizers and gradient scalers; returns a function that removes them.
 
-        An optimizer that holds a synchronized parameter must not step on gradients that are not synchronized yet, and a scaler
-        that unscales before it steps must not read them.
+        An optimizer that holds a synchronized parameter must not step on gradients that are not
+        synchronized yet, and a scaler that unscales before it steps must not read them.
         """
         # Weak, because torch keeps such hooks for the life of the process.
         before_step = partial(GradientSync._before_step, weakref.ref(self))
@@ -612,9 +711,12 @@ class GradientSync:
             self._steps.require_stepper(optimizer)
         elif self._config.strategy not in (None, DDP.name):
             raise PhaseError(
-                f"strategy={self.config.strategy!r} needs a sharded optimizer, and {type(optimizer).__name__} is not one.",
+                f"strategy={self.config.strategy!r} needs a sharded optimizer, and "
+                f"{type(optimizer).__name__} is not one.",
                 where="the first step of the optimizer",
-                remedy=f"Make it with undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, model, ...).",
+                remedy="Make it with "
+                f"undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, "
+                "model, ...).",
             )
 
     @staticmethod
@@ -627,12 +729,14 @@ class GradientSync:
         *,
         steps: bool = True,
     ) -> Arguments | None:
-        """Called before any optimizer steps, or a gradient scaler unscales its gradients (not `steps`)."""
+        """Called before any optimizer steps, or a gradient scaler unscales its gradients (not
+        `steps`)."""
         sync = weak_sync()
         if sync is None:
             return None
         engine = sync._engine
-        # An optimizer over shards has other tensors: if it were asked about those, every model would search its parameters.
+        # An optimizer over shards has other tensors: if it were asked about those, every model
+        # would search its parameters.
         stepped = list(params_of(optimizer))
         params = set(compress(map(id, stepped), map(isinstance, stepped, repeat(nn.Parameter))))
         if len(params) < len(stepped):  # TorchScript may have parameters that are plain tensors
@@ -644,24 +748,35 @@ class GradientSync:
         if sync._steps is not None and not steps:
             sync._steps.begin()  # a scaler is to unscale shards in every step, with the same bits
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        if not has_closure and engine.progress.gradients is not Gradients.SOUND:  # a closure has its backward still to come
+        # a closure has its backward still to come
+        if not has_closure and engine.progress.gradients is not Gradients.SOUND:
             engine.require_sound_gradients(params, reader=type(optimizer).__name__)
         if not steps:
             return None
         current_plan = engine.current_plan
         settings = settings_of(optimizer, current_plan.members.names, current_plan.hooks.ids)
-        engine.progress.optimizer_steps(params, settings, of=current_plan.hooks.ids, has_closure=has_closure)
+        engine.progress.optimizer_steps(
+            params, settings, of=current_plan.hooks.ids, has_closure=has_closure
+        )
         numbers: NonFinite = engine.checks.numbers
-        return numbers.before_step(optimizer, args, kwargs) if numbers.is_on and sync._steps is None else None
+        return (
+            numbers.before_step(optimizer, args, kwargs)
+            if numbers.is_on and sync._steps is None
+            else None
+        )
 
 
 def sync_of(target: object, *, where: str, remedy: str) -> GradientSync:
-    """Returns the GradientSync of a wrapper, or `target` itself if it is one; raises WrongType for anything else."""
+    """Returns the GradientSync of a wrapper, or `target` itself if it is one.
+
+    Raises WrongType for anything else.
+    """
     sync = getattr(target, "sync", target)
     if isinstance(sync, GradientSync):
         return sync
     raise WrongType(
-        f"target must be the result of attach() or DistributedDataParallel, got {type(target).__name__}.",
+        "target must be the result of attach() or DistributedDataParallel, got "
+        f"{type(target).__name__}.",
         where=where,
         remedy=remedy,
     )

@@ -15,7 +15,9 @@ from undertow.runtime.torch_private import private
 
 _WHERE = "average_gradients(gradients, parameters)"
 _SAME_ORDER = "Pass the parameters that torch.autograd.grad was given, in the same order."
-_ENTRIES = "Pass the gradients that torch.autograd.grad returned, and the parameters that you gave it."
+_ENTRIES = (
+    "Pass the gradients that torch.autograd.grad returned, and the parameters that you gave it."
+)
 # A gradient, and a tensor of its shape, dtype, device and strides.
 _Pair = tuple[Tensor | None, Tensor]
 
@@ -34,9 +36,9 @@ def average_gradients(
     memory. It runs one all-reduce for each dtype and device.
 
     Args:
-        gradients: The gradients, in the same order and with the same shapes and dtypes on all ranks.
-            A None (`allow_unused=True`) counts as zeros and needs `parameters`; the result is None
-            only if every rank has None. A sparse gradient becomes a dense one.
+        gradients: The gradients, in the same order and with the same shapes and dtypes on all
+            ranks. A None (`allow_unused=True`) counts as zeros and needs `parameters`; the result
+            is None only if every rank has None. A sparse gradient becomes a dense one.
         parameters: The parameters of the gradients, in the same order.
         process_group: The ranks to average over; the default group if None.
 
@@ -59,7 +61,8 @@ def average_gradients(
         private.graph_task_id() == -1,
         "average_gradients() was called inside a backward.",
         where=_WHERE,
-        remedy="Call it after torch.autograd.grad has returned: during a backward, ranks may run in different orders.",
+        remedy="Call it after torch.autograd.grad has returned: during a backward, ranks may run "
+        "in different orders.",
         error=PhaseError,
     )
     group = user_group(process_group)
@@ -73,13 +76,17 @@ def average_gradients(
     by_kind: defaultdict[object, list[int]] = defaultdict(list)
     for index, (_, example) in enumerate(pairs):
         by_kind[example.dtype, example.device].append(index)
-    flats = [_flat([pairs[index] for index in indices], fingerprint) for indices in by_kind.values()]
+    flats = [
+        _flat([pairs[index] for index in indices], fingerprint) for indices in by_kind.values()
+    ]
     if group.size() > 1:
         for handle in [_started(flat, group, reference) for flat in flats]:
             handle.wait()
     averaged: list[Tensor | None] = [None] * len(pairs)
     for indices, flat in zip(by_kind.values(), flats, strict=True):
-        results = _results([pairs[index] for index in indices], flat, fingerprint, rank=reference.rank)
+        results = _results(
+            [pairs[index] for index in indices], flat, fingerprint, rank=reference.rank
+        )
         for index, result in zip(indices, results, strict=True):
             averaged[index] = result
     return tuple(averaged)
@@ -87,10 +94,15 @@ def average_gradients(
 
 def _flat(pairs: Sequence[_Pair], fingerprint: str) -> Tensor:
     """Returns gradients one after another, and flags: whether each is there, and `_bits`."""
-    # In logical order, whatever the strides: those may differ from rank to rank, especially if one has None.
-    values = [torch.zeros_like(example) if gradient is None else gradient for gradient, example in pairs]
+    # In logical order, whatever the strides: those may differ from rank to rank, especially if one
+    # has None.
+    values = [
+        torch.zeros_like(example) if gradient is None else gradient for gradient, example in pairs
+    ]
     flags = [gradient is not None for gradient, _ in pairs]
-    return torch.cat([*map(Tensor.flatten, values), values[0].new_tensor(flags + _bits(fingerprint))])
+    return torch.cat(
+        [*map(Tensor.flatten, values), values[0].new_tensor(flags + _bits(fingerprint))]
+    )
 
 
 def _bits(fingerprint: str) -> list[bool]:
@@ -105,7 +117,9 @@ def _started(flat: Tensor, group: dist.ProcessGroup, reference: GroupRef) -> Han
     return all_reduce_async(flat.div_(group.size()), group)
 
 
-def _results(pairs: Sequence[_Pair], mean: Tensor, fingerprint: str, *, rank: int) -> list[Tensor | None]:
+def _results(
+    pairs: Sequence[_Pair], mean: Tensor, fingerprint: str, *, rank: int
+) -> list[Tensor | None]:
     """Returns the mean gradients, None for a gradient that no rank has."""
     sizes = [example.numel() for _, example in pairs]
     *parts, flags = torch.split(mean, [*sizes, mean.numel() - sum(sizes)])
@@ -137,13 +151,16 @@ def _listed(tensors: Iterable[Tensor | None], name: str) -> tuple[Tensor | None,
         isinstance(tensors, Iterable) and not isinstance(tensors, Tensor),
         f"{name} must be a sequence of tensors, got {type(tensors).__name__}.",
         where=_WHERE,
-        remedy="Pass the tuple that torch.autograd.grad returned, and a tuple or list of the parameters that you gave it.",
+        remedy="Pass the tuple that torch.autograd.grad returned, and a tuple or list of the "
+        "parameters that you gave it.",
         error=WrongType,
     )
     return tuple(tensors)
 
 
-def _with_examples(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor | None] | None) -> list[_Pair]:
+def _with_examples(
+    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor | None] | None
+) -> list[_Pair]:
     """Returns each gradient, dense and without its graph, and itself or its parameter."""
     require(
         parameters is None or len(parameters) == len(gradients),
@@ -162,7 +179,11 @@ def _with_examples(gradients: Sequence[Tensor | None], parameters: Sequence[Tens
             remedy="Pass parameters too: the same ones that you gave to torch.autograd.grad.",
         )
         if not isinstance(example, Tensor):
-            raise WrongType(f"parameter {index} must be a tensor, got {type(example).__name__}.", where=_WHERE, remedy=_ENTRIES)
+            raise WrongType(
+                f"parameter {index} must be a tensor, got {type(example).__name__}.",
+                where=_WHERE,
+                remedy=_ENTRIES,
+            )
         like = example if gradient is None else gradient
         # Strides may differ, but not the shape: a rank whose gradient is None uses the parameter's.
         require(

@@ -44,9 +44,14 @@ class GradientBucket:
         self._is_prepared = False
         self.is_copied_back = False
         require(
-            self.gradients, f"bucket {bucket_index} is empty.", where="GradientBucket", remedy="Give it at least one gradient."
+            self.gradients,
+            f"bucket {bucket_index} is empty.",
+            where="GradientBucket",
+            remedy="Give it at least one gradient.",
         )
-        self._held = {id(gradient) for gradient in self.gradients if private.is_held_by_torch(gradient)}
+        self._held = {
+            id(gradient) for gradient in self.gradients if private.is_held_by_torch(gradient)
+        }
         kinds = {(private.gradient_dtype(gradient), gradient.device) for gradient in self.gradients}
         require(
             len(kinds) == 1,
@@ -60,14 +65,17 @@ class GradientBucket:
         num_bytes = starts[-1] * dtype.itemsize
         require(
             size_in_bytes >= num_bytes and size_in_bytes > 0,  # also rejects NaN
-            f"bucket {bucket_index} of {size_in_bytes} bytes cannot hold {num_bytes} bytes of gradients.",
+            f"bucket {bucket_index} of {size_in_bytes} bytes cannot hold {num_bytes} bytes of "
+            "gradients.",
             where="GradientBucket",
             remedy="Give a positive size that is large enough.",
         )
         # The gradients one after another, [numel].
         self.bucket_tensor = torch.zeros(starts[-1], dtype=dtype, device=self.gradients[0].device)
         parts = torch.split(self.bucket_tensor, [gradient.numel() for gradient in self.gradients])
-        self._views = [part.view(gradient.shape) for part, gradient in zip(parts, self.gradients, strict=True)]
+        self._views = [
+            part.view(gradient.shape) for part, gradient in zip(parts, self.gradients, strict=True)
+        ]
 
     @property
     def is_reduced(self) -> bool:
@@ -82,8 +90,8 @@ class GradientBucket:
             ConfigError: If a gradient is missing; it has the gradient's name.
             PhaseError: While the bucket is in flight.
         """
-        # The caller must know of the end. Whether the reduction is complete by now depends on the network,
-        # and differs between ranks.
+        # The caller must know of the end. Whether the reduction is complete by now depends on the
+        # network, and differs between ranks.
         require(
             self.reduction_handle is None or self.reduction_handle.is_found_complete,
             f"bucket {self.bucket_index} is still being reduced.",
@@ -97,7 +105,9 @@ class GradientBucket:
         self.is_copied_back = False
 
     def reduce_async(
-        self, process_group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     ) -> Handle:
         """Starts the reduction over all ranks of `process_group`.
 
@@ -152,7 +162,9 @@ class GradientBucket:
         )
 
     def _present_gradients(self) -> list[Tensor]:
-        found = [gradient.grad if gradient.requires_grad else gradient for gradient in self.gradients]
+        found = [
+            gradient.grad if gradient.requires_grad else gradient for gradient in self.gradients
+        ]
         for position, (gradient, source) in enumerate(zip(self.gradients, found, strict=True)):
             require(
                 source is not None,
@@ -162,26 +174,33 @@ class GradientBucket:
             )
             require(
                 id(gradient) not in self._held or private.is_held_by_torch(gradient),
-                f"gradient {position} of bucket {self.bucket_index} is out of date: it was the .grad of a parameter, "
+                f"gradient {position} of bucket {self.bucket_index} is out of date: it was the "
+                ".grad of a parameter, "
                 "and is not now.",
                 where=f"a tensor of shape {tuple(gradient.shape)}",
-                remedy="Give the parameters instead of their gradients, or call zero_grad(set_to_none=False).",
+                remedy="Give the parameters instead of their gradients, or call "
+                "zero_grad(set_to_none=False).",
                 error=PhaseError,
             )
             assert source is not None
             require(
                 source.layout is torch.strided and source.dtype == self.bucket_tensor.dtype,
-                f"gradient {position} of bucket {self.bucket_index} must be dense and of {self.bucket_tensor.dtype}, "
+                f"gradient {position} of bucket {self.bucket_index} must be dense and of "
+                f"{self.bucket_tensor.dtype}, "
                 f"got {source.dtype} of layout {source.layout}.",
                 where=f"a tensor of shape {tuple(gradient.shape)}",
-                remedy="Make the bucket after dtypes are set. For a sparse gradient use average_gradients, or "
+                remedy="Make the bucket after dtypes are set. For a sparse gradient use "
+                "average_gradients, or "
                 "DistributedDataParallel.",
             )
         return found  # type: ignore[return-value]  # none is missing
 
 
 class AllReductions:
-    """The reductions of all buckets in flight, as one handle. Wait for it, poll it, or await it from asyncio."""
+    """The reductions of all buckets in flight, as one handle.
+
+    Wait for it, poll it, or await it from asyncio.
+    """
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
@@ -237,7 +256,9 @@ class GradientBucketManager:
                 remedy="Pass model.parameters(), or the gradient tensors.",
             )
         specs = [spec_of(f"tensor {index}", tensor) for index, tensor in enumerate(parameters)]
-        groups = group_by_size(specs, largest_first(specs), SizeCaps(cap_bytes=bucket_size_in_bytes))
+        groups = group_by_size(
+            specs, largest_first(specs), SizeCaps(cap_bytes=bucket_size_in_bytes)
+        )
         self.process_group = process_group
         self._buckets: list[GradientBucket] | None = []  # None after `close`
         self._index_of: dict[int, int] = {}  # of a tensor's bucket, by id
@@ -250,7 +271,11 @@ class GradientBucketManager:
     def buckets(self) -> tuple[GradientBucket, ...]:
         """The buckets, with the largest gradients first. Raises PhaseError after `close`."""
         if self._buckets is None:
-            raise PhaseError("this GradientBucketManager is closed.", where="GradientBucketManager", remedy="Make a new one.")
+            raise PhaseError(
+                "this GradientBucketManager is closed.",
+                where="GradientBucketManager",
+                remedy="Make a new one.",
+            )
         return tuple(self._buckets)
 
     def get_bucket_index(self, tensor: Tensor) -> int:
@@ -266,20 +291,25 @@ class GradientBucketManager:
         require(
             id(tensor) in self._index_of,
             f"a tensor of shape {tuple(tensor.shape)} belongs to no bucket.",
-            where=f"GradientBucketManager of {len(self._index_of)} tensors in {num_buckets} buckets",
-            remedy="Give the manager this very tensor when you make it (the parameter, not a copy or its gradient).",
+            where=f"GradientBucketManager of {len(self._index_of)} tensors in {num_buckets} "
+            "buckets",
+            remedy="Give the manager this very tensor when you make it (the parameter, not a "
+            "copy or its gradient).",
         )
         return self._index_of[id(tensor)]
 
     def is_reduced(self, tensor: Tensor) -> bool:
-        """Returns True if the reduction of the bucket that holds the gradient of a tensor is complete.
+        """Returns True if the reduction of the bucket that holds the gradient of a tensor is
+        complete.
 
         Args:
             tensor: One of the tensors that the manager was made with.
         """
         return self.buckets[self.get_bucket_index(tensor)].is_reduced
 
-    def reduce_bucket_async(self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Handle:
+    def reduce_bucket_async(
+        self, index: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Handle:
         """Prepares one bucket and starts its reduction. Every rank calls this in the same order.
 
         Args:
@@ -311,7 +341,9 @@ class GradientBucketManager:
         """
         for bucket in self.buckets:
             bucket.prepare()
-        return AllReductions([bucket.reduce_async(self.process_group, op) for bucket in self.buckets])
+        return AllReductions(
+            [bucket.reduce_async(self.process_group, op) for bucket in self.buckets]
+        )
 
     def wait_for_all(self) -> None:
         """Waits until every reduction that was started is complete."""
@@ -323,7 +355,8 @@ class GradientBucketManager:
         """Waits for every bucket and copies the results into the gradients, each once.
 
         Raises:
-            PhaseError: If a bucket has not been reduced or no result is new; nothing is copied then.
+            PhaseError: If a bucket has not been reduced or no result is new; nothing is copied
+                then.
         """
         for bucket in self.buckets:
             bucket.require_reduced()
@@ -332,7 +365,10 @@ class GradientBucketManager:
             bucket.copy_back()
 
     def close(self) -> None:
-        """Waits for running reductions and releases the buckets; every later call except `close` raises PhaseError."""
+        """Waits for running reductions and releases the buckets.
+
+        Every later call except `close` raises PhaseError.
+        """
         if self._buckets is None:
             return
         try:

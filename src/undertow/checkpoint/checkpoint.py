@@ -60,7 +60,9 @@ def save_checkpoint(
     """
     target = Path(path)
     ranks = _Ranks.meet(target, model, optimizer, to="save a checkpoint")
-    names_of = {id(param): name for name, param in tables.named_parameters(private.unwrapped(model))}
+    names_of = {
+        id(param): name for name, param in tables.named_parameters(private.unwrapped(model))
+    }
     settings = () if optimizer is None else settings_of(optimizer, names_of, set(names_of))
     require_same_settings(ranks.from_all(text_of(settings)), where="save_checkpoint")
     is_sharded = isinstance(optimizer, ShardedOptimizer)

@@ -39,7 +39,9 @@ class Names:
         self.state = {_plain(key): value for key, value in self.module.state_dict().items()}
         values = self.state.items()
         self.extra_states = {name: value for name, value in values if not isinstance(value, Tensor)}
-        self.of_param = {id(param): _plain(name) for name, param in tables.named_parameters(self.module)}
+        self.of_param = {
+            id(param): _plain(name) for name, param in tables.named_parameters(self.module)
+        }
 
     def params_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Returns the parameters of the optimizer by name, in the order of torch's numbers."""
@@ -47,7 +49,8 @@ class Names:
         for number, param in enumerate(params_of(optimizer)):
             require(
                 id(param) in self.of_param,
-                f"parameter {number} of the optimizer, of shape {tuple(param.shape)}, is not one of the model's.",
+                f"parameter {number} of the optimizer, of shape {tuple(param.shape)}, is not one "
+                "of the model's.",
                 where="the optimizer",
                 remedy="Give the model and the optimizer that belong together.",
                 error=CheckpointError,
@@ -144,7 +147,8 @@ def state_for_optimizer(
         saved == given,
         f"the checkpoint holds {has}, and the optimizer is {given}.",
         where=str(folder),
-        remedy="Load it into the same kind of optimizer, or load the model alone: load_checkpoint(path, model).",
+        remedy="Load it into the same kind of optimizer, or load the model alone: "
+        "load_checkpoint(path, model).",
         error=CheckpointError,
     )
     params = names.params_of(optimizer)
@@ -255,7 +259,8 @@ def _groups(
     members = [[names.of_param[id(param)] for param in group["params"]] for group in present]
     require(
         list(map(sorted, members)) == [sorted(group["params"]) for group in saved],
-        f"the checkpoint's {len(saved)} parameter groups differ from the optimizer's {len(members)}.",
+        f"the checkpoint's {len(saved)} parameter groups differ from the optimizer's "
+        f"{len(members)}.",
         where="their number, or the parameters of one of them",
         remedy="Make the optimizer with the same parameter groups as the saved one.",
         error=CheckpointError,

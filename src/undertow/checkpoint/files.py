@@ -55,7 +55,8 @@ def folder_for_saving(path: Path) -> Path:
                 _OURS.fullmatch(file.name) if is_folder else not os.path.lexists(folder),
                 f"{file.name} is not part of a checkpoint, and saving there would remove it.",
                 where=str(file.absolute()),
-                remedy="Save to a separate path, which does not exist or holds an earlier checkpoint.",
+                remedy="Save to a separate path, which does not exist or holds an earlier "
+                "checkpoint.",
                 error=CheckpointError,
             )
     if _is_complete(new) and not _is_complete(path):
@@ -72,9 +73,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str,
     for name, tensor in tensors.items():
         require(
             tensor.layout is torch.strided and tensor.dtype not in _NOT_STORED,
-            f"{name!r} is of {tensor.dtype} and {tensor.layout}, which safetensors files do not hold.",
+            f"{name!r} is of {tensor.dtype} and {tensor.layout}, which safetensors files do not "
+            "hold.",
             where="save_checkpoint",
-            remedy="Convert it, or save model.state_dict() and optimizer.state_dict() by torch.save().",
+            remedy="Convert it, or save model.state_dict() and optimizer.state_dict() by "
+            "torch.save().",
             error=CheckpointError,
         )
         storage = tensor.untyped_storage()
@@ -111,7 +114,8 @@ def index_text(fields: Mapping[str, object]) -> str:
     text = json.dumps({"format": _FORMAT, **fields}, default=Tensor.item)  # of a learning rate
     require(
         len(text) <= _MOST_BYTES,
-        f"extra and the names of parameters take {len(text):,} bytes as JSON, more than an index may have.",
+        f"extra and the names of parameters take {len(text):,} bytes as JSON, more than an index "
+        "may have.",
         where="save_checkpoint",
         remedy="Save large values in files of their own.",
         error=CheckpointError,
@@ -133,7 +137,8 @@ def folder_for_loading(path: Path) -> Path:
 def read_index(folder: Path) -> dict[str, Any]:
     require(
         not os.path.lexists(folder / ".metadata"),
-        "the checkpoint has the format of torch.distributed.checkpoint, which earlier versions wrote.",
+        "the checkpoint has the format of torch.distributed.checkpoint, which earlier versions "
+        "wrote.",
         where=str(folder.absolute()),
         remedy="Load it with torch.distributed.checkpoint.load(), and save it to another path.",
         error=CheckpointError,
@@ -149,7 +154,9 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise broken(path, "is not Undertow's, or is cut short") from None
     version = index.get("format")
     if version != _FORMAT:
-        raise broken(path, f"is of format {brief(version)}, and this version reads format {_FORMAT}")
+        raise broken(
+            path, f"is of format {brief(version)}, and this version reads format {_FORMAT}"
+        )
     return index
 
 
@@ -187,7 +194,8 @@ def broken(path: Path, how: str) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint cannot be loaded: {path.name} {how}.",
         where=str(path.absolute()),
-        remedy="Load another checkpoint; save_checkpoint() writes a new one whole, and replaces the one before only then.",
+        remedy="Load another checkpoint; save_checkpoint() writes a new one whole, and replaces "
+        "the one before only then.",
     )
 
 

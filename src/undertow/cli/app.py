@@ -17,36 +17,54 @@ from undertow.trace.files import merge
 _Link = Annotated[
     str | None,
     typer.Option(
-        help='Network of every rank: "100gbit", or with a latency "100gbit,5us"; without it, the measured costs of the profile.',
+        help='Network of every rank: "100gbit", or with a latency "100gbit,5us"; without it, the '
+        "measured costs of the profile.",
         show_default=False,
     ),
 ]
-_PerNode = Annotated[int | None, typer.Option(help="Ranks per node; without it, each on its own.", show_default=False)]
+_PerNode = Annotated[
+    int | None,
+    typer.Option(help="Ranks per node; without it, each on its own.", show_default=False),
+]
 _NodeLink = Annotated[
     str | None,
-    typer.Option(help=f"Network inside a node, like --link; with --per-node {NODE_LINK} by default.", show_default=False),
+    typer.Option(
+        help=f"Network inside a node, like --link; with --per-node {NODE_LINK} by default.",
+        show_default=False,
+    ),
 ]
 
 _Skew = Annotated[
     float | None,
     typer.Option(
-        help="Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest rank is shown. This and the next "
+        help="Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest rank "
+        "is shown. This and the next "
         "three are by default as measured, or else as in docs/fidelity.md.",
         show_default=False,
     ),
 ]
 _Contention = Annotated[
-    float | None, typer.Option(help="Share of its speed that computing loses while the network works.", show_default=False)
+    float | None,
+    typer.Option(
+        help="Share of its speed that computing loses while the network works.", show_default=False
+    ),
 ]
-_Launch = Annotated[float | None, typer.Option(help="Microseconds that a rank computes per collective.", show_default=False)]
+_Launch = Annotated[
+    float | None,
+    typer.Option(help="Microseconds that a rank computes per collective.", show_default=False),
+]
 _Copy = Annotated[
-    float | None, typer.Option(help="Microseconds that a rank computes per megabyte of a bucket.", show_default=False)
+    float | None,
+    typer.Option(
+        help="Microseconds that a rank computes per megabyte of a bucket.", show_default=False
+    ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, and draw nothing.")]
 
 app = typer.Typer(
     name="undertow",
-    help="Data-parallel training for PyTorch whose gradient communication runs beneath the computation.",
+    help="Data-parallel training for PyTorch whose gradient communication runs beneath the "
+    "computation.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -62,27 +80,42 @@ def _print_version(is_wanted: bool) -> None:
 @app.callback()
 def undertow(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """Data-parallel training for PyTorch whose gradient communication runs beneath the computation."""
+    """Data-parallel training for PyTorch whose gradient communication runs beneath the
+    computation."""
 
 
 @app.command(
     help="Train a small GPT five ways over an emulated network and compare them.\n\n"
-    "Starts the ranks itself, takes about 20 seconds, and checks that every way finds the same gradients and, with two ranks "
-    "or one, ends with the same parameters. Prints a table and draws where each step's time went, in OUT/demo.png.\n\n"
+    "Starts the ranks itself, takes about 20 seconds, and checks that every way finds the same "
+    "gradients and, with two ranks "
+    "or one, ends with the same parameters. Prints a table and draws where each step's time "
+    "went, in OUT/demo.png.\n\n"
     "Exit code 0: all ways agree. 1: they do not, or a rank failed. 2: an option cannot work."
 )
 def demo(  # one argument per option
-    nproc: Annotated[int, typer.Option(help="Ranks to start on this machine, 1 to 16; each computes on one core.")] = 2,
+    nproc: Annotated[
+        int,
+        typer.Option(help="Ranks to start on this machine, 1 to 16; each computes on one core."),
+    ] = 2,
     link: Annotated[
-        str, typer.Option(help='Network to emulate: a rate such as "1gbit", "2.5gbit", "200mbit", or "none".')
+        str,
+        typer.Option(
+            help='Network to emulate: a rate such as "1gbit", "2.5gbit", "200mbit", or "none".'
+        ),
     ] = "1gbit",
     steps: Annotated[int, typer.Option(help="Measured steps per way, after ten to warm up.")] = 8,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     strategy: Annotated[
-        str, typer.Option(help='"zero1" or "zero2" adds a sixth way, with a sharded optimizer; "ddp" does not.')
+        str,
+        typer.Option(
+            help='"zero1" or "zero2" adds a sixth way, with a sharded optimizer; "ddp" does not.'
+        ),
     ] = "ddp",
 ) -> None:
     """Converts options to settings; the decorator has the help text."""
@@ -93,22 +126,35 @@ def demo(  # one argument per option
     raise typer.Exit(run_demo(settings))
 
 
-@app.command(help="Run a training program as it is, with Undertow's class instead of torch's; `undertow run --help` says more.")
+@app.command(
+    help="Run a training program as it is, with Undertow's class instead of torch's; "
+    "`undertow run --help` says more."
+)
 def run() -> None:
     """Is for the list of commands: `main` runs this one."""
 
 
 @app.command(
-    help="Write a page about a run that any browser shows without a network: advice, the step as a timeline, each bucket, and "
+    help="Write a page about a run that any browser shows without a network: advice, the step as "
+    "a timeline, each bucket, and "
     "the same model on other links.\n\n"
-    "DIR has what `undertow run --out DIR` or report.save(DIR/report-rank0.json) has written. The page is OUT/report.html; a "
-    "second model of the run has report-2.html. With --json no page is written: all reports are printed, by model and "
+    "DIR has what `undertow run --out DIR` or report.save(DIR/report-rank0.json) has written. "
+    "The page is OUT/report.html; a "
+    "second model of the run has report-2.html. With --json no page is written: all reports are "
+    "printed, by model and "
     "in the order of ranks.\n\n"
-    "Exit code 0: written. 2: files are missing, damaged or of different runs or groups, or the page cannot be written."
+    "Exit code 0: written. 2: files are missing, damaged or of different runs or groups, or the "
+    "page cannot be written."
 )
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that a run has written.", show_default=False)],
-    out: Annotated[Path | None, typer.Option(help="Directory for the page; by default DIR.", show_default=False)] = None,
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Folder that a run has written.", show_default=False),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory for the page; by default DIR.", show_default=False),
+    ] = None,
     json: _Json = False,
 ) -> None:
     # Not at the top: the other commands do not need it.
@@ -122,37 +168,55 @@ def report(
 
 
 @app.command(
-    help="Show the buckets of a model, and with --schedule the ops of one step, without running anything.\n\n"
-    "FILE is JSON. For a profile, the command shows its best buckets and the time of a step. For a plan that save_plan() has "
-    "written, it shows the buckets of that plan. FILE may also be a table of parameters in the order of the model, written by "
+    help="Show the buckets of a model, and with --schedule the ops of one step, without running "
+    "anything.\n\n"
+    "FILE is JSON. For a profile, the command shows its best buckets and the time of a step. For "
+    "a plan that save_plan() has "
+    "written, it shows the buckets of that plan. FILE may also be a table of parameters in the "
+    "order of the model, written by "
     "hand:\n\n"
     '{"params": [{"name": "weight", "shape": [10, 20], "dtype": "float32"}]}\n\n'
-    f"with dtypes of so many bytes: {', '.join(f'{dtype} {itemsize}' for dtype, itemsize in ITEMSIZES.items())}. "
+    "with dtypes of so many bytes: "
+    f"{', '.join(f'{dtype} {itemsize}' for dtype, itemsize in ITEMSIZES.items())}. "
     "Without FILE: the model of `undertow demo`.\n\n"
     'Example: undertow plan examples/profiles/gpt2.json --ranks 64 --link "100gbit,5us"\n\n'
     "Exit code 0: shown. 2: an option or FILE cannot work."
 )
 def plan(  # noqa: PLR0913  # one argument per option
     file: Annotated[
-        Path | None, typer.Argument(help="A profile, a saved plan or a table of parameters.", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="A profile, a saved plan or a table of parameters.", show_default=False
+        ),
     ] = None,
     strategy: Annotated[
         str | None,
         typer.Option(
-            help='Strategy: "ddp", "zero1", "zero2" or "hybrid", which shards inside a node. By default the profile\'s '
+            help='Strategy: "ddp", "zero1", "zero2" or "hybrid", which shards inside a node. By '
+            "default the profile's "
             'strategy, else "ddp".',
             show_default=False,
         ),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(help="Ranks to lay it out for; by default as in the profile or the saved plan, else 2.", show_default=False),
+        typer.Option(
+            help="Ranks to lay it out for; by default as in the profile or the saved plan, else 2.",
+            show_default=False,
+        ),
     ] = None,
     bucket_cap_mb: Annotated[
-        float | None, typer.Option(help="Largest bucket in MiB; without it, saved or planned ones.", show_default=False)
+        float | None,
+        typer.Option(
+            help="Largest bucket in MiB; without it, saved or planned ones.", show_default=False
+        ),
     ] = None,
-    overlap: Annotated[bool, typer.Option(help="Reduce during backward, or everything at its end.")] = True,
-    schedule: Annotated[bool, typer.Option("--schedule", help="Show the ops of one step in their order too.")] = False,
+    overlap: Annotated[
+        bool, typer.Option(help="Reduce during backward, or everything at its end.")
+    ] = True,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Show the ops of one step in their order too.")
+    ] = False,
     link: _Link = None,
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
@@ -168,7 +232,11 @@ def plan(  # noqa: PLR0913  # one argument per option
         num_ranks=ranks,
         bucket_cap_mb=bucket_cap_mb,
         conditions=Conditions(
-            overlap=overlap, skew=skew, contention=contention, launch_us=launch_us, copy_us_per_mb=copy_us_per_mb
+            overlap=overlap,
+            skew=skew,
+            contention=contention,
+            launch_us=launch_us,
+            copy_us_per_mb=copy_us_per_mb,
         ),
         is_json=json,
         has_schedule=schedule,
@@ -178,34 +246,48 @@ def plan(  # noqa: PLR0913  # one argument per option
 
 @app.command(
     help="Predict the step of a model on a network, without running anything.\n\n"
-    "PROFILE is JSON: what save_profile() has measured, or written by hand (docs/profiles.md). Simulates a step that sends "
-    "one message per parameter, buckets of fixed size (25 MiB after a first one of 1 MiB, as torch's DistributedDataParallel "
-    "has them, and 40 MB), and the buckets that Undertow plans for this network. Prints what each step takes, what of its "
+    "PROFILE is JSON: what save_profile() has measured, or written by hand (docs/profiles.md). "
+    "Simulates a step that sends "
+    "one message per parameter, buckets of fixed size (25 MiB after a first one of 1 MiB, as "
+    "torch's DistributedDataParallel "
+    "has them, and 40 MB), and the buckets that Undertow plans for this network. Prints what "
+    "each step takes, what of its "
     "communication is "
-    "exposed, how it compares with the shortest possible step, and the scaling efficiency, the share of the step that computing "
+    "exposed, how it compares with the shortest possible step, and the scaling efficiency, the "
+    "share of the step that computing "
     "alone takes. Draws timelines in OUT/simulate.png, except with --sweep.\n\n"
-    'Example: undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link "100gbit,5us" --sweep ranks\n\n'
+    "Example: undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link "
+    '"100gbit,5us" --sweep ranks\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
 )
 def simulate(  # noqa: PLR0913  # one argument per option
-    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="Measurements of a model.", show_default=False)],
-    ranks: Annotated[int | None, typer.Option(help="Ranks; by default as in the profile.", show_default=False)] = None,
+    profile: Annotated[
+        Path, typer.Argument(metavar="PROFILE", help="Measurements of a model.", show_default=False)
+    ],
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks; by default as in the profile.", show_default=False)
+    ] = None,
     link: _Link = None,
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
     strategy: Annotated[
         str | None,
         typer.Option(
-            help='"ddp", "zero1", "zero2" or "hybrid", which shards inside a node; by default as in the profile.',
+            help='"ddp", "zero1", "zero2" or "hybrid", which shards inside a node; by default as '
+            "in the profile.",
             show_default=False,
         ),
     ] = None,
-    overlap: Annotated[bool, typer.Option(help="Reduce during backward, or everything at its end.")] = True,
+    overlap: Annotated[
+        bool, typer.Option(help="Reduce during backward, or everything at its end.")
+    ] = True,
     skew: _Skew = None,
     contention: _Contention = None,
     launch_us: _Launch = None,
     copy_us_per_mb: _Copy = None,
-    sweep: Annotated[str | None, typer.Option(help='Vary "ranks" or "bandwidth".', show_default=False)] = None,
+    sweep: Annotated[
+        str | None, typer.Option(help='Vary "ranks" or "bandwidth".', show_default=False)
+    ] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     json: _Json = False,
 ) -> None:
@@ -228,7 +310,8 @@ def simulate(  # noqa: PLR0913  # one argument per option
 
 
 @app.command(
-    help="Show the facts for a bug report: versions, backends, devices, cores, memory, network interfaces, and the variables "
+    help="Show the facts for a bug report: versions, backends, devices, cores, memory, network "
+    "interfaces, and the variables "
     "that change how training runs. The values of other variables are not read, nor are addresses."
 )
 def env(json: _Json = False) -> None:
@@ -238,7 +321,9 @@ def env(json: _Json = False) -> None:
     show_environment(is_json=json)
 
 
-@app.command(help="List the links that have a name, with their rate and latency, and where these are from.")
+@app.command(
+    help="List the links that have a name, with their rate and latency, and where these are from."
+)
 def links() -> None:
     for name, (text, source) in LINKS.items():
         print(f"{name:14} {text:14} {source}")
@@ -246,14 +331,22 @@ def links() -> None:
 
 @app.command(
     help="Merge the traces of all ranks into one file for Perfetto, with their clocks aligned.\n\n"
-    "DIR has the files that a training with UNDERTOW_TRACE=DIR or model.save_trace(path) has written. Open the result at "
+    "DIR has the files that a training with UNDERTOW_TRACE=DIR or model.save_trace(path) has "
+    "written. Open the result at "
     "https://ui.perfetto.dev. If a rank's trace is missing, the others are merged.\n\n"
-    "Exit code 0: merged. 2: there are no traces, one cannot be read, they are of different runs, or OUT cannot be written."
+    "Exit code 0: merged. 2: there are no traces, one cannot be read, they are of different "
+    "runs, or OUT cannot be written."
 )
 def trace(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with the ranks' traces.", show_default=False)],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Folder with the ranks' traces.", show_default=False),
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="File to write, .json or .json.gz; by default DIR.json.gz.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="File to write, .json or .json.gz; by default DIR.json.gz.", show_default=False
+        ),
     ] = None,
 ) -> None:
     out = folder.absolute().with_name(f"{folder.absolute().name}.json.gz") if out is None else out

@@ -44,18 +44,26 @@ def _facts() -> dict[str, dict[str, Any]]:
     installed = {dist.name.lower(): dist.version for dist in metadata.distributions()}
     return {
         "undertow": {"version": __version__},
-        "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
+        "python": {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+        },
         "packages": {name: installed[name] for name in _PACKAGES if name in installed},
         "torch": _torch(),
         "machine": {
             "os": platform.platform(),
             "cores": os.cpu_count(),
             # macOS has no affinity.
-            "usable cores": len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 0))(0)),
+            "usable cores": len(
+                getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 0))(0)
+            ),
             "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.1f} GB",
         },
         # Of Linux: up, down or unknown. Never an address.
-        "interfaces": {path.parent.name: path.read_text().strip() for path in sorted(_INTERFACES.glob("*/operstate"))},
+        "interfaces": {
+            path.parent.name: path.read_text().strip()
+            for path in sorted(_INTERFACES.glob("*/operstate"))
+        },
         "variables": {
             name: value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..."
             for name, value in sorted(os.environ.items())
@@ -65,7 +73,10 @@ def _facts() -> dict[str, dict[str, Any]]:
 
 
 def _torch() -> dict[str, Any]:
-    """Returns torch's backends and devices, or the reason why it cannot be imported: a report of that needs the rest."""
+    """Returns torch's backends and devices, or the reason why it cannot be imported.
+
+    A report of that needs the rest.
+    """
     try:
         import torch
         import torch.distributed as dist
@@ -75,7 +86,12 @@ def _torch() -> dict[str, Any]:
     devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {
         "gloo": dist.is_available() and dist.is_gloo_available(),
-        "nccl": ".".join(map(str, nccl.version())) if dist.is_available() and dist.is_nccl_available() else False,
+        "nccl": ".".join(map(str, nccl.version()))
+        if dist.is_available() and dist.is_nccl_available()
+        else False,
         "cuda": torch.version.cuda,
-        **{f"device {number}": f"{it.name}, {it.total_memory / 1e9:.1f} GB" for number, it in enumerate(devices)},
+        **{
+            f"device {number}": f"{it.name}, {it.total_memory / 1e9:.1f} GB"
+            for number, it in enumerate(devices)
+        },
     }

@@ -29,9 +29,11 @@ def show_plan(  # noqa: PLR0913  # one argument per option
     has_schedule: bool,
     network: NetworkOptions,
 ) -> None:
-    """Prints the requested buckets, with `has_schedule` the schedule, and for a profile the time of a step.
+    """Prints the requested buckets, with `has_schedule` the schedule, and for a profile the time of
+    a step.
 
-    Without `file` they are of the demo's model. Raises ConfigError for options that cannot be combined.
+    Without `file` they are of the demo's model. Raises ConfigError for options that cannot be
+    combined.
     """
     require_rank(num_ranks, of="a plan is for", where="undertow plan")
     what_if = None
@@ -49,20 +51,40 @@ def show_plan(  # noqa: PLR0913  # one argument per option
             plan = what_if.planned
         else:
             config, has_shards = SyncConfig(bucket_cap_mb=bucket_cap_mb), chosen.gather is not None
-            plan = plan_in_order(source.params, source.order, config, num_ranks=what_if.num_ranks, has_shards=has_shards)
+            plan = plan_in_order(
+                source.params,
+                source.order,
+                config,
+                num_ranks=what_if.num_ranks,
+                has_shards=has_shards,
+            )
     elif network.link is not None:
         raise ConfigError(
             "--link predicts the time of a step, which needs a profile.",
             where=f"{file or 'the model of undertow demo'} has no times",
-            remedy="Give a profile that save_profile() has written, or leave --link, --per-node and --node-link out.",
+            remedy="Give a profile that save_profile() has written, or leave --link, --per-node "
+            "and --node-link out.",
         )
     else:
         chosen = strategy_named(strategy)
-        plan = plan_from_source(source, num_ranks=num_ranks, bucket_cap_mb=bucket_cap_mb, has_shards=chosen.gather is not None)
+        plan = plan_from_source(
+            source,
+            num_ranks=num_ranks,
+            bucket_cap_mb=bucket_cap_mb,
+            has_shards=chosen.gather is not None,
+        )
     if is_json:
-        print(plan.to_json() if what_if is None else json_of(what_if, {str(plan.num_ranks): [what_if.outcome("as above", plan)]}))
+        print(
+            plan.to_json()
+            if what_if is None
+            else json_of(what_if, {str(plan.num_ranks): [what_if.outcome("as above", plan)]})
+        )
         return
-    num_nodes = None if network.per_node is None else plan.num_ranks // min(network.per_node, plan.num_ranks)
+    num_nodes = (
+        None
+        if network.per_node is None
+        else plan.num_ranks // min(network.per_node, plan.num_ranks)
+    )
     console = Console()
     megabytes = sum(bucket.num_bytes for bucket in plan.buckets) / 1e6
     sizes = f"parameters: {len(plan.params)}, MB: {megabytes:.2f}, buckets: {len(plan.buckets)}"
@@ -71,7 +93,9 @@ def show_plan(  # noqa: PLR0913  # one argument per option
     if has_schedule:
         schedule = lower_data_parallel(len(plan.buckets), chosen, overlap=conditions.overlap)
         # Unformatted, so that a copy of this text parses.
-        console.print(f"\n{schedule.to_text()}", end="", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"\n{schedule.to_text()}", end="", markup=False, highlight=False, soft_wrap=True
+        )
     if what_if is not None:
         console.print()
         print_outcomes([what_if.outcome("as above", plan)], console)
@@ -80,16 +104,22 @@ def show_plan(  # noqa: PLR0913  # one argument per option
 
 
 def plan_from_source(
-    source: Plan | Sequence[ParamSpec], *, num_ranks: int | None, bucket_cap_mb: float | None, has_shards: bool
+    source: Plan | Sequence[ParamSpec],
+    *,
+    num_ranks: int | None,
+    bucket_cap_mb: float | None,
+    has_shards: bool,
 ) -> Plan:
     """Returns the plan of parameters without a profile, or the saved plan.
 
-    A saved plan keeps its buckets, or with `bucket_cap_mb` only the order of its parameters. Without `num_ranks` it keeps its
-    number of ranks; parameters are planned for two.
+    A saved plan keeps its buckets, or with `bucket_cap_mb` only the order of its parameters.
+    Without `num_ranks` it keeps its number of ranks; parameters are planned for two.
     """
     config = SyncConfig(order="reverse", bucket_cap_mb=bucket_cap_mb)
     if not isinstance(source, Plan):
-        return first_plan(source, config, num_ranks=2 if num_ranks is None else num_ranks, has_shards=has_shards)
+        return first_plan(
+            source, config, num_ranks=2 if num_ranks is None else num_ranks, has_shards=has_shards
+        )
     num_ranks = source.num_ranks if num_ranks is None else num_ranks
     if bucket_cap_mb is None:
         return plan_from_groups(source.params, source.groups, num_ranks=num_ranks)
@@ -100,7 +130,8 @@ def plan_from_source(
 def _bucket_table(plan: Plan, strategy: Strategy, *, num_nodes: int | None) -> Table:
     """Returns a table of one line per bucket.
 
-    `num_nodes` is for a strategy over two axes, whose shards lie within one node; without it sizes of shards are left out.
+    `num_nodes` is for a strategy over two axes, whose shards lie within one node; without it sizes
+    of shards are left out.
     """
     num_replicas = 1 if strategy.crossing is None else num_nodes
     has_shards = strategy.reduction is OpKind.REDUCE_SCATTER and num_replicas is not None
@@ -109,7 +140,10 @@ def _bucket_table(plan: Plan, strategy: Strategy, *, num_nodes: int | None) -> T
         Column("parameters", overflow="fold"),
         Column("count", justify="right"),
         "dtype",
-        *(Column(name, justify="right") for name in ("MB", *(["MB per shard"] if has_shards else []))),
+        *(
+            Column(name, justify="right")
+            for name in ("MB", *(["MB per shard"] if has_shards else []))
+        ),
     )
     for bucket in plan.buckets:
         names = [plan.params[param].name for param in bucket.params]  # in packing order

@@ -22,7 +22,8 @@ from undertow.simulate import Conditions
 
 _WHERE = "undertow simulate"
 _RATE_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
-_RATE = re.compile(r"(?P<rate>[\d.]+)\s*(?P<unit>[a-zA-Z/]+)(?P<latency>.*)")  # splits a text that link_from_text reads
+# splits a text that link_from_text reads
+_RATE = re.compile(r"(?P<rate>[\d.]+)\s*(?P<unit>[a-zA-Z/]+)(?P<latency>.*)")
 
 
 def show_simulation(  # noqa: PLR0913  # one argument per option
@@ -36,7 +37,10 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
     out: Path,
     is_json: bool,
 ) -> None:
-    """Prints the requested simulation as a table and draws it. Raises ConfigError for impossible values."""
+    """Prints the requested simulation as a table and draws it.
+
+    Raises ConfigError for impossible values.
+    """
     require_rank(num_ranks, of="a step has", where=_WHERE)
     require(
         sweep is None or sweep in SWEEPS,
@@ -51,14 +55,22 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
     what_if = WhatIf.of(profile, strategy, num_ranks, network, conditions)
     console, source = Console(), what_if.network.source
     if is_json:
-        print(json_of(what_if, SWEEPS[sweep](what_if).points if sweep else {str(what_if.num_ranks): what_if.outcomes()}))
+        print(
+            json_of(
+                what_if,
+                SWEEPS[sweep](what_if).points
+                if sweep
+                else {str(what_if.num_ranks): what_if.outcomes()},
+            )
+        )
         return
     if draws:
         make_directory(out, where=_WHERE)
     print_line(
         console,
         f"{profile.name or file.name}, {what_if.strategy.name}: {len(profile.params)} parameters, "
-        f"{sum(spec.num_bytes for spec in profile.params) / 1e6:.1f} MB, {what_if.compute_us / 1e3:.1f} ms of computing per step",
+        f"{sum(spec.num_bytes for spec in profile.params) / 1e6:.1f} MB, "
+        f"{what_if.compute_us / 1e3:.1f} ms of computing per step",
     )
     print_line(console, f"Network: {source}")
     print_assumptions(what_if, console)
@@ -70,7 +82,11 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
     print_outcomes(outcomes, console)
     with checked_writing(path, where=_WHERE):
         save_timeline(
-            {outcome.method: outcome.trace for outcome in outcomes if outcome.method in (FIXED, PLANNED)},
+            {
+                outcome.method: outcome.trace
+                for outcome in outcomes
+                if outcome.method in (FIXED, PLANNED)
+            },
             path,
             conditions=f"simulated, {source}",
             limit_us=what_if.limit_us,
@@ -81,17 +97,27 @@ def show_simulation(  # noqa: PLR0913  # one argument per option
 def print_assumptions(what_if: WhatIf, console: Console) -> None:
     """Prints the numbers that are neither measured nor given, and that the forward was guessed."""
     effects, profile = what_if.conditions.of(what_if.profile), what_if.profile
-    assumed = [name for name in effects if getattr(what_if.conditions, name) is None and getattr(profile, name) is None]
+    assumed = [
+        name
+        for name in effects
+        if getattr(what_if.conditions, name) is None and getattr(profile, name) is None
+    ]
     if assumed and not profile.is_measured:
-        print_line(console, f"Assumed, not measured: {', '.join(f'{name} {effects[name]:g}' for name in assumed)}")
+        print_line(
+            console,
+            f"Assumed, not measured: {', '.join(f'{name} {effects[name]:g}' for name in assumed)}",
+        )
     if what_if.options.link is None and profile.is_of_one_size:
         print_line(
             console,
-            "Warning: messages of one size were measured, and smaller ones count as no cheaper, so the times of other buckets "
+            "Warning: messages of one size were measured, and smaller ones count as no cheaper, "
+            "so the times of other buckets "
             "say little. Give --link, or call model.measure_network() before you save the profile.",
         )
     if profile.is_forward_guessed:
-        print_line(console, "Warning: the share of forward is a guess, half of backward; give forward_us.")
+        print_line(
+            console, "Warning: the share of forward is a guess, half of backward; give forward_us."
+        )
 
 
 def json_of(what_if: WhatIf, points: Mapping[str, Sequence[Outcome]]) -> str:
@@ -103,14 +129,18 @@ def json_of(what_if: WhatIf, points: Mapping[str, Sequence[Outcome]]) -> str:
             "ranks": what_if.num_ranks,
             "network": what_if.network.source,
             "conditions": what_if.conditions.of(what_if.profile),
-            "outcomes": {value: [outcome.to_dict() for outcome in of_value] for value, of_value in points.items()},
+            "outcomes": {
+                value: [outcome.to_dict() for outcome in of_value]
+                for value, of_value in points.items()
+            },
         },
         indent=2,
     )
 
 
 def swept_ranks(num_ranks: int, per_node: int | None) -> list[int]:
-    """Returns powers of two, of ranks on one node and of full nodes, up to `num_ranks`, and `num_ranks` itself."""
+    """Returns powers of two, of ranks on one node and of full nodes, up to `num_ranks`, and
+    `num_ranks` itself."""
     per_node = min(per_node or 1, num_ranks)
     powers = [2**power for power in range(num_ranks.bit_length())]
     candidates = {num_ranks, *(size for power in powers for size in (power, power * per_node))}
@@ -136,11 +166,21 @@ def _sweep_bandwidth(what_if: WhatIf) -> Sweep:
             where=_WHERE,
             remedy='Give a rate, such as --link "100gbit,5us".',
         )
-    rates = [f"{float(match['rate']) * factor:.6f}".rstrip("0").rstrip(".") for factor in _RATE_FACTORS]
-    options = {rate: replace(what_if.options, link=f"{rate}{match['unit']}{match['latency']}") for rate in rates}
-    points = {rate: replace(what_if, options=changed).outcomes() for rate, changed in options.items()}
+    rates = [
+        f"{float(match['rate']) * factor:.6f}".rstrip("0").rstrip(".") for factor in _RATE_FACTORS
+    ]
+    options = {
+        rate: replace(what_if.options, link=f"{rate}{match['unit']}{match['latency']}")
+        for rate in rates
+    }
+    points = {
+        rate: replace(what_if, options=changed).outcomes() for rate, changed in options.items()
+    }
     unit = match["unit"]
-    return Sweep(axis="rate of every link", unit=unit if unit[-1] in "seE" else f"{unit}/s", points=points)  # "Gb/s", "GbE"
+    # "Gb/s", "GbE"
+    return Sweep(
+        axis="rate of every link", unit=unit if unit[-1] in "seE" else f"{unit}/s", points=points
+    )
 
 
 SWEEPS: Mapping[str, Callable[[WhatIf], Sweep]] = {

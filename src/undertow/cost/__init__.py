@@ -1,4 +1,7 @@
-"""Models the cost of communication: links, measured curves, and the time that collectives take on them."""
+"""Models the cost of communication.
+
+Links, measured curves, and the time that collectives take on them.
+"""
 
 from undertow.cost.costs import (
     COLLECTIVES,

@@ -1,16 +1,19 @@
-"""The time of collectives as a function of their payload: one interface for measured curves, and for formulas of links.
+"""The time of collectives as a function of their payload: one interface for measured curves, and
+for formulas of links.
 
-The formulas are from Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, over n
-ranks, with M bytes, latency a of one message and inverse bandwidth b in seconds per byte:
+The formulas are from Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+operations in MPICH", 2005, over n ranks, with M bytes, latency a of one message and inverse
+bandwidth b in seconds per byte:
 
              all_reduce                     reduce_scatter           all_gather
     ring     2(n-1)a + 2(n-1)/n Mb          (n-1)a + (n-1)/n Mb      (n-1)a + (n-1)/n Mb
     tree     2 log2(n)a + 2Mb
-    nodes    reduce_scatter inside + all_reduce across of M/g + all_gather inside, with g ranks per node
+    nodes    reduce_scatter inside + all_reduce across of M/g + all_gather inside, g ranks per node
     mesh     the same                       all but the gather       the all_gather inside
 
-NCCL takes the faster of ring and tree for an all-reduce (since its version 2.4; src/graph/tuning.cc counts log2 of the ranks for
-a tree, and half of a ring's bandwidth as a bus has it), and gloo always the ring. log2 is taken of any number: nothing jumps.
+NCCL takes the faster of ring and tree for an all-reduce (since its version 2.4; src/graph/tuning.cc
+counts log2 of the ranks for a tree, and half of a ring's bandwidth as a bus has it), and gloo
+always the ring. log2 is taken of any number: nothing jumps.
 """
 
 import math
@@ -37,17 +40,21 @@ _LEAST_RATIO = 1.5
 # Lines are tried through pairs of at most this many points: the work grows with the square.
 _MAX_FIT_POINTS = 48
 
-# NVLink 3 of an A100 carries 300 GB/s in each direction. NCCL's src/graph/tuning.cc has, for rings of its protocol Simple, 3.4 us
-# of latency a hop over NVLink, and 5.7 us over PCI.
+# NVLink 3 of an A100 carries 300 GB/s in each direction. NCCL's src/graph/tuning.cc has, for rings
+# of its protocol Simple, 3.4 us of latency a hop over NVLink, and 5.7 us over PCI.
 _NVLINK_LATENCY = "3us"
 NODE_LINK = f"2400gbit,{_NVLINK_LATENCY}"
-# Share of the line rate that is payload: iperf3 over TCP on a link shaped to 1 Gb/s carries 956 Mb/s.
+# Share of the line rate that is payload: iperf3 over TCP on a link shaped to 1 Gb/s carries 956
+# Mb/s.
 TCP_PAYLOAD_SHARE = 0.956
 _ETHERNET_HOP_S = 100e-6
 _UNITS = {"m": 1e6, "g": 1e9, "t": 1e12, "us": 1e-6, "ms": 1e-3}  # bits per second, and seconds
 _OF_NVLINK = "latency of NCCL's tuning model, rounded"
 # Fitted to a whole all-reduce and what launches it: a wire alone has a fraction of that latency.
-_OF_NETWORKS = "nodes of 4 V100s: ddl-benchmarks, rate of fused rows of BERT, latency fitted to rows of a message per tensor"
+_OF_NETWORKS = (
+    "nodes of 4 V100s: ddl-benchmarks, rate of fused rows of BERT, latency fitted to "
+    "rows of a message per tensor"
+)
 # Links by name: their rate and latency as text, and where these are from.
 LINKS: Mapping[str, tuple[str, str]] = {
     "nvlink2": (
@@ -75,7 +82,10 @@ _LINK_TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A full-duplex link of each rank to the network. Raises ConfigError for a bandwidth of zero or a negative latency."""
+    """A full-duplex link of each rank to the network.
+
+    Raises ConfigError for a bandwidth of zero or a negative latency.
+    """
 
     name: str
     hop_s: float  # latency of one message between two ranks
@@ -84,7 +94,8 @@ class Link:
     def __post_init__(self) -> None:
         require(
             self.bytes_per_s > 0 and math.isfinite(self.hop_s) and self.hop_s >= 0,
-            f"link {self.name!r} is impossible: {self.bytes_per_s} bytes/s, {self.hop_s} s per hop.",
+            f"link {self.name!r} is impossible: {self.bytes_per_s} bytes/s, {self.hop_s} s per "
+            "hop.",
             remedy="Give a positive bandwidth and a latency of zero or more.",
         )
 
@@ -102,24 +113,33 @@ def link_from_text(text: str) -> Link:
     - "none": a link that costs nothing.
     - The name of an entry of `LINKS`, such as "nvlink3".
 
-    "25gbps", "25 Gb/s", "25 Gbit/s" and "25GbE" are other spellings of "25gbit". Raises ConfigError for any other text.
+    "25gbps", "25 Gb/s", "25 Gbit/s" and "25GbE" are other spellings of "25gbit". Raises ConfigError
+    for any other text.
     """
     if text == "none":
         return Link(name="none", hop_s=0.0, bytes_per_s=math.inf)
-    match = _LINK_TEXT.fullmatch(LINKS[text.lower()][0] if text.lower() in LINKS else text.replace(" ", ""))
+    match = _LINK_TEXT.fullmatch(
+        LINKS[text.lower()][0] if text.lower() in LINKS else text.replace(" ", "")
+    )
     if match is None or float(match["rate"]) == 0:
         raise ConfigError(
             f"link {text!r} is not known.",
-            remedy='Write a rate such as "1gbit", "2.5gbit" or "200mbit", a rate and a latency such as "100gbit,5us", '
+            remedy='Write a rate such as "1gbit", "2.5gbit" or "200mbit", a rate and a latency '
+            'such as "100gbit,5us", '
             'or "none" for the bare loopback.',
         )
     line_rate = float(match["rate"]) * _UNITS[match["rate_unit"].lower()] / 8
-    hop_s = float(match["latency"]) * _UNITS[match["latency_unit"]] if match["latency"] else _ETHERNET_HOP_S
+    hop_s = (
+        float(match["latency"]) * _UNITS[match["latency_unit"]]
+        if match["latency"]
+        else _ETHERNET_HOP_S
+    )
     return Link(name=text, hop_s=hop_s, bytes_per_s=line_rate * TCP_PAYLOAD_SHARE)
 
 
-# Ring algorithms over n ranks: (messages one after another, share of the payload that crosses each rank's link).
-# The arithmetic of the reduction is left out, because the processor does it and not the link.
+# Ring algorithms over n ranks: (messages one after another, share of the payload that crosses each
+# rank's link). The arithmetic of the reduction is left out, because the processor does it and not
+# the link.
 COLLECTIVES: Mapping[str, Callable[[int], tuple[int, float]]] = {
     "all_reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
     "reduce_scatter": lambda n: (n - 1, (n - 1) / n),
@@ -135,7 +155,8 @@ COLLECTIVES: Mapping[str, Callable[[int], tuple[int, float]]] = {
 
 
 def collective_seconds(link: Link, kind: str, *, num_bytes: int, num_ranks: int) -> float:
-    """Returns the seconds that one collective occupies the link; `num_bytes` is the whole payload."""
+    """Returns the seconds that one collective occupies the link; `num_bytes` is the whole
+    payload."""
     hops, share = COLLECTIVES[kind](num_ranks) if num_ranks > 1 else (0, 0.0)
     return hops * link.hop_s + share * num_bytes / link.bytes_per_s
 
@@ -144,15 +165,17 @@ def collective_seconds(link: Link, kind: str, *, num_bytes: int, num_ranks: int)
 class CostCurve:
     """A cost curve of points (bytes, microseconds), by increasing bytes.
 
-    Decreasing times are evened out, so that a larger payload never costs less. Raises ConfigError unless there is a point and
-    sizes increase.
+    Decreasing times are evened out, so that a larger payload never costs less. Raises ConfigError
+    unless there is a point and sizes increase.
     """
 
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
         points = [_checked_point(point, index) for index, point in enumerate(self.points)]
-        require(points, "a cost curve needs at least one point.", remedy="Measure one size or more.")
+        require(
+            points, "a cost curve needs at least one point.", remedy="Measure one size or more."
+        )
         for index, ((before, _), (size, _)) in enumerate(pairwise(points), 1):
             require(
                 before < size,
@@ -165,17 +188,23 @@ class CostCurve:
 
     @cached_property
     def _interpolated(self) -> tuple[Floats, Floats, float]:
-        """Sizes and times that `us` interpolates, from zero bytes on, and the microseconds per byte beyond the last point."""
+        """Sizes and times that `us` interpolates, from zero bytes on, and the microseconds per byte
+        beyond the last point."""
         (first_size, first_time), (last_size, last_time) = self.points[0], self.points[-1]
-        # If sizes are too few or too close, a smaller payload is assumed to be no cheaper, and a larger one no faster per byte.
+        # If sizes are too few or too close, a smaller payload is assumed to be no cheaper, and a
+        # larger one no faster per byte.
         latency = first_time
         us_per_byte = last_time / last_size if last_size else 0.0
         if self.is_enough:
             # If points do not lie on one line, the ones closer to the extrapolated end know more.
             ranks = range(1, len(self.points) + 1)
             latency = min(line_through(self.points, weights=ranks[::-1])[0], first_time)
-            # Two points always lie on a line, which confirms nothing: three must be apart before a slope is trusted.
-            if any(size >= _LEAST_RATIO * first_size and last_size >= _LEAST_RATIO * size for size, _ in self.points[1:-1]):
+            # Two points always lie on a line, which confirms nothing: three must be apart before a
+            # slope is trusted.
+            if any(
+                size >= _LEAST_RATIO * first_size and last_size >= _LEAST_RATIO * size
+                for size, _ in self.points[1:-1]
+            ):
                 _, us_per_byte = line_through(self.points, weights=ranks)
         points = self.points if first_size == 0 else ((0.0, latency), *self.points)
         sizes, times = np.array(points, dtype=np.float64).T
@@ -183,28 +212,34 @@ class CostCurve:
 
     @property
     def is_enough(self) -> bool:
-        """True if its sizes are far enough apart to show how costs grow, so that a plan may be based on it."""
+        """True if its sizes are far enough apart to show how costs grow, so that a plan may be
+        based on it."""
         (first, _), (last, _) = self.points[0], self.points[-1]
         return last > 0 and last >= _LEAST_RATIO * first
 
     def us(self, num_bytes: ArrayLike) -> Floats:
-        """Returns the microseconds of payloads of `num_bytes`, in an array of the same shape; not decreasing in the size.
+        """Returns the microseconds of payloads of `num_bytes`, in an array of the same shape; not
+        decreasing in the size.
 
-        The curve is linear between two points. Beyond the last point it continues with the slope of `line_through` all points,
-        which gives larger ones more weight. With fewer than three sizes that are far enough apart it continues in proportion to
-        the last point. Below the first point it runs towards the latency of a line that gives smaller points more weight.
+        The curve is linear between two points. Beyond the last point it continues with the slope of
+        `line_through` all points, which gives larger ones more weight. With fewer than three sizes
+        that are far enough apart it continues in proportion to the last point. Below the first
+        point it runs towards the latency of a line that gives smaller points more weight.
         """
         wanted = np.asarray(num_bytes, dtype=np.float64)
         sizes, times, us_per_byte = self._interpolated
-        return np.asarray(np.interp(wanted, sizes, times) + us_per_byte * np.maximum(wanted - sizes[-1], 0.0))
+        return np.asarray(
+            np.interp(wanted, sizes, times) + us_per_byte * np.maximum(wanted - sizes[-1], 0.0)
+        )
 
 
 def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
     """Fits a curve to measured pairs (bytes, microseconds), in any order.
 
-    Less than half of the samples of each size may be outliers. Samples of one size, up to 2 %, become one point at their median.
-    If medians decrease, samples of neighboring sizes are pooled until they do not (isotonic regression of medians), so that
-    larger sizes outvote a single outlier at its size. Raises ConfigError if `samples` is empty, or for an impossible sample.
+    Less than half of the samples of each size may be outliers. Samples of one size, up to 2 %,
+    become one point at their median. If medians decrease, samples of neighboring sizes are pooled
+    until they do not (isotonic regression of medians), so that larger sizes outvote a single
+    outlier at its size. Raises ConfigError if `samples` is empty, or for an impossible sample.
     """
     ordered = sorted(_checked_point(sample, index) for index, sample in enumerate(samples))
     require(ordered, "a cost curve needs samples.", remedy="Measure one size or more.")
@@ -218,17 +253,22 @@ def curve_from_samples(samples: Iterable[tuple[float, float]]) -> CostCurve:
     return CostCurve(points=tuple(zip(sizes, times, strict=True)))
 
 
-def line_through(points: Sequence[tuple[float, float]], *, weights: Sequence[int] | None = None) -> tuple[float, float]:
-    """Returns latency in us, and us per byte, of the line through points (bytes, microseconds) of different sizes.
+def line_through(
+    points: Sequence[tuple[float, float]], *, weights: Sequence[int] | None = None
+) -> tuple[float, float]:
+    """Returns latency in us, and us per byte, of the line through points (bytes, microseconds) of
+    different sizes.
 
-    It has the least sum of weight * |log(line / time)|. Ratios count, so that small sizes determine the latency and large ones
-    the bandwidth. They are not squared, so that outliers matter little. Candidates are lines through two points, and lines
-    through one point without a latency or without a slope; neither number is negative.
+    It has the least sum of weight * |log(line / time)|. Ratios count, so that small sizes determine
+    the latency and large ones the bandwidth. They are not squared, so that outliers matter little.
+    Candidates are lines through two points, and lines through one point without a latency or
+    without a slope; neither number is negative.
     """
     sizes, times = np.array(points, dtype=np.float64).T
     chosen = np.unique(np.linspace(0, len(sizes) - 1, _MAX_FIT_POINTS).round().astype(int))
     latencies, slopes = _lines(sizes[chosen], times[chosen])
-    # A line without a latency is zero at zero bytes, infinitely far from any time: such a line loses.
+    # A line without a latency is zero at zero bytes, infinitely far from any time: such a line
+    # loses.
     with np.errstate(divide="ignore"):
         distances = np.abs(np.log((latencies[:, None] + slopes[:, None] * sizes) / times))
     best = int(np.average(distances, axis=1, weights=weights).argmin())
@@ -249,7 +289,10 @@ def _lines(sizes: Floats, times: Floats) -> tuple[Floats, Floats]:
 
 
 def _never_decreasing(groups: Iterable[list[float]]) -> list[float]:
-    """Returns one time per group: its median if no later one is less, else the median of all samples that had to be pooled."""
+    """Returns one time per group.
+
+    Its median if no later one is less, else the median of all samples that had to be pooled.
+    """
     pools: list[tuple[list[float], int]] = []  # samples, and the number of groups in them
     for samples in groups:
         num_groups = 1
@@ -275,7 +318,10 @@ def _checked_point(point: Any, index: int) -> tuple[float, float]:
 
 
 class Costs(Protocol):
-    """Times on the communication stream. A bucket without bytes is not free: it is still a collective."""
+    """Times on the communication stream. A bucket without bytes is not free.
+
+    It is still a collective.
+    """
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
         """Returns the microseconds of one collective for each size.
@@ -294,8 +340,8 @@ class Costs(Protocol):
 class RingCosts:
     """Ring algorithms over `num_ranks` ranks, each with its own `link`; of any kind in COLLECTIVES.
 
-    With `has_trees` an all-reduce goes through trees where that is faster, as in NCCL; without, through a ring, as in gloo.
-    Raises ConfigError unless `num_ranks` is positive.
+    With `has_trees` an all-reduce goes through trees where that is faster, as in NCCL; without,
+    through a ring, as in gloo. Raises ConfigError unless `num_ranks` is positive.
     """
 
     link: Link
@@ -316,7 +362,9 @@ class RingCosts:
         times_s = hops * self.link.hop_s + share / self.link.bytes_per_s * sizes
         if kind == "all_reduce" and self.has_trees:
             tree_hops, tree_share = _tree(self.num_ranks)
-            times_s = np.minimum(times_s, tree_hops * self.link.hop_s + tree_share / self.link.bytes_per_s * sizes)
+            times_s = np.minimum(
+                times_s, tree_hops * self.link.hop_s + tree_share / self.link.bytes_per_s * sizes
+            )
         return 1e6 * times_s
 
 
@@ -341,9 +389,10 @@ _INSIDE = {
 class NodeCosts:
     """Costs on nodes of `per_node` ranks: `inside` one node, and `across` nodes.
 
-    Across nodes, one rank of each node takes part, with 1/`per_node` of the payload. With `is_mesh` only ranks of one node have
-    different shards, and nodes are replicas. A reduce_scatter is then one inside a node, followed by the all_reduce of each
-    rank's shard across nodes; an all_gather runs inside only.
+    Across nodes, one rank of each node takes part, with 1/`per_node` of the payload. With `is_mesh`
+    only ranks of one node have different shards, and nodes are replicas. A reduce_scatter is then
+    one inside a node, followed by the all_reduce of each rank's shard across nodes; an all_gather
+    runs inside only.
     """
 
     inside: Costs
@@ -363,8 +412,9 @@ class NodeCosts:
         return times_us + self.across.collective_us(crossing, sizes / self.per_node)
 
 
-# Substitutes for a kind that was not measured, best first, as in a ring: an all-reduce is a reduce-scatter and an all-gather,
-# which take equally long. (Inside a node of NVSwitches this does not hold: there both take 1.33 times an all-reduce.)
+# Substitutes for a kind that was not measured, best first, as in a ring: an all-reduce is a
+# reduce-scatter and an all-gather, which take equally long. (Inside a node of NVSwitches this does
+# not hold: there both take 1.33 times an all-reduce.)
 _STANDS_FOR: Mapping[str, tuple[tuple[float, tuple[str, ...]], ...]] = {
     "all_reduce": (
         (1.0, ("reduce_scatter", "all_gather")),
@@ -378,15 +428,21 @@ _STANDS_FOR: Mapping[str, tuple[tuple[float, tuple[str, ...]], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Measured costs by kind; all_reduce, reduce_scatter and all_gather substitute for each other if one was not measured."""
+    """Measured costs by kind.
+
+    All_reduce, reduce_scatter and all_gather substitute for each other if one was not measured.
+    """
 
     curves: Mapping[str, CostCurve]
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
-        """Implements `Costs`; raises ConfigError if neither the kind nor a substitute was measured."""
+        """Implements `Costs`; raises ConfigError if neither the kind nor a substitute was
+        measured."""
         for factor, kinds in ((1.0, (kind,)), *_STANDS_FOR.get(kind, ())):
             if self.curves.keys() >= set(kinds):
-                return factor * sum((self.curves[measured].us(num_bytes) for measured in kinds), start=np.zeros(()))
+                return factor * sum(
+                    (self.curves[measured].us(num_bytes) for measured in kinds), start=np.zeros(())
+                )
         known = ", ".join(sorted(self.curves)) or "nothing"
         raise ConfigError(
             f"the cost of {kind} was not measured.",
@@ -439,15 +495,19 @@ def costs_for(  # a network, and how its collectives go
     )
 
 
-def scaled_curve(curve: CostCurve, kind: str, *, num_ranks: int, to: int, has_trees: bool) -> CostCurve:
-    """Returns the curve, measured over `num_ranks` ranks, over `to` ranks of the same network; both are two or more.
+def scaled_curve(
+    curve: CostCurve, kind: str, *, num_ranks: int, to: int, has_trees: bool
+) -> CostCurve:
+    """Returns the curve, measured over `num_ranks` ranks, over `to` ranks of the same network; both
+    are two or more.
 
-    The latency of its line grows with the messages of the formula, and the rest with the share of the payload on a link. Raises
-    ConfigError if the curve's sizes are too close together.
+    The latency of its line grows with the messages of the formula, and the rest with the share of
+    the payload on a link. Raises ConfigError if the curve's sizes are too close together.
     """
     require(
         curve.is_enough,
-        f"the curve of {kind} does not show what other numbers of ranks cost: its sizes lie too close together.",
+        f"the curve of {kind} does not show what other numbers of ranks cost: its sizes lie too "
+        "close together.",
         remedy="Let one size be at least 1.5 times another, or name a link.",
     )
     hops, share = _ring(kind, num_ranks)
@@ -458,6 +518,8 @@ def scaled_curve(curve: CostCurve, kind: str, *, num_ranks: int, to: int, has_tr
     latency_us, _ = line_through(curve.points)
     points = []
     for size, us in curve.points:
-        scaled_us = min(latency_us, us) * to_hops / hops + max(0.0, us - latency_us) * to_share / share
+        scaled_us = (
+            min(latency_us, us) * to_hops / hops + max(0.0, us - latency_us) * to_share / share
+        )
         points.append((size, scaled_us))
     return CostCurve(points=tuple(points))

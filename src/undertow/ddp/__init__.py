@@ -1,1 +1,2 @@
-"""Data-parallel training of a module: the wrapper, `attach`, and the arguments of torch's wrapper."""
+"""Data-parallel training of a module: the wrapper, `attach`, and the arguments of torch's
+wrapper."""

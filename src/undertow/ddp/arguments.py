@@ -16,9 +16,12 @@ _WHERE = "DistributedDataParallel(...)"
 _ONE_BYTE_MIB = 1 / 1024**2
 # Arguments and methods that are private in torch, each with another way.
 _PRIVATE = {
-    "mixed_precision": "Use torch.autocast around the forward; SyncConfig(wire_dtype=...) sends gradients in 16 bits.",
-    "_register_buffer_comm_hook": 'Set SyncConfig(buffers="mean") or "off", or change buffers in a hook of the module.',
-    "_update_process_group": "Wrap the module again, with the other group: the newest wrapper closes the older one.",
+    "mixed_precision": "Use torch.autocast around the forward; SyncConfig(wire_dtype=...) sends "
+    "gradients in 16 bits.",
+    "_register_buffer_comm_hook": 'Set SyncConfig(buffers="mean") or "off", or change buffers in '
+    "a hook of the module.",
+    "_update_process_group": "Wrap the module again, with the other group: the newest wrapper "
+    "closes the older one.",
 }
 Devices = Sequence[int | str | torch.device]
 
@@ -26,25 +29,31 @@ Devices = Sequence[int | str | torch.device]
 def check_devices(
     module: nn.Module, device_ids: Devices | None, output_device: int | str | torch.device | None
 ) -> tuple[list[int] | None, int | None]:
-    """Returns the device indices of the module and of its outputs; None if inputs stay where they are."""
+    """Returns the device indices of the module and of its outputs.
+
+    None if inputs stay where they are.
+    """
     is_config = isinstance(device_ids, SyncConfig)
     require(
         not isinstance(device_ids, dist.ProcessGroup) and not is_config,
         f"device_ids must not be a {'SyncConfig' if is_config else 'process group'}.",
         where="DistributedDataParallel, second argument",
-        remedy=f"Write DistributedDataParallel(module, {'config=config' if is_config else 'process_group=group'}).",
+        remedy="Write DistributedDataParallel(module, "
+        f"{'config=config' if is_config else 'process_group=group'}).",
     )
     require(
         device_ids is None or len(device_ids) <= 1,
         f"device_ids can only be None or contain a single element, got {list(device_ids or ())}.",
         where=_WHERE,
-        remedy="Start one process per device, and move the module to its device before wrapping it.",
+        remedy="Start one process per device, and move the module to its device before wrapping "
+        "it.",
     )
     devices = {param.device for _, param in tables.named_parameters(module)}
     is_on_one_gpu = len(devices) == 1 and all(device.type != "cpu" for device in devices)
     require(
         is_on_one_gpu if device_ids else not output_device,  # torch accepts output_device=0 here
-        "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules, "
+        "DistributedDataParallel device_ids and output_device arguments only work with "
+        "single-device GPU modules, "
         f"but got device_ids {device_ids}, output_device {output_device}, and module parameters "
         f"{sorted(map(str, devices))}.",
         where=_WHERE,
@@ -62,14 +71,22 @@ def _device_index(device: int | str | torch.device) -> int:
 
 
 def forward_sync_of(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    """Returns True if buffers are synchronized before forwards; warns of the deprecated argument, as torch does."""
+    """Returns True if buffers are synchronized before forwards.
+
+    Warns of the deprecated argument, as torch does.
+    """
     if broadcast_buffers is None:
         return forward_sync_buffers is not False
     is_replaced = forward_sync_buffers is not None
-    advice = " and ignored when `forward_sync_buffers` is provided." if is_replaced else ". Use `forward_sync_buffers` instead."
+    advice = (
+        (" and ignored when `forward_sync_buffers` is provided.")
+        if is_replaced
+        else ". Use `forward_sync_buffers` instead."
+    )
     warnings.warn(
         f"`broadcast_buffers` is deprecated{advice}"
-        " Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal at the start.",
+        " Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers "
+        "equal at the start.",
         FutureWarning,
         stacklevel=3,
     )
@@ -105,4 +122,6 @@ def settings_of(
 
 def private_to_torch(name: str) -> ConfigError:
     """Returns the error of an argument or a method that is private in torch."""
-    return ConfigError(f"{name} is private in torch, and not supported.", where=_WHERE, remedy=_PRIVATE[name])
+    return ConfigError(
+        f"{name} is private in torch, and not supported.", where=_WHERE, remedy=_PRIVATE[name]
+    )

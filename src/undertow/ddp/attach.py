@@ -1,10 +1,12 @@
-"""Synchronizes a module, and its experts: parameters whose gradients are reduced over a subset of the ranks.
+"""Synchronizes a module, and its experts: parameters whose gradients are reduced over a subset of
+the ranks.
 
 ranks          0        1        2        3
 dense         same     same     same     same       one GradientSync, over all four
 experts        A        B        A        B         one GradientSync over 0 and 2, one over 1 and 3
 
-Each has a separate process group, buckets, plan and lane, and all of them take part in every backward.
+Each has a separate process group, buckets, plan and lane, and all of them take part in every
+backward.
 """
 
 import dataclasses
@@ -38,7 +40,8 @@ _REFUSED: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
     (
         lambda param: type(param.data).__name__ == "DTensor",
         "is sharded already, by torch's fully_shard or by tensor parallelism",
-        "Leave fully_shard out, or use it alone; with tensor parallelism, apply it to the data-parallel dimension.",
+        "Leave fully_shard out, or use it alone; with tensor parallelism, apply it to the "
+        "data-parallel dimension.",
     ),
     (
         lambda param: not private.has_memory(param),
@@ -58,7 +61,8 @@ _REFUSED: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
     (
         lambda param: not param.is_leaf,
         "is the result of an operation, and no optimizer can update it",
-        "Make it a leaf by detach().requires_grad_(). A module of TorchScript is copied by saving and loading it.",
+        "Make it a leaf by detach().requires_grad_(). A module of TorchScript is copied by "
+        "saving and loading it.",
     ),
     (
         private.has_shared_elements,
@@ -83,9 +87,9 @@ def attach(
 ) -> GradientSync:
     """Synchronizes `module`'s gradients from now on: after a backward every `.grad` is the mean.
 
-    Call the module itself: a backward of a part or a method of it is this rank's own, unless a forward
-    of the module has run since the last optimizer step. The module keeps its class and its `state_dict`
-    keys. All ranks copy rank 0's parameters and buffers; a collective call.
+    Call the module itself: a backward of a part or a method of it is this rank's own, unless a
+    forward of the module has run since the last optimizer step. The module keeps its class and its
+    `state_dict` keys. All ranks copy rank 0's parameters and buffers; a collective call.
 
     Args:
         module: The model.
@@ -108,7 +112,9 @@ def attach(
     ```
     """
     ignored = checked(module, ignore, config, caller="attach")
-    sync = synchronized(module, device_mesh=device_mesh, process_group=process_group, config=config, ignore=ignored)
+    sync = synchronized(
+        module, device_mesh=device_mesh, process_group=process_group, config=config, ignore=ignored
+    )
     sync._is_attached = True
     sync._watch_forwards()
     return sync
@@ -123,20 +129,32 @@ class BucketedDDPHooks:
         bucket_size_mb: Largest bucket in MiB.
     """
 
-    def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None = None, bucket_size_mb: float = 25.0) -> None:
-        self.sync = attach(model, process_group=process_group, config=SyncConfig(bucket_cap_mb=bucket_size_mb))
+    def __init__(
+        self,
+        model: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_size_mb: float = 25.0,
+    ) -> None:
+        self.sync = attach(
+            model, process_group=process_group, config=SyncConfig(bucket_cap_mb=bucket_size_mb)
+        )
 
     def close(self) -> None:
         self.sync.close()
 
 
 def checked(
-    module: nn.Module, ignore: Iterable[str | nn.Module | Tensor], config: SyncConfig | None, *, caller: str
+    module: nn.Module,
+    ignore: Iterable[str | nn.Module | Tensor],
+    config: SyncConfig | None,
+    *,
+    caller: str,
 ) -> tuple[str, ...]:
-    """Returns the names that the argument, the settings and torch's helper exclude from synchronization.
+    """Returns the names that the argument, the settings and torch's helper exclude from
+    synchronization.
 
-    Warns if no other parameter requires a gradient. Raises WrongType or ConfigError, which names `caller`, if `module` cannot be
-    synchronized or `config` is not a SyncConfig.
+    Warns if no other parameter requires a gradient. Raises WrongType or ConfigError, which names
+    `caller`, if `module` cannot be synchronized or `config` is not a SyncConfig.
     """
     require(
         isinstance(module, nn.Module),
@@ -152,17 +170,25 @@ def checked(
         remedy="Give the bare module.",
     )
     require_settings(config)
-    ignored = [*names_to_ignore(module, ignore), *names_to_ignore(module, () if config is None else config.ignore)]
-    marked = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # by _set_params_and_buffers_to_ignore_for_model
+    ignored = [
+        *names_to_ignore(module, ignore),
+        *names_to_ignore(module, () if config is None else config.ignore),
+    ]
+    # by _set_params_and_buffers_to_ignore_for_model
+    marked = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     if marked and caller == "DistributedDataParallel":
-        ignored += {name for name, _ in (*tables.named_parameters(module), *tables.named_buffers(module))}.intersection(marked)
+        ignored += {
+            name for name, _ in (*tables.named_parameters(module), *tables.named_buffers(module))
+        }.intersection(marked)
     params = {name: param for name, param in tables.named_parameters(module) if name not in ignored}
     _check_parameters(module, params, caller)
     if not any(param.requires_grad for param in params.values()):
         warnings.warn(
-            f"{type(module).__name__} has no parameter that requires a gradient: nothing is averaged until it has one.\n"
+            f"{type(module).__name__} has no parameter that requires a gradient: nothing is "
+            "averaged until it has one.\n"
             f"  {caller}(...)\n"
-            "  Look at requires_grad, and at what `ignore` names. If parameters are unfrozen later, filter this warning.",
+            "  Look at requires_grad, and at what `ignore` names. If parameters are unfrozen "
+            "later, filter this warning.",
             stacklevel=3,
         )
     return tuple(ignored)
@@ -180,7 +206,8 @@ def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller
     types = sorted({param.device.type for param in params.values()})
     require(
         len(types) <= 1,
-        f"{caller}'s input module must be on the same type of devices, but input module parameters locate in {types}.",
+        f"{caller}'s input module must be on the same type of devices, but input module "
+        f"parameters locate in {types}.",
         where=where,
         remedy="Move the whole module with module.to(device) before.",
     )
@@ -188,30 +215,40 @@ def _check_parameters(module: nn.Module, params: dict[str, nn.Parameter], caller
         for is_refused, what, remedy in _REFUSED:
             require(
                 not is_refused(param),
-                f"parameter {name!r} {what.format(kind=type(param).__name__, layout=param.layout)}.",
+                f"parameter {name!r} "
+                f"{what.format(kind=type(param).__name__, layout=param.layout)}.",
                 where=where,
                 remedy=remedy.format(name=name),
             )
     require(
-        types != ["cpu"] or not any(isinstance(layer, nn.SyncBatchNorm) for _, layer in tables.named_modules(module)),
+        types != ["cpu"]
+        or not any(
+            isinstance(layer, nn.SyncBatchNorm) for _, layer in tables.named_modules(module)
+        ),
         "SyncBatchNorm layers only work with GPU modules.",
         where=where,
         remedy="Keep the BatchNorm layers on CPU: their running statistics follow rank 0.",
     )
 
 
-def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequence[str] = (), **how: Any) -> GradientSync:
-    """Returns the synchronization of the module, and in its `experts` one for each group of experts; a collective call.
+def synchronized(
+    module: nn.Module, *, config: SyncConfig | None, ignore: Sequence[str] = (), **how: Any
+) -> GradientSync:
+    """Returns the synchronization of the module, and in its `experts` one for each group of
+    experts; a collective call.
 
-    `ignore` has names of parameters and buffers, and `how` the other arguments of `GradientSync`. A backward that reaches a
-    parameter of one part is a synchronization of all, because possibly none of this rank's tokens reach its experts.
+    `ignore` has names of parameters and buffers, and `how` the other arguments of `GradientSync`. A
+    backward that reaches a parameter of one part is a synchronization of all, because possibly none
+    of this rank's tokens reach its experts.
     """
     warn_of_lone_rank(how.get("process_group"), type(module).__name__)
     _close_earlier(module, ignore)
     if config is None or not config.experts:
         return GradientSync(module, config=config, ignore=ignore, **how)
     _require_one_group_each(module, config.experts, {*config.ignore, *ignore})
-    everybody = chosen_group(how.get("process_group"), how.get("device_mesh"), config.strategy).ranks
+    everybody = chosen_group(
+        how.get("process_group"), how.get("device_mesh"), config.strategy
+    ).ranks
     groups = [_with_reference(group, everybody) for group in config.experts]
     dense = dataclasses.replace(config, experts=())
     of_experts = _Matching(tuple(group.match for group in groups))
@@ -233,7 +270,9 @@ def synchronized(module: nn.Module, *, config: SyncConfig | None, ignore: Sequen
         sync.close()
         raise
     sync._take_part_with_experts()
-    sync._attached.callback(private.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(sync))))
+    sync._attached.callback(
+        private.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(sync)))
+    )
     return sync
 
 
@@ -242,7 +281,9 @@ def _close_earlier(module: nn.Module, ignored: Collection[str]) -> None:
 
     Raises ConfigError if an earlier one also has parameters that this one leaves alone.
     """
-    named_params = [(name, param) for name, param in tables.named_parameters(module) if name not in ignored]
+    named_params = [
+        (name, param) for name, param in tables.named_parameters(module) if name not in ignored
+    ]
     ids = {id(param) for _, param in named_params}
     earlier = earlier_watchers(named_params)
     for name, engine in earlier.items():
@@ -264,24 +305,37 @@ class _Matching:
 
 
 def _fail(everybody: OwnGroup, fault: Fault) -> None:
-    """Makes all ranks raise, at their next wait, an error that only the ranks with some experts know about."""
+    """Makes all ranks raise, at their next wait, an error that only the ranks with some experts
+    know about."""
     everybody.watch.fail(fault)
 
 
-def _alike_on_all_ranks(weak_sync: weakref.ref[GradientSync], optimizer: Optimizer, look: private.Look) -> private.Found:
-    """Returns a scaler's finding over all ranks: each has checked only its own experts, and all must skip the same steps.
+def _alike_on_all_ranks(
+    weak_sync: weakref.ref[GradientSync], optimizer: Optimizer, look: private.Look
+) -> private.Found:
+    """Returns a scaler's finding over all ranks: each has checked only its own experts, and all
+    must skip the same steps.
 
-    Costs one all-reduce of one number, for every optimizer that holds a parameter of the model, an expert or not: which experts
-    are trained may differ from group to group.
+    Costs one all-reduce of one number, for every optimizer that holds a parameter of the model, an
+    expert or not: which experts are trained may differ from group to group.
     """
     found, sync = look(), weak_sync()
     if sync is None or sync.num_ranks == 1:
         return found
-    synchronized_ids = {id(param) for part in sync._parts for _, param in part._members.named_params()}  # waits for no gather
-    if not any(id(param) in synchronized_ids for group in optimizer.param_groups for param in group["params"]):
+    # waits for no gather
+    synchronized_ids = {
+        id(param) for part in sync._parts for _, param in part._members.named_params()
+    }
+    if not any(
+        id(param) in synchronized_ids
+        for group in optimizer.param_groups
+        for param in group["params"]
+    ):
         return found
     device = sync._group.device
-    on_any = torch.stack([torch.zeros((), device=device), *(each.to(device) for each in found.values())]).amax()
+    on_any = torch.stack(
+        [torch.zeros((), device=device), *(each.to(device) for each in found.values())]
+    ).amax()
     with sync._group.waiting("whether all ranks' gradients are finite"):
         sync._group.all_reduce(on_any, dist.ReduceOp.MAX)
     # If none of a rank's experts was used it has checked nothing, which scalers reject.
@@ -304,7 +358,8 @@ def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup
         isinstance(given, dist.ProcessGroup | GroupRef),
         f"process_group must be a torch.distributed.ProcessGroup, got {type(given).__name__}.",
         where=where,
-        remedy="Pass what torch.distributed.new_group() returned for the ranks that hold the same experts.",
+        remedy="Pass what torch.distributed.new_group() returned for the ranks that hold the "
+        "same experts.",
         error=WrongType,
     )
     reference = given if isinstance(given, GroupRef) else GroupRef.of(given)
@@ -318,14 +373,18 @@ def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup
     return dataclasses.replace(group, process_group=reference)
 
 
-def _require_one_group_each(module: nn.Module, groups: Sequence[ExpertGroup], ignored: Collection[str]) -> None:
+def _require_one_group_each(
+    module: nn.Module, groups: Sequence[ExpertGroup], ignored: Collection[str]
+) -> None:
     names = [name for name, _ in tables.named_parameters(module) if name not in ignored]
     for group in groups:
         require(
             any(fnmatchcase(name, group.match) for name in names),
             f"no parameter matches {group.match!r}.",
             where=f"ExpertGroup, for a model of type {type(module).__name__}",
-            remedy=f"Match names of named_parameters(), such as {names[-1]!r}." if names else "Leave `experts` out.",
+            remedy=f"Match names of named_parameters(), such as {names[-1]!r}."
+            if names
+            else "Leave `experts` out.",
         )
     for name in names:
         matching = [group.match for group in groups if fnmatchcase(name, group.match)]

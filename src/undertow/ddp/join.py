@@ -1,6 +1,8 @@
-"""Uneven inputs: ranks that have run out of data shadow the others until the last one has, like torch's Join.
+"""Uneven inputs: ranks that have run out of data shadow the others until the last one has, like
+torch's Join.
 
-Before each forward an active rank tells the others its next action; a rank that has joined follows it without data.
+Before each forward an active rank tells the others its next action; a rank that has joined follows
+it without data.
 """
 
 from types import TracebackType
@@ -17,20 +19,29 @@ from undertow.sync import GradientSync
 
 
 class UnevenInputs(Join):
-    """torch's context manager for one model. It also restores the model's state, and reports a rank that is gone.
+    """torch's context manager for one model. It also restores the model's state, and reports a rank
+    that is gone.
 
     torch's part communicates over the user's group.
     """
 
-    def __init__(self, joinable: Joinable, enable: bool, throw_on_early_termination: bool, **how: Any) -> None:
+    def __init__(
+        self, joinable: Joinable, enable: bool, throw_on_early_termination: bool, **how: Any
+    ) -> None:
         super().__init__([joinable], enable, throw_on_early_termination, is_enabled=enable, **how)
         self._hook = cast(ShadowHook, self._join_hooks[0])
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             super().__exit__(kind, error, trace)
         finally:
-            self._hook.sync._group.borrowers.discard("join")  # torch no longer uses the user's group
+            # torch no longer uses the user's group
+            self._hook.sync._group.borrowers.discard("join")
             self._joinables[0]._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
     def _get_num_nonjoined_procs(self) -> int:
@@ -50,7 +61,9 @@ class ShadowHook(JoinHook):
     Raises PhaseError for a model with experts, or with a sharded optimizer.
     """
 
-    def __init__(self, sync: GradientSync, divides_by_initial_world_size: bool, *, is_enabled: bool) -> None:
+    def __init__(
+        self, sync: GradientSync, divides_by_initial_world_size: bool, *, is_enabled: bool
+    ) -> None:
         self.sync = sync
         self._divides_by_initial_world_size = divides_by_initial_world_size
         if is_enabled:
@@ -71,7 +84,10 @@ class ShadowHook(JoinHook):
             self.sync._shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Gives every rank the model of a rank that trained to the end; from then on all ranks count again."""
+        """Gives every rank the model of a rank that trained to the end.
+
+        From then on all ranks count again.
+        """
         self.sync._group.borrowers.discard("join")
         self.sync._engine.progress.join_ends()
         source, *_ = _exchange(self.sync, source=self.sync.rank if is_last_joiner else None)
@@ -80,7 +96,9 @@ class ShadowHook(JoinHook):
     def rescale(self, num_active: int) -> None:
         """Makes means run over `num_active` ranks, unless they are to be over all ranks."""
         is_over_all = self._divides_by_initial_world_size
-        self.sync._engine.progress.rescale = 1.0 if is_over_all else self.sync.num_ranks / max(1, num_active)
+        self.sync._engine.progress.rescale = (
+            1.0 if is_over_all else self.sync.num_ranks / max(1, num_active)
+        )
 
     def announce_forward(self, joinable: Joinable, *, with_buffers: bool) -> int | None:
         """Tells the ranks that have joined that this rank has data, and its next action.
@@ -103,14 +121,20 @@ class ShadowHook(JoinHook):
 
 
 def _exchange(
-    sync: GradientSync, *, source: int | None = None, synchronizes: bool = False, is_in_context: bool = False
+    sync: GradientSync,
+    *,
+    source: int | None = None,
+    synchronizes: bool = False,
+    is_in_context: bool = False,
 ) -> tuple[int | None, bool, bool]:
     """Exchanges the next action of active ranks.
 
-    Returns the highest rank that offers its tensors, True if any rank's backward will synchronize, and True if its gradients are
-    in a context of distributed autograd.
+    Returns the highest rank that offers its tensors, True if any rank's backward will synchronize,
+    and True if its gradients are in a context of distributed autograd.
     """
-    said = torch.tensor([-1 if source is None else source, synchronizes, is_in_context], device=sync._group.device)
+    said = torch.tensor(
+        [-1 if source is None else source, synchronizes, is_in_context], device=sync._group.device
+    )
     with sync._group.waiting("all ranks, to learn which of them still train"):
         sync._group.all_reduce(said, dist.ReduceOp.MAX)
     highest, any_synchronizes, any_is_in_context = said.tolist()

@@ -28,15 +28,18 @@ _Result = TypeVar("_Result")
 
 
 class NoReducer:
-    """`model.reducer`: accepts the announcements that frameworks make to the C++ reducer of torch's class, and ignores them.
+    """`model.reducer`: accepts the announcements that frameworks make to the C++ reducer of torch's
+    class, and ignores them.
 
-    A backward decides whether to synchronize when it runs, from the parameters it reaches. Lightning's manual optimization,
-    Accelerate's `trigger_sync_in_backward` and torch's pipeline stages tell torch's reducer that a backward is to synchronize
-    although its forward ran under `no_sync`. They call only these methods.
+    A backward decides whether to synchronize when it runs, from the parameters it reaches.
+    Lightning's manual optimization, Accelerate's `trigger_sync_in_backward` and torch's pipeline
+    stages tell torch's reducer that a backward is to synchronize although its forward ran under
+    `no_sync`. They call only these methods.
     """
 
     def prepare_for_backward(self, *_outputs: object) -> None:
-        """Does nothing: parameters that the outputs do not reach need not be known before backward."""
+        """Does nothing: parameters that the outputs do not reach need not be known before
+        backward."""
 
     _rebuild_buckets = _delay_all_reduce = prepare_for_backward
 
@@ -47,14 +50,17 @@ def _of_sync(
     """Returns the wrapper's method that calls this one of `model.sync`."""
 
     @functools.wraps(method)
-    def call(model: "DistributedDataParallel", /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def call(
+        model: "DistributedDataParallel", /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> _Result:
         return method(model.sync, *args, **kwargs)
 
     return call
 
 
 class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataParallel):
-    """Wraps `module` for data-parallel training; replaces torch's class with a change of one import.
+    """Wraps `module` for data-parallel training; replaces torch's class with a change of one
+    import.
 
     The constructor is torch's. The class inherits from torch's in name only, so that trainers and
     checkpointing recognize it. The C++ reducer is never created: `reducer` is an object that only
@@ -71,7 +77,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         bucket_cap_mb: Largest bucket in MiB; None lets the library choose.
         find_unused_parameters: Accepted: buckets carry flags of used parameters in any case.
         check_reduction: Accepted; deprecated in torch.
-        gradient_as_bucket_view: Accepted: gradients are views of buckets in any case; clone those you keep.
+        gradient_as_bucket_view: Accepted: gradients are views of buckets in any case; clone those
+            you keep.
         static_graph: Accepted: nothing depends on it.
         delay_all_reduce_named_params: Accepted: these parameters are sent in turn like all others.
         param_to_hook_all_reduce: Belongs to `delay_all_reduce_named_params`.
@@ -145,7 +152,9 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         self.dim = dim
         self.device_mesh = device_mesh
         self.device_ids, self.output_device = device_indices
-        self.device = next((param.device for _, param in tables.named_parameters(module)), torch.device("cpu"))
+        self.device = next(
+            (param.device for _, param in tables.named_parameters(module)), torch.device("cpu")
+        )
         self.device_type = self.device.type
         self.forward_sync_buffers = chosen.buffers != "off"
         self.find_unused_parameters = find_unused_parameters
@@ -173,7 +182,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
-        """Names of the parameters that got no gradient on this rank, over the micro-batches of the last step."""
+        """Names of the parameters that got no gradient on this rank, over the micro-batches of the
+        last step."""
         return self.sync.unused_parameters
 
     @property
@@ -187,43 +197,60 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         return max(bucket.num_bytes for bucket in self.plan.buckets)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        # torch.compile cuts graphs at the ends of buckets, so that a bucket is sent before the next graph's backward.
+        # torch.compile cuts graphs at the ends of buckets, so that a bucket is sent before the next
+        # graph's backward.
         is_cut = self._forward_begins(is_compiled=private.is_compiling())
         if self.device_ids:
-            inputs, kwargs = private.moved_to_device(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]))
+            inputs, kwargs = private.moved_to_device(
+                inputs, kwargs, torch.device(self.device_type, self.device_ids[0])
+            )
         try:
             with self._inside_ddp_forward() if is_cut else nullcontext():
-                return _call(self._modules["module"], inputs, kwargs)  # type: ignore[arg-type]  # without a search for it
+                # without a search for it
+                return _call(self._modules["module"], inputs, kwargs)  # type: ignore[arg-type]
         finally:
             if not torch.compiler.is_compiling():  # nothing is timed between compiled parts
                 self.sync._forward_ends()
 
     @private.untraced
     def finish(self) -> None:
-        """Joins the other ranks if this rank's backward reached no parameter, or if it has no data at all."""
+        """Joins the other ranks if this rank's backward reached no parameter, or if it has no data
+        at all."""
         self.sync.finish(buffers_follow=0 if self._are_buffers_due else None)
 
-    accumulate = _of_sync(GradientSync.accumulate)  # returns a context: backwards inside only accumulate
+    # returns a context: backwards inside only accumulate
+    accumulate = _of_sync(GradientSync.accumulate)
     no_sync = accumulate  # torch's name; the mode at the time of the backward counts
-    mean_over_ranks = private.untraced(_of_sync(GradientSync.mean_over_ranks))  # starts the mean of a number over ranks
-    reduce_gradients_async = private.untraced(_of_sync(GradientSync.reduce_gradients_async))  # sends accumulated gradients
-    wait = private.untraced(_of_sync(GradientSync.wait))  # waits until every gradient and parameter has its final value
-    full_gradient = private.untraced(_of_sync(GradientSync.full_gradient))  # returns the mean gradient of a parameter
-    broadcast_parameters = _of_sync(GradientSync.broadcast_parameters)  # copies rank 0's parameters and buffers to every rank
-    register_comm_hook = _of_sync(GradientSync.register_comm_hook)  # reduces buckets by `hook(state, bucket)`
-    report = _of_sync(GradientSync.report)  # reports where the time of the last steps went on this rank
+    # starts the mean of a number over ranks
+    mean_over_ranks = private.untraced(_of_sync(GradientSync.mean_over_ranks))
+    # sends accumulated gradients
+    reduce_gradients_async = private.untraced(_of_sync(GradientSync.reduce_gradients_async))
+    # waits until every gradient and parameter has its final value
+    wait = private.untraced(_of_sync(GradientSync.wait))
+    # returns the mean gradient of a parameter
+    full_gradient = private.untraced(_of_sync(GradientSync.full_gradient))
+    # copies rank 0's parameters and buffers to every rank
+    broadcast_parameters = _of_sync(GradientSync.broadcast_parameters)
+    # reduces buckets by `hook(state, bucket)`
+    register_comm_hook = _of_sync(GradientSync.register_comm_hook)
+    # reports where the time of the last steps went on this rank
+    report = _of_sync(GradientSync.report)
     traces = _of_sync(GradientSync.traces)  # returns the traces of the recorded steps, oldest first
     explain = _of_sync(GradientSync.explain)  # explains the plan and the effect of other buckets
-    profile = _of_sync(GradientSync.profile)  # returns the measurements of the model and the network
-    measure_network = _of_sync(GradientSync.measure_network)  # measures the network; a collective call between steps
-    save_trace = _of_sync(GradientSync.save_trace)  # writes the recorded steps of this rank for Perfetto and HTA
+    # returns the measurements of the model and the network
+    profile = _of_sync(GradientSync.profile)
+    # measures the network; a collective call between steps
+    measure_network = _of_sync(GradientSync.measure_network)
+    # writes the recorded steps of this rank for Perfetto and HTA
+    save_trace = _of_sync(GradientSync.save_trace)
     save_profile = _of_sync(GradientSync.save_profile)  # writes the profile as JSON
     save_plan = _of_sync(GradientSync.save_plan)  # writes the current plan as JSON
 
     def close(self) -> None:
         """Removes the hooks and destroys Undertow's process group.
 
-        `model.module` trains without averaging from then on. A training forward of the wrapper raises PhaseError.
+        `model.module` trains without averaging from then on. A training forward of the wrapper
+        raises PhaseError.
         """
         self.sync.close()
 
@@ -238,7 +265,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     # The opposite, as in GradientSync: an assignment must not be one to a name that nothing reads.
     is_accumulating = property(
-        lambda model: model.sync.is_accumulating, lambda model, value: setattr(model.sync, "is_accumulating", value)
+        lambda model: model.sync.is_accumulating,
+        lambda model, value: setattr(model.sync, "is_accumulating", value),
     )
 
     def will_sync_module_buffers(self) -> bool:
@@ -246,16 +274,20 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         return self._are_buffers_due and bool(self.sync._members.common_buffers.buffers)
 
     def join(
-        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
     ) -> UnevenInputs:
-        """Lets ranks run out of data at different times: a rank that has left its loop shadows the others.
+        """Lets ranks run out of data at different times: a rank that has left its loop shadows the
+        others.
 
-        At the end every rank has the model of a rank that trained longest. Run one backward for each
-        forward.
+        At the end every rank has the model of a rank that trained longest. Run one backward for
+        each forward.
 
         Args:
-            divide_by_initial_world_size: True divides a gradient by the number of all ranks, False by
-                the number of ranks that still have data.
+            divide_by_initial_world_size: True divides a gradient by the number of all ranks, False
+                by the number of ranks that still have data.
             enable: False makes the context do nothing.
             throw_on_early_termination: True makes all ranks raise as soon as one has run out.
 
@@ -266,10 +298,22 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
             PhaseError: With a ShardedOptimizer, and for a model with experts.
         """
         self.sync._require_open("join()")
-        return UnevenInputs(self, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
+        return UnevenInputs(
+            self,
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
 
-    def join_hook(self, *, divide_by_initial_world_size: bool = True, is_enabled: bool = True, **_of_others: Any) -> ShadowHook:
-        """Returns the hook for torch.distributed.algorithms.Join, also together with other participants."""
+    def join_hook(
+        self,
+        *,
+        divide_by_initial_world_size: bool = True,
+        is_enabled: bool = True,
+        **_of_others: Any,
+    ) -> ShadowHook:
+        """Returns the hook for torch.distributed.algorithms.Join, also together with other
+        participants."""
         self._shadow = ShadowHook(self.sync, divide_by_initial_world_size, is_enabled=is_enabled)
         return self._shadow
 
@@ -282,9 +326,13 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         return self.process_group
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # loads all of torch's optimizers
+        # loads all of torch's optimizers
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+        hooks = {
+            "ALLREDUCE": default_hooks.allreduce_hook,
+            "FP16_COMPRESS": default_hooks.fp16_compress_hook,
+        }
         self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
 
     def _register_buffer_comm_hook(self, *_args: object, **_kwargs: object) -> NoReturn:
@@ -298,7 +346,10 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         self.static_graph = True
 
     def _sync_buffers(self) -> None:
-        """Copies rank 0's buffers to every rank; subclasses that run the module without `forward` call it first."""
+        """Copies rank 0's buffers to every rank.
+
+        Subclasses that run the module without `forward` call it first.
+        """
         self._sync_module_buffers(0)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
@@ -320,12 +371,17 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
             "broadcast_buffers": self.forward_sync_buffers,
             "find_unused_parameters": self.find_unused_parameters,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "can_set_static_graph": False,  # a trainer would advise setting it, and nothing depends on it
+            # a trainer would advise setting it, and nothing depends on it
+            "can_set_static_graph": False,
         }
 
     @property
     def _are_buffers_due(self) -> bool:
-        return self.require_forward_param_sync and self.forward_sync_buffers and self.sync._engine.progress.are_buffers_due
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and self.sync._engine.progress.are_buffers_due
+        )
 
     @private.untraced
     def _forward_begins(self, *, is_compiled: bool) -> bool:
@@ -345,32 +401,47 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         return sync._engine.current_plan.compiled.cut_bytes > 0
 
     def _require_averaged(self) -> None:
-        """Raises ConfigError if a backward may reach something that was registered on the wrapper itself, not on its module."""
+        """Raises ConfigError if a backward may reach something that was registered on the wrapper
+        itself, not on its module."""
         if not torch.is_grad_enabled():
             return
         module, wrapped = self._modules.get("module"), self.sync._module
         require(
             module is not None and private.unwrapped(module) is private.unwrapped(wrapped),
-            f"model.module was {type(wrapped).__name__} when it was wrapped, and now is {type(module).__name__}: nobody averages "
+            f"model.module was {type(wrapped).__name__} when it was wrapped, and now is "
+            f"{type(module).__name__}: nobody averages "
             "the gradients of the new one.",
             where=f"DistributedDataParallel, rank {self.sync.rank}",
-            remedy="Wrap the new module, after close() of this wrapper; or change parts inside of model.module.",
+            remedy="Wrap the new module, after close() of this wrapper; or change parts inside "
+            "of model.module.",
         )
         known = {id(param) for _, param in tables.named_parameters(wrapped)}
-        trained = (name for name, param in tables.named_parameters(self) if param.requires_grad and id(param) not in known)
+        trained = (
+            name
+            for name, param in tables.named_parameters(self)
+            if param.requires_grad and id(param) not in known
+        )
         name = next(trained, next(iter(self._buffers), None))
         require(
             name is None,
-            f"{name!r} was registered on the wrapper, and not on its module: nobody synchronizes it.",
+            f"{name!r} was registered on the wrapper, and not on its module: nobody synchronizes "
+            "it.",
             where=f"DistributedDataParallel, rank {self.sync.rank}",
             remedy="Register it on model.module, or on the module before it is wrapped.",
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns everything except this process's state: a copy makes new buckets and groups when it first trains."""
+        """Returns everything except this process's state.
+
+        A copy makes new buckets and groups when it first trains.
+        """
         if self.sync._has_comm_hook:
-            warnings.warn("the communication hook is not copied; register it on the copy again.", stacklevel=2)
-        own = {name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow")}
+            warnings.warn(
+                "the communication hook is not copied; register it on the copy again.", stacklevel=2
+            )
+        own = {
+            name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow")
+        }
         return {**own, "sync_config": self.sync.config, "sync_group": self.sync._group.user}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -382,7 +453,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         self.sync = synchronized(self.module, process_group=group, config=config)
 
     def __getattr__(self, name: str) -> Any:
-        # Attributes that the wrapper lacks are looked up on the module: ddp.generate(...), ddp.config.
+        # Attributes that the wrapper lacks are looked up on the module: ddp.generate(...),
+        # ddp.config.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -392,5 +464,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
 
 def _call(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls the module in a separate frame: torch.compile cuts no graph within a context, and starts none in torch's modules."""
+    """Calls the module in a separate frame.
+
+    Torch.compile cuts no graph within a context, and starts none in torch's modules.
+    """
     return module(*inputs, **kwargs)

@@ -1,4 +1,8 @@
-"""`undertow demo`: trains one model in five or six variants on this machine, over an emulated link, and compares the results."""
+"""`undertow demo`.
+
+Trains one model in five or six variants on this machine, over an emulated link, and compares the
+results.
+"""
 
 from undertow.demo.run import run_demo
 from undertow.demo.settings import DemoSettings

@@ -1,4 +1,7 @@
-"""Runs one rank of the demo: trains the same model in several variants, one step of each in turn, and measures all alike."""
+"""Runs one rank of the demo.
+
+Trains the same model in several variants, one step of each in turn, and measures all alike.
+"""
 
 import contextlib
 import copy
@@ -40,9 +43,9 @@ from undertow.trace import Event, Trace
 
 _BATCH = 4  # sequences per rank and step
 
-# Torch's fused kernel rounds differently after the last whole vector of a piece. The sizes of this model's parameters are
-# multiples of 128, so that with two ranks all pieces consist of whole vectors and the result is bit-identical to training without
-# shards.
+# Torch's fused kernel rounds differently after the last whole vector of a piece. The sizes of this
+# model's parameters are multiples of 128, so that with two ranks all pieces consist of whole
+# vectors and the result is bit-identical to training without shards.
 _ADAMW: dict[str, Any] = {"lr": 1e-3, "fused": True}
 
 # The variants that Undertow synchronizes.
@@ -54,19 +57,24 @@ _CONFIGS: Mapping[str, SyncConfig] = {
     "zero2": SyncConfig(strategy="zero2"),
 }
 
-# With three or more ranks variants add in different orders. Sums then differ by a few units of the last place, and in
-# AdamW's first steps a differing last bit of a gradient that is nearly zero changes the update by a whole learning rate.
+# With three or more ranks variants add in different orders. Sums then differ by a few units of the
+# last place, and in AdamW's first steps a differing last bit of a gradient that is nearly zero
+# changes the update by a whole learning rate.
 _GRADIENT_TOLERANCE = 1e-5  # of a parameter's largest element
 _LOSS_TOLERANCE = 1e-2
 
 
-def run_rank(rank: int, settings: DemoSettings, meeting_point: str, send: Callable[[Message], None]) -> None:
+def run_rank(
+    rank: int, settings: DemoSettings, meeting_point: str, send: Callable[[Message], None]
+) -> None:
     """Trains, and sends the results if this is rank 0."""
     torch.set_num_threads(1)  # every rank represents a separate machine
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with emulated_backend(link_from_text(settings.link)) as link:
         meeting = f"file://{meeting_point}"
-        dist.init_process_group(BACKEND, init_method=meeting, rank=rank, world_size=settings.num_ranks)
+        dist.init_process_group(
+            BACKEND, init_method=meeting, rank=rank, world_size=settings.num_ranks
+        )
         for message in _train_all_ways(settings, link):
             if rank == 0:
                 send(message)
@@ -77,24 +85,32 @@ def run_rank(rank: int, settings: DemoSettings, meeting_point: str, send: Callab
 def _train_all_ways(settings: DemoSettings, link: EmulatedLink) -> Iterator[Message]:
     """Trains one copy of the model per variant, with the same initial weights and the same data.
 
-    It alternates between variants step by step: if the speed of the machine changes (another program,
-    heat), it changes equally for all.
+    It alternates between variants step by step: if the speed of the machine changes (another
+    program, heat), it changes equally for all.
     """
     torch.manual_seed(0)
     model = Gpt()
     num_bytes = 4 * sum(param.numel() for param in model.parameters())
-    wire_s = collective_seconds(link.link, "all_reduce", num_bytes=num_bytes, num_ranks=settings.num_ranks)
+    wire_s = collective_seconds(
+        link.link, "all_reduce", num_bytes=num_bytes, num_ranks=settings.num_ranks
+    )
     on_the_wire = f", {wire_s * 1e3:.0f} ms of wire time per step" if wire_s else ""
-    yield f"GPT with {num_bytes / 4e6:.1f} M parameters, {num_bytes / 1e6:.1f} MB of gradients{on_the_wire}.\n"
+    yield (
+        f"GPT with {num_bytes / 4e6:.1f} M parameters, {num_bytes / 1e6:.1f} MB of "
+        f"gradients{on_the_wire}.\n"
+    )
     runs = [WayRun(way, copy.deepcopy(model)) for way in settings.ways]
     batches = _batches(settings)
     for step, batch in enumerate(batches, 1):
         for run in runs:
             run.step(batch)
             # As the table has it: the median of the measured steps, not of those to warm up.
-            middle_us = median_high(step.duration_us for step in run.steps[NUM_WARM_UP_STEPS:] or run.steps)
+            middle_us = median_high(
+                step.duration_us for step in run.steps[NUM_WARM_UP_STEPS:] or run.steps
+            )
             yield run.way, f"{middle_us / 1e3:6.1f} ms/step  loss {run.loss:.4f}"
-        # Later, with more ranks, rounding makes the weights drift apart, and only losses can be compared.
+        # Later, with more ranks, rounding makes the weights drift apart, and only losses can be
+        # compared.
         if step == 1 or (step == len(batches) and settings.is_exact):
             for run in runs:
                 run.compare_gradients(runs[0], is_exact=settings.is_exact)
@@ -104,11 +120,20 @@ def _train_all_ways(settings: DemoSettings, link: EmulatedLink) -> Iterator[Mess
         run.finish(batches[0])
     for run in runs:
         wrong = run.differences(runs[0], is_exact=settings.is_exact)
-        yield WayDone(way=run.way, typical=run.typical(transfers), loss=run.loss, wrong=wrong, profile=run.profile())
+        yield WayDone(
+            way=run.way,
+            typical=run.typical(transfers),
+            loss=run.loss,
+            wrong=wrong,
+            profile=run.profile(),
+        )
 
 
 def _batches(settings: DemoSettings) -> Tensor:
-    """Returns this rank's batches, [step, sequence, byte], alike for all variants: from random places of the text."""
+    """Returns this rank's batches, [step, sequence, byte], alike for all variants.
+
+    From random places of the text.
+    """
     text = torch.frombuffer(bytearray(load_corpus()), dtype=torch.uint8)
     pieces = text.unfold(0, CONTEXT + 1, 1)  # [position, byte], a view
     random = np.random.default_rng(dist.get_rank())
@@ -127,9 +152,12 @@ class WayRun:
         self._gradients_agree = True
         self._last_gradient_us = 0.0
         self._recorded: dict[int, Trace] = {}  # by step
-        for param in model.parameters():  # before other hooks on the parameters, so that this one runs first
+        # before other hooks on the parameters, so that this one runs first
+        for param in model.parameters():
             param.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
-        self._wrapped = DistributedDataParallel(model, config=_CONFIGS[way]) if way in _CONFIGS else None
+        self._wrapped = (
+            DistributedDataParallel(model, config=_CONFIGS[way]) if way in _CONFIGS else None
+        )
         self._called: nn.Module = self._wrapped or model
         if way == TORCH_DDP:
             self._called = nn.parallel.DistributedDataParallel(model)
@@ -157,7 +185,8 @@ class WayRun:
             [
                 self._gradients_agree,
                 math.isclose(self.loss, right.loss, rel_tol=0.0 if is_exact else _LOSS_TOLERANCE),
-                not is_exact or all(map(torch.equal, self.model.parameters(), right.model.parameters())),
+                not is_exact
+                or all(map(torch.equal, self.model.parameters(), right.model.parameters())),
             ],
             dtype=torch.int32,
         )
@@ -167,8 +196,8 @@ class WayRun:
     def step(self, batch: Tensor) -> None:
         """Runs one step of this variant; nothing is in flight before or after it.
 
-        With shards it begins with the update by the previous turn's gradients. The gathers after the
-        update then run under this variant's forward, and not in the turn of another variant.
+        With shards it begins with the update by the previous turn's gradients. The gathers after
+        the update then run under this variant's forward, and not in the turn of another variant.
         """
         update = None if self._sharded is None else self._update()
         self._optimizer.zero_grad()
@@ -184,7 +213,8 @@ class WayRun:
         phases = (
             _phase("forward", began_us, forward_us),
             _phase("backward", forward_us, self._last_gradient_us),
-            _phase("wait", self._last_gradient_us, synchronized_us),  # only the network is waited for
+            # only the network is waited for
+            _phase("wait", self._last_gradient_us, synchronized_us),
             self._update() if update is None else update,
         )
         self.steps.append(Trace(rank=dist.get_rank(), step=len(self.steps), events=phases))
@@ -192,7 +222,10 @@ class WayRun:
         self._note_records()
 
     def finish(self, batch: Tensor) -> None:
-        """Makes the update that the last turn has left out; the library's record of it is complete in the next forward."""
+        """Makes the update that the last turn has left out.
+
+        The library's record of it is complete in the next forward.
+        """
         if self._sharded is not None:
             self._update()
             self._sharded(batch)
@@ -209,11 +242,14 @@ class WayRun:
         """Returns the library's profile; None for other variants, and after too few steps."""
         if self._wrapped is None or self.way not in OURS:
             return None
-        # The turns of all other variants lie between two steps, so the times of one step are known only here.
+        # The turns of all other variants lie between two steps, so the times of one step are known
+        # only here.
         update_us = median(step.events[-1].duration_us for step in self.steps)
         step_us = median(step.duration_us for step in self.steps)
         with contextlib.suppress(PhaseError):
-            return replace(self._wrapped.profile(), name="demo", update_us=update_us, step_us=step_us)
+            return replace(
+                self._wrapped.profile(), name="demo", update_us=update_us, step_us=step_us
+            )
         return None
 
     def _note_gradient(self, _param: Tensor) -> None:
@@ -239,7 +275,8 @@ def _phase(kind: str, start_us: float, stop_us: float) -> Event:
 
 
 def trace_of(phases: Trace, transfers: Sequence[Carried], recorded: Trace | None = None) -> Trace:
-    """Returns one step as events, in time since its forward began: its phases, and the network's transfers.
+    """Returns one step as events, in time since its forward began: its phases, and the network's
+    transfers.
 
     With shards the library has `recorded` how long the forward waited for parameters.
     """
@@ -250,11 +287,21 @@ def trace_of(phases: Trace, transfers: Sequence[Carried], recorded: Trace | None
     for sent in transfers:
         if began_us <= sent.launched_s * 1e6 < ended_us:
             start_us, stop_us = sent.started_s * 1e6, sent.done_s * 1e6
-            events.append(Event(lane="comm.dp", kind=sent.kind, start_us=start_us, stop_us=stop_us, num_bytes=sent.num_bytes))
+            events.append(
+                Event(
+                    lane="comm.dp",
+                    kind=sent.kind,
+                    start_us=start_us,
+                    stop_us=stop_us,
+                    num_bytes=sent.num_bytes,
+                )
+            )
     if recorded is not None:
         # The end of the forward is the moment that both clocks recorded.
         ends_us = next(event.stop_us for event in recorded.events if event.kind == "forward")
-        waits = [event for event in recorded.events if event.kind == "wait" and event.stop_us <= ends_us]
+        waits = [
+            event for event in recorded.events if event.kind == "wait" and event.stop_us <= ends_us
+        ]
         events += [_moved(event, forward.stop_us - ends_us) for event in waits]
     return replace(phases, events=tuple(_moved(event, -forward.start_us) for event in events))
 

@@ -14,7 +14,15 @@ from rich.text import Text
 
 from undertow.cost import collective_seconds, link_from_text
 from undertow.demo.launch import RanksLost, messages_of_ranks
-from undertow.demo.settings import GRADIENTS, NUM_WARM_UP_STEPS, OURS, TORCH_DDP, WAYS, DemoSettings, WayDone
+from undertow.demo.settings import (
+    GRADIENTS,
+    NUM_WARM_UP_STEPS,
+    OURS,
+    TORCH_DDP,
+    WAYS,
+    DemoSettings,
+    WayDone,
+)
 from undertow.errors import make_directory
 from undertow.report.timeline import require_matplotlib, save_timeline, takeaway
 from undertow.shown import print_line
@@ -25,7 +33,8 @@ _ASSUMED_BYTES = 100_000_000  # traffic of one step, a generous estimate
 
 
 def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
-    """Runs and prints the comparison. Returns exit code 0, 1 if a rank failed or variants disagree, or 130 after Ctrl-C.
+    """Runs and prints the comparison. Returns exit code 0, 1 if a rank failed or variants disagree,
+    or 130 after Ctrl-C.
 
     Raises ConfigError if the output directory cannot be written.
     """
@@ -36,13 +45,20 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     try:
         results = _train(settings, console)
     except RanksLost as error:
-        console.print(Text.assemble(("The demo has ended early:", "bold red"), " ", str(error)), soft_wrap=True)
+        console.print(
+            Text.assemble(("The demo has ended early:", "bold red"), " ", str(error)),
+            soft_wrap=True,
+        )
         return 1
     except KeyboardInterrupt:
         console.print("Interrupted; all ranks have ended.")
         return 130  # as shells expect of a process ended by Ctrl-C
     console.print("")
-    print_line(console, takeaway({WAYS[done.way]: done.typical for done in results}, baseline=WAYS[TORCH_DDP]), "bold")
+    print_line(
+        console,
+        takeaway({WAYS[done.way]: done.typical for done in results}, baseline=WAYS[TORCH_DDP]),
+        "bold",
+    )
     console.print("", comparison_table(results, num_steps=settings.num_steps), "")
     _save(settings, results, console)
     is_wrong = False
@@ -57,23 +73,44 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     return 0
 
 
-def _print_introduction(console: Console, settings: DemoSettings, *, num_cores: int, load: float) -> None:
-    """Prints the settings and anything that will blur the figures; `load` is the number of programs already computing."""
-    link = "the bare loopback" if link_from_text(settings.link).is_free else f"an emulated {settings.link} link"
+def _print_introduction(
+    console: Console, settings: DemoSettings, *, num_cores: int, load: float
+) -> None:
+    """Prints the settings and anything that will blur the figures.
+
+    `load` is the number of programs already computing.
+    """
+    link = (
+        "the bare loopback"
+        if link_from_text(settings.link).is_free
+        else (f"an emulated {settings.link} link")
+    )
     ranks = f"{settings.num_ranks} rank{'s' if settings.num_ranks > 1 else ''}"
-    print_line(console, f"Training one model {len(settings.ways)} ways: {ranks} on this machine, gradients over {link}.")
+    print_line(
+        console,
+        f"Training one model {len(settings.ways)} ways: {ranks} on this machine, "
+        f"gradients over {link}.",
+    )
     if settings.num_ranks == 1:
-        console.print("[yellow]One rank has nobody to talk to: there will be no communication to hide.[/]")
+        console.print(
+            "[yellow]One rank has nobody to talk to: there will be no communication to hide.[/]"
+        )
     if settings.num_ranks > num_cores:
-        console.print(f"[yellow]{ranks} share {num_cores} cores: computation will take longer than on separate machines.[/]")
+        console.print(
+            f"[yellow]{ranks} share {num_cores} cores: computation will take longer "
+            "than on separate machines.[/]"
+        )
     elif settings.num_ranks + load > num_cores + 0.5:  # a desktop is never quite idle
         console.print("[yellow]Other programs are computing on this machine: times will vary.[/]")
 
 
 def _train(settings: DemoSettings, console: Console) -> list[WayDone]:
-    """Runs the ranks under a bar per variant, which moves on a terminal and is printed once at the end elsewhere."""
+    """Runs the ranks under a bar per variant, which moves on a terminal and is printed once at the
+    end elsewhere."""
     name, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
-    progress = Progress(name, BarColumn(bar_width=14), MofNCompleteColumn(), figures, console=console)
+    progress = Progress(
+        name, BarColumn(bar_width=14), MofNCompleteColumn(), figures, console=console
+    )
     total = NUM_WARM_UP_STEPS + settings.num_steps
     tasks = {way: progress.add_task(WAYS[way], total=total, figures="") for way in settings.ways}
     link, num_ranks = link_from_text(settings.link), settings.num_ranks
@@ -81,7 +118,9 @@ def _train(settings: DemoSettings, console: Console) -> list[WayDone]:
     results = []
     with tempfile.TemporaryDirectory(prefix="undertow-demo-") as folder, progress:
         arguments = (settings, f"{folder}/meeting-point")
-        messages = messages_of_ranks(_run_rank, arguments, num_ranks=num_ranks, silence_s=_SILENCE_S + wire_s)
+        messages = messages_of_ranks(
+            _run_rank, arguments, num_ranks=num_ranks, silence_s=_SILENCE_S + wire_s
+        )
         with contextlib.closing(messages):
             for message in messages:
                 match message:
@@ -103,7 +142,15 @@ def _run_rank(*arguments: Any) -> None:
 
 def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
     """Returns a table with one row per variant; at most 80 columns wide."""
-    names = ("ms per\nstep", "vs.\nDDP", "exposed\nms", "over-\nlap", "wire\nops", "final\nloss", "same\ngrads")
+    names = (
+        "ms per\nstep",
+        "vs.\nDDP",
+        "exposed\nms",
+        "over-\nlap",
+        "wire\nops",
+        "final\nloss",
+        "same\ngrads",
+    )
     table = Table(
         Column(no_wrap=True),
         *(Column(name, justify="right", no_wrap=True) for name in names),
@@ -113,7 +160,9 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
         show_edge=False,
         padding=(0, 1, 0, 0),
     )
-    compared = next((done for done in results if done.way == TORCH_DDP), results[0]).typical.duration_us
+    compared = next(
+        (done for done in results if done.way == TORCH_DDP), results[0]
+    ).typical.duration_us
     for done in sorted(results, key=lambda it: -it.typical.duration_us):
         overlap = overlap_of(done.typical)
         table.add_row(
@@ -131,13 +180,15 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
 
 
 def _save(settings: DemoSettings, results: Sequence[WayDone], console: Console) -> None:
-    """Saves a picture of a typical step, and the profiles of Undertow's variants for `plan` and `simulate`."""
+    """Saves a picture of a typical step, and the profiles of Undertow's variants for `plan` and
+    `simulate`."""
     picture = settings.out / "demo.png"
     save_timeline(
         {WAYS[done.way]: done.typical for done in results},
         picture,
         baseline=WAYS[TORCH_DDP],
-        conditions=f"{settings.num_ranks} ranks on one machine, {settings.link} emulated, typical of {settings.num_steps} steps",
+        conditions=f"{settings.num_ranks} ranks on one machine, {settings.link} emulated, "
+        f"typical of {settings.num_steps} steps",
     )
     print_line(console, f"A typical step as a picture: {picture}")
     for done in results:

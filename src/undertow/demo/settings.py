@@ -1,4 +1,7 @@
-"""The settings of the demo: the variants of synchronization that it compares, and the text that it trains on; its results."""
+"""The settings of the demo.
+
+The variants of synchronization that it compares, and the text that it trains on; its results.
+"""
 
 import sysconfig
 from collections.abc import Collection, Mapping
@@ -15,8 +18,9 @@ NUM_WARM_UP_STEPS = 10  # until Undertow has measured, and has chosen its plan
 _MAX_BYTES = 4 * 1024 * 1024  # of the text
 
 TORCH_DDP = "torch-ddp"  # the variant that speeds are compared with
-# Variants of averaging gradients over ranks and their labels, in the order the demo runs them. Gradients and
-# all parameters are compared with the first variant's. A variant with shards is named after its strategy.
+# Variants of averaging gradients over ranks and their labels, in the order the demo runs them.
+# Gradients and all parameters are compared with the first variant's. A variant with shards is named
+# after its strategy.
 WAYS: Mapping[str, str] = {
     "per-parameter": "a reduction per parameter",
     "bucketed": "bucketed, after backward",
@@ -67,7 +71,10 @@ class DemoSettings:
 
     @property
     def is_exact(self) -> bool:
-        """True if all variants are bit-identical: a + b is b + a, but three ranks may be added in any order."""
+        """True if all variants are bit-identical.
+
+        A + b is b + a, but three ranks may be added in any order.
+        """
         return self.num_ranks <= 2
 
 
@@ -79,10 +86,12 @@ class WayDone:
     typical: Trace  # of the step of median duration
     loss: float  # of the last step
     wrong: Collection[str] = ()  # of COMPARED: differs from the first variant's on some rank
-    profile: Profile | None = None  # the library's profile; None for other variants, and after too few steps
+    # the library's profile; None for other variants, and after too few steps
+    profile: Profile | None = None
 
 
-Message = str | tuple[str, str] | WayDone  # from rank 0: a text to print, the figures of a variant's step, or a result
+# from rank 0: a text to print, the figures of a variant's step, or a result
+Message = str | tuple[str, str] | WayDone
 
 
 def load_corpus() -> bytes:

@@ -1,22 +1,25 @@
 """A torch.distributed backend that puts an emulated link around gloo.
 
-Every user of the group is delayed in the same way: this library, torch's C++ reducer, or a plain loop:
+Every user of the group is delayed in the same way: this library, torch's C++ reducer, or a plain
+loop:
 
     caller         launch ──────────────────────────────── wait
     group thread     └ last rank's launch · gloo · sleep until due ┘
-    link                                [ started ── cost ── done )   one collective at a time, whatever its group
+    link                                [ started ── cost ── done )   one at a time, of any group
 
-A collective ends no earlier than the link allows: `max(link free, launch of the last rank) + cost`, with the cost of a ring
-(`cost.collective_seconds`). A receive ends no earlier than `max(link free, message here) + bytes / bandwidth + latency`; the
-latency does not occupy the link. Sends are not delayed, because each message is delayed at its receiver, and the link is full
-duplex. A link shaped by a token bucket lets some bytes pass at once after a rest (`EmulatedLink`).
+A collective ends no earlier than the link allows: `max(link free, launch of the last rank) + cost`,
+with the cost of a ring (`cost.collective_seconds`). A receive ends no earlier than `max(link free,
+message here) + bytes / bandwidth + latency`; the latency does not occupy the link. Sends are not
+delayed, because each message is delayed at its receiver, and the link is full duplex. A link shaped
+by a token bucket lets some bytes pass at once after a rest (`EmulatedLink`).
 
     caller             post ──────────────────────────────────────── wait
     thread of a sender   └ gloo has it · time reserved · next one
-    link                                 [ started ── bytes ── due )       one message or collective at a time
+    link                                 [ started ── bytes ── due )       one at a time
     delivering thread                                            └ latency · done
 
-Messages occupy the link one after another, in the order of their arrival; the latency of one does not delay the next.
+Messages occupy the link one after another, in the order of their arrival; the latency of one does
+not delay the next.
 """
 
 import threading
@@ -47,12 +50,16 @@ _LOG_LENGTH = 65_536  # limits the memory of a training run that never takes its
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """A collective, or the receive of one message (kind "send"), as the link saw it; in seconds of `time.perf_counter`."""
+    """A collective, or the receive of one message (kind "send"), as the link saw it.
+
+    In seconds of `time.perf_counter`.
+    """
 
     kind: str
     num_bytes: int  # of the whole tensor; for a receive, of the message
     launched_s: float  # on this rank
-    started_s: float  # when the link was free and the last rank had launched or the message had arrived
+    # when the link was free and the last rank had launched or the message had arrived
+    started_s: float
     done_s: float
 
 
@@ -88,21 +95,30 @@ class LinkWork(dist.Work):
 
 @final
 class EmulatedLink:
-    """This process's link to the network, full duplex; it carries one transfer after another, of all its groups."""
+    """This process's link to the network, full duplex.
+
+    It carries one transfer after another, of all its groups.
+    """
 
     def __init__(self, link: Link, *, burst_bytes: int = 0) -> None:
-        """`burst_bytes` of payload pass at once after a rest: the contents of a full token bucket."""
+        """`burst_bytes` of payload pass at once after a rest: the contents of a full token
+        bucket."""
         self.link = link
         self._burst_s = burst_bytes / link.bytes_per_s
         self._lock = threading.Lock()
         self._free_at_s = 0.0
-        self._paid_at_s = 0.0  # when the tokens for everything carried so far are there: the bucket as a virtual clock
+        # when the tokens for everything carried so far are there: the bucket as a virtual clock
+        self._paid_at_s = 0.0
         self.log: deque[Carried] = deque(maxlen=_LOG_LENGTH)  # transfers that have ended
 
-    def reserve(self, *, ready_s: float, bytes_s: float, latency_s: float = 0.0) -> tuple[float, float]:
-        """Reserves the link's next free interval from `ready_s` on, for bytes and then a latency; returns its start and end.
+    def reserve(
+        self, *, ready_s: float, bytes_s: float, latency_s: float = 0.0
+    ) -> tuple[float, float]:
+        """Reserves the link's next free interval from `ready_s` on, for bytes and then a latency;
+        returns its start and end.
 
-        The bucket is the generic cell rate algorithm (ITU-T I.371). Latencies refill it; here they all follow the bytes.
+        The bucket is the generic cell rate algorithm (ITU-T I.371). Latencies refill it; here they
+        all follow the bytes.
         """
         with self._lock:
             started_s = max(self._free_at_s, ready_s)
@@ -110,11 +126,28 @@ class EmulatedLink:
             self._free_at_s = max(self._paid_at_s, started_s) + latency_s
             return started_s, self._free_at_s
 
-    def deliver(self, work: LinkWork, *, kind: str, num_bytes: int, launched_s: float, started_s: float, due_s: float) -> None:
+    def deliver(
+        self,
+        work: LinkWork,
+        *,
+        kind: str,
+        num_bytes: int,
+        launched_s: float,
+        started_s: float,
+        due_s: float,
+    ) -> None:
         """Waits until `due_s`, logs the transfer, and ends its handle."""
         while (now_s := time.perf_counter()) < due_s:
             time.sleep(due_s - now_s)
-        self.log.append(Carried(kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=started_s, done_s=now_s))
+        self.log.append(
+            Carried(
+                kind=kind,
+                num_bytes=num_bytes,
+                launched_s=launched_s,
+                started_s=started_s,
+                done_s=now_s,
+            )
+        )
         work.finish()
 
     def take_log(self) -> tuple[Carried, ...]:
@@ -124,7 +157,10 @@ class EmulatedLink:
 
 @final
 class TaskThread(threading.Thread):
-    """A daemon thread that runs tasks one after another, each for a handle: an error of the task ends the handle."""
+    """A daemon thread that runs tasks one after another, each for a handle.
+
+    An error of the task ends the handle.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -144,7 +180,10 @@ class TaskThread(threading.Thread):
             del item, work, task  # otherwise its tensors would stay alive until the next one
 
     def close(self, until_s: float) -> None:
-        """Ends the thread after its tasks; stops waiting for it at that time of `time.perf_counter`."""
+        """Ends the thread after its tasks.
+
+        Stops waiting for it at that time of `time.perf_counter`.
+        """
         self._tasks.put(None)
         self.join(max(0.0, until_s - time.perf_counter()))
 
@@ -153,8 +192,8 @@ class TaskThread(threading.Thread):
 class Receives:
     """The receives of one group: each ends when the link would have carried its message.
 
-    Receives from one sender end in the order they were posted, whatever their tags. Senders do not wait for each other,
-    because one may be late, or send only after it has heard from another.
+    Receives from one sender end in the order they were posted, whatever their tags. Senders do not
+    wait for each other, because one may be late, or send only after it has heard from another.
     """
 
     def __init__(self, link: EmulatedLink, *, rank: int) -> None:
@@ -165,13 +204,18 @@ class Receives:
         self._senders: defaultdict[int, TaskThread] = defaultdict(new_thread)
         self._delivery = new_thread()
 
-    def post(self, start: Callable[[], dist.Work], tensors: list[Tensor], *, source: int) -> LinkWork:
-        """Starts a receive on gloo; the returned handle ends when the link has carried the message."""
+    def post(
+        self, start: Callable[[], dist.Work], tensors: list[Tensor], *, source: int
+    ) -> LinkWork:
+        """Starts a receive on gloo; the returned handle ends when the link has carried the
+        message."""
         posted_s = time.perf_counter()
         running = start()
         work = LinkWork(tensors)
         with self._lock:
-            self._senders[source].submit(work, partial(self._receive, work, running, _num_bytes(tensors), posted_s))
+            self._senders[source].submit(
+                work, partial(self._receive, work, running, _num_bytes(tensors), posted_s)
+            )
         return work
 
     def close(self, until_s: float) -> None:
@@ -188,8 +232,12 @@ class Receives:
         with self._lock:
             bytes_s = num_bytes / self._link.link.bytes_per_s
             started_s, due_s = self._link.reserve(ready_s=time.perf_counter(), bytes_s=bytes_s)
-            deliver = partial(self._link.deliver, work, kind="send", num_bytes=num_bytes, launched_s=posted_s)
-            self._delivery.submit(work, partial(deliver, started_s=started_s, due_s=due_s + self._link.link.hop_s))
+            deliver = partial(
+                self._link.deliver, work, kind="send", num_bytes=num_bytes, launched_s=posted_s
+            )
+            self._delivery.submit(
+                work, partial(deliver, started_s=started_s, due_s=due_s + self._link.link.hop_s)
+            )
 
 
 def _num_bytes(payload: Any) -> int:
@@ -201,13 +249,16 @@ def _num_bytes(payload: Any) -> int:
 
 @contextmanager
 def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLink]:
-    """Context that lets `dist.init_process_group("emulated", ...)` and `dist.new_group(..., backend="emulated")` use `link`.
+    """Context that lets `dist.init_process_group("emulated", ...)` and `dist.new_group(...,
+    backend="emulated")` use `link`.
 
-    `burst_bytes` of payload pass at once after a rest if a token bucket (`tc tbf`) shapes the link; a cable has no burst. Destroy
-    the process groups inside: at its end the threads of all groups end.
+    `burst_bytes` of payload pass at once after a rest if a token bucket (`tc tbf`) shapes the link;
+    a cable has no burst. Destroy the process groups inside: at its end the threads of all groups
+    end.
     """
     emulated = EmulatedLink(link, burst_bytes=burst_bytes)
-    groups: WeakSet[_EmulatedGroup] = WeakSet()  # weak, so that a group that torch destroys can be freed at once
+    # weak, so that a group that torch destroys can be freed at once
+    groups: WeakSet[_EmulatedGroup] = WeakSet()
 
     def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
         group = _EmulatedGroup(emulated, store, rank, size, timeout)
@@ -224,18 +275,23 @@ def emulated_backend(link: Link, *, burst_bytes: int = 0) -> Iterator[EmulatedLi
 
 @final
 class _EmulatedGroup(dist.ProcessGroup):
-    """A process group whose collectives and receives run on an inner gloo group and take as long as the link needs.
+    """A process group whose collectives and receives run on an inner gloo group and take as long as
+    the link needs.
 
-    One thread per group keeps the order of collectives within the group, which is the same on every rank. Groups must not wait
-    for each other: ranks may use two groups in different orders, and a shared thread would deadlock.
+    One thread per group keeps the order of collectives within the group, which is the same on every
+    rank. Groups must not wait for each other: ranks may use two groups in different orders, and a
+    shared thread would deadlock.
     """
 
-    def __init__(self, link: EmulatedLink, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, link: EmulatedLink, store: Store, rank: int, size: int, timeout: timedelta
+    ) -> None:
         # Python subclasses have only this constructor, which the stub does not know.
         super().__init__(rank, size)  # type: ignore[call-arg]
         gloo = dist.ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
         self.inner: dist.ProcessGroup = dist.ProcessGroup(store, rank, size)
-        for group in (self.inner, self):  # torch asks a group for its devices and for methods that are not overridden here
+        # torch asks a group for its devices and for methods that are not overridden here
+        for group in (self.inner, self):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._link = link
@@ -246,21 +302,32 @@ class _EmulatedGroup(dist.ProcessGroup):
         return BACKEND
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
-        return self._receives.post(partial(self.inner.recv, tensors, source, tag), tensors, source=source)
+        return self._receives.post(
+            partial(self.inner.recv, tensors, source, tag), tensors, source=source
+        )
 
-    def launch(self, name: str, kind: str, payload: int | None, *args: Any, **kwargs: Any) -> dist.Work:
-        """Passes the collective `name` to the group's thread; argument number `payload` has its bytes."""
+    def launch(
+        self, name: str, kind: str, payload: int | None, *args: Any, **kwargs: Any
+    ) -> dist.Work:
+        """Passes the collective `name` to the group's thread.
+
+        Argument number `payload` has its bytes.
+        """
         num_parts = self.size() if kind in _PART_OF_A_RANK else 1
         num_bytes = 0 if payload is None else num_parts * _num_bytes(args[payload])
         start = partial(getattr(self.inner, name), *args, **kwargs)
         work = LinkWork(args[0] if args else None)
-        self._collectives.submit(work, partial(self._carry, work, start, kind, num_bytes, time.perf_counter()))
+        self._collectives.submit(
+            work, partial(self._carry, work, start, kind, num_bytes, time.perf_counter())
+        )
         return work
 
     def shutdown(self) -> None:
-        """Ends the group's threads after everything in flight; torch calls it when the group is destroyed.
+        """Ends the group's threads after everything in flight; torch calls it when the group is
+        destroyed.
 
-        A thread that still waits for gloo keeps the inner group alive, whose destructor would wait too.
+        A thread that still waits for gloo keeps the inner group alive, whose destructor would wait
+        too.
         """
         until_s = time.perf_counter() + patience.LINK_S
         self._receives.close(until_s)
@@ -268,25 +335,45 @@ class _EmulatedGroup(dist.ProcessGroup):
 
     abort = shutdown
 
-    def _carry(self, work: LinkWork, start: Callable[[], dist.Work], kind: str, num_bytes: int, launched_s: float) -> None:
+    def _carry(
+        self,
+        work: LinkWork,
+        start: Callable[[], dist.Work],
+        kind: str,
+        num_bytes: int,
+        launched_s: float,
+    ) -> None:
         """Runs one collective on gloo and ends its handle when the link would have carried it."""
         link = self._link.link
         ready_s = self._last_launch_s(launched_s)
         start().wait()
         latency_s = collective_seconds(link, kind, num_bytes=0, num_ranks=self.size())
-        bytes_s = collective_seconds(link, kind, num_bytes=num_bytes, num_ranks=self.size()) - latency_s
+        bytes_s = (
+            collective_seconds(link, kind, num_bytes=num_bytes, num_ranks=self.size()) - latency_s
+        )
         started_s, due_s = self._link.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s)
-        self._link.deliver(work, kind=kind, num_bytes=num_bytes, launched_s=launched_s, started_s=started_s, due_s=due_s)
+        self._link.deliver(
+            work,
+            kind=kind,
+            num_bytes=num_bytes,
+            launched_s=launched_s,
+            started_s=started_s,
+            due_s=due_s,
+        )
 
     def _last_launch_s(self, launched_s: float) -> float:
-        """Returns the time of the last rank's launch; ranks run on one machine and share its monotonic clock."""
+        """Returns the time of the last rank's launch.
+
+        Ranks run on one machine and share its monotonic clock.
+        """
         latest = torch.tensor([launched_s], dtype=torch.float64)
         self.inner.allreduce([latest], dist.ReduceOp.MAX).wait()
         return latest.item()
 
 
 _PART_OF_A_RANK = ("gather", "scatter")  # their argument holds the part of one rank
-# The argument that has the bytes of each kind of collective, and the methods, the last ones under their names in torch < 2.13.
+# The argument that has the bytes of each kind of collective, and the methods, the last ones under
+# their names in torch < 2.13.
 _METHODS: dict[str, tuple[int | None, tuple[str, ...]]] = {
     "all_reduce": (0, ("allreduce", "allreduce_coalesced")),
     "broadcast": (0, ("broadcast",)),
@@ -294,7 +381,12 @@ _METHODS: dict[str, tuple[int | None, tuple[str, ...]]] = {
     "all_gather": (
         0,
         (
-            *("allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced"),
+            *(
+                "allgather",
+                "allgather_coalesced",
+                "all_gather_single",
+                "all_gather_single_coalesced",
+            ),
             *("_allgather_base", "allgather_into_tensor_coalesced"),
         ),
     ),

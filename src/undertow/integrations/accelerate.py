@@ -25,27 +25,29 @@ def prepare(
     shard_optimizer: bool = False,
     elementwise: bool = False,
 ) -> Any:
-    """Does what `accelerator.prepare(*args)` does, with models in Undertow's class; a collective call.
+    """Does what `accelerator.prepare(*args)` does, with models in Undertow's class; a collective
+    call.
 
-        model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler, shard_optimizer=True)
+        model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader,
+        scheduler, shard_optimizer=True)
 
-    With `shard_optimizer=True`, `accelerator.clip_grad_norm_(model.parameters(), ...)` clips by the norm of all shards. A
-    process that trains alone gets what `accelerator.prepare` returns.
+    With `shard_optimizer=True`, `accelerator.clip_grad_norm_(model.parameters(), ...)` clips by the
+    norm of all shards. A process that trains alone gets what `accelerator.prepare` returns.
 
     Args:
         accelerator: An Accelerator that distributes by DDP.
         args: As for `accelerator.prepare`.
         config: Settings of Undertow.
-        shard_optimizer: True shards the optimizer among `args`; the schedulers among them follow. An optimizer that is
-            sharded already stays as it is.
+        shard_optimizer: True shards the optimizer among `args`; the schedulers among them follow.
+            An optimizer that is sharded already stays as it is.
         elementwise: As for ShardedOptimizer.
 
     Returns:
         The prepared objects in the given order, or the only one.
 
     Raises:
-        ConfigError: If Accelerate distributes differently. With `shard_optimizer=True`, unless there are one model and one
-            optimizer, which can be sharded.
+        ConfigError: If Accelerate distributes differently. With `shard_optimizer=True`, unless
+            there are one model and one optimizer, which can be sharded.
     """
     kind = accelerator.distributed_type
     require(
@@ -58,13 +60,19 @@ def prepare(
     optimizers = [item for item in args if isinstance(item, Optimizer)]
     require(
         not shard_optimizer or len(models) == len(optimizers) == 1,
-        f"shard_optimizer=True takes one model and one optimizer, got {len(models)} and {len(optimizers)}.",
+        f"shard_optimizer=True takes one model and one optimizer, got {len(models)} and "
+        f"{len(optimizers)}.",
         where="undertow.integrations.accelerate.prepare",
         remedy="Give both in one call, or leave shard_optimizer=True out.",
     )
-    items = [_wrapped(accelerator, item, config) if isinstance(item, nn.Module) else item for item in args]
+    items = [
+        _wrapped(accelerator, item, config) if isinstance(item, nn.Module) else item
+        for item in args
+    ]
     # Accelerate leaves an object as it is that it has prepared before.
-    is_sharded = any(isinstance(getattr(item, "optimizer", None), ShardedOptimizer) for item in optimizers)
+    is_sharded = any(
+        isinstance(getattr(item, "optimizer", None), ShardedOptimizer) for item in optimizers
+    )
     if shard_optimizer and kind != DistributedType.NO and not is_sharded:
         model = next(item for item in items if isinstance(item, nn.Module))
         schedulers = [item for item in items if isinstance(item, LRScheduler)]
@@ -78,7 +86,8 @@ def prepare(
 
 
 def _wrapped(accelerator: Accelerator, model: nn.Module, config: SyncConfig | None) -> Any:
-    # Accelerate lists the module of a wrapper, and would list the wrapper too if it were prepared again.
+    # Accelerate lists the module of a wrapper, and would list the wrapper too if it were prepared
+    # again.
     if getattr(model, "module", None) in accelerator._models:
         return model
     init = partialmethod(undertow.DistributedDataParallel.__init__, config=config)
@@ -89,17 +98,28 @@ def _wrapped(accelerator: Accelerator, model: nn.Module, config: SyncConfig | No
 
 
 def shard(
-    accelerator: Accelerator, optimizer: Optimizer, model: nn.Module, schedulers: Iterable[Any], *, elementwise: bool
+    accelerator: Accelerator,
+    optimizer: Optimizer,
+    model: nn.Module,
+    schedulers: Iterable[Any],
+    *,
+    elementwise: bool,
 ) -> ShardedOptimizer:
-    """Returns the sharded optimizer, whose gradients `accelerator.clip_grad_norm_` then clips by the norm of all shards."""
-    sharded = undertow.shard_optimizer(optimizer, model, schedulers=schedulers, elementwise=elementwise)
+    """Returns the sharded optimizer, whose gradients `accelerator.clip_grad_norm_` then clips by
+    the norm of all shards."""
+    sharded = undertow.shard_optimizer(
+        optimizer, model, schedulers=schedulers, elementwise=elementwise
+    )
     clip = accelerator.clip_grad_norm_
 
-    def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Any:
+    def clip_grad_norm_(
+        parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Any:
         params = list(parameters)
         mine = [param for group in sharded.param_groups for param in group["params"]]
         if _trained_ids(params) != _trained_ids(mine):
-            return clip(params, max_norm, norm_type)  # of another model; raises if gradients are sharded
+            # of another model; raises if gradients are sharded
+            return clip(params, max_norm, norm_type)
         accelerator.unscale_gradients()
         return sharded.clip_grad_norm_(max_norm, norm_type)
 

@@ -1,4 +1,5 @@
-"""Strategies for Lightning's Trainer and Fabric, both registered as "undertow", and a callback that logs reports."""
+"""Strategies for Lightning's Trainer and Fabric, both registered as "undertow", and a callback that
+logs reports."""
 
 import inspect
 from collections.abc import Sequence
@@ -17,7 +18,10 @@ require_version("lightning", "2.4", where="undertow.integrations.lightning")
 
 
 class _Wrapping:
-    """The part that both strategies share: their arguments, the wrapped model and the sharded optimizer."""
+    """The part that both strategies share.
+
+    Their arguments, the wrapped model and the sharded optimizer.
+    """
 
     root_device: Any
 
@@ -31,9 +35,15 @@ class _Wrapping:
     ) -> None:
         super().__init__(*args, **arguments)
         self._config, self._is_sharding, self._is_elementwise = config, shard_optimizer, elementwise
-        known = {name for cls in (pytorch.DDPStrategy, fabric.DDPStrategy) for name in inspect.signature(cls).parameters}
+        known = {
+            name
+            for cls in (pytorch.DDPStrategy, fabric.DDPStrategy)
+            for name in inspect.signature(cls).parameters
+        }
         self._arguments = {name: value for name, value in arguments.items() if name not in known}
-        state, hook, wrapper = (arguments.get(f"ddp_comm_{name}") for name in ("state", "hook", "wrapper"))
+        state, hook, wrapper = (
+            arguments.get(f"ddp_comm_{name}") for name in ("state", "hook", "wrapper")
+        )
         self._hook = None if hook is None else (state, hook if wrapper is None else wrapper(hook))
 
     def _wrapped(self, module: nn.Module) -> undertow.DistributedDataParallel:
@@ -47,7 +57,9 @@ class _Wrapping:
             model.register_comm_hook(*self._hook)
         return model
 
-    def _sharded(self, model: Any, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> list[Any]:
+    def _sharded(
+        self, model: Any, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
+    ) -> list[Any]:
         if not self._is_sharding:
             return list(optimizers)
         # If configure_optimizers returns None, Lightning gives an optimizer that does nothing.
@@ -56,23 +68,32 @@ class _Wrapping:
             found == 1,
             f"shard_optimizer=True takes one optimizer, got {found}.",
             where=type(self).__name__,
-            remedy="Put all parameters into the groups of one optimizer, or leave shard_optimizer=True out.",
+            remedy="Put all parameters into the groups of one optimizer, or leave "
+            "shard_optimizer=True out.",
         )
-        return [undertow.shard_optimizer(optimizers[0], model, schedulers=schedulers, elementwise=self._is_elementwise)]
+        return [
+            undertow.shard_optimizer(
+                optimizers[0], model, schedulers=schedulers, elementwise=self._is_elementwise
+            )
+        ]
 
 
 class UndertowStrategy(_Wrapping, pytorch.DDPStrategy):
-    """Trains in Undertow's class: `Trainer(strategy=UndertowStrategy(shard_optimizer=True))`, or `strategy="undertow"`.
+    """Trains in Undertow's class: `Trainer(strategy=UndertowStrategy(shard_optimizer=True))`, or
+    `strategy="undertow"`.
 
     Args:
         args: As for Lightning's DDPStrategy.
         config: Settings of Undertow.
-        shard_optimizer: True shards the optimizer that `configure_optimizers` returns; its schedulers follow.
+        shard_optimizer: True shards the optimizer that `configure_optimizers` returns; its
+            schedulers follow.
         elementwise: As for ShardedOptimizer.
-        arguments: As for Lightning's DDPStrategy, which passes the ones it does not know to the wrapper.
+        arguments: As for Lightning's DDPStrategy, which passes the ones it does not know to the
+            wrapper.
 
     Raises:
-        ConfigError: With `shard_optimizer=True`, for several optimizers and for one that cannot be sharded.
+        ConfigError: With `shard_optimizer=True`, for several optimizers and for one that cannot be
+            sharded.
     """
 
     def configure_ddp(self) -> None:
@@ -84,27 +105,35 @@ class UndertowStrategy(_Wrapping, pytorch.DDPStrategy):
         self.optimizers: Any = self._sharded(self.model, self.optimizers, schedulers)
         if any(isinstance(each, undertow.ShardedOptimizer) for each in self.optimizers):
             # Lightning clips in the plugin for precision, which looks for whole gradients.
-            self.precision_plugin.clip_grad_by_norm = lambda _, clip_val: self.optimizers[0].clip_grad_norm_(clip_val)
+            self.precision_plugin.clip_grad_by_norm = lambda _, clip_val: self.optimizers[
+                0
+            ].clip_grad_norm_(clip_val)
 
 
 class UndertowFabricStrategy(_Wrapping, fabric.DDPStrategy):
-    """Trains in Undertow's class: `Fabric(strategy=UndertowFabricStrategy(shard_optimizer=True))`, or `strategy="undertow"`.
+    """Trains in Undertow's class: `Fabric(strategy=UndertowFabricStrategy(shard_optimizer=True))`,
+    or `strategy="undertow"`.
 
     Args:
         args: As for Fabric's DDPStrategy.
         config: Settings of Undertow.
-        shard_optimizer: True shards the optimizer that is given to `fabric.setup`; a scheduler given along with it follows.
+        shard_optimizer: True shards the optimizer that is given to `fabric.setup`; a scheduler
+            given along with it follows.
         elementwise: As for ShardedOptimizer.
-        arguments: As for Fabric's DDPStrategy, which passes the ones it does not know to the wrapper.
+        arguments: As for Fabric's DDPStrategy, which passes the ones it does not know to the
+            wrapper.
 
     Raises:
-        ConfigError: With `shard_optimizer=True`, for several optimizers and for one that cannot be sharded.
+        ConfigError: With `shard_optimizer=True`, for several optimizers and for one that cannot be
+            sharded.
     """
 
     def setup_module(self, module: nn.Module) -> undertow.DistributedDataParallel:
         return self._wrapped(module)
 
-    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *schedulers: Any) -> Any:
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], *schedulers: Any
+    ) -> Any:
         model = self.setup_module(module)
         # The scheduler may be None. Older versions of Fabric do not give it.
         return model, self._sharded(model, optimizers, list(filter(None, schedulers))), *schedulers
@@ -118,7 +147,9 @@ class UndertowFabricStrategy(_Wrapping, fabric.DDPStrategy):
         )
         return super().setup_optimizer(optimizer)
 
-    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **arguments: Any) -> Any:
+    def clip_gradients_norm(
+        self, module: nn.Module, optimizer: Optimizer, *args: Any, **arguments: Any
+    ) -> Any:
         if not isinstance(optimizer, undertow.ShardedOptimizer):
             return super().clip_gradients_norm(module, optimizer, *args, **arguments)
         self.precision.unscale_gradients(optimizer)
@@ -144,16 +175,25 @@ class UndertowCallback(pl.Callback):
         )
         self.every_n_steps, self._logged_step = every_n_steps, 0
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_batch: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_batch: Any
+    ) -> None:
         model, step = trainer.strategy.model, trainer.global_step
-        is_new = step % self.every_n_steps == 0 and step != self._logged_step  # a micro-batch may not step
+        # a micro-batch may not step
+        is_new = step % self.every_n_steps == 0 and step != self._logged_step
         if is_new and isinstance(model, undertow.DistributedDataParallel):
             self._logged_step = step
             found = model.report().to_dict()
             pl_module.log_dict(
                 {
                     f"undertow/{name}": found[name]
-                    for name in ("step_ms", "communication_ms", "exposed_ms", "late_rank_ms", "overlap")
+                    for name in (
+                        "step_ms",
+                        "communication_ms",
+                        "exposed_ms",
+                        "late_rank_ms",
+                        "overlap",
+                    )
                     if found[name] is not None
                 }
             )

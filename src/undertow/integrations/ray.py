@@ -14,7 +14,11 @@ require_version("ray", "2.40", where="undertow.integrations.ray")
 
 
 def prepare_model(
-    model: nn.Module, *, config: SyncConfig | None = None, move_to_device: bool = True, **arguments: Any
+    model: nn.Module,
+    *,
+    config: SyncConfig | None = None,
+    move_to_device: bool = True,
+    **arguments: Any,
 ) -> DistributedDataParallel:
     """Moves `model` to this worker's device and wraps it; replaces `ray.train.torch.prepare_model`.
 
@@ -39,7 +43,10 @@ def prepare_model(
         dist.is_initialized(),  # Ray Train makes the process group before it calls the function
         "this process is not a worker of Ray Train.",
         where="undertow.integrations.ray.prepare_model",
-        remedy="Call it in the function that you give to ray.train.torch.TorchTrainer, with num_workers of 1 or more.",
+        remedy="Call it in the function that you give to ray.train.torch.TorchTrainer, with "
+        "num_workers of 1 or more.",
     )
-    model = ray.train.torch.prepare_model(model, move_to_device=move_to_device, parallel_strategy=None)
+    model = ray.train.torch.prepare_model(
+        model, move_to_device=move_to_device, parallel_strategy=None
+    )
     return DistributedDataParallel(model, config=config, **arguments)

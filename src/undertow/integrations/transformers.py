@@ -35,19 +35,26 @@ class UndertowTrainer(transformers.Trainer):
         **arguments: Any,
     ) -> None:
         super().__init__(*args, **arguments)
-        self._sync_config, self._is_sharding, self._is_elementwise = sync_config, shard_optimizer, elementwise
+        self._sync_config, self._is_sharding, self._is_elementwise = (
+            sync_config,
+            shard_optimizer,
+            elementwise,
+        )
         self._sharded: ShardedOptimizer | None = None
 
     def create_optimizer(self, *args: Any, **arguments: Any) -> Any:
         super().create_optimizer(*args, **arguments)
         if self.model_wrapped is self.model:
-            self.model_wrapped: Any = accelerate.prepare(self.accelerator, self.model, config=self._sync_config)
+            self.model_wrapped: Any = accelerate.prepare(
+                self.accelerator, self.model, config=self._sync_config
+            )
             if self._is_sharding and self.model_wrapped is not self.model:
                 self._sharded = accelerate.shard(
                     self.accelerator,
                     self.optimizer,
                     self.model_wrapped,
-                    filter(None, [self.lr_scheduler]),  # given with the optimizer; any other is made afterwards
+                    # given with the optimizer; any other is made afterwards
+                    filter(None, [self.lr_scheduler]),
                     elementwise=self._is_elementwise,
                 )
                 self.optimizer: Any = self._sharded
@@ -56,4 +63,5 @@ class UndertowTrainer(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
         if _internal_call and self._sharded is not None and not self.args.save_only_model:
-            self._sharded.consolidate_state_dict()  # the Trainer asks for the state next, on rank 0 only
+            # the Trainer asks for the state next, on rank 0 only
+            self._sharded.consolidate_state_dict()

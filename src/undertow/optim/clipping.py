@@ -41,8 +41,8 @@ def clip_grad_norm_(
         error_if_nonfinite: True raises if the norm is not finite.
 
     Returns:
-        The norm before scaling, an fp32 scalar: the same on every rank, because powers are summed in
-        fp64 and rounded once.
+        The norm before scaling, an fp32 scalar: the same on every rank, because powers are summed
+        in fp64 and rounded once.
 
     Raises:
         NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
@@ -72,7 +72,8 @@ def clip_members(
         finish_before_look(sync._engine, params)
         require(
             not sync._engine.current_plan.hooks.arrived_before,
-            "gradients were accumulated and are not synchronized: each rank would compute a different norm.",
+            "gradients were accumulated and are not synchronized: each rank would compute a "
+            "different norm.",
             where=f"clip_grad_norm_, rank {sync.rank}",
             remedy="Run the last backward of a step outside of accumulate() and no_sync().",
             error=PhaseError,
@@ -129,7 +130,8 @@ def _norm_over_ranks(counted: Iterable[Tensor], norm_type: float, group: OwnGrou
     for grad in counted:
         if grad.numel() == 0:
             continue
-        values = grad.coalesce().values() if grad.is_sparse else grad  # the elements that may be nonzero, each once
+        # the elements that may be nonzero, each once
+        values = grad.coalesce().values() if grad.is_sparse else grad
         wide = torch.complex128 if grad.dtype.is_complex else torch.float64
         own = torch.linalg.vector_norm(values, norm_type, dtype=wide).to(norm)
         norm = torch.maximum(norm, own) if is_largest else norm + own**norm_type

@@ -46,8 +46,8 @@ def shard_optimizer(
     Args:
         optimizer: An optimizer of a class that ShardedOptimizer takes, the same on every rank.
         model: The result of `attach` or `DistributedDataParallel`.
-        schedulers: All learning-rate schedulers of `optimizer`. They continue on the result. One that is
-            left out acts on the result until a state is loaded.
+        schedulers: All learning-rate schedulers of `optimizer`. They continue on the result. One
+            that is left out acts on the result until a state is loaded.
         state_dict: As for ShardedOptimizer.
         elementwise: As for ShardedOptimizer.
 
@@ -57,14 +57,16 @@ def shard_optimizer(
     Raises:
         ConfigError: If a new optimizer of its class would not behave the same: if its constructor
             takes other arguments than its defaults, if it has hooks, schedulers although none are
-            given, or other attributes that a new one does not have. Also if one of `schedulers` belongs
-            to another optimizer, and if ShardedOptimizer raises it. `optimizer` and `schedulers` stay as
-            they are.
+            given, or other attributes that a new one does not have. Also if one of `schedulers`
+            belongs to another optimizer, and if ShardedOptimizer raises it. `optimizer` and
+            `schedulers` stay as they are.
         PlanMismatch: On every rank, if ranks have different groups or different kinds of state.
     """
     require(
-        isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, ShardedOptimizer),
-        f"optimizer must be an optimizer of torch's that is not sharded, got {type(optimizer).__name__}.",
+        isinstance(optimizer, torch.optim.Optimizer)
+        and not isinstance(optimizer, ShardedOptimizer),
+        "optimizer must be an optimizer of torch's that is not sharded, got "
+        f"{type(optimizer).__name__}.",
         where="shard_optimizer",
         remedy="Give the optimizer itself, such as torch.optim.AdamW(model.parameters(), lr=...).",
         error=WrongType,
@@ -78,11 +80,15 @@ def shard_optimizer(
         not reason,
         f"{type(optimizer).__name__} cannot be taken over: {reason}.",
         where="shard_optimizer",
-        remedy="Give a plain optimizer and all its schedulers, as schedulers=[...], and register hooks on the one that is "
+        remedy="Give a plain optimizer and all its schedulers, as schedulers=[...], and register "
+        "hooks on the one that is "
         "returned; or write ShardedOptimizer(cls, model, params, ...).",
     )
     groups = [
-        {name: list(value) if name == "params" else copy.deepcopy(value) for name, value in group.items()}
+        {
+            name: list(value) if name == "params" else copy.deepcopy(value)
+            for name, value in group.items()
+        }
         for group in optimizer.param_groups
     ]
     sharded = ShardedOptimizer(
@@ -101,11 +107,13 @@ def shard_optimizer(
     if optimizer.state:
         sharded.load_state_dict(optimizer.state_dict())
         optimizer.state.clear()
-    optimizer.param_groups = sharded.param_groups  # a scheduler that is not known acts on the result
+    # a scheduler that is not known acts on the result
+    optimizer.param_groups = sharded.param_groups
     for scheduler in schedulers:
         scheduler.optimizer = sharded
     if is_watched:
-        torch.optim.lr_scheduler.ConstantLR(sharded, factor=1.0)  # has torch replace this step too, and changes no rate
+        # has torch replace this step too, and changes no rate
+        torch.optim.lr_scheduler.ConstantLR(sharded, factor=1.0)
         if "_opt_called" in vars(optimizer):
             vars(sharded)["_opt_called"] = True
     return sharded
@@ -129,7 +137,9 @@ def _reason_against(
 
 def _with_parts(schedulers: Iterable[Any]) -> Iterator[Any]:
     """Returns schedulers, and after each one the schedulers that it runs in turn or together."""
-    return chain.from_iterable([each, *_with_parts(getattr(each, "_schedulers", ()))] for each in schedulers)
+    return chain.from_iterable(
+        [each, *_with_parts(getattr(each, "_schedulers", ()))] for each in schedulers
+    )
 
 
 def _constructor_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

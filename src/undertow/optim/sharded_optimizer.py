@@ -32,7 +32,8 @@ ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, 
 
 
 class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
-    """Runs an optimizer over the parameters of a model, with 1/n of its state and work on each rank.
+    """Runs an optimizer over the parameters of a model, with 1/n of its state and work on each
+    rank.
 
         model = undertow.DistributedDataParallel(module)
         optimizer = undertow.ShardedOptimizer(torch.optim.AdamW, model, lr=1e-3)
@@ -47,17 +48,18 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     computes their common norm.
 
     Args:
-        cls: A class of torch.optim that updates each element on its own: Adadelta, Adagrad, Adam, AdamW,
-            Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD. Any other class needs `elementwise=True`.
+        cls: A class of torch.optim that updates each element on its own: Adadelta, Adagrad, Adam,
+            AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD. Any other class needs
+            `elementwise=True`.
         target: The result of `attach` or `DistributedDataParallel`.
         params: Parameters or parameter groups as in torch; None takes all trained parameters.
-        state_dict: "full" makes `state_dict()` return a plain optimizer's state dict, whole on every
-            rank; every rank must call it. "sharded" makes it return this rank's shards, which only
-            torch.distributed.checkpoint can save.
-        elementwise: True lets another class be sharded. You vouch that the update of an element depends
-            on that element alone, and that everything a step changes is in `state[param]`. Each rank steps
-            flat pieces of parameters. So a norm, statistics of rows or columns, quantization in blocks or
-            a projection would use pieces, without an error.
+        state_dict: "full" makes `state_dict()` return a plain optimizer's state dict, whole on
+            every rank; every rank must call it. "sharded" makes it return this rank's shards, which
+            only torch.distributed.checkpoint can save.
+        elementwise: True lets another class be sharded. You vouch that the update of an element
+            depends on that element alone, and that everything a step changes is in `state[param]`.
+            Each rank steps flat pieces of parameters. So a norm, statistics of rows or columns,
+            quantization in blocks or a projection would use pieces, without an error.
         defaults: The settings of `cls`.
 
     Raises:
@@ -78,32 +80,45 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._sync = sync_of(
             target,
             where="ShardedOptimizer",
-            remedy="Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model. "
-            "Parameters or groups come third: ShardedOptimizer(torch.optim.AdamW, model, groups, lr=...).",
+            remedy="Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped "
+            "model. "
+            "Parameters or groups come third: ShardedOptimizer(torch.optim.AdamW, model, groups, "
+            "lr=...).",
         )
         _require_arguments(cls, self._sync, params, state_dict)
-        # A class that is derived from a known one is not known: its constructor alone may add hooks.
+        # A class that is derived from a known one is not known: its constructor alone may add
+        # hooks.
         require(
             cls in ELEMENTWISE or elementwise,
-            f"{cls.__name__} cannot be sharded: Undertow does not know that it updates each element on its own.",
+            f"{cls.__name__} cannot be sharded: Undertow does not know that it updates each "
+            "element on its own.",
             where="ShardedOptimizer, which gives each rank a part of a parameter as a flat piece",
-            remedy="Pass elementwise=True if the update of an element depends on no other element. If it does, or if you are "
+            remedy="Pass elementwise=True if the update of an element depends on no other "
+            "element. If it does, or if you are "
             "not sure, use this optimizer without sharding.",
         )
         # Parameter groups alone are not enough: some settings are read only by the constructor.
         self._make: partial[Any] = partial(cls, **defaults)
-        whole = self._make([param for _, param in self._sync.named_parameters()] if params is None else params)
+        whole = self._make(
+            [param for _, param in self._sync.named_parameters()] if params is None else params
+        )
         self._inner: InnerOptimizer | None = None  # over this rank's parts
         self._stepped: set[Tensor] = set()  # parameters that have state on some rank, by identity
-        self._waiting: FullStates = {}  # states of parameters that are not among this rank's parts, or not yet
+        # states of parameters that are not among this rank's parts, or not yet
+        self._waiting: FullStates = {}
         self._gives_shards = state_dict == "sharded"
         # The rank of `consolidate_state_dict`, and the states there, until the state changes.
         self._consolidated: tuple[int, FullStates | None] | None = None
         super().__init__(whole.param_groups, whole.defaults)
         self._grouped = [list(group["params"]) for group in self.param_groups]  # as they were taken
         # Texts, because a function or NaN does not equal its own copy.
-        groups = [(len(group["params"]), repr(hyper_parameters(group))) for group in self.param_groups]
-        described = {"optimizer": f"{cls.__module__}.{cls.__qualname__}", "parameter groups": groups}
+        groups = [
+            (len(group["params"]), repr(hyper_parameters(group))) for group in self.param_groups
+        ]
+        described = {
+            "optimizer": f"{cls.__module__}.{cls.__qualname__}",
+            "parameter groups": groups,
+        }
         self._steps = self._sync._shard(self, described)
 
     @private.untraced
@@ -142,7 +157,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Scales all gradients of its parameters so that their total norm is at most `max_norm`; a collective call.
+        """Scales all gradients of its parameters so that their total norm is at most `max_norm`; a
+        collective call.
 
         Args:
             max_norm: Upper limit of the norm.
@@ -151,8 +167,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             foreach: Has no effect; torch's function has it.
 
         Returns:
-            The norm before scaling, an fp32 scalar: the same on every rank, because powers are summed in
-            fp64 and rounded once.
+            The norm before scaling, an fp32 scalar: the same on every rank, because powers are
+            summed in fp64 and rounded once.
 
         Raises:
             NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
@@ -182,10 +198,11 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     def _put(self, param: Tensor, state: Mapping[str, Any]) -> None:
         """Replaces the state of a parameter on this rank; an empty state stands for none."""
+        got = f"one of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
         require(
             any(param is each for each in params_of(self)) or not state,
-            "state can be kept for parameters in the groups of the optimizer only, got it for "
-            f"{f'one of shape {tuple(param.shape)}' if isinstance(param, Tensor) else repr(param)}.",
+            "state can be kept for parameters in the groups of the optimizer only, "
+            f"got it for {got}.",
             where="ShardedOptimizer.state",
             remedy="Keep it outside of the optimizer.",
         )
@@ -202,7 +219,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     @private.untraced
     def state_dict(self) -> dict[str, Any]:
-        """Returns the whole state on every rank, as the state dict of a plain optimizer; a collective call.
+        """Returns the whole state on every rank, as the state dict of a plain optimizer; a
+        collective call.
 
         After `consolidate_state_dict(to)`, rank `to` returns it without communication until the
         next step. With `state_dict="sharded"`, the optimizer returns this rank's part instead, for
@@ -213,7 +231,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         to, states = self._consolidated
         if states is None:
             raise PhaseError(
-                f"consolidate_state_dict() gathered the state on rank {to}, and state_dict() is called on another rank.",
+                f"consolidate_state_dict() gathered the state on rank {to}, and state_dict() is "
+                "called on another rank.",
                 where="ShardedOptimizer.state_dict",
                 remedy=f"Call state_dict() on rank {to} only, or full_state_dict() on every rank.",
             )
@@ -221,12 +240,16 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     @private.untraced
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Returns this rank's part in the layout of torch's optimizers, for torch.distributed.checkpoint, as `ShardedState`."""
+        """Returns this rank's part in the layout of torch's optimizers, for
+        torch.distributed.checkpoint, as `ShardedState`."""
         return self._packed(self._states())
 
     @private.untraced
     def full_state_dict(self) -> dict[str, Any]:
-        """Returns the whole state on every rank, as the state dict of a plain optimizer; a collective call."""
+        """Returns the whole state on every rank, as the state dict of a plain optimizer.
+
+        A collective call.
+        """
         return self._packed(self._whole_states())
 
     @private.untraced
@@ -327,7 +350,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         for number, param in enumerate(params_of(self)):
             require(
                 id(param) in known,
-                f"parameter {number} of the optimizer, of shape {tuple(param.shape)}, is not synchronized.",
+                f"parameter {number} of the optimizer, of shape {tuple(param.shape)}, is not "
+                "synchronized.",
                 where="ShardedOptimizer",
                 remedy="Give it only parameters of the wrapped module that `ignore` does not name.",
             )
@@ -367,7 +391,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group that the state is sharded over; on a mesh it has all ranks, and each row holds the same state."""
+        """The group that the state is sharded over.
+
+        On a mesh it has all ranks, and each row holds the same state.
+        """
         return self._sync.process_group
 
     @property
@@ -375,7 +402,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         return self._make.func  # type: ignore[return-value]
 
     def owned_parts(self) -> dict[Tensor, list[ShardPart]]:
-        """Returns the parts that this rank owns of each sharded parameter, possibly none; parameters are keys by identity."""
+        """Returns the parts that this rank owns of each sharded parameter, possibly none.
+
+        Parameters are keys by identity.
+        """
         inner = self._begin() if self._inner is None else self._inner
         return inner.sharding.parts
 
@@ -402,7 +432,9 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         states: FullStates = {}
         if self._inner is not None:
             if self._inner.sharding.group.num_ranks > 1:
-                self._steps.require_open("Call state_dict() before close(); save_checkpoint() works afterwards too.")
+                self._steps.require_open(
+                    "Call state_dict() before close(); save_checkpoint() works afterwards too."
+                )
             states = self._inner.whole_states(keeps=keeps, device=device)
         for param, state in self._waiting.items():
             if state.keys() - {MASTER}:
@@ -422,9 +454,13 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         return {param: sharded_state(param, parts) for param, parts in mine.items()} | self._waiting
 
 
-def _require_arguments(cls: object, sync: GradientSync, params: ParamGroups | None, state_dict: object) -> None:
+def _require_arguments(
+    cls: object, sync: GradientSync, params: ParamGroups | None, state_dict: object
+) -> None:
     require(
-        isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and not issubclass(cls, ShardedOptimizer),
+        isinstance(cls, type)
+        and issubclass(cls, torch.optim.Optimizer)
+        and not issubclass(cls, ShardedOptimizer),
         f"cls must be a class of optimizers, got {cls!r}.",
         where="ShardedOptimizer",
         remedy="Pass the class, such as torch.optim.AdamW, and its settings by name.",
@@ -434,12 +470,15 @@ def _require_arguments(cls: object, sync: GradientSync, params: ParamGroups | No
         state_dict in ("full", "sharded"),
         f'state_dict must be "full" or "sharded", got {state_dict!r}.',
         where="ShardedOptimizer",
-        remedy='Leave it out, or write state_dict="sharded" to save by torch.distributed.checkpoint.',
+        remedy='Leave it out, or write state_dict="sharded" to save by '
+        "torch.distributed.checkpoint.",
     )
     require(
         not sync.experts or params is not None,
-        "this model has experts, whose parameters and optimizer state are sharded over other ranks than the dense ones.",
+        "this model has experts, whose parameters and optimizer state are sharded over other "
+        "ranks than the dense ones.",
         where="ShardedOptimizer",
-        remedy="Make one for the model with params=[param for _, param in sync.named_parameters()], its dense ones, and "
+        remedy="Make one for the model with params=[param for _, param in "
+        "sync.named_parameters()], its dense ones, and "
         "one for each of sync.experts.",
     )

@@ -1,4 +1,7 @@
-"""The user's optimizer over this rank's parts of the parameters, and its state: as shards, as whole tensors."""
+"""The user's optimizer over this rank's parts of the parameters, and its state.
+
+As shards, as whole tensors.
+"""
 
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +23,8 @@ from undertow.runtime.sharded.shards import ShardPart, in_memory_order
 from undertow.runtime.torch_private import checkpoint as private_checkpoint
 from undertow.runtime.torch_private import private
 
-ParamState = dict[str, Any]  # torch's names for the entries; values are tensors, numbers, and ShardedState
+# torch's names for the entries; values are tensors, numbers, and ShardedState
+ParamState = dict[str, Any]
 FullStates = dict[Tensor, ParamState]  # parameters are keys by identity
 
 MASTER = "master"  # the fp32 values of a 16-bit parameter, stored next to the optimizer's own state
@@ -58,7 +62,8 @@ class Owned:
     param: Tensor
     group: dict[str, Any]  # of the parameter, in the ShardedOptimizer
     values: Tensor  # [part.numel] in place, of the parameter's dtype
-    target: Tensor  # the tensor that the inner optimizer updates: `values`, or an fp32 copy of 16-bit values
+    # the tensor that the inner optimizer updates: `values`, or an fp32 copy of 16-bit values
+    target: Tensor
 
 
 class InnerOptimizer:
@@ -101,8 +106,10 @@ class InnerOptimizer:
                 is_written = owned.values != target.to(owned.values.dtype)
                 target.copy_(torch.where(is_written, owned.values.to(target.dtype), target))
         try:
-            private.step_unwatched(self.optimizer)  # hooks of the user's optimizer run around the whole step, not here
-        finally:  # also if interrupted: a stale copy would look like an outside write to the parameter
+            # hooks of the user's optimizer run around the whole step, not here
+            private.step_unwatched(self.optimizer)
+        # also if interrupted: a stale copy would look like an outside write to the parameter
+        finally:
             for owned in self.owned:
                 owned.target.grad = None
                 if owned.target is not owned.values:
@@ -167,7 +174,11 @@ class InnerOptimizer:
                     dtype=getattr(torch, dtype),
                     device=bucket.device,
                 )
-                indices = {index for index, entries in entries_of.items() if entries.get(key) == [_TENSOR, dtype]}
+                indices = {
+                    index
+                    for index, entries in entries_of.items()
+                    if entries.get(key) == [_TENSOR, dtype]
+                }
                 for part, state in mine.items():
                     if part.bucket == bucket.index and part.param in indices and state:
                         part.of_shard(own).copy_(state[key])
@@ -224,11 +235,15 @@ def with_copied_scalars(state: Mapping[str, Any]) -> ParamState:
     They cannot be changed in place: torch refuses that for tensors of inference mode.
     """
     with torch.inference_mode():
-        return {key: value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value for key, value in state.items()}
+        return {
+            key: value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
+            for key, value in state.items()
+        }
 
 
 class ShardedState(Tensor):
-    """A state tensor of a parameter's shape. This rank holds `pieces` of it, flat ranges of the parameter in memory order.
+    """A state tensor of a parameter's shape. This rank holds `pieces` of it, flat ranges of the
+    parameter in memory order.
 
     It is a tensor because torch.distributed.checkpoint looks for shards only in tensors, and it has
     the methods that torch.distributed.checkpoint saves and loads boxes by. The pieces of all ranks
@@ -247,7 +262,8 @@ class ShardedState(Tensor):
         *,
         device: torch.device | None = None,
     ) -> Self:
-        dense = like if isinstance(like, ShardedState) else torch.empty_like(like, device="meta")  # also of an expanded parameter
+        # also of an expanded parameter
+        dense = like if isinstance(like, ShardedState) else torch.empty_like(like, device="meta")
         made = private.wrapper_tensor(cls, dense, dtype=dtype, device=device or like.device)
         made.pieces = tuple(pieces)
         return made
@@ -258,24 +274,32 @@ class ShardedState(Tensor):
             if own.start <= part.start and part.stop <= own.stop:
                 return values[part.start - own.start : part.stop - own.start]
         raise CheckpointError(
-            f"elements [{part.start}, {part.stop}) of a state of shape {tuple(self.shape)} are not on this rank.",
+            f"elements [{part.start}, {part.stop}) of a state of shape {tuple(self.shape)} are "
+            "not on this rank.",
             where="ShardedOptimizer.load_state_dict",
             remedy="Load through torch.distributed.checkpoint, or from full_state_dict().",
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's method is untyped
+    # torch's method is untyped
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = ", ".join(f"[{part.start}, {part.stop})" for part, _ in self.pieces)
-        return f"ShardedState(shape={tuple(self.shape)}, dtype={self.dtype}, elements {parts or 'none'} here)"
+        return (
+            f"ShardedState(shape={tuple(self.shape)}, dtype={self.dtype}, elements "
+            f"{parts or 'none'} here)"
+        )
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         raise CheckpointError(
             "the state of a sharded optimizer cannot be pickled: this rank has a part of it.",
             where=repr(self),
-            remedy='Leave state_dict="sharded" out of ShardedOptimizer(...), or save by torch.distributed.checkpoint.',
+            remedy='Leave state_dict="sharded" out of ShardedOptimizer(...), or save by '
+            "torch.distributed.checkpoint.",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = memo[id(self)] = type(self)(self, self.dtype, [(part, values.clone()) for part, values in self.pieces])
+        copied = memo[id(self)] = type(self)(
+            self, self.dtype, [(part, values.clone()) for part, values in self.pieces]
+        )
         return copied
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
@@ -288,7 +312,8 @@ class ShardedState(Tensor):
         for box, view in self.boxes():
             if index.offset is None or tuple(index.offset) == box.offsets:
                 return view
-        raise ValueError(f"{index.fqn!r} has nothing at {index.offset} on this rank")  # torch reports it to the other ranks
+        # torch reports it to the other ranks
+        raise ValueError(f"{index.fqn!r} has nothing at {index.offset} on this rank")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # the signature that torch documents
@@ -313,7 +338,8 @@ class ShardedState(Tensor):
                 return ShardedState(first, first.dtype, (), device=given.get("device"))
         raise CheckpointError(
             "the state of a sharded optimizer has no values here: this rank has a part of it.",
-            where=f"{op}, of a state of shape {next((tuple(arg.shape) for arg in args if isinstance(arg, cls)), '?')}",
+            where=f"{op}, of a state of shape "
+            f"{next((tuple(arg.shape) for arg in args if isinstance(arg, cls)), '?')}",
             remedy="Ask for all of it with optimizer.full_state_dict(), on every rank.",
         )
 
@@ -322,7 +348,9 @@ class ShardedState(Tensor):
         return [
             (
                 box,
-                values.as_strided(box.sizes, self.stride(), values.storage_offset() + box.start - part.start),
+                values.as_strided(
+                    box.sizes, self.stride(), values.storage_offset() + box.start - part.start
+                ),
             )
             for part, values in self.pieces
             for box in boxes_of_range(self.shape, self.stride(), part.start, part.stop)
@@ -358,17 +386,30 @@ def _part_of(key: str, value: Any, owned: Owned) -> Any:
         return value.clone()
     # A plain optimizer keeps the state of a 16-bit parameter in 16 bits.
     is_narrow = mine.is_floating_point() and param.is_floating_point()
-    return mine.to(param.device, accumulation_dtype(param.dtype) if is_narrow else mine.dtype, copy=True)
+    return mine.to(
+        param.device, accumulation_dtype(param.dtype) if is_narrow else mine.dtype, copy=True
+    )
 
 
-def _agreed_descriptions(sharding: Sharding, mine: Mapping[ShardPart, ParamState]) -> dict[int, dict[str, list[Any]]]:
-    """Describes each parameter's state entries, by parameter index and then by key, combined from all ranks."""
-    own = {part.param: {key: description(value) for key, value in state.items()} for part, state in mine.items() if state}
+def _agreed_descriptions(
+    sharding: Sharding, mine: Mapping[ShardPart, ParamState]
+) -> dict[int, dict[str, list[Any]]]:
+    """Describes each parameter's state entries, by parameter index and then by key, combined from
+    all ranks."""
+    own = {
+        part.param: {key: description(value) for key, value in state.items()}
+        for part, state in mine.items()
+        if state
+    }
     if sharding.group.num_ranks == 1:
         return own
     waits_for = "the state of a ShardedOptimizer, for which every rank must call state_dict()"
     of_ranks = gather_json(sharding.group, own, waits_for=waits_for)
-    return dict(sorted({int(index): state for of_rank in of_ranks for index, state in of_rank.items()}.items()))
+    return dict(
+        sorted(
+            {int(index): state for of_rank in of_ranks for index, state in of_rank.items()}.items()
+        )
+    )
 
 
 def description(value: Any) -> list[Any]:
@@ -379,7 +420,9 @@ def description(value: Any) -> list[Any]:
     return [_TENSOR, dtype] if value.dim() else [_SCALAR, dtype, value.item(), value.device.type]
 
 
-def _room(description: list[Any], param: Tensor, strides: tuple[int, ...], device: torch.device | None) -> Any:
+def _room(
+    description: list[Any], param: Tensor, strides: tuple[int, ...], device: torch.device | None
+) -> Any:
     """Returns a new tensor for elements, and the value itself of anything else."""
     kind, value, *of_scalar = description
     if kind == _VALUE:
@@ -389,4 +432,6 @@ def _room(description: list[Any], param: Tensor, strides: tuple[int, ...], devic
         return torch.empty_strided(param.shape, strides, dtype=dtype, device=device or param.device)
     number, place = of_scalar
     # A tensor on another rank's GPU belongs on this rank's GPU here.
-    return torch.tensor(number, dtype=dtype, device=param.device if param.device.type == place else place)
+    return torch.tensor(
+        number, dtype=dtype, device=param.device if param.device.type == place else place
+    )

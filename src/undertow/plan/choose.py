@@ -1,8 +1,10 @@
-"""Chooses the buckets of a plan among a family of plans, by the time at which their last collective ends.
+"""Chooses the buckets of a plan among a family of plans, by the time at which their last collective
+ends.
 
-A plan of the family has k buckets of about equal bytes, in the order in which gradients arrive. The last bucket is as large
-as the others, or a half, a quarter or a tenth of them: it is sent after backward, so nothing hides it. The best of these 53
-plans ends 0.35 % later on average than the best of all plans, and 2.7 % at worst, over 930 cases (docs/planning.md).
+A plan of the family has k buckets of about equal bytes, in the order in which gradients arrive. The
+last bucket is as large as the others, or a half, a quarter or a tenth of them: it is sent after
+backward, so nothing hides it. The best of these 53 plans ends 0.35 % later on average than the best
+of all plans, and 2.7 % at worst, over 930 cases (docs/planning.md).
 """
 
 import math
@@ -34,11 +36,12 @@ class Choice:
     """The chosen plan, and the plans that it was chosen from."""
 
     best: Candidate
-    candidates: tuple[Candidate, ...]  # the fastest one of each number of buckets, fewest buckets first
+    # the fastest one of each number of buckets, fewest buckets first
+    candidates: tuple[Candidate, ...]
     limit_us: float  # lower bound: no grouping, order or splitting of gradients ends earlier
 
 
-def choose(  # noqa: PLR0913  # the parameters, the run they are planned for, and what a bucket costs
+def choose(  # noqa: PLR0913
     params: Sequence[ParamSpec],
     order: Sequence[int],
     timing: StepTiming,
@@ -48,7 +51,8 @@ def choose(  # noqa: PLR0913  # the parameters, the run they are planned for, an
     max_bucket_bytes: float = math.inf,
     bucket_us: float = 0.0,
 ) -> Choice:
-    """Returns the fastest plan of the family, and of plans that are as fast the one with the fewest buckets.
+    """Returns the fastest plan of the family, and of plans that are as fast the one with the fewest
+    buckets.
 
     Args:
         params: The parameters, in the order of their registration.
@@ -77,10 +81,14 @@ def choose(  # noqa: PLR0913  # the parameters, the run they are planned for, an
     )
     fastest: dict[int, Candidate] = {}  # by the number of buckets
     for last_share, groups in _family(params, order, max_bytes=max_bucket_bytes):
-        time_us = finish_us(params, groups, timing, costs, has_shards=has_shards, bucket_us=bucket_us)
+        time_us = finish_us(
+            params, groups, timing, costs, has_shards=has_shards, bucket_us=bucket_us
+        )
         known = fastest.get(len(groups))
         if known is None or time_us < known.finish_us:
-            fastest[len(groups)] = Candidate(groups=groups, last_share=last_share, finish_us=time_us)
+            fastest[len(groups)] = Candidate(
+                groups=groups, last_share=last_share, finish_us=time_us
+            )
     candidates = tuple(fastest[number] for number in sorted(fastest))
     least_us = min(candidate.finish_us for candidate in candidates)
     require(
@@ -103,10 +111,11 @@ def equal_groups(
     num_buckets: int,
     last_share: float = 1.0,
 ) -> Groups:
-    """Returns about `num_buckets` groups of consecutive parameters of `order`, of about equal bytes.
+    """Returns about `num_buckets` groups of consecutive parameters of `order`, of about equal
+    bytes.
 
-    The last one has `last_share` of the bytes of another one. Parameters of different dtype or device in one stretch of the order
-    go to different groups.
+    The last one has `last_share` of the bytes of another one. Parameters of different dtype or
+    device in one stretch of the order go to different groups.
     """
     sizes = [spec.num_bytes for spec in params]
     target = sum(sizes) / (num_buckets - 1 + last_share)
@@ -126,7 +135,10 @@ def _family(
     *,
     max_bytes: float,
 ) -> Iterator[tuple[float, Groups]]:
-    """Yields the plans of the family whose buckets are allowed; if none is, the one with the smallest buckets."""
+    """Yields the plans of the family whose buckets are allowed.
+
+    If none is, the one with the smallest buckets.
+    """
     is_one_allowed = False
     for num_buckets in NUMS_OF_BUCKETS:
         for last_share in LAST_SHARES[: 1 if num_buckets == 1 else None]:

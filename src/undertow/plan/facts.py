@@ -1,4 +1,5 @@
-"""The facts that all ranks must know at the end of a backward, and their place in the trailer of a bucket.
+"""The facts that all ranks must know at the end of a backward, and their place in the trailer of a
+bucket.
 
     trailer   | used            | signature                | facts                        |
                 a flag per slot   bits and complements       in the last bucket: FACTS

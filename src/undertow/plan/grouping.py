@@ -1,4 +1,5 @@
-"""Decides which parameters share a bucket before anything is measured, and makes the plan that the settings request."""
+"""Decides which parameters share a bucket before anything is measured, and makes the plan that the
+settings request."""
 
 import math
 from collections import Counter
@@ -19,8 +20,8 @@ _GROWTH, _GROWTH_WITH_SHARDS = 1.5, 1.2
 class SizeCaps:
     """Largest bucket size in bytes, with separate sizes for the first and the last buckets.
 
-    The first buckets are small so that communication starts early. The last ones are small because nothing hides them: their
-    gradients are ready when backward ends.
+    The first buckets are small so that communication starts early. The last ones are small because
+    nothing hides them: their gradients are ready when backward ends.
     """
 
     cap_bytes: float
@@ -43,18 +44,21 @@ class SizeCaps:
 
 
 def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
-    """Returns caps for a model without measurements: sizes grow by half each from 1 MiB at both ends, up to 25 MiB.
+    """Returns caps for a model without measurements: sizes grow by half each from 1 MiB at both
+    ends, up to 25 MiB.
 
     With shards (`has_shards`) sizes grow by a fifth each.
 
-    A small first bucket starts the link early, and a small last one leaves little exposed communication. Between them a few large
-    buckets cost the fewest latencies. If the next bucket is half as large again, it is full before the link has sent the previous
-    one, unless gradients arrive less than one and a half times as fast as they can be sent; in that case the link idles anyway.
-    At 25 MiB the measured curves of all common links are flat.
+    A small first bucket starts the link early, and a small last one leaves little exposed
+    communication. Between them a few large buckets cost the fewest latencies. If the next bucket is
+    half as large again, it is full before the link has sent the previous one, unless gradients
+    arrive less than one and a half times as fast as they can be sent; in that case the link idles
+    anyway. At 25 MiB the measured curves of all common links are flat.
 
-    At the end of backward only the last bucket remains if each bucket takes no longer to send than the gradients of the next one,
-    smaller by that factor, take to arrive. All-reduces are mostly too slow for that on a slow link and never on a fast one. A
-    reduce-scatter sends half as much and is often just fast enough: then growth by a fifth keeps up, growth by a half does not.
+    At the end of backward only the last bucket remains if each bucket takes no longer to send than
+    the gradients of the next one, smaller by that factor, take to arrive. All-reduces are mostly
+    too slow for that on a slow link and never on a fast one. A reduce-scatter sends half as much
+    and is often just fast enough: then growth by a fifth keeps up, growth by a half does not.
     """
     growth = _GROWTH_WITH_SHARDS if has_shards else _GROWTH
     ramp, size = list[float](), _SMALLEST
@@ -66,16 +70,18 @@ def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
 
 
 def by_last_ready(groups: Iterable[Sequence[int]], order: Sequence[int]) -> Groups:
-    """Returns the groups by the place of their last parameter in `order`, which is the order of launches."""
+    """Returns the groups by the place of their last parameter in `order`, which is the order of
+    launches."""
     place = {param: at for at, param in enumerate(order)}
     return tuple(tuple(group) for group in sorted(groups, key=lambda group: place[group[-1]]))
 
 
 def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps) -> Groups:
-    """Groups consecutive parameters of `order`, as many as fit under the caps; a larger parameter gets its own bucket.
+    """Groups consecutive parameters of `order`, as many as fit under the caps; a larger parameter
+    gets its own bucket.
 
-    Parameters of different dtype or device go to different groups. Groups are sorted by the time at which their last member is
-    ready, which is the launch order.
+    Parameters of different dtype or device go to different groups. Groups are sorted by the time at
+    which their last member is ready, which is the launch order.
     """
     rest = list(order)
     last_groups = _take_last_groups(params, rest, caps.last_bytes)
@@ -85,7 +91,9 @@ def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeC
     return by_last_ready(groups, order)
 
 
-def _take_last_groups(params: Sequence[ParamSpec], rest: list[int], caps_bytes: Sequence[float]) -> list[list[int]]:
+def _take_last_groups(
+    params: Sequence[ParamSpec], rest: list[int], caps_bytes: Sequence[float]
+) -> list[list[int]]:
     """Takes the last groups from the end of `rest`, as full as their caps allow."""
     groups: list[list[int]] = []
     for cap in caps_bytes:
@@ -98,7 +106,9 @@ def _take_last_groups(params: Sequence[ParamSpec], rest: list[int], caps_bytes: 
     return groups
 
 
-def _next_fit(params: Sequence[ParamSpec], order: Sequence[int], caps_bytes: Sequence[float]) -> list[list[int]]:
+def _next_fit(
+    params: Sequence[ParamSpec], order: Sequence[int], caps_bytes: Sequence[float]
+) -> list[list[int]]:
     """Fills groups under those caps, one after another; the last cap holds for all that follow."""
     open_groups: dict[Kind, list[int]] = {}
     sizes: Counter[Kind] = Counter()
@@ -115,12 +125,18 @@ def _next_fit(params: Sequence[ParamSpec], order: Sequence[int], caps_bytes: Seq
 
 
 def reverse_registration(num_params: int) -> tuple[int, ...]:
-    """Returns the order used without a profile: backward runs through the layers from the last to the first."""
+    """Returns the order used without a profile.
+
+    Backward runs through the layers from the last to the first.
+    """
     return tuple(range(num_params - 1, -1, -1))
 
 
 def observed(num_params: int, arrivals: Sequence[int]) -> tuple[int, ...]:
-    """Returns the gradients' order of arrival; missing ones follow in reverse order of registration."""
+    """Returns the gradients' order of arrival.
+
+    Missing ones follow in reverse order of registration.
+    """
     first_seen = dict.fromkeys(arrivals)
     return (*first_seen, *(i for i in reverse_registration(num_params) if i not in first_seen))
 
@@ -137,7 +153,10 @@ def first_plan(
     num_ranks: int,
     has_shards: bool = False,
 ) -> Plan:
-    """Makes the plan of the first step, before any measurement; raises ConfigError if a pinned plan does not fit."""
+    """Makes the plan of the first step, before any measurement.
+
+    Raises ConfigError if a pinned plan does not fit.
+    """
     if config.plan is not None:
         return _pinned_plan(params, str(config.plan), num_ranks=num_ranks)
     order = reverse_registration(len(params))
@@ -170,7 +189,9 @@ def groups_in_order(
     return group_by_size(params, order, caps)
 
 
-def _caps(bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int, has_shards: bool) -> SizeCaps:
+def _caps(
+    bucket_cap_mb: float | tuple[float, ...] | None, *, total_bytes: int, has_shards: bool
+) -> SizeCaps:
     if bucket_cap_mb is None:
         return default_caps(total_bytes, has_shards=has_shards)
     if isinstance(bucket_cap_mb, tuple):
@@ -194,14 +215,18 @@ def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int) -> P
 
 
 def _difference(params: Sequence[ParamSpec], planned: Sequence[ParamSpec]) -> str:
-    """Returns the first difference between the parameters of a model and of a plan; empty if there is none."""
+    """Returns the first difference between the parameters of a model and of a plan.
+
+    Empty if there is none.
+    """
     for mine, other in zip(params, planned, strict=False):
         if mine.is_sparse != other.is_sparse:
             where = "the model" if mine.is_sparse else "the plan"
             return f"gradients of {mine.name!r} are sparse in {where} only"
         if (mine.name, mine.shape, mine.dtype) != (other.name, other.shape, other.dtype):
             return (
-                f"it has {other.name!r} {other.shape} {other.dtype} where the model has {mine.name!r} {mine.shape} {mine.dtype}"
+                f"it has {other.name!r} {other.shape} {other.dtype} where the model has "
+                f"{mine.name!r} {mine.shape} {mine.dtype}"
             )
     if len(params) != len(planned):
         return f"it has {len(planned)} parameters, the model {len(params)}"

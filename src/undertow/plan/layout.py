@@ -5,8 +5,9 @@
       one slot                   `undertow.plan.facts`
       per parameter
 
-Gradients with the first part of the padding are cut into equal shards, one per rank. The end of that part, and the end of the
-storage, are multiples of the number of ranks and of 16 bytes (vector loads).
+Gradients with the first part of the padding are cut into equal shards, one per rank. The end of
+that part, and the end of the storage, are multiples of the number of ranks and of 16 bytes (vector
+loads).
 """
 
 import math
@@ -51,7 +52,8 @@ class ParamSpec:
         )
         if not all(isinstance(text, str) for text in texts) or not isinstance(self.is_sparse, bool):
             raise ConfigError(
-                f"parameter {brief(self.name)} has an impossible description: dtype {brief(self.dtype)}, "
+                f"parameter {brief(self.name)} has an impossible description: dtype "
+                f"{brief(self.dtype)}, "
                 f"device {brief(self.device)}, sparse {brief(self.is_sparse)}.",
                 remedy="Name, dtype and device are texts; whether it is sparse is true or false.",
             )
@@ -61,7 +63,8 @@ class ParamSpec:
             raise ConfigError(
                 f"parameter {self.name!r} has an impossible size: shape {brief(self.shape)}, "
                 f"{brief(self.itemsize)} bytes per element.",
-                remedy="Sizes are zero or more, an element has at least one byte, and all of them fit into 64 bits.",
+                remedy="Sizes are zero or more, an element has at least one byte, and all of "
+                "them fit into 64 bits.",
             )
 
     @property
@@ -70,7 +73,10 @@ class ParamSpec:
 
     @property
     def slot_numel(self) -> int:
-        """Elements of its slot. A sparse gradient only has a flag in the bucket's trailer and travels separately."""
+        """Elements of its slot.
+
+        A sparse gradient only has a flag in the bucket's trailer and travels separately.
+        """
         return 0 if self.is_sparse else self.numel
 
     @property
@@ -80,12 +86,17 @@ class ParamSpec:
 
     @property
     def kind(self) -> Kind:
-        """Gradients share a bucket only if these agree: dtype, device, sparse or not, and the dtype of the parameters."""
+        """Gradients share a bucket only if these agree.
+
+        Dtype, device, sparse or not, and the dtype of the parameters.
+        """
         return self.dtype, self.device, self.is_sparse, self.own_dtype
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values, as in JSON."""
-        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None} | {"shape": [*self.shape]}
+        return {
+            name: value for name in self.__slots__ if (value := getattr(self, name)) is not None
+        } | {"shape": [*self.shape]}
 
 
 Groups = tuple[tuple[int, ...], ...]  # the parameters in each bucket of a plan
@@ -105,6 +116,7 @@ class Slot:
 
 
 def padded_numel(numel: int, *, itemsize: int, num_ranks: int) -> int:
-    """Returns the least multiple of the number of ranks and of 16 bytes that holds `numel` elements."""
+    """Returns the least multiple of the number of ranks and of 16 bytes that holds `numel`
+    elements."""
     unit = math.lcm(num_ranks, _ALIGN_BYTES // math.gcd(_ALIGN_BYTES, itemsize))
     return -(-numel // unit) * unit

@@ -27,7 +27,8 @@ class Bucket:
     is_sparse: bool
     slots: tuple[Slot, ...]
     trailer: Trailer
-    shard_numel: int  # elements of each rank's equal part of gradients and padding, which lie before the trailer
+    # elements of each rank's equal part of gradients and padding, which lie before the trailer
+    shard_numel: int
     storage_numel: int  # gradients, padding and trailer
     own_dtype: str | None = None  # the parameters' dtype, if their gradients have another one
 
@@ -57,7 +58,8 @@ class Bucket:
         return tuple(slot.param for slot in self.slots)
 
     def shard_range(self, rank: int, *, num_replicas: int = 1) -> range:
-        """Returns the range of elements of gradients and padding that `rank` owns; the last shard may hold padding only.
+        """Returns the range of elements of gradients and padding that `rank` owns; the last shard
+        may hold padding only.
 
         With `num_replicas`, `rank` counts within one replica, which has fewer ranks by that factor.
         """
@@ -112,7 +114,10 @@ class Plan:
 
 
 def groups_from_json(rows: object) -> Groups:
-    """Reads the buckets of a plan or a profile; raises ConfigError for anything but lists of indices."""
+    """Reads the buckets of a plan or a profile.
+
+    Raises ConfigError for anything but lists of indices.
+    """
     groups = []
     for index, row in enumerate(rows if isinstance(rows, list) else [rows]):
         require(
@@ -130,10 +135,12 @@ def plan_from_groups(
     *,
     num_ranks: int,
 ) -> Plan:
-    """Lays out `groups` of indices of parameters; each becomes a bucket, and empty groups are skipped.
+    """Lays out `groups` of indices of parameters; each becomes a bucket, and empty groups are
+    skipped.
 
-    Without parameters the plan still has one bucket with a trailer only, through which ranks exchange their verdict. Raises
-    ConfigError unless every parameter is in one group, with parameters of its kind, and `num_ranks` is 1 to 1,048,576.
+    Without parameters the plan still has one bucket with a trailer only, through which ranks
+    exchange their verdict. Raises ConfigError unless every parameter is in one group, with
+    parameters of its kind, and `num_ranks` is 1 to 1,048,576.
     """
     require(
         type(num_ranks) is int and 1 <= num_ranks <= _MOST_RANKS,
@@ -145,7 +152,9 @@ def plan_from_groups(
     _require_kinds(params, filled)
     if not filled:
         filled = [()]
-    buckets = [_bucket(params, group, index, len(filled), num_ranks) for index, group in enumerate(filled)]
+    buckets = [
+        _bucket(params, group, index, len(filled), num_ranks) for index, group in enumerate(filled)
+    ]
     return Plan(params=tuple(params), buckets=tuple(buckets), num_ranks=num_ranks)
 
 
@@ -161,7 +170,9 @@ def _bucket(
     for param, (start, stop) in zip(group, pairwise(ends), strict=True):
         slots.append(Slot(param=param, start=start, stop=stop))
     first = params[group[0]] if group else ParamSpec(name="", shape=(), dtype="float32", itemsize=4)
-    of_last = {"num_buckets": num_buckets, "num_ranks": num_ranks} if index == num_buckets - 1 else {}
+    of_last = (
+        {"num_buckets": num_buckets, "num_ranks": num_ranks} if index == num_buckets - 1 else {}
+    )
     trailer_numel = trailer_at(0, num_slots=len(slots), **of_last).stop
     numel = slots[-1].stop if slots else 0
     sharded_numel = padded_numel(numel, itemsize=first.itemsize, num_ranks=num_ranks)

@@ -1,13 +1,14 @@
 """The cost model that compares plans by the end of their last bucket.
 
-Buckets are launched in order, and the lane carries one collective at a time. A bucket starts when the previous one ends and its
-last gradient is ready:
+Buckets are launched in order, and the lane carries one collective at a time. A bucket starts when
+the previous one ends and its last gradient is ready:
 
     F = max(F, latest ready) + C(bytes)
 
-With shards a bucket's storage is one allocation, so the same buckets are gathered under the next forward, in reverse order: the
-last one first. A parameter read at u waits for its own bucket and all later ones. That wait delays everything after it by as
-much. Counted from the first bucket on, this is the same recursion with -u for the ready time:
+With shards a bucket's storage is one allocation, so the same buckets are gathered under the next
+forward, in reverse order: the last one first. A parameter read at u waits for its own bucket and
+all later ones. That wait delays everything after it by as much. Counted from the first bucket on,
+this is the same recursion with -u for the ready time:
 
     K = max(K, -earliest use) + C(bytes),   stall = max(0, K)
 """
@@ -25,11 +26,16 @@ from undertow.plan.layout import ParamSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:
-    """When gradients are ready and parameters are read in a step without communication; microseconds, the latest of all ranks."""
+    """When gradients are ready and parameters are read in a step without communication.
+
+    Microseconds, the latest of all ranks.
+    """
 
     ready_us: Sequence[float]  # by parameter: its gradient is ready, since the step began
-    backward_end_us: float  # the last bucket is not sent earlier: its trailer carries information known only then
-    used_us: Sequence[float] = ()  # by parameter: first read in forward, since forward began; only for shards
+    # the last bucket is not sent earlier: its trailer carries information known only then
+    backward_end_us: float
+    # by parameter: first read in forward, since forward began; only for shards
+    used_us: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         for time_us in (self.backward_end_us, *self.ready_us, *self.used_us):
@@ -51,11 +57,13 @@ def finish_us(
     has_shards: bool = False,
     bucket_us: float = 0.0,
 ) -> float:
-    """Returns when the last reduction of the buckets of `groups` ends, in microseconds since the step began.
+    """Returns when the last reduction of the buckets of `groups` ends, in microseconds since the
+    step began.
 
-    Each bucket delays backward by `bucket_us` of processor time before it is sent. With shards the function returns the period
-    of steps without their update: the stall of the next forward, which waits for gathers, plus the longer of backward and
-    reductions. Bytes are of gradients, without padding and trailers. Raises ConfigError if a parameter has no time.
+    Each bucket delays backward by `bucket_us` of processor time before it is sent. With shards the
+    function returns the period of steps without their update: the stall of the next forward, which
+    waits for gathers, plus the longer of backward and reductions. Bytes are of gradients, without
+    padding and trailers. Raises ConfigError if a parameter has no time.
     """
     needed = {"ready_us": timing.ready_us}
     if has_shards:
@@ -67,7 +75,8 @@ def finish_us(
             where="the timing of a step",
             remedy="Give one time for each parameter, in the order of the parameters.",
         )
-    filled = [group for group in groups if group] or [()]  # without parameters one empty bucket is sent
+    # without parameters one empty bucket is sent
+    filled = [group for group in groups if group] or [()]
     sizes = [float(sum(params[param].num_bytes for param in group)) for group in filled]
     starts_us = []
     for number, group in enumerate(filled, 1):
@@ -88,18 +97,24 @@ def _through_us(starts_us: Sequence[float], times_us: Floats) -> float:
     return through_us
 
 
-# Number of sizes between 1 byte and the total at which a cost is looked up; a cell is then a sixth of a percent wide for 1 GB.
+# Number of sizes between 1 byte and the total at which a cost is looked up; a cell is then a sixth
+# of a percent wide for 1 GB.
 _NUM_SIZES = 12288
 
 
-def limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs, *, has_shards: bool) -> float:
-    """Returns a lower bound: no grouping, order or splitting of gradients ends earlier; microseconds, as `finish_us` counts.
+def limit_us(
+    params: Sequence[ParamSpec], timing: StepTiming, costs: Costs, *, has_shards: bool
+) -> float:
+    """Returns a lower bound in microseconds, as `finish_us` counts.
+
+    No grouping, order or splitting of gradients ends earlier.
 
         limit = max over i of  r_i + C*(S_i),   and  end of backward + C(0)
 
-    S_i is the bytes of all gradients ready at r_i or later, C*(S) the cheapest way to send S bytes in any split. With shards the
-    stall of the next forward is added, because the two phases have the lane to themselves: stall = max over i of  C*(G_i) - u_i.
-    G_i is the bytes of all parameters used at u_i or earlier.
+    S_i is the bytes of all gradients ready at r_i or later, C*(S) the cheapest way to send S bytes
+    in any split. With shards the stall of the next forward is added, because the two phases have
+    the lane to themselves: stall = max over i of  C*(G_i) - u_i. G_i is the bytes of all
+    parameters used at u_i or earlier.
     """
     reduction = "reduce_scatter" if has_shards else "all_reduce"
     alone_us = float(costs.collective_us(reduction, [0.0])[0])
@@ -113,11 +128,12 @@ def limit_us(params: Sequence[ParamSpec], timing: StepTiming, costs: Costs, *, h
 
 
 def _latest_us(params: Sequence[ParamSpec], key_us: Floats, costs: Costs, kind: str) -> float:
-    """Returns the maximum over i of C*(bytes of all whose key is at most the key of i), less the key of i.
+    """Returns the maximum over i of C*(bytes of all whose key is at most the key of i), less the
+    key of i.
 
-    C*(S) is at least one collective, and at least S bytes at the best rate of any size. Between two sizes at which the cost is
-    looked up, a part costs no less than at the smaller one and holds no more than the larger one; costs do not decrease with the
-    size.
+    C*(S) is at least one collective, and at least S bytes at the best rate of any size. Between two
+    sizes at which the cost is looked up, a part costs no less than at the smaller one and holds no
+    more than the larger one; costs do not decrease with the size.
     """
     if not params:
         return 0.0

@@ -22,11 +22,13 @@ class Outcome:
     compute_us: float  # of a step without communication
     limit_us: float  # lower bound of the step time for every grouping
     band_us: tuple[float, float]  # p10 and p90 of the step
-    late_rank_us: float = 0.0  # the part of the waiting caused by slower ranks instead of the network
+    # the part of the waiting caused by slower ranks instead of the network
+    late_rank_us: float = 0.0
 
     @property
     def efficiency(self) -> float:
-        """Scaling efficiency: the time of a step without communication, as a share of this step's."""
+        """Scaling efficiency: the time of a step without communication, as a share of this
+        step's."""
         return self.compute_us / self.step_us if self.step_us > 0 else 1.0
 
     @property
@@ -54,7 +56,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Outcomes by value of the varied quantity; every value has the same methods in the same order."""
+    """Outcomes by value of the varied quantity; every value has the same methods in the same
+    order."""
 
     axis: str  # the varied quantity
     unit: str
@@ -81,7 +84,9 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
         limits = f"{outcome.step_us / outcome.limit_us:.3f}" if outcome.limit_us > 0 else "-"
         # In fewer columns than a sweep has for the efficiency.
         row += [hidden, limits, efficiency.replace("% to ", "-")]
-        table.add_row(cell(outcome.method), *row, style="bold" if outcome.step_us == best_us else None)
+        table.add_row(
+            cell(outcome.method), *row, style="bold" if outcome.step_us == best_us else None
+        )
     console.print(table)
 
 

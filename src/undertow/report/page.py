@@ -1,6 +1,8 @@
-"""Writes a page about a run that a browser shows without a network: advice, the step as a timeline, buckets, and other links.
+"""Writes a page about a run that a browser shows without a network: advice, the step as a timeline,
+buckets, and other links.
 
-`page.html` beside this file draws it, from the reports as JSON and from steps that are simulated here.
+`page.html` beside this file draws it, from the reports as JSON and from steps that are simulated
+here.
 """
 
 import importlib.util
@@ -29,7 +31,8 @@ _RUN_AGAIN = "Run the training with: undertow run --out DIR ..., and report on t
 
 
 def page_of(reports: Sequence[Mapping[str, Any]], profile: Profile | None, *, where: str) -> str:
-    """Returns the page of reports of one model, as `to_dict` gives them, one per rank; `where` is for errors.
+    """Returns the page of reports of one model, as `to_dict` gives them, one per rank; `where` is
+    for errors.
 
     Raises ConfigError if there is nothing to show.
     """
@@ -46,20 +49,39 @@ def page_of(reports: Sequence[Mapping[str, Any]], profile: Profile | None, *, wh
         remedy="Train a few steps first, and leave record on.",
     )
     try:
-        data = json.dumps({"reports": reports, "links": _links(profile)}, allow_nan=False).replace("<", "\\u003c")
+        data = json.dumps({"reports": reports, "links": _links(profile)}, allow_nan=False).replace(
+            "<", "\\u003c"
+        )
     except ValueError as error:
-        raise ConfigError("a time of the report is not finite (NaN or Inf).", where=where, remedy=_RUN_AGAIN) from error
+        raise ConfigError(
+            "a time of the report is not finite (NaN or Inf).", where=where, remedy=_RUN_AGAIN
+        ) from error
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
-    begin, middle, end = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8").split("<!--insert-->")
+    begin, middle, end = (
+        resources.files(__package__)
+        .joinpath("page.html")
+        .read_text(encoding="utf-8")
+        .split("<!--insert-->")
+    )
     return f"{begin}{get_plotlyjs()}{middle}{data}{end}"
 
 
 def _links(profile: Profile | None) -> list[dict[str, Any]]:
-    """Returns simulated steps on the measured link and on others; none if nothing is sent, or if the link has nodes."""
-    if profile is None or profile.num_ranks == 1 or strategy_named(profile.strategy).crossing is not None:
+    """Returns simulated steps on the measured link and on others.
+
+    None if nothing is sent, or if the link has nodes.
+    """
+    if (
+        profile is None
+        or profile.num_ranks == 1
+        or strategy_named(profile.strategy).crossing is not None
+    ):
         return []
-    return [_link(profile, rate) for rate in (*((None,) if profile.curves and not profile.is_of_one_size else ()), *_RATES)]
+    return [
+        _link(profile, rate)
+        for rate in (*((None,) if profile.curves and not profile.is_of_one_size else ()), *_RATES)
+    ]
 
 
 def _link(profile: Profile, rate: str | None) -> dict[str, Any]:
@@ -75,14 +97,17 @@ def _link(profile: Profile, rate: str | None) -> dict[str, Any]:
 
 
 def save_pages(folder: Path, out: Path) -> list[Path]:
-    """Writes a page into `out` for each model whose reports are in `folder`, and returns their paths.
+    """Writes a page into `out` for each model whose reports are in `folder`, and returns their
+    paths.
 
     Raises ConfigError if files are missing, damaged, or of different runs.
     """
     pages = {
         out / f"report{suffix}.html": page_of(
             reports,
-            profile_from_file(path) if (path := folder / f"profile{suffix}.json").exists() else None,
+            profile_from_file(path)
+            if (path := folder / f"profile{suffix}.json").exists()
+            else None,
             where=f"undertow report {folder}",
         )
         for suffix, reports in _reports_of(folder).items()
@@ -94,8 +119,13 @@ def save_pages(folder: Path, out: Path) -> list[Path]:
 
 
 def json_of_reports(folder: Path) -> str:
-    """Returns the reports of all ranks as JSON: a list by the name of each model's page. Raises ConfigError like `save_pages`."""
-    return json.dumps({f"report{suffix}": reports for suffix, reports in _reports_of(folder).items()}, indent=2)
+    """Returns the reports of all ranks as JSON: a list by the name of each model's page.
+
+    Raises ConfigError like `save_pages`.
+    """
+    return json.dumps(
+        {f"report{suffix}": reports for suffix, reports in _reports_of(folder).items()}, indent=2
+    )
 
 
 def _reports_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -106,7 +136,10 @@ def _reports_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
             models[match[2] or ""][match[1]] = path
     where = f"undertow report {folder}"
     require(models, f"there is no report-rank0.json in {folder}.", where=where, remedy=_RUN_AGAIN)
-    found = {suffix: [_report(paths[rank]) for rank in sorted(paths, key=int)] for suffix, paths in sorted(models.items())}
+    found = {
+        suffix: [_report(paths[rank]) for rank in sorted(paths, key=int)]
+        for suffix, paths in sorted(models.items())
+    }
     for suffix, reports in found.items():
         _require_one_run(reports, suffix, where)
     return found
@@ -116,7 +149,9 @@ def _report(path: Path) -> dict[str, Any]:
     try:
         report = parsed_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON.", where=str(error), remedy=_RUN_AGAIN) from error
+        raise ConfigError(
+            f"{path} cannot be read as JSON.", where=str(error), remedy=_RUN_AGAIN
+        ) from error
     missing = sorted(_FIELDS - set(report)) if isinstance(report, dict) else ["anything"]
     require(
         not missing,
@@ -143,7 +178,8 @@ def _require_one_run(reports: Sequence[Mapping[str, Any]], suffix: str, where: s
         remedy="Copy the files of one group into a separate folder, and report on that.",
     )
     first, *others = (
-        [report.get("run"), len(report["busy_ms"]), [it["params"] for it in report["buckets"]]] for report in reports
+        [report.get("run"), len(report["busy_ms"]), [it["params"] for it in report["buckets"]]]
+        for report in reports
     )
     require(
         all(other == first for other in others),

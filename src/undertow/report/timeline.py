@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The color of each kind and its name, as in page.html: a loud one for waiting, and none that tells red from green.
+# The color of each kind and its name, as in page.html: a loud one for waiting, and none that tells
+# red from green.
 _KINDS = {
     "forward": ("#56b4e9", "forward"),
     "backward": ("#0072b2", "backward"),
@@ -40,17 +41,23 @@ def require_matplotlib() -> None:
 
 
 def drawn(text: str) -> str:
-    """Returns the text for a picture: matplotlib would read text between two dollar signs as a formula."""
+    """Returns the text for a picture.
+
+    Matplotlib would read text between two dollar signs as a formula.
+    """
     return printable(text).replace("$", r"\$")
 
 
 def save_themes(draw: Callable[[], Figure], path: Path) -> None:
-    """Writes the figure that `draw` makes as PATH, and for dark pages as PATH with -dark in its name."""
+    """Writes the figure that `draw` makes as PATH, and for dark pages as PATH with -dark in its
+    name."""
     import matplotlib as mpl
 
     for name, ink, ground, grid in _THEMES:
         theme: dict[Any, str] = {"grid.color": grid}
-        theme |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink)
+        theme |= dict.fromkeys(
+            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink
+        )
         theme |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), ground)
         with mpl.rc_context(theme):
             draw().savefig(path.with_stem(path.stem + name))
@@ -65,18 +72,22 @@ def save_timeline(
     conditions: str = "",
     limit_us: float | None = None,
 ) -> None:
-    """Writes a PNG with two rows per named trace, computation above network, on one axis in milliseconds; another for dark pages.
+    """Writes a PNG with two rows per named trace, computation above network, on one axis in
+    milliseconds; another for dark pages.
 
-    Events before the forward, such as gathers of parameters, are drawn to the left of 0. The slowest trace is on top. The title
-    compares `subject`, by default the last trace, with `baseline`, by default the first. `conditions` are drawn below: where the
-    steps ran. `limit_us` is drawn as a line: no step can be shorter.
+    Events before the forward, such as gathers of parameters, are drawn to the left of 0. The
+    slowest trace is on top. The title compares `subject`, by default the last trace, with
+    `baseline`, by default the first. `conditions` are drawn below: where the steps ran. `limit_us`
+    is drawn as a line: no step can be shorter.
     """
     title = takeaway(traces, subject=subject, baseline=baseline)
     slowest_first = dict(sorted(traces.items(), key=lambda it: -it[1].duration_us))
     save_themes(lambda: _timeline(slowest_first, title, conditions, limit_us), Path(path))
 
 
-def _timeline(traces: Mapping[str, Trace], title: str, conditions: str, limit_us: float | None) -> Figure:
+def _timeline(
+    traces: Mapping[str, Trace], title: str, conditions: str, limit_us: float | None
+) -> Figure:
     # Not pyplot: it would keep the figure in its own list and look for a display.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -84,14 +95,18 @@ def _timeline(traces: Mapping[str, Trace], title: str, conditions: str, limit_us
     figure = Figure(figsize=(11, 1.75 + 0.82 * len(traces)), dpi=150, layout="constrained")
     figure.suptitle(drawn(title), x=0.012, ha="left", fontsize=13, fontweight="bold")
     axes = figure.add_subplot()
-    visible = [event for trace in traces.values() for event in trace.events if event.duration_us > 0]
+    visible = [
+        event for trace in traces.values() for event in trace.events if event.duration_us > 0
+    ]
     start_ms = min((event.start_us for event in visible), default=0.0) / 1e3
     end_ms = max(_end_ms(trace) for trace in traces.values())
     for row, trace in enumerate(traces.values()):
         _draw_trace(axes, trace, row=row, axis_ms=end_ms - start_ms)
     axes.set_xlim(start_ms, end_ms + (end_ms - start_ms) * 0.085)
     axes.set_ylim(len(traces) - 0.55, -0.6)  # the first trace on top
-    axes.set_yticks([row - 0.05 for row in range(len(traces))], [*map(drawn, traces)], fontsize=10.5)
+    axes.set_yticks(
+        [row - 0.05 for row in range(len(traces))], [*map(drawn, traces)], fontsize=10.5
+    )
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=9)
     label = "milliseconds since the forward began" + (f"; {conditions}" if conditions else "")
@@ -101,9 +116,15 @@ def _timeline(traces: Mapping[str, Trace], title: str, conditions: str, limit_us
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     shown = {_kind(event) for event in visible}
-    handles: list[Any] = [Patch(facecolor=color, label=label) for kind, (color, label) in _KINDS.items() if kind in shown]
+    handles: list[Any] = [
+        Patch(facecolor=color, label=label)
+        for kind, (color, label) in _KINDS.items()
+        if kind in shown
+    ]
     if limit_us is not None:
-        starts_us = [event.start_us for trace in traces.values() for event in trace.on_lane("compute")]
+        starts_us = [
+            event.start_us for trace in traces.values() for event in trace.on_lane("compute")
+        ]
         limit_ms = (min(starts_us, default=0.0) + limit_us) / 1e3
         label = f"lower bound {limit_us / 1e3:.0f} ms"
         handles.append(axes.axvline(limit_ms, linestyle=":", color="#999999", label=label))
@@ -125,7 +146,8 @@ def _timeline(traces: Mapping[str, Trace], title: str, conditions: str, limit_us
 def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
     for event in trace.events:
         is_compute = event.lane == "compute"
-        if is_compute and event.duration_us < axis_ms * 0.5:  # less than 0.05 % of the axis would only show its white edges
+        # less than 0.05 % of the axis would only show its white edges
+        if is_compute and event.duration_us < axis_ms * 0.5:
             continue
         axes.broken_barh(
             [(event.start_us / 1e3, event.duration_us / 1e3)],
@@ -148,7 +170,10 @@ def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
 
 
 def takeaway(traces: Mapping[str, Trace], *, subject: str = "", baseline: str = "") -> str:
-    """Returns one line: how fast the step `subject` is beside `baseline`, and what of its communication is hidden."""
+    """Returns one line.
+
+    How fast the step `subject` is beside `baseline`, and what of its communication is hidden.
+    """
     first_name = baseline if baseline in traces else next(iter(traces))
     name = subject if subject in traces else [*traces][-1]
     trace = traces[name]
@@ -157,7 +182,10 @@ def takeaway(traces: Mapping[str, Trace], *, subject: str = "", baseline: str = 
         return f"{name}: {step_ms:.0f} ms per step, no communication"
     hidden = f"{overlap.fraction:.0%} of the network time is hidden"
     if len(traces) == 1:
-        return f"{name}: {hidden}, {overlap.exposed_us / 1e3:.0f} of {step_ms:.0f} ms are spent waiting"
+        return (
+            f"{name}: {hidden}, {overlap.exposed_us / 1e3:.0f} of {step_ms:.0f} ms are spent "
+            "waiting"
+        )
     gain = traces[first_name].duration_us / trace.duration_us
     if 1 / _LEAST_GAIN < gain < _LEAST_GAIN:
         return f"{name}: as fast as {first_name}, {hidden}"

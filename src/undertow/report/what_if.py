@@ -1,4 +1,5 @@
-"""Predicts the step of a model on a network that may not exist, for several groupings of its gradients."""
+"""Predicts the step of a model on a network that may not exist, for several groupings of its
+gradients."""
 
 import math
 from collections.abc import Mapping
@@ -23,8 +24,9 @@ PER_PARAMETER, FIXED, PLANNED, MEASURED = (
     "planned buckets",
     "buckets of the profile",
 )
-# p10 and p90 of steps beside their predictions, of the published rows in docs/fidelity.md. Measured profiles know the spread of
-# their steps and how far their own step is missed. What remains is the model's.
+# p10 and p90 of steps beside their predictions, of the published rows in docs/fidelity.md. Measured
+# profiles know the spread of their steps and how far their own step is missed. What remains is the
+# model's.
 BAND, _MODEL, _P90 = (
     (0.88, 1.09),
     0.03,
@@ -73,14 +75,17 @@ class NetworkOptions:
             )
 
     def network(self, profile: Profile, strategy: Strategy, *, num_ranks: int) -> Network:
-        """Returns the network of the options; without a link the profile's network, or one like it over other ranks.
+        """Returns the network of the options; without a link the profile's network, or one like it
+        over other ranks.
 
-        Raises ConfigError for a strategy over two axes on a network without nodes: a measured mesh says nothing about other
-        meshes, nor about a network that is not a mesh.
+        Raises ConfigError for a strategy over two axes on a network without nodes: a measured mesh
+        says nothing about other meshes, nor about a network that is not a mesh.
         """
         is_mesh = strategy.crossing is not None
         # Measured on processors, collectives are gloo's.
-        has_trees = not (profile.is_measured and all(spec.device == "cpu" for spec in profile.params))
+        has_trees = not (
+            profile.is_measured and all(spec.device == "cpu" for spec in profile.params)
+        )
         if self.link is not None and (self.per_node is not None or not is_mesh):
             # If there are fewer ranks than a node has, all of them are on one node.
             per_node, inside = (
@@ -95,11 +100,19 @@ class NetworkOptions:
                 is_mesh=is_mesh,
                 has_trees=has_trees,
             )
-            nodes = "," if per_node is None else f" between nodes of {per_node} ranks, {inside} inside;"
+            nodes = (
+                ","
+                if per_node is None
+                else (f" between nodes of {per_node} ranks, {inside} inside;")
+            )
             return Network(costs=costs, source=f"{self.link}{nodes} {num_ranks} ranks")
         needs_nodes = is_mesh or strategy_named(profile.strategy).crossing is not None
         is_measured = num_ranks == profile.num_ranks and bool(profile.curves)
-        if self.link is None and is_measured and (strategy.name == profile.strategy or not needs_nodes):
+        if (
+            self.link is None
+            and is_measured
+            and (strategy.name == profile.strategy or not needs_nodes)
+        ):
             return Network(
                 costs=profile.costs(),
                 source=f"as measured over {num_ranks} ranks",
@@ -110,7 +123,8 @@ class NetworkOptions:
             raise ConfigError(
                 f"the costs of strategy {strategy.name!r} over {num_ranks} ranks are unknown.",
                 where=f"{self.link} has no nodes" if self.link else measured,
-                remedy='Give the network with its nodes, such as --ranks 64 --per-node 8 --link "100gbit,5us".',
+                remedy="Give the network with its nodes, such as --ranks 64 --per-node 8 --link "
+                '"100gbit,5us".',
             )
         curves = {kind: profile.curves[kind] for kind in _KINDS if kind in profile.curves}
         if not curves:
@@ -123,13 +137,18 @@ class NetworkOptions:
             return Network(costs=costs_for("none", num_ranks=1), source="none: a single rank")
         scaled = {}
         for kind, curve in curves.items():
-            scaled[kind] = scaled_curve(curve, kind, num_ranks=profile.num_ranks, to=num_ranks, has_trees=has_trees)
+            scaled[kind] = scaled_curve(
+                curve, kind, num_ranks=profile.num_ranks, to=num_ranks, has_trees=has_trees
+            )
         source = f"as measured over {profile.num_ranks} ranks, scaled to {num_ranks} ranks"
         return Network(costs=MeasuredCosts(scaled), source=source)
 
 
 def caps_of(mebibytes: float) -> SizeCaps:
-    """Returns the caps of torch's DistributedDataParallel for that size: the first bucket has 1 MiB."""
+    """Returns the caps of torch's DistributedDataParallel for that size.
+
+    The first bucket has 1 MiB.
+    """
     return SizeCaps(cap_bytes=mebibytes * _MIB, first_bytes=(min(mebibytes, 1.0) * _MIB,))
 
 
@@ -197,11 +216,16 @@ class WhatIf:
     @property
     def limit_us(self) -> float:
         """Lower bound of the step time for any grouping, on equal ranks without contention."""
-        return self.profile.update_us + max(self.profile.timing.backward_end_us, self.choice.limit_us)
+        return self.profile.update_us + max(
+            self.profile.timing.backward_end_us, self.choice.limit_us
+        )
 
     @cached_property
     def planned(self) -> Plan:
-        """The best plan, which knows nothing of skew, contention and copies: a row of fixed sizes may be faster."""
+        """The best plan, which knows nothing of skew, contention and copies.
+
+        A row of fixed sizes may be faster.
+        """
         return self._plan(self.choice.best.groups)
 
     def plan_of_size(self, caps: SizeCaps) -> Plan:
@@ -212,7 +236,9 @@ class WhatIf:
         """Returns the outcome of every method."""
         own = self.profile.groups if self.strategy.name == self.profile.strategy else None
         measured = [] if own is None else [self.outcome(MEASURED, self._plan(own))]
-        alone = self.outcome(PER_PARAMETER, self._plan(tuple((param,) for param in self.profile.order)))
+        alone = self.outcome(
+            PER_PARAMETER, self._plan(tuple((param,) for param in self.profile.order))
+        )
         fixed = [self.outcome(name, self.plan_of_size(caps)) for name, caps in _FIXED_CAPS.items()]
         return (*measured, alone, *fixed, self.outcome(PLANNED, self.planned))
 
@@ -237,14 +263,19 @@ class WhatIf:
 
     @cached_property
     def _band(self) -> tuple[float, float]:
-        """p10 and p90 of a step, relative to its prediction: narrow only for the network on which the spread was measured."""
+        """p10 and p90 of a step, relative to its prediction.
+
+        Narrow only for the network on which the spread was measured.
+        """
         profile, missed = self.profile, 0.0
         spread = profile.skew if profile.spread is None else profile.spread
         if spread is None or not self.network.is_measured:
             return BAND
         if profile.groups is not None and profile.step_us is not None:
             plan, conditions = self._plan(profile.groups), Conditions()
-            own = simulate(profile, plan, strategy_named(profile.strategy), self.network.costs, conditions)
+            own = simulate(
+                profile, plan, strategy_named(profile.strategy), self.network.costs, conditions
+            )
             missed = abs(profile.step_us / own.step_us - 1)
         width = _P90 * math.hypot(max(_MODEL, missed), spread)
         return 1 - width, 1 + width

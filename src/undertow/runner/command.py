@@ -12,7 +12,8 @@ from undertow.errors import ConfigError, UndertowError, make_directory, require,
 from undertow.runner.settings import RUN, settings_from, variables_of
 
 _SITE = str(Path(__file__).with_name("site"))
-_COMMANDS = ("accelerate", "python", "python3", "torchrun", "ray", "fabric", "deepspeed")  # that start training
+# that start training
+_COMMANDS = ("accelerate", "python", "python3", "torchrun", "ray", "fabric", "deepspeed")
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -24,7 +25,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
             command,
             "no command is given.",
             where="undertow run",
-            remedy="Write the command that starts the training after it: undertow run torchrun --nproc-per-node=2 train.py",
+            remedy="Write the command that starts the training after it: undertow run torchrun "
+            "--nproc-per-node=2 train.py",
         )
         environment = _environment(options.out, options.set)
     except UndertowError as error:
@@ -37,11 +39,18 @@ def main(arguments: Sequence[str]) -> NoReturn:
     try:
         os.execve(program, command, environment)
     except OSError as error:
-        what, code, remedy = f"{name} cannot be started: {error.strerror}.", 126, "Make it executable, or name its interpreter."
+        what, code, remedy = (
+            (f"{name} cannot be started: {error.strerror}."),
+            126,
+            ("Make it executable, or name its interpreter."),
+        )
         if isinstance(error, FileNotFoundError):
             code = 127
-            remedy = suggestion(name, _COMMANDS, instead="Give the command as you would without `undertow run`.")
-        _stop(ConfigError(what, where="undertow run", remedy=remedy), code=code)  # codes as of shells
+            remedy = suggestion(
+                name, _COMMANDS, instead="Give the command as you would without `undertow run`."
+            )
+        # codes as of shells
+        _stop(ConfigError(what, where="undertow run", remedy=remedy), code=code)
 
 
 def _stop(error: UndertowError, *, code: int) -> NoReturn:
@@ -73,10 +82,21 @@ def _parser() -> argparse.ArgumentParser:
         "cannot be started, or is not found.",
     )
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, help="write each model's profile and plan, and all ranks' reports and traces, here"
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="write each model's profile and plan, and all ranks' reports and traces, here",
     )
-    parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="a setting; may be repeated")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program and its arguments")
+    parser.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a setting; may be repeated",
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program and its arguments"
+    )
     return parser
 
 
@@ -84,9 +104,15 @@ def _environment(out: Path | None, assignments: Sequence[str]) -> dict[str, str]
     environment = {**os.environ, **variables_of(assignments)}
     settings_from(environment)
     if out is not None:
-        make_directory(out, where=f"undertow run --out {out}", to="there", remedy="Name another folder.")
+        make_directory(
+            out, where=f"undertow run --out {out}", to="there", remedy="Name another folder."
+        )
     # This one may run within another, whose folder holds.
     environment[RUN] = environment.get(RUN, "") if out is None else str(out.absolute())
-    others = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", _SITE)]
+    others = [
+        folder
+        for folder in environment.get("PYTHONPATH", "").split(os.pathsep)
+        if folder not in ("", _SITE)
+    ]
     environment["PYTHONPATH"] = os.pathsep.join([_SITE, *others])
     return environment

@@ -19,8 +19,9 @@ from undertow.trace.step_report import StepReport
 def end(sync: GradientSync, out: str | None, number: int) -> None:
     """Writes this rank's files into `out`; `number` counts the models of this process from 0.
 
-    Rank 0 prints to standard error: where the time went, the reason for the plan, the gain of a sharded optimizer, and the place
-    of the files. After an error that ended the program it prints only the place, so that the error stays in sight.
+    Rank 0 prints to standard error: where the time went, the reason for the plan, the gain of a
+    sharded optimizer, and the place of the files. After an error that ended the program it prints
+    only the place, so that the error stays in sight.
     """
     if out is None and sync.rank != 0:
         return
@@ -32,13 +33,20 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
 
         console = Console(stderr=True)
         console.print(report, sync.explain(), soft_wrap=True)
-        if profile is not None and profile.strategy == "ddp" and profile.is_measured and not profile.is_of_one_size:
+        if (
+            profile is not None
+            and profile.strategy == "ddp"
+            and profile.is_measured
+            and not profile.is_of_one_size
+        ):
             console.print(about_shards(profile), soft_wrap=True, highlight=False, end="")
     if out is not None:
         _write(sync, report, profile, Path(out), number)
 
 
-def _write(sync: GradientSync, report: StepReport, profile: Profile | None, out: Path, number: int) -> None:
+def _write(
+    sync: GradientSync, report: StepReport, profile: Profile | None, out: Path, number: int
+) -> None:
     """Writes this rank's report and, by the first rank of the model's group, profile and plan."""
     rank = sync._group.user.ranks[sync.rank]
     of_group = f"-rank{rank}" if rank else ""
@@ -63,7 +71,8 @@ def _write(sync: GradientSync, report: StepReport, profile: Profile | None, out:
 
 
 def about_shards(profile: Profile) -> str:
-    """Returns the advice to shard the optimizer; nothing if the simulator expects no shorter step."""
+    """Returns the advice to shard the optimizer; nothing if the simulator expects no shorter
+    step."""
     step_ms = {}
     for strategy in ("ddp", "zero1"):
         what_if = WhatIf.of(profile, strategy, None, NetworkOptions(), Conditions())
@@ -71,9 +80,12 @@ def about_shards(profile: Profile) -> str:
     if step_ms["zero1"] >= step_ms["ddp"]:
         return ""
     return (
-        "AdamW, SGD and other elementwise optimizers are sharded by one line, after the optimizer and the wrapper are made:\n"
+        "AdamW, SGD and other elementwise optimizers are sharded by one line, after the "
+        "optimizer and the wrapper are made:\n"
         "  optimizer = undertow.shard_optimizer(optimizer, model)\n"
-        f"The simulator expects {step_ms['zero1']:.1f} ms a step instead of {step_ms['ddp']:.1f} ms. "
-        f"Each rank would also hold and update only 1/{profile.num_ranks} of the optimizer's state. "
+        f"The simulator expects {step_ms['zero1']:.1f} ms a step instead of {step_ms['ddp']:.1f} "
+        "ms. "
+        f"Each rank would also hold and update only 1/{profile.num_ranks} of the optimizer's "
+        "state. "
         "The shorter update is not counted.\n"
     )

@@ -41,21 +41,32 @@ def _ends(sync: GradientSync, out: str | None, number: int, process: int) -> Non
 
 @functools.cache
 def class_for(cls: type[TorchDistributedDataParallel]) -> type[TorchDistributedDataParallel]:
-    """Returns the class that a call of `cls` instantiates: for a subclass of torch's, a subclass of both.
+    """Returns the class that a call of `cls` instantiates: for a subclass of torch's, a subclass of
+    both.
 
-    Raises ConfigError for a class that overrides private methods of torch's, which Undertow does not call.
+    Raises ConfigError for a class that overrides private methods of torch's, which Undertow does
+    not call.
     """
     if cls in (TorchDistributedDataParallel, DistributedDataParallel):
         return Wrapped
     if issubclass(cls, DistributedDataParallel):
         return cls
     foreign = cls.__mro__[: cls.__mro__.index(TorchDistributedDataParallel)]
-    private = {name for name, it in vars(TorchDistributedDataParallel).items() if name[0] == "_" != name[1] and callable(it)}
+    private = {
+        name
+        for name, it in vars(TorchDistributedDataParallel).items()
+        if name[0] == "_" != name[1] and callable(it)
+    }
     overridden = sorted(private & set().union(*map(vars, foreign)))
     require(
         not overridden,
-        f"class {cls.__name__} overrides {', '.join(overridden)}, and Undertow does not call torch's private methods.",
+        f"class {cls.__name__} overrides {', '.join(overridden)}, and Undertow does not call "
+        "torch's private methods.",
         where=f"{cls.__module__}.{cls.__qualname__}(...) under `undertow run`",
         remedy="Do the same in forward(), or start the program without `undertow run`.",
     )
-    return type(cls.__name__, (cls, Wrapped), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    return type(
+        cls.__name__,
+        (cls, Wrapped),
+        {"__module__": cls.__module__, "__qualname__": cls.__qualname__},
+    )

@@ -13,7 +13,10 @@ _PREFIX = "UNDERTOW_"
 
 
 def variables_of(assignments: Iterable[str]) -> dict[str, str]:
-    """Returns the environment variables of settings given as "name=value"; raises ConfigError for other texts."""
+    """Returns the environment variables of settings given as "name=value".
+
+    Raises ConfigError for other texts.
+    """
     variables = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
@@ -23,7 +26,9 @@ def variables_of(assignments: Iterable[str]) -> dict[str, str]:
             where="undertow run",
             remedy="Write --set name=value, without spaces.",
         )
-        require_known([name], SyncConfig.__dataclass_fields__, "setting", where="undertow run --set")
+        require_known(
+            [name], SyncConfig.__dataclass_fields__, "setting", where="undertow run --set"
+        )
         variables[_PREFIX + name.upper()] = value
     return variables
 

@@ -12,7 +12,8 @@ def lower_data_parallel(
     *,
     overlap: bool = True,
 ) -> Schedule:
-    """Reduces every bucket as soon as it and all earlier ones are full, and gathers updated parameters after the step.
+    """Reduces every bucket as soon as it and all earlier ones are full, and gathers updated
+    parameters after the step.
 
     The last bucket is always launched after backward: its trailer carries information that a rank
     knows only then. Without `overlap` every bucket waits for the end of backward. Gathers are
@@ -23,20 +24,28 @@ def lower_data_parallel(
     if strategy.gather is None:
         return build.uses({None: step})
     order = reversed(range(num_buckets))
-    return build.uses({bucket: build.add(strategy.gather, bucket, after=[step]) for bucket in order})
+    return build.uses(
+        {bucket: build.add(strategy.gather, bucket, after=[step]) for bucket in order}
+    )
 
 
 def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
-    """Lowers a backward without a step: gradients move into their buckets and stay, or are reduced to shards that add up."""
+    """Lowers a backward without a step.
+
+    Gradients move into their buckets and stay, or are reduced to shards that add up.
+    """
     if strategy.reduces_micro_batches:
         build = _Builder(strategy)
         build.backward(num_buckets, overlap=True)
         return Schedule(tuple(build.ops))
-    build = _Builder(DDP)  # of any strategy: gradients are packed and bound, and nothing else happens
+    # of any strategy: gradients are packed and bound, and nothing else happens
+    build = _Builder(DDP)
     fills, binds = [], []
     for bucket in range(num_buckets):
         fills.append(build.add(OpKind.FILL, bucket))
-        binds.append(build.add(OpKind.BIND, bucket, after=[build.add(OpKind.PACK, bucket, after=fills[-1:])]))
+        binds.append(
+            build.add(OpKind.BIND, bucket, after=[build.add(OpKind.PACK, bucket, after=fills[-1:])])
+        )
     build.add(OpKind.JOIN, None, after=(build.add(OpKind.END, None, after=fills), *binds))
     return Schedule(tuple(build.ops))
 
@@ -80,7 +89,10 @@ class _Builder:
         return op.id
 
     def backward(self, num_buckets: int, *, overlap: bool) -> list[int]:
-        """Fills, packs and reduces every bucket. Returns the ops that wait for the buckets, after all engines have launched."""
+        """Fills, packs and reduces every bucket.
+
+        Returns the ops that wait for the buckets, after all engines have launched.
+        """
         fills: list[int] = []
         reduced: list[int] = []
         for bucket in range(num_buckets):
@@ -91,7 +103,9 @@ class _Builder:
         for bucket in range(len(reduced), num_buckets):
             reduced.append(self.pack_and_reduce(bucket, after=end))
         join = self.add(OpKind.JOIN, None, after=[end])
-        return [self.add(OpKind.BIND, bucket, after=(last, join)) for bucket, last in enumerate(reduced)]
+        return [
+            self.add(OpKind.BIND, bucket, after=(last, join)) for bucket, last in enumerate(reduced)
+        ]
 
     def pack_and_reduce(self, bucket: int, *, after: int) -> int:
         for kind in (OpKind.PACK, *self._reductions):
@@ -99,7 +113,10 @@ class _Builder:
         return after
 
     def uses(self, gathers: Mapping[int | None, int]) -> Schedule:
-        """Makes the next forward wait for each gather, or for the step of all buckets. Returns the schedule."""
+        """Makes the next forward wait for each gather, or for the step of all buckets.
+
+        Returns the schedule.
+        """
         for bucket, op_id in gathers.items():
             self.add(OpKind.USE, bucket, after=[op_id])
         return Schedule(tuple(self.ops))

@@ -7,15 +7,22 @@ COMPUTE = "compute"
 
 
 class OpKind(StrEnum):
-    """Kinds of ops. The kinds in `EXTERNAL` happen without the library and are listed so that every access is visible."""
+    """Kinds of ops.
+
+    The kinds in `EXTERNAL` happen without the library and are listed so that every access is
+    visible.
+    """
 
     FILL = "fill"  # autograd produces the bucket's gradients
     END = "end"  # the outermost backward ends
-    JOIN = "join"  # every engine of this process has launched; from now on the compute lane may wait
+    # every engine of this process has launched; from now on the compute lane may wait
+    JOIN = "join"
     PACK = "pack"  # gradients that are not views of the bucket are copied into it
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"  # each rank gets its shard of the sum
-    BIND = "bind"  # waits for the bucket; its gradients become views of it, or placeholders if this rank has only a shard
+    # waits for the bucket; its gradients become views of it, or placeholders if this rank has only
+    # a shard
+    BIND = "bind"
     STEP = "step"  # the optimizer updates the parameters, or this rank's shards of them
     ALL_GATHER = "all_gather"  # each rank gets every other one's shard of the parameters
     USE = "use"  # the next forward reads the parameters
@@ -26,7 +33,10 @@ EXTERNAL = frozenset({OpKind.FILL, OpKind.END, OpKind.JOIN, OpKind.STEP, OpKind.
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory that an op reads or writes: a bucket's part of `grad`, `shard`, `param` or `own`, or all of it (`bucket` None)."""
+    """Memory that an op reads or writes.
+
+    A bucket's part of `grad`, `shard`, `param` or `own`, or all of it (`bucket` None).
+    """
 
     name: str
     bucket: int | None
@@ -63,7 +73,10 @@ class Schedule:
         """Returns a table with one line per op."""
         rows = [_COLUMNS, *map(_row, self.ops)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
         return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,7 @@
-"""The table of strategies: the ops that each bucket needs, which follow from the tensors that rest as shards."""
+"""The table of strategies.
+
+The ops that each bucket needs, which follow from the tensors that rest as shards.
+"""
 
 from dataclasses import dataclass
 
@@ -8,12 +11,16 @@ from undertow.schedule.op import OpKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """The ops of a bucket. Parameters are replicated; shards lie over the ranks, or over the inner axis of a mesh."""
+    """The ops of a bucket. Parameters are replicated.
+
+    Shards lie over the ranks, or over the inner axis of a mesh.
+    """
 
     name: str
     reduction: OpKind  # moves gradients to the ranks that update their parameters
     crossing: OpKind | None = None  # moves its result over the outer axis of a mesh
-    gather: OpKind | None = None  # moves updated parameters to all ranks, if each rank updates a shard
+    # moves updated parameters to all ranks, if each rank updates a shard
+    gather: OpKind | None = None
     # A backward that only accumulates communicates: gradients between micro-batches are shards.
     reduces_micro_batches: bool = False
 

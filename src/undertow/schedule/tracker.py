@@ -1,4 +1,5 @@
-"""Tracks one synchronization: which gradients are ready, which buckets are full, and which ops of the schedule that releases.
+"""Tracks one synchronization: which gradients are ready, which buckets are full, and which ops of
+the schedule that releases.
 
 The runtime and the simulator share `Releases`.
 """
@@ -44,14 +45,16 @@ class BucketArrivals:
 
     def arrive(self, param: object) -> None:
         """The hook of every parameter of the bucket."""
-        # Called once per parameter and step, inside backward: everything else may be slower than this one frame.
+        # Called once per parameter and step, inside backward: everything else may be slower than
+        # this one frame.
         seen = self.seen
         seen.append(param)
         if len(seen) >= self.counts_from:
             self.arrivals.count(param, self)
 
     def num_counted(self) -> int:
-        """Returns the number of arrivals, without those that were repeated more often than expected."""
+        """Returns the number of arrivals, without those that were repeated more often than
+        expected."""
         repeats, known = self.arrivals.expected_repeats, self.known
         if not repeats and not known and len(set(map(id, self.seen))) == len(self.seen):
             return len(self.seen)  # the usual case, and the fastest
@@ -68,19 +71,24 @@ class BucketArrivals:
         return len(self.seen) > num_expected
 
     def counts(self) -> Counter[int]:
-        """Returns how often each parameter has arrived. A tensor that a user's hook has returned is not a parameter."""
+        """Returns how often each parameter has arrived.
+
+        A tensor that a user's hook has returned is not a parameter.
+        """
         places = map(self.arrivals.index_of.get, map(id, self.seen))
         return Counter(index for index in places if index is not None)
 
 
 class Arrivals:
-    """Follows gradients as they arrive, and calls `on_full(bucket)` when the last one of a bucket arrives.
+    """Follows gradients as they arrive, and calls `on_full(bucket)` when the last one of a bucket
+    arrives.
 
-    `hooks` has a function for each of `params`, to be called with it when its gradient arrives. Buckets of different devices
-    fill in different threads, which wait for one another.
+    `hooks` has a function for each of `params`, to be called with it when its gradient arrives.
+    Buckets of different devices fill in different threads, which wait for one another.
 
-    `traversal` distinguishes one backward from another. If it has changed when the first gradient of a bucket arrives, after a
-    reset or `forget_traversal`, `on_traversal(traversal)` is called first.
+    `traversal` distinguishes one backward from another. If it has changed when the first gradient
+    of a bucket arrives, after a reset or `forget_traversal`, `on_traversal(traversal)` is called
+    first.
     """
 
     def __init__(
@@ -93,8 +101,10 @@ class Arrivals:
         on_traversal: Callable[[int], object],
     ) -> None:
         self.on_full = on_full
-        self.owner: object = None  # whose methods are called, for others that find these hooks on a parameter
-        self.at_each: Callable[[int], object] | None = None  # called with each parameter, by index, that arrives
+        # whose methods are called, for others that find these hooks on a parameter
+        self.owner: object = None
+        # called with each parameter, by index, that arrives
+        self.at_each: Callable[[int], object] | None = None
         self._lock = threading.RLock()  # a hook may run a backward
         self.expected_repeats: Counter[int] = Counter()  # by parameter
         self._traversal = traversal
@@ -135,7 +145,8 @@ class Arrivals:
             bucket.counts_from = 0
 
     def count(self, param: object, bucket: BucketArrivals) -> None:
-        """Called after an arrival that may be the first of a backward or the last of `bucket`, which lists it."""
+        """Called after an arrival that may be the first of a backward or the last of `bucket`,
+        which lists it."""
         with self._lock:
             index, hooks = self.index_of.get(id(param)), self.hooks
             if index is None:
@@ -153,12 +164,18 @@ class Arrivals:
             if self.at_each is not None:
                 self.at_each(index)
             bucket.counts_from = bucket.num_awaited if self.at_each is None else 0
-            if not bucket.is_full and len(bucket.seen) >= bucket.num_awaited == bucket.num_counted():
+            if (
+                not bucket.is_full
+                and len(bucket.seen) >= bucket.num_awaited == bucket.num_counted()
+            ):
                 bucket.is_full = True
                 self.on_full(bucket.index)
 
     def arrive(self, index: int) -> None:
-        """Records that the gradient of a parameter arrived. A repeated arrival counts only if `learn_repeats` expects it."""
+        """Records that the gradient of a parameter arrived.
+
+        A repeated arrival counts only if `learn_repeats` expects it.
+        """
         self.hooks[index](self._params[index])
 
     def note(self, indices: Iterable[int]) -> None:
@@ -190,10 +207,12 @@ class Arrivals:
         return any(map(BucketArrivals.has_repeats, self.buckets))
 
     def learn_repeats(self) -> None:
-        """Expects each parameter to arrive as often as in this synchronization, from the next one on.
+        """Expects each parameter to arrive as often as in this synchronization, from the next one
+        on.
 
-        Learning costs one synchronization: a gradient in it arrived after its bucket was sent. If a parameter then arrives less
-        often, its bucket is sent at the end of backward: later than possible, but never wrong.
+        Learning costs one synchronization: a gradient in it arrived after its bucket was sent. If a
+        parameter then arrives less often, its bucket is sent at the end of backward: later than
+        possible, but never wrong.
         """
         counts = [count for bucket in self.buckets for count in bucket.counts().items()]
         self.expected_repeats = Counter({index: count - 1 for index, count in counts if count > 1})
@@ -244,7 +263,10 @@ class Releases:
         self._num_blockers = self._num_awaited.copy()
 
     def happen(self, op_ids: tuple[int, ...]) -> list[Op]:
-        """Marks one of `fills`, `end` or `join` as happened; returns the ops that this releases, in the order to issue them."""
+        """Marks one of `fills`, `end` or `join` as happened.
+
+        Returns the ops that this releases, in the order to issue them.
+        """
         num_blockers = self._num_blockers
         # No comprehensions: each would be a frame in every step.
         waiting: list[int] = []

@@ -1,14 +1,17 @@
-"""Files of traces in Chrome's JSON format, for Perfetto: their names and events, writing them, and merging those of ranks.
+"""Files of traces in Chrome's JSON format, for Perfetto: their names and events, writing them, and
+merging those of ranks.
 
-Each rank is a process of the picture, and the step that the simulator predicts for it is another one. Threads of a process:
+Each rank is a process of the picture, and the step that the simulator predicts for it is another
+one. Threads of a process:
 
     steps         one event per step
     compute       forward, backward and the optimizer, with the waits
     gradients     reductions, while the link works on them
     parameters    gathers, while the link works on them
 
-An arrow leads from the moment when a bucket is ready to its collective, and on to the wait for it. Of two events of a thread,
-either one lies in the other or they do not overlap. No time is negative: Perfetto drops such events.
+An arrow leads from the moment when a bucket is ready to its collective, and on to the wait for it.
+Of two events of a thread, either one lies in the other or they do not overlap. No time is negative:
+Perfetto drops such events.
 """
 
 import gzip
@@ -42,7 +45,8 @@ def trace_text(records: Sequence[StepRecord], about: Json, predicted: StepRecord
 
     Args:
         records: The steps of one rank.
-        about: Facts of the run for the file: "run", "model" (a number), "rank" (in the world), "ranks", "began_ns", "prediction".
+        about: Facts of the run for the file: "run", "model" (a number), "rank" (in the world),
+            "ranks", "began_ns", "prediction".
         predicted: The step that the simulator expects; drawn beside the last step.
     """
     # Gathers begin before their step.
@@ -64,7 +68,8 @@ def trace_text(records: Sequence[StepRecord], about: Json, predicted: StepRecord
         last_us = at_us
         events += _step(record, f"step {record.step}", pid=pid, at_us=at_us)
         if record.buckets:
-            # All ranks leave a synchronization together: these times align the clocks of different hosts.
+            # All ranks leave a synchronization together: these times align the clocks of different
+            # hosts.
             synchronized_us[record.step] = at_us + max(row.waited[1] for row in record.buckets)
         at_us += record.step_us
     if predicted is not None:
@@ -78,7 +83,9 @@ def trace_text(records: Sequence[StepRecord], about: Json, predicted: StepRecord
 def _names(pid: int, process: str) -> list[Json]:
     events = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process}}]
     for name, thread in _THREADS.items():
-        events.append({"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": name}})
+        events.append(
+            {"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": name}}
+        )
     return events
 
 
@@ -116,11 +123,13 @@ def _file_text(about: Json, events: Iterable[Json]) -> str:
     """Returns JSON with one event per line, each event before those within it."""
     ordered = sorted(events, key=lambda event: (event.get("ts", 0.0), -event.get("dur", 0.0)))
     lines = ",\n".join(map(json.dumps, ordered))
-    return f'{{\n"{KEY}": {json.dumps(about)},\n"displayTimeUnit": "ms",\n"traceEvents": [\n{lines}\n]}}\n'
+    head = f'"{KEY}": {json.dumps(about)},\n"displayTimeUnit": "ms"'
+    return f'{{\n{head},\n"traceEvents": [\n{lines}\n]}}\n'
 
 
 def path_of_rank(path: str | Path, rank: int, number: int = 0) -> Path:
-    """Returns the path with the rank in the name of the file, and the number of the model unless it is the first, 0.
+    """Returns the path with the rank in the name of the file, and the number of the model unless it
+    is the first, 0.
 
     Raises ConfigError for a name that viewers do not open.
     """
@@ -137,7 +146,8 @@ def path_of_rank(path: str | Path, rank: int, number: int = 0) -> Path:
 
 
 def write_whole(path: str | Path, content: bytes, *, where: str) -> None:
-    """Writes a file, compressed if its name ends with .gz, under another name and renames it, so that no half of it remains.
+    """Writes a file, compressed if its name ends with .gz, under another name and renames it, so
+    that no half of it remains.
 
     Raises ConfigError if it cannot be written.
     """
@@ -146,7 +156,9 @@ def write_whole(path: str | Path, content: bytes, *, where: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            partial.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+            partial.write_bytes(
+                gzip.compress(content, mtime=0) if path.suffix == ".gz" else content
+            )
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
@@ -159,11 +171,12 @@ def write_whole(path: str | Path, content: bytes, *, where: str) -> None:
 
 
 def merge(folder: Path, out: Path) -> str:
-    """Merges the traces of ranks in `folder` and below it into the file `out`; returns a text of merged and missing traces.
+    """Merges the traces of ranks in `folder` and below it into the file `out`; returns a text of
+    merged and missing traces.
 
-    Clocks are aligned by the ends of a model's synchronizations, which its ranks leave together; without a common one, hosts'
-    clocks count.
-    Raises ConfigError if there are no traces, if one cannot be read, if they are of different runs, or if OUT cannot be written.
+    Clocks are aligned by the ends of a model's synchronizations, which its ranks leave together;
+    without a common one, hosts' clocks count. Raises ConfigError if there are no traces, if one
+    cannot be read, if they are of different runs, or if OUT cannot be written.
     """
     where = f"undertow trace {folder}"
     traces: list[tuple[Path, Json]] = []
@@ -176,7 +189,8 @@ def merge(folder: Path, out: Path) -> str:
         traces,
         "there is no trace.",
         where=where,
-        remedy="Start the training with UNDERTOW_TRACE=DIR, or call model.save_trace(path) on every rank.",
+        remedy="Start the training with UNDERTOW_TRACE=DIR, or call model.save_trace(path) on "
+        "every rank.",
     )
     traces.sort(key=lambda found: found[1][KEY]["rank"])
     first_path, first = traces[0]
@@ -232,9 +246,11 @@ def _read(path: Path) -> Json:
 
 
 def _offsets_us(traces: Sequence[Json]) -> list[float]:
-    """Returns the time to add to each trace's times, so that all count from the beginning of the first one.
+    """Returns the time to add to each trace's times, so that all count from the beginning of the
+    first one.
 
-    Traces are in the order of ranks. Each rank's clock is compared with the clock of the lowest rank that has the same model.
+    Traces are in the order of ranks. Each rank's clock is compared with the clock of the lowest
+    rank that has the same model.
     """
     leads: dict[tuple[int, ...], Json] = {}  # by model and its ranks
     late_us: dict[int, float] = {}  # by rank

@@ -1,4 +1,5 @@
-"""The measured times of one step, its events, how much of its communication is hidden, and lower bounds."""
+"""The measured times of one step, its events, how much of its communication is hidden, and lower
+bounds."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,7 +11,10 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A half-open interval on a lane; times in microseconds since the step began. Gathers may have started before that."""
+    """A half-open interval on a lane; times in microseconds since the step began.
+
+    Gathers may have started before that.
+    """
 
     lane: str  # "compute", or "comm." and the name of a mesh axis
     kind: str  # an op's kind, or "forward", "backward", "wait", "optimizer"
@@ -43,7 +47,11 @@ class Trace:
     def duration_us(self) -> float:
         """Microseconds from the first event of the compute lane to the end of the last one."""
         events = self.on_lane(COMPUTE)
-        return max(event.stop_us for event in events) - min(event.start_us for event in events) if events else 0.0
+        return (
+            max(event.stop_us for event in events) - min(event.start_us for event in events)
+            if events
+            else 0.0
+        )
 
     @property
     def communication(self) -> tuple[Event, ...]:
@@ -75,23 +83,36 @@ class BucketRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step of one rank, from its first forward to the next one's; times in microseconds since it began."""
+    """One step of one rank, from its first forward to the next one's.
+
+    Times in microseconds since it began.
+    """
 
     step: int
     rank: int
     step_us: float
     forwards: tuple[Interval, ...]
-    backwards: tuple[Interval, ...]  # from the end of the forward until the last bucket was launched
+    # from the end of the forward until the last bucket was launched
+    backwards: tuple[Interval, ...]
     buckets: tuple[BucketRecord, ...]  # in launch order
-    busy_ms: tuple[float, ...]  # by rank: from the end of the previous synchronization until the last bucket was launched
-    gathers: tuple[BucketRecord, ...] = ()  # of parameters, since the optimizer's step: they begin before this step
-    idle_us: float = 0.0  # between the end of the previous synchronization, at which all ranks meet, and the start of this step
-    arrivals: Mapping[int, float] = field(default_factory=dict)  # of gradients, by parameter; only in some steps
-    cpu_us: float = 0.0  # processor time of all threads from the end of the last backward to the end of the waits
+    # by rank: from the end of the previous synchronization until the last bucket was launched
+    busy_ms: tuple[float, ...]
+    # of parameters, since the optimizer's step: they begin before this step
+    gathers: tuple[BucketRecord, ...] = ()
+    # between the end of the previous synchronization, at which all ranks meet, and the start of
+    # this step
+    idle_us: float = 0.0
+    # of gradients, by parameter; only in some steps
+    arrivals: Mapping[int, float] = field(default_factory=dict)
+    # processor time of all threads from the end of the last backward to the end of the waits
+    cpu_us: float = 0.0
     generation: int = 0  # of the plan, which counts from 0
 
     def packings(self) -> list[tuple[BucketRecord, float]]:
-        """Returns the buckets, each with the time at which its packing began: its last gradient, or the launch before."""
+        """Returns the buckets, each with the time at which its packing began.
+
+        Its last gradient, or the launch before.
+        """
         found, before_us = [], float("-inf")
         for row in self.buckets:
             found.append((row, max(row.ready_us, before_us)))
@@ -101,7 +122,9 @@ class StepRecord:
     def packing_us(self) -> float:
         """Returns the time that packing took from backward."""
         end_us = self.backwards[-1][1] if self.backwards else 0.0
-        return sum(max(0.0, min(row.launched_us, end_us) - begin_us) for row, begin_us in self.packings())
+        return sum(
+            max(0.0, min(row.launched_us, end_us) - begin_us) for row, begin_us in self.packings()
+        )
 
     def late_rank_us(self) -> float:
         """Returns the part of the exposed time in which this rank waited for a slower one."""
@@ -111,10 +134,15 @@ class StepRecord:
         return min(overlap_of(self.trace()).exposed_us, behind_us)
 
     def trace(self) -> Trace:
-        """Returns the step as events; the optimizer runs from the end of the waits to the end of the step."""
+        """Returns the step as events.
+
+        The optimizer runs from the end of the waits to the end of the step.
+        """
         events = [_computed("forward", interval) for interval in self.forwards]
         events += [_computed("backward", interval) for interval in self.backwards]
-        events += [_computed("wait", row.waited, row.bucket) for row in (*self.gathers, *self.buckets)]
+        events += [
+            _computed("wait", row.waited, row.bucket) for row in (*self.gathers, *self.buckets)
+        ]
         synchronized_us = max((event.stop_us for event in events), default=0.0)
         if self.step_us > synchronized_us:
             events.append(_computed("optimizer", (synchronized_us, self.step_us)))
@@ -137,10 +165,12 @@ def _computed(kind: str, interval: Interval, bucket: int | None = None) -> Event
 
 
 def wires_of(rows: Sequence[BucketRecord]) -> list[tuple[Interval, float]]:
-    """Returns when the link worked on each row, given in launch order, and for how long it worked on this one alone.
+    """Returns when the link worked on each row, given in launch order, and for how long it worked
+    on this one alone.
 
-    Of the rows in flight at a time, the link works on the one that ends first. So queueing is not counted, a row that overtakes
-    another lies within the other's interval, and the times add up to the time that the link was in use.
+    Of the rows in flight at a time, the link works on the one that ends first. So queueing is not
+    counted, a row that overtakes another lies within the other's interval, and the times add up to
+    the time that the link was in use.
     """
     wires: dict[int, tuple[Interval, float]] = {}  # by place in `rows`
     ended: list[Interval] = []  # apart and in order
@@ -187,17 +217,24 @@ def union_us(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def overlap_of(trace: Trace) -> Overlap:
-    """Computes the overlap: `total` is the union of the communication lanes, `exposed` the waits of the compute lane."""
+    """Computes the overlap.
+
+    `total` is the union of the communication lanes, `exposed` the waits of the compute lane.
+    """
     return Overlap(
         total_us=union_us((event.start_us, event.stop_us) for event in trace.communication),
-        exposed_us=sum(event.duration_us for event in trace.on_lane(COMPUTE) if event.kind == "wait"),
+        exposed_us=sum(
+            event.duration_us for event in trace.on_lane(COMPUTE) if event.kind == "wait"
+        ),
     )
 
 
 def limit_us(ready_us: Sequence[float], wire_us: Sequence[float]) -> float:
-    """Returns the earliest end of communication for these buckets, given in launch order; microseconds.
+    """Returns the earliest end of communication for these buckets, given in launch order;
+    microseconds.
 
-    It is the maximum, over all buckets, of ready time + wire time of this bucket and all later ones.
+    It is the maximum, over all buckets, of ready time + wire time of this bucket and all later
+    ones.
     """
     limit_us, remaining_us = 0.0, 0.0
     for ready, wire in zip(reversed(ready_us), reversed(wire_us), strict=True):

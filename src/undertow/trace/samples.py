@@ -31,8 +31,9 @@ def cost_samples(steps: Sequence[Sequence[Transfer]]) -> tuple[tuple[float, floa
     spells = [spell for step in steps for spell in _spells(step)]
     if not spells:
         return ()
-    # The time from the start of an interval to the end of each of its collectives counts, because whole intervals often contain
-    # about the same mix. The mean of n collectives lies on the line of single ones.
+    # The time from the start of an interval to the end of each of its collectives counts, because
+    # whole intervals often contain about the same mix. The mean of n collectives lies on the line
+    # of single ones.
     means: list[tuple[float, float]] = []
     for spell in spells:
         num_bytes = 0

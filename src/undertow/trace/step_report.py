@@ -1,4 +1,7 @@
-"""The report of a step: its figures, one sentence of advice, and how it is shown, logged and written."""
+"""The report of a step.
+
+Its figures, one sentence of advice, and how it is shown, logged and written.
+"""
 
 import importlib
 import json
@@ -19,7 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketReport:
-    """The gradients of one bucket in a typical step, or the gather of its parameters; in milliseconds since the step began."""
+    """The gradients of one bucket in a typical step, or the gather of its parameters.
+
+    In milliseconds since the step began.
+    """
 
     index: int
     params: tuple[str, ...]
@@ -27,11 +33,13 @@ class BucketReport:
     largest_bytes: int
     num_bytes: int  # bytes of its gradients
     itemsize: int = 4  # bytes of one element
-    sent_bytes: int  # bytes passed to collectives, with the trailer; 0 if a communication hook sent them
+    # bytes passed to collectives, with the trailer; 0 if a communication hook sent them
+    sent_bytes: int
     ready_ms: float
     launched_ms: float
     done_ms: float
-    wire_ms: float  # its part of the communication, without queueing; includes the wait for a rank that sends later
+    # its part of the communication, without queueing; includes the wait for a rank that sends later
+    wire_ms: float
     waited_ms: float  # time that the step waited for it
 
 
@@ -41,31 +49,35 @@ class StepReport(Shown):
 
     `print` and notebooks show it as tables.
 
-    The typical step is the recorded one whose times are nearest to the medians of all. All figures are of this one step, so that
-    they add up; only `step_p50_ms` and `step_p95_ms` are of all recorded steps. A step is `forward_ms`, `backward_ms`,
-    `exposed_ms` and `rest_ms`.
+    The typical step is the recorded one whose times are nearest to the medians of all. All figures
+    are of this one step, so that they add up; only `step_p50_ms` and `step_p95_ms` are of all
+    recorded steps. A step is `forward_ms`, `backward_ms`, `exposed_ms` and `rest_ms`.
 
-    Communication is the reduction of gradients and, with a sharded optimizer, the gathers of the parameters that it updated in
-    the previous step. `communication_ms`, `exposed_ms` and `overlap` cover both; `gather_ms` and `gather_exposed_ms` cover the
-    gathers alone.
+    Communication is the reduction of gradients and, with a sharded optimizer, the gathers of the
+    parameters that it updated in the previous step. `communication_ms`, `exposed_ms` and `overlap`
+    cover both; `gather_ms` and `gather_exposed_ms` cover the gathers alone.
 
-    - `forward_ms` and `backward_ms` do not include waits, `rest_ms` is the optimizer and all else until the next forward.
-    - `communication_ms` is the time that the link was in use, waits for a rank that sends later included; `exposed_ms` is the
-      time that the compute lane waited for it, and `overlap` the share of the rest (None: no communication).
-    - `late_rank_ms` is the part of the exposed time spent waiting for a rank that was slower than this one; the rest is spent
-      waiting for the network.
-    - `processors_ms` is the time that communication takes from processors: packing in backward, and copies and additions while
-      the compute lane waits.
-    - `limit_ms` is a lower bound: the earliest time at which the gradients of these buckets, with their ready times, could have
-      been reduced. It does not include gathers.
+    - `forward_ms` and `backward_ms` do not include waits, `rest_ms` is the optimizer and all else
+    until the next forward.
+    - `communication_ms` is the time that the link was in use, waits for a rank that sends later
+      included; `exposed_ms` is the time that the compute lane waited for it, and `overlap` the
+      share of the rest (None: no communication).
+    - `late_rank_ms` is the part of the exposed time spent waiting for a rank that was slower than
+      this one; the rest is spent waiting for the network.
+    - `processors_ms` is the time that communication takes from processors: packing in backward, and
+      copies and additions while the compute lane waits.
+    - `limit_ms` is a lower bound: the earliest time at which the gradients of these buckets, with
+      their ready times, could have been reduced. It does not include gathers.
     """
 
     num_steps: int
-    plan_since: int | None = None  # the recorded step from which on this plan was in use; None: all recorded steps ran under it
+    # the recorded step from which on this plan was in use; None: all recorded steps ran under it
+    plan_since: int | None = None
     num_skipped: int  # by nonfinite="skip", since the model was wrapped
     num_threads: int | None = None  # with which torch computes on a processor; None: not known
     why_fixed: str = ""  # why the plan follows no measurements; empty if it does
-    is_one_graph: bool  # the model is compiled as a whole, and its gradients become ready all at once
+    # the model is compiled as a whole, and its gradients become ready all at once
+    is_one_graph: bool
     rank: int
     num_ranks: int
     step: int  # number of the typical step
@@ -82,7 +94,8 @@ class StepReport(Shown):
     overlap: float | None
     gather_ms: float
     gather_exposed_ms: float
-    synchronized_ms: float  # from the start of the step until the last bucket of gradients was reduced
+    # from the start of the step until the last bucket of gradients was reduced
+    synchronized_ms: float
     limit_ms: float
     slowest_rank: int | None
     slowest_share: float = 1.0  # share of the recorded steps with that rank as the slowest
@@ -90,11 +103,15 @@ class StepReport(Shown):
     buckets: tuple[BucketReport, ...]
     gathers: tuple[BucketReport, ...]  # in launch order; empty if the optimizer is not sharded
     events: tuple[Event, ...] = field(repr=False)  # of the typical step
-    experts: Mapping[str, "StepReport"] = field(default_factory=dict)  # by pattern and ranks; all else is of the dense parameters
+    # by pattern and ranks; all else is of the dense parameters
+    experts: Mapping[str, "StepReport"] = field(default_factory=dict)
 
     @property
     def worst_bucket(self) -> BucketReport | None:
-        """The bucket for which the step waited longest, for gradients and parameters together; None if it waited for none."""
+        """The bucket for which the step waited longest, for gradients and parameters together.
+
+        None if it waited for none.
+        """
         waited_ms = {bucket.index: bucket.waited_ms for bucket in self.buckets}
         for gather in self.gathers:
             waited_ms[gather.index] = waited_ms.get(gather.index, 0.0) + gather.waited_ms
@@ -103,29 +120,51 @@ class StepReport(Shown):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes passed to collectives of gradients in a step; 0 if a communication hook sent them."""
+        """Bytes passed to collectives of gradients in a step; 0 if a communication hook sent
+        them."""
         return sum(bucket.sent_bytes for bucket in self.buckets)
 
     @property
     def is_narrowed(self) -> bool:
-        """True if fewer bytes are sent than the gradients have; False if a communication hook sends them."""
+        """True if fewer bytes are sent than the gradients have.
+
+        False if a communication hook sends them.
+        """
         return any(0 < bucket.sent_bytes < bucket.num_bytes for bucket in self.buckets)
 
     @property
     def can_narrow(self) -> bool:
-        """True if wire_dtype would make every message half as long: of 32 bits, and not sent by a communication hook."""
-        return all(bucket.itemsize >= 4 and bucket.sent_bytes >= bucket.num_bytes for bucket in self.buckets)
+        """True if wire_dtype would make every message half as long.
+
+        Of 32 bits, and not sent by a communication hook.
+        """
+        return all(
+            bucket.itemsize >= 4 and bucket.sent_bytes >= bucket.num_bytes
+            for bucket in self.buckets
+        )
 
     @property
     def verdict(self) -> str:
-        """Excellent, good or poor, by the exposed share of the step; empty if the steps are too few or too small to judge."""
-        verdict = next(word for word, most in _VERDICTS.items() if self.exposed_ms <= most * self.step_ms)
+        """Excellent, good or poor, by the exposed share of the step.
+
+        Empty if the steps are too few or too small to judge.
+        """
+        verdict = next(
+            word for word, most in _VERDICTS.items() if self.exposed_ms <= most * self.step_ms
+        )
         is_large = verdict == "excellent" or self.exposed_ms >= _LEAST_MS
-        return verdict if is_large and self.num_steps >= _FEWEST_STEPS and self.overlap is not None else ""
+        return (
+            verdict
+            if is_large and self.num_steps >= _FEWEST_STEPS and self.overlap is not None
+            else ""
+        )
 
     @property
     def advice(self) -> str:
-        """One sentence: the first cause that explains most of the exposed time, and what to do about it."""
+        """One sentence.
+
+        The first cause that explains most of the exposed time, and what to do about it.
+        """
         if self.num_steps == 0 and self.num_ranks == 1:
             return "A single rank has nothing to communicate: no step is recorded."
         if self.num_steps == 0:
@@ -136,25 +175,32 @@ class StepReport(Shown):
             return f"Too few steps to judge: {self.num_steps} under this plan. Ask again after ten."
         if self.verdict == "excellent":
             share = self.exposed_ms / self.step_ms
-            return f"Well hidden: the step waits for communication in {share:z.1%} of its time. There is nothing to do."
+            return (
+                f"Well hidden: the step waits for communication in {share:z.1%} of its time. "
+                "There is nothing to do."
+            )
         if not self.verdict:
             return (
-                f"Too small to judge: the step waits {self.exposed_ms:.2f} ms for communication, and waits below "
+                f"Too small to judge: the step waits {self.exposed_ms:.2f} ms for communication, "
+                "and waits below "
                 f"{_LEAST_MS:.0f} ms depend on what else the processors do."
             )
         return next(filter(None, (cause(self) for cause in _CAUSES)))
 
     def scalars(self) -> dict[str, float]:
-        """Returns the figures by name, for a logger such as TensorBoard; docs/scalars.md has recipes.
+        """Returns the figures by name, for a logger such as TensorBoard; docs/scalars.md has
+        recipes.
 
-        Figures that do not exist are left out, such as the overlap without communication. Before the first step, and with one
-        rank, all are.
+        Figures that do not exist are left out, such as the overlap without communication. Before
+        the first step, and with one rank, all are.
         """
         if self.num_steps == 0:
             return {}
         known = {name: getattr(self, name) for name in _SCALARS}
         known |= {"sent_mb": self.sent_bytes / 1e6, "buckets": len(self.buckets)}
-        return {f"undertow/{name}": float(value) for name, value in known.items() if value is not None}
+        return {
+            f"undertow/{name}": float(value) for name, value in known.items() if value is not None
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain values, ready for JSON."""
@@ -169,14 +215,17 @@ class StepReport(Shown):
         write_whole(path, f"{json.dumps(self.to_dict())}\n".encode(), where="report.save(path)")
 
     def to_html(self, path: str | Path, profile: object = None) -> None:
-        """Writes a page with the step as a timeline; writing needs plotly, and viewing needs no network.
+        """Writes a page with the step as a timeline; writing needs plotly, and viewing needs no
+        network.
 
         Args:
             path: The file to write.
-            profile: What `profile()` of the model returns; with it the page shows the step on other links.
+            profile: What `profile()` of the model returns; with it the page shows the step on other
+                links.
 
         Raises:
-            ConfigError: If no step is recorded yet, if plotly is missing, or if the file cannot be written.
+            ConfigError: If no step is recorded yet, if plotly is missing, or if the file cannot be
+                written.
         """
         # By name: the page uses the simulator, which is in a layer above this one.
         page = importlib.import_module("undertow.report.page")
@@ -215,8 +264,9 @@ _VERDICTS = {
     "good": 0.10,
     "poor": math.inf,
 }  # by the exposed share of the step, at most
-# Exposed, to judge. A scheduler gives a processor to another thread for a millisecond or more, so a shorter wait may be its work:
-# none of the causes below would explain it, and no plan would shorten it.
+# Exposed, to judge. A scheduler gives a processor to another thread for a millisecond or more, so a
+# shorter wait may be its work: none of the causes below would explain it, and no plan would shorten
+# it.
 _LEAST_MS = 1.0
 _MOST = 0.5  # of the exposed time: a cause that explains this share is the one to look at
 
@@ -227,11 +277,14 @@ def _late_rank(report: StepReport) -> str:
         return ""
     if report.slowest_share <= 2 / 3:
         return (
-            f"{share:.0%} of the exposed time is waiting for a late rank, which is another one from step to step: give ranks "
-            "equal work, such as batches of equal length, and look at what else runs on their machines."
+            f"{share:.0%} of the exposed time is waiting for a late rank, which is another one "
+            "from step to step: give ranks "
+            "equal work, such as batches of equal length, and look at what else runs on their "
+            "machines."
         )
     return (
-        f"{share:.0%} of the exposed time is waiting for rank {report.slowest_rank}: look at its input pipeline, and at what "
+        f"{share:.0%} of the exposed time is waiting for rank {report.slowest_rank}: look at its "
+        "input pipeline, and at what "
         "else runs on its machine."
     )
 
@@ -245,8 +298,10 @@ def _fixed_plan(report: StepReport) -> str:
     if min(share, held) < _MOST:
         return ""
     return (
-        f"{share:.0%} of the exposed time is for bucket {worst.index}, which holds {held:.0%} of the gradients and is full late "
-        f"in backward. The plan follows no measurements ({report.why_fixed}): let it be planned, or choose smaller buckets."
+        f"{share:.0%} of the exposed time is for bucket {worst.index}, which holds {held:.0%} of "
+        "the gradients and is full late "
+        f"in backward. The plan follows no measurements ({report.why_fixed}): let it be planned, "
+        "or choose smaller buckets."
     )
 
 
@@ -262,8 +317,10 @@ def _large_last_parameter(report: StepReport) -> str:
     if report.can_narrow:
         remedy = 'halve it with SyncConfig(wire_dtype="bfloat16")'
     return (
-        f"{share:.0%} of the exposed time is for the last bucket: the gradient of the embedding {last.largest} "
-        f"({last.largest_bytes / 1e6:.1f} MB) is ready only when backward ends, tied to the output layer or not: {remedy}."
+        f"{share:.0%} of the exposed time is for the last bucket: the gradient of the embedding "
+        f"{last.largest} "
+        f"({last.largest_bytes / 1e6:.1f} MB) is ready only when backward ends, tied to the "
+        f"output layer or not: {remedy}."
     )
 
 
@@ -271,7 +328,8 @@ def _processors(report: StepReport) -> str:
     if report.processors_ms <= report.exposed_ms * _MOST:
         return ""
     return (
-        f"Processors are the limit: packing, copying and adding gradients take {report.processors_ms:.1f} ms of a step of "
+        "Processors are the limit: packing, copying and adding gradients take "
+        f"{report.processors_ms:.1f} ms of a step of "
         f"{report.step_ms:.1f} ms. Leave a core to each rank's communication, or use fewer "
         f"{'ranks on this machine' if report.num_threads == 1 else 'compute threads'}."
     )
@@ -289,20 +347,27 @@ def _network(report: StepReport) -> str:
         if report.late_rank_ms > 0:
             late = f", {report.late_rank_ms:.1f} ms of it for a late rank"
         return (
-            f"The network is the limit: communication of gradients takes {reduced_ms:.1f} ms{late}, longer than the "
-            f"{report.backward_ms:.1f} ms of backward: simulate another link with undertow simulate{narrower}."
+            f"The network is the limit: communication of gradients takes {reduced_ms:.1f} "
+            f"ms{late}, longer than the "
+            f"{report.backward_ms:.1f} ms of backward: simulate another link with undertow "
+            f"simulate{narrower}."
         )
     return (
-        f"Gradients leave as soon as these buckets are full, and the last of {len(report.buckets)} is full when backward ends: "
+        "Gradients leave as soon as these buckets are full, and the last of "
+        f"{len(report.buckets)} is full when backward ends: "
         f"explain() gives the reasons for these buckets{narrower}."
     )
 
 
 def _plan(report: StepReport) -> str:
     if report.limit_ms == 0:
-        return "The step waits for parameters: let more of the forward run before it reads the first of them."
+        return (
+            "The step waits for parameters: let more of the forward run before it reads the "
+            "first of them."
+        )
     return (
-        f"Gradients are synchronized {report.synchronized_ms / report.limit_ms:.2f} times as late as these buckets allow: "
+        f"Gradients are synchronized {report.synchronized_ms / report.limit_ms:.2f} times as "
+        "late as these buckets allow: "
         "explain() gives the reasons for this plan."
     )
 
@@ -324,14 +389,17 @@ def _tables(report: StepReport) -> "Iterator[RenderableType]":
         yield f"Only steps since step {report.plan_since} count: the plan changed there."
     yield cell(report.advice)
     if report.buckets:
-        yield f"\nBuckets{' of gradients' if report.gathers else ''} in this step, ms since it began"
+        yield (
+            f"\nBuckets{' of gradients' if report.gathers else ''} in this step, ms since it began"
+        )
         yield _bucket_table(report, report.buckets)
     if report.gathers:
         yield "\nGathers of parameters in this step, ms since it began"
         yield _bucket_table(report, report.gathers)
     if report.is_one_graph:
         yield (
-            "The model is compiled as one graph, for none of its buckets has 1 MiB: its gradients come all at once.\n"
+            "The model is compiled as one graph, for none of its buckets has 1 MiB: its "
+            "gradients come all at once.\n"
             "Set bucket_cap_mb to 1 or more, or compile its layers one by one."
         )
     if report.num_skipped > 0:
@@ -346,7 +414,10 @@ def _step_table(report: StepReport) -> "Table":
     def add(name: str, time_ms: float, note: str = "") -> None:
         table.add_row(name, f"{time_ms:z.1f}", note)
 
-    steps = f"p50 {report.step_p50_ms:.1f}, p95 {report.step_p95_ms:.1f}; steps counted: {report.num_steps}"
+    steps = (
+        f"p50 {report.step_p50_ms:.1f}, p95 {report.step_p95_ms:.1f}; steps counted: "
+        f"{report.num_steps}"
+    )
     add("step", report.step_ms, steps)
     add("  forward", report.forward_ms)
     add("  backward", report.backward_ms)
@@ -368,7 +439,9 @@ def _step_table(report: StepReport) -> "Table":
         return table
     verdict = ""
     if report.verdict:
-        verdict = f"; {report.verdict}: {report.exposed_ms / report.step_ms:z.1%} of the step is exposed"
+        verdict = (
+            f"; {report.verdict}: {report.exposed_ms / report.step_ms:z.1%} of the step is exposed"
+        )
     add("communication", report.communication_ms, f"{report.overlap:.0%} hidden{verdict}")
     if report.gathers:
         megabytes = sum(gather.sent_bytes for gather in report.gathers) / 1e6
@@ -402,7 +475,9 @@ def _bucket_table(report: StepReport, buckets: Sequence[BucketReport]) -> "Table
             bucket.waited_ms,
         ):
             row.append(f"{time_ms:z.1f}")
-        largest = bucket.largest if len(bucket.largest) <= width else f"…{bucket.largest[1 - width :]}"
+        largest = (
+            bucket.largest if len(bucket.largest) <= width else f"…{bucket.largest[1 - width :]}"
+        )
         if len(bucket.params) > 1:
             largest += f" +{len(bucket.params) - 1}"
         style = "bold" if worst is not None and bucket.index == worst.index else None

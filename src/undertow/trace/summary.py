@@ -29,7 +29,8 @@ def summarize(
     is_one_graph: bool = False,
     plan_since: int | None = None,
 ) -> StepReport:
-    """Summarizes `records`, all made under `plan`, by the step whose times are nearest to the medians.
+    """Summarizes `records`, all made under `plan`, by the step whose times are nearest to the
+    medians.
 
     Args:
         records: Steps of one rank.
@@ -40,7 +41,12 @@ def summarize(
         plan_since: The first step under this plan if earlier recorded ones ran under another.
     """
     record, times = _typical(
-        records or [StepRecord(step=0, rank=rank, step_us=0.0, forwards=(), backwards=(), buckets=(), busy_ms=())]
+        records
+        or [
+            StepRecord(
+                step=0, rank=rank, step_us=0.0, forwards=(), backwards=(), buckets=(), busy_ms=()
+            )
+        ]
     )
     trace = record.trace()
     steps_ms = sorted(each.step_us * _MS for each in records) or [0.0]
@@ -54,7 +60,9 @@ def summarize(
         step=record.step,
         step_p50_ms=median(steps_ms),
         step_p95_ms=steps_ms[ceil(0.95 * len(steps_ms)) - 1],
-        rest_ms=max(0.0, times["step_ms"] - times["forward_ms"] - times["backward_ms"] - times["exposed_ms"]),
+        rest_ms=max(
+            0.0, times["step_ms"] - times["forward_ms"] - times["backward_ms"] - times["exposed_ms"]
+        ),
         overlap=overlap_of(trace).fraction,
         slowest_rank=_slowest(record),
         slowest_share=[*map(_slowest, records)].count(_slowest(record)) / max(1, len(records)),
@@ -76,7 +84,11 @@ def _typical(records: Sequence[StepRecord]) -> tuple[StepRecord, Mapping[str, An
     A step without gathers, whose optimizer's step was skipped, is not typical if others have some.
     """
     has_most = max((bool(record.buckets), bool(record.gathers)) for record in records)
-    times = [(record, _times_ms(record)) for record in records if (bool(record.buckets), bool(record.gathers)) == has_most]
+    times = [
+        (record, _times_ms(record))
+        for record in records
+        if (bool(record.buckets), bool(record.gathers)) == has_most
+    ]
     medians = {name: median(of_one[name] for _, of_one in times) for name in times[0][1]}
     return min(times, key=lambda step: sum(abs(step[1][name] - medians[name]) for name in medians))
 

@@ -18,7 +18,8 @@ _MS = 1e-3  # milliseconds in a microsecond
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation(Shown):
-    """A plan and its reasons. Times in milliseconds from the start of a step until all gradients are reduced; None: not known.
+    """A plan and its reasons. Times in milliseconds from the start of a step until all gradients
+    are reduced; None: not known.
 
     `print` and notebooks show it as lines.
     """
@@ -28,11 +29,13 @@ class Explanation(Shown):
     bucket_mb: tuple[float, ...]  # 10^6 bytes
     why: str  # the reason for this plan
     bound_by: str = ""  # what limits its communication, with the figures
-    measured_ms: float | None = None  # in the steps that were measured, under the plan before the decision
+    # in the steps that were measured, under the plan before the decision
+    measured_ms: float | None = None
     predicted_ms: float | None = None  # from measurements
     best_ms: float | None = None  # under the best plan
     limit_ms: float | None = None  # lower bound of every plan
-    plans: tuple[str, ...] = ()  # the plans that this one was chosen from, by number of buckets, each with its predicted time
+    # the plans that this one was chosen from, by number of buckets, each with its predicted time
+    plans: tuple[str, ...] = ()
     network: tuple[str, ...] = ()  # one line per kind of collective
     decision: str = ""  # after the measurement
     # By pattern and ranks; all else is of the dense parameters.
@@ -48,7 +51,10 @@ class Explanation(Shown):
 
 def _lines(it: Explanation) -> Iterator[str]:
     sizes = ", ".join(f"{megabytes:.2f}" for megabytes in it.bucket_mb)
-    yield f"The plan: {_num_buckets_text(len(it.bucket_mb))} of {sizes} MB, {it.strategy}, {it.num_ranks} ranks"
+    yield (
+        f"The plan: {_num_buckets_text(len(it.bucket_mb))} of {sizes} MB, {it.strategy}, "
+        f"{it.num_ranks} ranks"
+    )
     for line in (it.why, it.decision, it.bound_by):
         if line:
             yield f"  {line}"
@@ -69,7 +75,9 @@ def _lines(it: Explanation) -> Iterator[str]:
         yield from (f"  {row}" for row in it.network)
 
 
-def explanation(plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, decision: Decision | None) -> Explanation:
+def explanation(
+    plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, decision: Decision | None
+) -> Explanation:
     """Explains `plan`; `tuner` has the measurements of its parameters, None without any."""
     profile = None if tuner is None else tuner.profile(plan, strategy=strategy)
     known = Explanation(
@@ -94,8 +102,11 @@ def explanation(plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, dec
         return known
     choice, present_us = found
     candidates = {candidate.groups: candidate for candidate in choice.candidates}
-    if decision is not None and decision.outcome is Outcome.MOVE:  # rank 0 may have chosen it by other times than this rank's
-        candidates.setdefault(plan.groups, Candidate(groups=plan.groups, last_share=1.0, finish_us=present_us))
+    # rank 0 may have chosen it by other times than this rank's
+    if decision is not None and decision.outcome is Outcome.MOVE:
+        candidates.setdefault(
+            plan.groups, Candidate(groups=plan.groups, last_share=1.0, finish_us=present_us)
+        )
     return replace(
         known,
         predicted_ms=present_us * _MS,
@@ -106,16 +117,23 @@ def explanation(plan: Plan, tuner: Tuner | None, *, why: str, strategy: str, dec
 
 
 def _row(candidate: Candidate, plan: Plan) -> str:
-    last = "" if candidate.last_share == 1 else f", the last one {candidate.last_share:g} of the others"
+    last = (
+        ""
+        if candidate.last_share == 1
+        else (f", the last one {candidate.last_share:g} of the others")
+    )
     is_present = candidate.groups == plan.groups
     buckets = _num_buckets_text(len(candidate.groups))
-    return f"{candidate.finish_us * _MS:.2f} ms: {buckets}{last}{' (this plan)' if is_present else ''}"
+    return (
+        f"{candidate.finish_us * _MS:.2f} ms: {buckets}{last}{' (this plan)' if is_present else ''}"
+    )
 
 
 def _bound_text(it: Profile) -> str:
     by = "processors" if it.is_bound_by_processors else "the network"
     return (
-        f"bound by {by}: packing and copying add {(it.processors_us or 0.0) * _MS:.2f} ms to a step, "
+        f"bound by {by}: packing and copying add {(it.processors_us or 0.0) * _MS:.2f} ms to a "
+        "step, "
         f"the network {(it.network_us or 0.0) * _MS:.2f} ms"
     )
 
@@ -127,14 +145,16 @@ def _num_buckets_text(num_buckets: int) -> str:
 def _curve_text(profile: Profile, kind: str) -> str:
     points = profile.curves[kind].points
     return f"{kind}: " + " to ".join(
-        f"{num_bytes / 1e6:.3g} MB in {us * _MS:.2f} ms" for num_bytes, us in dict.fromkeys((points[0], points[-1]))
+        f"{num_bytes / 1e6:.3g} MB in {us * _MS:.2f} ms"
+        for num_bytes, us in dict.fromkeys((points[0], points[-1]))
     )
 
 
 def _decision_text(it: Decision) -> str:
     return _TEXTS[it.outcome].format(
         buckets=_num_buckets_text(len(it.groups or ())),
-        numbers=f"predicted {it.present_us * _MS:.2f} ms, the best plan {it.predicted_us * _MS:.2f} ms",
+        numbers=f"predicted {it.present_us * _MS:.2f} ms, the best plan "
+        f"{it.predicted_us * _MS:.2f} ms",
     )
 
 
@@ -142,7 +162,10 @@ _TEXTS = {
     Outcome.MOVE: "moved to {buckets} ({numbers})",
     Outcome.KEEP: "kept ({numbers}: too little to gain)",
     Outcome.UNKNOWN: "kept: buckets of one size do not show what other sizes cost",
-    Outcome.FROZEN: "kept: torch.use_deterministic_algorithms is on, and another plan rounds differently",
-    Outcome.INCOMPLETE: "the steps are measured again: some were not complete, or the plan has changed",
-    Outcome.TOO_LARGE: "kept ({numbers}: for a move every rank would hold all of the optimizer's state)",
+    Outcome.FROZEN: "kept: torch.use_deterministic_algorithms is on, and another plan rounds "
+    "differently",
+    Outcome.INCOMPLETE: "the steps are measured again: some were not complete, or the plan has "
+    "changed",
+    Outcome.TOO_LARGE: "kept ({numbers}: for a move every rank would hold all of the optimizer's "
+    "state)",
 }

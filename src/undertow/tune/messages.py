@@ -1,17 +1,19 @@
-"""The messages of tuning: several steps under one plan as measured by all ranks, and the tuner's decision on one rank.
+"""The messages of tuning: several steps under one plan as measured by all ranks, and the tuner's
+decision on one rank.
 
-Ranks exchange rows of numbers, one row per step, and take the maximum over ranks. A row has times in microseconds since the end
-of the previous synchronization, which ends on all ranks at once:
+Ranks exchange rows of numbers, one row per step, and take the maximum over ranks. A row has times
+in microseconds since the end of the previous synchronization, which ends on all ranks at once:
 
-    begin | backward begins | backward ends | rest | synchronized | packing | -waiting | -processors |
-    ready ... | -reductions ... | -gathers ...
+    begin | backward begins | backward ends | rest | synchronized | packing | -waiting | -processors
+    | ready ... | -reductions ... | -gathers ...
     by param    by bucket         by bucket
 
-Each rank subtracts the time for which its forward waited for parameters from the times before and in backward.
+Each rank subtracts the time for which its forward waited for parameters from the times before and
+in backward.
 
-A gradient is ready when the last rank has it: the maximum. A collective takes as long as on the rank that launched it last,
-because the others waited for that rank: the minimum, which is the maximum of the negatives. Values that a rank does not know are
-minus infinity.
+A gradient is ready when the last rank has it: the maximum. A collective takes as long as on the
+rank that launched it last, because the others waited for that rank: the minimum, which is the
+maximum of the negatives. Values that a rank does not know are minus infinity.
 
 A decision is an array of numbers too: its rank sends it to the others.
 """
@@ -39,11 +41,17 @@ class Measurement:
     """What all ranks have measured of the steps of a window."""
 
     profile: Profile  # medians over the steps, without costs
-    samples: Mapping[str, tuple[tuple[float, float], ...]]  # by kind of collective: bytes, microseconds
+    # by kind of collective: bytes, microseconds
+    samples: Mapping[str, tuple[tuple[float, float], ...]]
 
 
-def array_of_records(records: Sequence[StepRecord], plan: Plan, *, num_steps: int) -> NDArray[np.float64]:
-    """Returns this rank's measurements of `num_steps` steps, [steps, numbers]; all unknown if it has not recorded that many."""
+def array_of_records(
+    records: Sequence[StepRecord], plan: Plan, *, num_steps: int
+) -> NDArray[np.float64]:
+    """Returns this rank's measurements of `num_steps` steps, [steps, numbers].
+
+    All unknown if it has not recorded that many.
+    """
     if not _is_complete(records, num_steps):
         return np.full((num_steps, _NUM_TIMES + len(plan.params) + 2 * len(plan.buckets)), _UNKNOWN)
     return np.array([_row(record, plan) for record in records])
@@ -56,7 +64,10 @@ def _row(record: StepRecord, plan: Plan) -> list[float]:
         record.backwards[-1][1],
         max(bucket.waited[1] for bucket in record.buckets),
     )
-    negated = ({it.bucket: it.launched_us - it.done_us for it in sent} for sent in (record.buckets, record.gathers))
+    negated = (
+        {it.bucket: it.launched_us - it.done_us for it in sent}
+        for sent in (record.buckets, record.gathers)
+    )
     return [
         record.idle_us,
         *(computing + at for at in record.backwards[-1]),
@@ -66,12 +77,19 @@ def _row(record: StepRecord, plan: Plan) -> list[float]:
         backward_end - last_wait,  # with the packing that comes after the end of backward
         -record.cpu_us,
         *(computing + record.arrivals.get(param, _UNKNOWN) for param in range(len(plan.params))),
-        *(of_bucket.get(index, _UNKNOWN) for of_bucket in negated for index in range(len(plan.buckets))),
+        *(
+            of_bucket.get(index, _UNKNOWN)
+            for of_bucket in negated
+            for index in range(len(plan.buckets))
+        ),
     ]
 
 
-def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRecord], plan: Plan) -> Measurement | None:
-    """Builds the measurement of `plan` from `latest`, the maximum over all ranks' arrays, and from this rank's `records`.
+def measurement_from_array(
+    latest: NDArray[np.float64], records: Sequence[StepRecord], plan: Plan
+) -> Measurement | None:
+    """Builds the measurement of `plan` from `latest`, the maximum over all ranks' arrays, and from
+    this rank's `records`.
 
     Returns None if this rank or all ranks have not recorded the steps.
     """
@@ -80,11 +98,17 @@ def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRe
     num_params, num_buckets = len(plan.params), len(plan.buckets)
     times, ready, durations = np.split(latest, [_NUM_TIMES, _NUM_TIMES + num_params], axis=1)
     # In the planner's bytes, even if gradients are sent in a narrower dtype.
-    planned = [[replace(row, num_bytes=plan.buckets[row.bucket].wire_bytes) for row in record.buckets] for record in records]
+    planned = [
+        [replace(row, num_bytes=plan.buckets[row.bucket].wire_bytes) for row in record.buckets]
+        for record in records
+    ]
     samples = _samples(planned, -durations[:, :num_buckets])
     samples |= _samples([record.gathers for record in records], -durations[:, num_buckets:])
     launch_us, us_per_byte = line_through(curve_from_samples(_packed(records, plan)).points)
-    skews = [float(np.std(busy)) / max(_LEAST_US, float(np.mean(busy))) for busy in (it.busy_ms or (1.0,) for it in records)]
+    skews = [
+        float(np.std(busy)) / max(_LEAST_US, float(np.mean(busy)))
+        for busy in (it.busy_ms or (1.0,) for it in records)
+    ]
     begins, backward_begins, backward_ends, rest, synchronized, host_us, waited, computed = times.T
     # Median over steps: a parameter whose gradient arrived only once counts as one that never does.
     ready = np.where(np.isfinite(ready), ready, backward_ends[:, None]) - backward_begins[:, None]
@@ -106,12 +130,14 @@ def measurement_from_array(latest: NDArray[np.float64], records: Sequence[StepRe
         launch_us=_rounded(launch_us),
         copy_us_per_mb=_rounded(us_per_byte * 1e6),
         skew=round(min(float(np.median(skews)), _MOST_SKEW), _DIGITS_OF_SHARES),
-        # Packing in backward and waiting afterwards. The backend's threads work in these waits (copies, additions) or wait for
-        # the link.
+        # Packing in backward and waiting afterwards. The backend's threads work in these waits
+        # (copies, additions) or wait for the link.
         processors_us=_rounded(np.median(host_us) + computed_us),
         network_us=_rounded(waited_us - computed_us),
         # Between the quartiles of a normal distribution are 1.349 standard deviations.
-        spread=round(float(high_us - low_us) / 1.349 / max(1.0, float(synchronized_us)), _DIGITS_OF_SHARES),
+        spread=round(
+            float(high_us - low_us) / 1.349 / max(1.0, float(synchronized_us)), _DIGITS_OF_SHARES
+        ),
     )
     return Measurement(profile=profile, samples=samples)
 
@@ -135,7 +161,9 @@ def _packed(records: Sequence[StepRecord], plan: Plan) -> list[tuple[float, floa
 
 
 def _is_complete(records: Sequence[StepRecord], num_steps: int) -> bool:
-    return len(records) == num_steps and all(record.backwards and record.buckets and record.arrivals for record in records)
+    return len(records) == num_steps and all(
+        record.backwards and record.buckets and record.arrivals for record in records
+    )
 
 
 def _samples(
@@ -162,13 +190,17 @@ class Outcome(IntEnum):
     KEEP = 1  # another plan would gain too little
     UNKNOWN = 2  # buckets of one size do not show the cost of other sizes
     FROZEN = 3  # another plan would change the rounding, and the user asks for the same bits
-    INCOMPLETE = 4  # the steps were not measured, or another plan has taken over since: they are measured again
+    # the steps were not measured, or another plan has taken over since: they are measured again
+    INCOMPLETE = 4
     TOO_LARGE = 5  # for a move every rank would hold the whole state of the optimizer for a moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The plan from now on; times are predictions in microseconds, from the start of a step until all gradients are reduced."""
+    """The plan from now on.
+
+    Times are predictions in microseconds, from the start of a step until all gradients are reduced.
+    """
 
     outcome: Outcome
     present_us: float = 0.0  # under the present plan
@@ -176,7 +208,10 @@ class Decision:
     groups: Groups | None = None  # None: keep the plan
 
     def to_array(self, params: Sequence[ParamSpec]) -> NDArray[np.float64]:
-        """Encodes the decision; the length depends on the parameters only, so that every rank knows it before."""
+        """Encodes the decision.
+
+        The length depends on the parameters only, so that every rank knows it before.
+        """
         rows = np.full((2, len(params)), -1.0)  # the parameters by bucket, and the bucket of each
         place = 0
         for bucket, group in enumerate(self.groups or ()):
@@ -189,7 +224,9 @@ def decision_from_array(numbers: NDArray[np.float64]) -> Decision:
     """Decodes the numbers of `Decision.to_array`."""
     outcome, present_us, predicted_us = numbers[:3].tolist()
     params, buckets = numbers[3:].astype(np.int64).reshape(2, -1)
-    groups = [tuple(params[buckets == bucket].tolist()) for bucket in range(1 + buckets.max(initial=-1))]
+    groups = [
+        tuple(params[buckets == bucket].tolist()) for bucket in range(1 + buckets.max(initial=-1))
+    ]
     return Decision(
         outcome=Outcome(int(outcome)),
         present_us=present_us,

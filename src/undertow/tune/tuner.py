@@ -8,28 +8,32 @@ from undertow.plan import Choice, Plan, choose, finish_us
 from undertow.profile import Profile
 from undertow.tune.messages import Decision, Measurement, Outcome
 
-# A plan must be predicted to gain at least this share of the time until gradients are reduced to be worth its new buckets.
+# A plan must be predicted to gain at least this share of the time until gradients are reduced to be
+# worth its new buckets.
 _WORTHWHILE = 0.005
-# Processor time of a bucket where processors are what is short: the host packs, launches and binds it, and the backend's threads
-# copy and add. 0.2 to 0.5 ms on the machine of docs/benchmarks.md.
+# Processor time of a bucket where processors are what is short: the host packs, launches and binds
+# it, and the backend's threads copy and add. 0.2 to 0.5 ms on the machine of docs/benchmarks.md.
 _HOST_US = 200.0
-# Larger models are not moved: every rank would hold gradients and state of all parameters for a moment, and a model may fit
-# only because of sharding.
+# Larger models are not moved: every rank would hold gradients and state of all parameters for a
+# moment, and a model may fit only because of sharding.
 _MOST_MOVED_BYTES = 256 * 2**20
-# Buckets cost memory: a packed bucket holds its gradients twice. Small ones may be as large as without a measurement.
+# Buckets cost memory: a packed bucket holds its gradients twice. Small ones may be as large as
+# without a measurement.
 _LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
 
 
 class Tuner:
     """The measurements of one set of parameters, and the plan that follows from them.
 
-    `order` is the order of the plans if the user wants another one than the gradients' order of arrival.
+    `order` is the order of the plans if the user wants another one than the gradients' order of
+    arrival.
     """
 
     def __init__(self, order: Sequence[int] | None = None) -> None:
         self._measured: Profile | None = None
         self._order = order
-        self._samples: dict[str, list[tuple[float, float]]] = {}  # by kind of collective: bytes, microseconds
+        # by kind of collective: bytes, microseconds
+        self._samples: dict[str, list[tuple[float, float]]] = {}
 
     @property
     def curves(self) -> dict[str, CostCurve]:
@@ -53,7 +57,10 @@ class Tuner:
         return replace(self._measured, strategy=strategy, groups=plan.groups, curves=self.curves)
 
     def choice(self, plan: Plan, *, has_shards: bool) -> tuple[Choice, float] | None:
-        """Returns the best plan with its table, and the time of `plan` by the same costs; None if too little was measured."""
+        """Returns the best plan with its table, and the time of `plan` by the same costs.
+
+        None if too little was measured.
+        """
         profile = self.profile(plan, strategy="zero1" if has_shards else "ddp")
         if profile is None:
             return None
@@ -61,7 +68,9 @@ class Tuner:
         if any(curve is None or not curve.is_enough for curve in curves):
             return None  # they do not show the cost of buckets of other sizes
         costs, bucket_us = profile.costs(), bucket_us_of(profile)
-        chosen = choice_for(profile, costs, has_shards=has_shards, bucket_us=bucket_us, order=self._order)
+        chosen = choice_for(
+            profile, costs, has_shards=has_shards, bucket_us=bucket_us, order=self._order
+        )
         present_us = finish_us(
             plan.params,
             plan.groups,
@@ -105,7 +114,8 @@ def choice_for(
     bucket_us: float,
     order: Sequence[int] | None = None,
 ) -> Choice:
-    """Returns the best plan of a profile on a network with `costs`, as training chooses it and `undertow plan` shows it."""
+    """Returns the best plan of a profile on a network with `costs`, as training chooses it and
+    `undertow plan` shows it."""
     num_bytes = sum(spec.num_bytes for spec in profile.params)
     return choose(
         profile.params,

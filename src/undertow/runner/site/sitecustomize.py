@@ -1,7 +1,9 @@
-"""Redirects torch's DistributedDataParallel in a process that `undertow run` started. Python imports this module by its name.
+"""Redirects torch's DistributedDataParallel in a process that `undertow run` started. Python
+imports this module by its name.
 
-Launchers, data workers and scripts of other tools run it too, so it imports neither torch nor Undertow: it waits until the
-program has imported torch, and Undertow is imported when the first wrapper is made.
+Launchers, data workers and scripts of other tools run it too, so it imports neither torch nor
+Undertow: it waits until the program has imported torch, and Undertow is imported when the first
+wrapper is made.
 """
 
 import functools
@@ -14,7 +16,8 @@ _REPLICATE = "torch.distributed._composable.replicate"  # works with the inside 
 
 
 class _Finder:
-    """Finds the module of torch's class like the other finders, and redirects the class after the module has run."""
+    """Finds the module of torch's class like the other finders, and redirects the class after the
+    module has run."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -34,12 +37,14 @@ def _run(run, module):
 def _redirect(torchs):
     original = torchs.__init__
 
-    def __new__(cls, *args, **kwargs):  # noqa: N807  # also for subclasses, and for names that were bound before
+    # Also for subclasses, and for names that were bound before.
+    def __new__(cls, *args, **kwargs):  # noqa: N807
         is_of_replicate = sys._getframe(1).f_globals.get("__name__") == _REPLICATE
         return object.__new__(cls if is_of_replicate else _replacing().class_for(cls))
 
+    # For subclasses that call it by the name of the class.
     @functools.wraps(original)
-    def __init__(self, *args, **kwargs):  # noqa: N807  # for subclasses that call it by the name of the class
+    def __init__(self, *args, **kwargs):  # noqa: N807
         (original if type(self) is torchs else _replacing().Wrapped.__init__)(self, *args, **kwargs)
 
     __new__.__wrapped__ = original  # the signature of the class

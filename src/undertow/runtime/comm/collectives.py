@@ -31,8 +31,8 @@ _Arriving = tuple[Sequence[Tensor], Sequence[Work]]  # a part of every rank, and
 class P2PCollectives:
     """Exchanges by sends and receives; threads post and complete them in the order of their start.
 
-    `divisor` is the divisor of means. `in_order` sends sums in full width; the order of additions is
-    the same in any case. Reductions are sent in `wire` if that is narrower, and added in
+    `divisor` is the divisor of means. `in_order` sends sums in full width; the order of additions
+    is the same in any case. Reductions are sent in `wire` if that is narrower, and added in
     `accumulation_dtype`.
     """
 
@@ -61,7 +61,9 @@ class P2PCollectives:
         self._adding = group.worker("undertow-adds")
         self._gathering = group.worker("undertow-gathers")
 
-    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: _Stage | None = None) -> Handle:
+    def reduce_scatter(
+        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: _Stage | None = None
+    ) -> Handle:
         """Starts to write the mean over ranks of this rank's part of `storage` into `shard`.
 
         The mean is the sum divided by the divisor. `pack` fills `storage` first. Every rank starts
@@ -79,7 +81,8 @@ class P2PCollectives:
                 pack()
             sent = cast_for_wire(storage[: num_ranks * shard.numel()], self._wire)
             values = self._exchange(sent.view(num_ranks, -1).unbind(), tag)
-            # Separate messages: combining the two would halve their number but require adjacent memory.
+            # Separate messages: combining the two would halve their number but require adjacent
+            # memory.
             add_up_flags = self._post_sum(storage[trailer.start : trailer.stop], tag + 1)
 
             def add_up() -> None:
@@ -113,7 +116,8 @@ class P2PCollectives:
             before.wait()
             add_up_trailer = self._post_sum(trailer, tag + 2)
             divisor = self._divisor
-            # Sums over the inner ranks that are not divided yet may be too large for 16 bits, so divide before the cast.
+            # Sums over the inner ranks that are not divided yet may be too large for 16 bits, so
+            # divide before the cast.
             if torch.float16 in (self._wire, trailer.dtype):
                 tensor.div_(divisor)
                 divisor = 1
@@ -151,7 +155,9 @@ class P2PCollectives:
         self._posting.submit(work.run, post, *threads)
         return Handle(work, complete=self.group.complete)
 
-    def _post_all_reduce(self, values: Tensor, target: Tensor, divisor: float, tag: int) -> Callable[[], _Stage]:
+    def _post_all_reduce(
+        self, values: Tensor, target: Tensor, divisor: float, tag: int
+    ) -> Callable[[], _Stage]:
         group = self.group.process_group
         narrow = cast_for_wire(values, self._wire)
         parts = narrow.tensor_split(self.group.num_ranks)
@@ -180,7 +186,9 @@ class P2PCollectives:
         arriving = self._exchange([tensor] * self.group.num_ranks, tag)
         return lambda: tensor.copy_(self._add_up(arriving, torch.empty_like(tensor)))
 
-    def _post_all_gather(self, group: dist.ProcessGroup, flat: Tensor, then: _Stage | None, tag: int) -> _Stage:
+    def _post_all_gather(
+        self, group: dist.ProcessGroup, flat: Tensor, then: _Stage | None, tag: int
+    ) -> _Stage:
         parts = flat.view(self.group.num_ranks, -1).unbind()
         works = self._receive(parts, tag, group)
         works += self._send([parts[self.group.rank]] * len(parts), tag, group)
@@ -250,7 +258,9 @@ class BackendCollectives:
         # Collectives wait for others on this stream, so that the host waits for neither.
         self._behind = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def reduce_scatter(self, storage: Tensor, shard: Tensor, *, trailer: range, pack: _Stage | None = None) -> Handle:
+    def reduce_scatter(
+        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: _Stage | None = None
+    ) -> Handle:
         if pack is not None:
             with torch.no_grad():
                 pack()
@@ -276,7 +286,9 @@ class BackendCollectives:
                 shard.div_(divisor)
             _used_here(sent)  # held until now, because NCCL reads it
 
-        of_trailer = dist.all_reduce(storage[trailer.start : trailer.stop], group=group, async_op=True)
+        of_trailer = dist.all_reduce(
+            storage[trailer.start : trailer.stop], group=group, async_op=True
+        )
         return Handle(work, of_trailer, finish=finish)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
@@ -340,7 +352,8 @@ def exchanges_over(group: OwnGroup, config: SyncConfig, *, divisor: float) -> Co
     """Returns the fastest exchanges for the group's backend; means are divided by `divisor`."""
     require(
         not group.is_over_gloo or group.device.type == "cpu",
-        f"{group.backend} sends and receives from the host's memory only, and parameters are on {group.device}.",
+        f"{group.backend} sends and receives from the host's memory only, and parameters are on "
+        f"{group.device}.",
         where='ShardedOptimizer, or reduction="ordered"',
         remedy='Initialize torch.distributed with "nccl" to train on GPUs.',
     )
@@ -370,7 +383,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 2 else dtype
 
 
-def sum_in_order(parts: Sequence[Tensor], *, into: Tensor, rows: Sequence[Sequence[int]] = ()) -> Tensor:
+def sum_in_order(
+    parts: Sequence[Tensor], *, into: Tensor, rows: Sequence[Sequence[int]] = ()
+) -> Tensor:
     """Adds `parts` in their order; the order in torch.sum depends on the position of an element.
 
     With the `rows` of a mesh, which list positions of ranks, it adds each row and then the rows.

@@ -1,4 +1,7 @@
-"""The user's own reduction: a communication hook in the form that torch's DistributedDataParallel accepts."""
+"""The user's own reduction.
+
+A communication hook in the form that torch's DistributedDataParallel accepts.
+"""
 
 import inspect
 import threading
@@ -19,12 +22,16 @@ from undertow.runtime.peers.threads import Worker
 
 
 class HookedBucket:
-    """A bucket as hooks see it, with the methods of `torch.distributed.GradBucket`, which Python cannot construct.
+    """A bucket as hooks see it, with the methods of `torch.distributed.GradBucket`, which Python
+    cannot construct.
 
-    The buffer has the gradients one after another, [numel], without padding and trailer. Buckets count in the order of launches.
+    The buffer has the gradients one after another, [numel], without padding and trailer. Buckets
+    count in the order of launches.
     """
 
-    def __init__(self, index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> None:
+    def __init__(
+        self, index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool
+    ) -> None:
         self._index = index
         self._buffer = buffer
         self._parameters = list(parameters)
@@ -44,7 +51,9 @@ class HookedBucket:
         if self._buffer.is_sparse:
             return [self._buffer]
         pieces = torch.split(self._buffer, [param.numel() for param in self._parameters])
-        return [piece.view(param.shape) for piece, param in zip(pieces, self._parameters, strict=True)]
+        return [
+            piece.view(param.shape) for piece, param in zip(pieces, self._parameters, strict=True)
+        ]
 
     def parameters(self) -> list[Tensor]:
         return self._parameters
@@ -53,12 +62,18 @@ class HookedBucket:
         return self._is_last
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Replaces the buffer and makes `gradients` views of it; the result is still the value of the hook's future."""
+        """Replaces the buffer and makes `gradients` views of it.
+
+        The result is still the value of the hook's future.
+        """
         self._buffer = tensor
 
 
 class CommHook:
-    """The user's `hook(state, bucket)`, which returns a future of the reduced buffer; ConfigError if torch would refuse it."""
+    """The user's `hook(state, bucket)`, which returns a future of the reduced buffer.
+
+    ConfigError if torch would refuse it.
+    """
 
     def __init__(self, state: object, hook: Callable[..., Any]) -> None:
         _check_signature(hook)
@@ -76,9 +91,9 @@ class CommHook:
 
         `group` is the model's: if one of its ranks is gone, the wait for the hook ends.
 
-        On the host, hooks run in a thread, one bucket after another. Some hooks, such as PowerSGD, start collectives in callbacks
-        of their futures; those run when other collectives complete, in a different order on every rank. On a device, callbacks
-        run immediately.
+        On the host, hooks run in a thread, one bucket after another. Some hooks, such as PowerSGD,
+        start collectives in callbacks of their futures; those run when other collectives complete,
+        in a different order on every rank. On a device, callbacks run immediately.
         """
         if bucket.buffer().device.type != "cpu":
             return self._call(bucket)
@@ -93,7 +108,8 @@ class CommHook:
         self._thread = None
 
     def _call_in_turn(self, bucket: HookedBucket, failures: list[BaseException]) -> None:
-        """Calls the hook and waits for its result, unless an earlier call of the synchronization has failed.
+        """Calls the hook and waits for its result, unless an earlier call of the synchronization
+        has failed.
 
         On other ranks, the messages of further calls would pair with the failed call's.
         """
@@ -111,13 +127,17 @@ class CommHook:
         future = self._hook(bucket)
         require(
             isinstance(future, torch._C.Future),  # the base class of torch.futures.Future
-            f"expected the communication hook to return a torch.futures.Future, got {type(future).__name__}.",
+            "expected the communication hook to return a torch.futures.Future, got "
+            f"{type(future).__name__}.",
             where=f"{self.name}, bucket {bucket.index()}",
-            remedy="Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
+            remedy="Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a "
+            "Future with set_result().",
             error=WrongType,
         )
         # With the methods of a dist.Work.
-        work = SimpleNamespace(wait=future.wait, is_completed=future.done, get_future=lambda: future)
+        work = SimpleNamespace(
+            wait=future.wait, is_completed=future.done, get_future=lambda: future
+        )
         return Handle(work, finish=lambda: _write_result(future.wait(), target, name=self.name))
 
 
@@ -129,7 +149,8 @@ def _write_result(result: object, target: Tensor, *, name: str) -> None:
     if not isinstance(result, Tensor) or result.numel() != target.numel():
         got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise WrongType(
-            f"expected the communication hook's future to hold a tensor of {target.numel()} elements, got {got}.",
+            f"expected the communication hook's future to hold a tensor of {target.numel()} "
+            f"elements, got {got}.",
             where=name,
             remedy="Let the future hold a tensor with the shape of bucket.buffer().",
         )
@@ -146,10 +167,13 @@ class _Calling:
 
 
 def _thread_beside_this_one() -> _Calling:
-    """Returns the thread for the hooks of all models that train in this thread, which may share a group and so need one order."""
-    key = threading.get_native_id()  # differs in a child process, which has none of its parent's threads
+    """Returns the thread for the hooks of all models that train in this thread, which may share a
+    group and so need one order."""
+    # differs in a child process, which has none of its parent's threads
+    key = threading.get_native_id()
     thread = _threads.get(key)
-    if thread is None or any(group.is_broken for group in thread.groups):  # the thread may be stuck in a broken group
+    # the thread may be stuck in a broken group
+    if thread is None or any(group.is_broken for group in thread.groups):
         thread = _threads[key] = _Calling()
     return thread
 
@@ -169,16 +193,22 @@ def _check_signature(hook: Callable[..., Any]) -> None:
     signature = inspect.signature(hook)
     require(
         "bucket" in signature.parameters,
-        f"Communication hook: expected a parameter named 'bucket', got {list(signature.parameters)}.",
+        "Communication hook: expected a parameter named 'bucket', got "
+        f"{list(signature.parameters)}.",
         where="register_comm_hook(state, hook)",
         remedy="Write def hook(state, bucket).",
     )
     wanted = {
         "bucket": (signature.parameters["bucket"].annotation, GradBucket, "dist.GradBucket"),
-        "return": (signature.return_annotation, torch.futures.Future[Tensor], "torch.futures.Future[torch.Tensor]"),
+        "return": (
+            signature.return_annotation,
+            torch.futures.Future[Tensor],
+            "torch.futures.Future[torch.Tensor]",
+        ),
     }
     for what, (annotation, expected, text) in wanted.items():
-        # Under `from __future__ import annotations` they are texts, with the prefix that the user's file has.
+        # Under `from __future__ import annotations` they are texts, with the prefix that the user's
+        # file has.
         is_same_text = isinstance(annotation, str) and text.split(".")[-1].rstrip("]") in annotation
         require(
             is_same_text or annotation in (inspect.Parameter.empty, expected, text),

@@ -34,13 +34,16 @@ _SETTINGS = "the settings"
 _COMPARISON = "the comparison of all ranks' parameters"
 _CHUNK_BYTES = 25 * 1024 * 1024
 
-# A place where a buffer is registered: the table of a module, the name in it, and the name in the model. A shared buffer has
-# several.
+# A place where a buffer is registered: the table of a module, the name in it, and the name in the
+# model. A shared buffer has several.
 Place = tuple[MutableMapping[str, Tensor | None], str, str]
 
 _NOT_SENT: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
     (lambda buffer: buffer.is_nested, "a nested tensor"),
-    (lambda buffer: buffer.layout is not torch.strided, "a tensor whose layout is not torch.strided, such as a sparse one"),
+    (
+        lambda buffer: buffer.layout is not torch.strided,
+        "a tensor whose layout is not torch.strided, such as a sparse one",
+    ),
     (lambda buffer: buffer.is_quantized, "a quantized tensor"),
     (lambda buffer: type(buffer).__name__ == "DTensor", "a DTensor"),
     (private.has_shared_elements, "an expanded tensor: several of its elements share memory"),
@@ -50,12 +53,17 @@ _NOT_SENT: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
 def gather_json(group: OwnGroup, value: object, *, waits_for: str = _COMPARISON) -> list[Any]:
     """Gathers a value of every rank as JSON, in rank order. Reports name the wait `waits_for`."""
     text = json.dumps(value, sort_keys=True).encode()
-    received = gather_bytes(text, lambda tensor: group.all_gather(tensor, waits_for).take(), group.device)
+    received = gather_bytes(
+        text, lambda tensor: group.all_gather(tensor, waits_for).take(), group.device
+    )
     return [json.loads(of_rank) for of_rank in received]
 
 
-def gather_bytes(mine: bytes, all_gather: Callable[[Tensor], list[Tensor]], device: torch.device) -> list[bytes]:
-    """Gathers the bytes of every rank, in rank order. Pickled objects would run the sender's code."""
+def gather_bytes(
+    mine: bytes, all_gather: Callable[[Tensor], list[Tensor]], device: torch.device
+) -> list[bytes]:
+    """Gathers the bytes of every rank, in rank order. Pickled objects would run the sender's
+    code."""
     sizes = list(map(int, all_gather(torch.tensor([len(mine)], device=device))))
     padded = torch.frombuffer(bytearray(mine.ljust(max(1, *sizes), b"\0")), dtype=torch.uint8)
     rows = all_gather(padded.to(device))
@@ -67,14 +75,16 @@ def surroundings(group: OwnGroup, hook: CommHook | None) -> dict[str, Any]:
     return {
         "torch": str(torch.__version__),
         "undertow": __version__,
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),  # they freeze the plan
+        # they freeze the plan
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "mesh": group.user.rows or None,
         "communication hook": None if hook is None else hook.name,
     }
 
 
 class Agreement:
-    """A running comparison of all ranks' settings, parameters and other tensors, and names of new ones; a collective call."""
+    """A running comparison of all ranks' settings, parameters and other tensors, and names of new
+    ones; a collective call."""
 
     def __init__(
         self,
@@ -101,7 +111,9 @@ class Agreement:
         described = gather_json(self._group, self._described)
         what, difference = _first_difference(described[0], described[other], other)
         ranks = [
-            f"rank {rank}: {len(described[rank]['params'])} parameters, fingerprint {digests[rank][:4]}" for rank in (0, other)
+            f"rank {rank}: {len(described[rank]['params'])} parameters, fingerprint "
+            f"{digests[rank][:4]}"
+            for rank in (0, other)
         ]
         raise PlanMismatch(
             f"ranks disagree on {what}.",
@@ -113,20 +125,28 @@ class Agreement:
 
 
 def _first_difference(first: dict[str, Any], second: dict[str, Any], rank: int) -> tuple[str, str]:
-    """Returns the kind of the first difference between rank 0 and `rank`, and the difference in words."""
+    """Returns the kind of the first difference between rank 0 and `rank`, and the difference in
+    words."""
     for key, kind, name_of_all in _TENSORS:
         for index, (mine, theirs) in enumerate(zip_longest(first[key], second[key])):
-            here, there = ("missing" if spec is None else repr(spec["name"]) for spec in (mine, theirs))
+            here, there = (
+                "missing" if spec is None else repr(spec["name"]) for spec in (mine, theirs)
+            )
             if here != there:
                 return name_of_all, f"{kind} {index} is {here} on rank 0 and {there} on rank {rank}"
             if mine != theirs:
-                # The shape first: other fields, such as the order of axes in memory, follow from it.
-                field = next(name for name in ("shape", *mine, *theirs) if mine.get(name) != theirs.get(name))
+                # The shape first: other fields, such as the order of axes in memory, follow from
+                # it.
+                field = next(
+                    name for name in ("shape", *mine, *theirs) if mine.get(name) != theirs.get(name)
+                )
                 values = f"{mine.get(field)} on rank 0 and {theirs.get(field)} on rank {rank}"
                 return name_of_all, f"{field} of {kind} {index} ({here}) is {values}"
     mine, theirs = first["settings"], second["settings"]
     name = next(name for name in mine | theirs if mine.get(name) != theirs.get(name))
-    return _SETTINGS, f"{name} is {mine.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}"
+    return _SETTINGS, (
+        f"{name} is {mine.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}"
+    )
 
 
 @dataclass(slots=True)
@@ -143,11 +163,12 @@ _Values = list[tuple[_Item, Tensor]]  # items with their new values
 
 
 class CommonBuffers:
-    """The buffers that every rank has: those that the ranks compared when the model was wrapped, or its parameters changed.
+    """The buffers that every rank has: those that the ranks compared when the model was wrapped, or
+    its parameters changed.
 
-    Only these are sent, whatever has changed in a rank's module since. Otherwise ranks would wait for each other forever or
-    confuse two buffers. A buffer that was added later is left alone, and so is one of another shape or dtype: its last tensor is
-    sent instead.
+    Only these are sent, whatever has changed in a rank's module since. Otherwise ranks would wait
+    for each other forever or confuse two buffers. A buffer that was added later is left alone, and
+    so is one of another shape or dtype: its last tensor is sent instead.
     """
 
     def __init__(self, places: Sequence[Place] = ()) -> None:
@@ -165,7 +186,8 @@ class CommonBuffers:
             item.overlaps = num_buffers[pointer] > 1
 
     def now(self) -> list[_Item]:
-        """Returns the current buffers, or an earlier one if the current one has another shape or dtype, or is gone.
+        """Returns the current buffers, or an earlier one if the current one has another shape or
+        dtype, or is gone.
 
         Raises ConfigError for a buffer of a kind that cannot be sent.
         """
@@ -182,7 +204,8 @@ class CommonBuffers:
                     not kind,
                     f"buffer {name!r} is {kind}.",
                     where="buffers follow rank 0, and only dense tensors can be sent",
-                    remedy=f"Register a dense tensor, such as a clone() of it, or leave it out: ignore=({name!r},).",
+                    remedy="Register a dense tensor, such as a clone() of it, or leave it out: "
+                    f"ignore=({name!r},).",
                 )
                 buffer.is_checked = True
         return self.buffers
@@ -194,15 +217,20 @@ def why_not_sent(buffer: Tensor) -> str:
 
 
 def _kind(buffer: Tensor) -> tuple[object, ...]:
-    return buffer.dtype, buffer.is_meta, buffer.is_nested or buffer.shape  # a nested tensor may not have a shape
+    # a nested tensor may not have a shape
+    return buffer.dtype, buffer.is_meta, buffer.is_nested or buffer.shape
 
 
 @torch.no_grad()
-def synchronize_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0, averages: bool = False) -> None:
-    """Gives every buffer the value that rank `source` of the group has, or `averages` floating-point and complex ones over ranks.
+def synchronize_buffers(
+    common: CommonBuffers, group: OwnGroup, *, source: int = 0, averages: bool = False
+) -> None:
+    """Gives every buffer the value that rank `source` of the group has, or `averages`
+    floating-point and complex ones over ranks.
 
-    A buffer that changes becomes a new tensor: autograd may have saved the old one for a pending backward, which would use
-    whatever was written into it. Buffers that share memory with others, or require gradients, are written in place.
+    A buffer that changes becomes a new tensor: autograd may have saved the old one for a pending
+    backward, which would use whatever was written into it. Buffers that share memory with others,
+    or require gradients, are written in place.
     """
     of_source: list[_Item] = []
     averaged: list[_Item] = []
@@ -217,14 +245,22 @@ def synchronize_buffers(common: CommonBuffers, group: OwnGroup, *, source: int =
 
 @torch.no_grad()
 def broadcast_in_place(tensors: Iterable[Tensor], group: OwnGroup, *, source: int = 0) -> None:
-    """Writes the values of rank `source` into `tensors`; used for parameters, which must stay the same tensors."""
+    """Writes the values of rank `source` into `tensors`.
+
+    Used for parameters, which must stay the same tensors.
+    """
     for chunk in _chunks([_Item(tensor) for tensor in tensors]):
         _write(_sent(chunk, group, source).take())
 
 
 @torch.no_grad()
-def send_in_place(tensors: Iterable[Tensor], group: OwnGroup, *, averages: bool = False) -> Callable[[], None]:
-    """Starts to send rank 0's values, or means over ranks; the returned function waits and writes them into `tensors`."""
+def send_in_place(
+    tensors: Iterable[Tensor], group: OwnGroup, *, averages: bool = False
+) -> Callable[[], None]:
+    """Starts to send rank 0's values, or means over ranks.
+
+    The returned function waits and writes them into `tensors`.
+    """
     send = _means if averages else _sent
     on_their_way = [send(chunk, group) for chunk in _chunks([_Item(tensor) for tensor in tensors])]
 
@@ -238,19 +274,24 @@ def send_in_place(tensors: Iterable[Tensor], group: OwnGroup, *, averages: bool 
 
 def _write(arrived: _Values) -> None:
     for item, value in arrived:
-        # One by one: a fused copy refuses conjugate views. A tensor that was made in inference mode is only written there.
+        # One by one: a fused copy refuses conjugate views. A tensor that was made in inference mode
+        # is only written there.
         with torch.inference_mode() if item.tensor.is_inference() else contextlib.nullcontext():
-            item.tensor.copy_(value.to_sparse(item.tensor.sparse_dim()) if item.tensor.is_sparse else value)
+            item.tensor.copy_(
+                value.to_sparse(item.tensor.sparse_dim()) if item.tensor.is_sparse else value
+            )
 
 
 def _replace(arrived: _Values) -> None:
     replaced: _Values = []
     for item, value in arrived:
-        # On the host, an unchanged buffer stays the same tensor, for code that holds a reference. On a device, the comparison
-        # would block the host for every buffer of every forward, so all buffers are replaced.
+        # On the host, an unchanged buffer stays the same tensor, for code that holds a reference.
+        # On a device, the comparison would block the host for every buffer of every forward, so all
+        # buffers are replaced.
         if value.device.type == "cpu" and torch.equal(item.tensor, value):
             continue
-        if item.overlaps or item.tensor.requires_grad:  # it must stay the same tensor, as under torch's class
+        # it must stay the same tensor, as under torch's class
+        if item.overlaps or item.tensor.requires_grad:
             _write([(item, value)])
         else:
             replaced.append((item, value))
@@ -268,9 +309,10 @@ def _replace(arrived: _Values) -> None:
 
 def _means(chunk: Sequence[_Item], group: OwnGroup) -> Pending[_Values]:
     """Starts to average a chunk; the means are in double precision."""
-    # Buffers are averaged again in every step. In fp64, values that are the same on every rank, such as tables of constants, come
-    # back bit-identical; rounding in their own dtype would change them. Dividing before the sum also avoids overflow, for example
-    # of masks filled with the lowest number. Buffers are small, so the extra bytes do not matter.
+    # Buffers are averaged again in every step. In fp64, values that are the same on every rank,
+    # such as tables of constants, come back bit-identical; rounding in their own dtype would change
+    # them. Dividing before the sum also avoids overflow, for example of masks filled with the
+    # lowest number. Buffers are small, so the extra bytes do not matter.
     flat = torch.cat([item.tensor.to_dense().flatten() for item in chunk])
     wide = flat.to(torch.promote_types(flat.dtype, torch.float64)).div_(group.num_ranks)
     with group.waiting():
@@ -288,7 +330,10 @@ def _sent(chunk: Sequence[_Item], group: OwnGroup, source: int = 0) -> Pending[_
     if group.rank == source:
         return Pending(group, sent.work, [], sent.what)
     parts = torch.split(flat, [item.tensor.nbytes for item in chunk])
-    values = [(item, part.view(item.tensor.dtype).view(item.tensor.shape)) for item, part in zip(chunk, parts, strict=True)]
+    values = [
+        (item, part.view(item.tensor.dtype).view(item.tensor.shape))
+        for item, part in zip(chunk, parts, strict=True)
+    ]
     return Pending(group, sent.work, values, sent.what)
 
 

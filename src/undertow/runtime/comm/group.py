@@ -39,14 +39,16 @@ _WHERE = "the ranks over which gradients are averaged"
 
 @dataclass(frozen=True)
 class GroupRef:
-    """A description of a process group of the user's, from which a clone can be made; it can be pickled.
+    """A description of a process group of the user's, from which a clone can be made; it can be
+    pickled.
 
-    The group itself is referenced weakly, because torch.distributed owns it: a process may abort at exit if other code holds a
-    group when it is destroyed.
+    The group itself is referenced weakly, because torch.distributed owns it: a process may abort at
+    exit if other code holds a group when it is destroyed.
     """
 
     ranks: tuple[int, ...]  # ranks of the world
-    backend: str  # as torch.distributed takes it: "gloo", or a backend for each device type, "cpu:gloo,cuda:nccl"
+    # as torch.distributed takes it: "gloo", or a backend for each device type, "cpu:gloo,cuda:nccl"
+    backend: str
     timeout: timedelta | None
     held: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False)
     # For a two-dimensional mesh: one row for each replica, with the ranks that share its shards.
@@ -59,30 +61,45 @@ class GroupRef:
             backend = dist.get_backend_config(group)
         require(
             backend != "fake",
-            f'the backend of the process group is "fake": {group.size() - 1} of its ranks do not exist.',
+            f'the backend of the process group is "fake": {group.size() - 1} of its ranks do not '
+            "exist.",
             where="the group over which gradients are averaged",
-            remedy='For a dry run, call init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1); '
+            remedy='For a dry run, call init_process_group("gloo", '
+            "store=torch.distributed.HashStore(), rank=0, world_size=1); "
             "`undertow simulate` predicts the steps of more ranks.",
         )
-        return cls(tuple(dist.get_process_group_ranks(group)), backend, private.timeout_of(group), weakref.ref(group))
+        return cls(
+            tuple(dist.get_process_group_ranks(group)),
+            backend,
+            private.timeout_of(group),
+            weakref.ref(group),
+        )
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """Returns the user's group, or None if it is gone or this is an unpickled copy."""
         group = None if self.held is None else self.held()
-        if group is None and dist.is_initialized() and self.ranks == tuple(range(dist.get_world_size())):
+        if (
+            group is None
+            and dist.is_initialized()
+            and self.ranks == tuple(range(dist.get_world_size()))
+        ):
             return dist.group.WORLD
         return group
 
     @property
     def rank(self) -> int:
-        """This process's rank in the group; ConfigError if a copy was loaded in a process that is not a member."""
+        """This process's rank in the group.
+
+        ConfigError if a copy was loaded in a process that is not a member.
+        """
         rank = dist.get_rank() if dist.is_initialized() else -1
         require(
             rank in self.ranks,
             f"this process is not among the ranks of the model, {', '.join(map(str, self.ranks))}.",
             where="a copy of a wrapped model",
-            remedy="Call torch.distributed.init_process_group() and load it on those ranks only, or save model.module.",
+            remedy="Call torch.distributed.init_process_group() and load it on those ranks only, "
+            "or save model.module.",
         )
         return self.ranks.index(rank)
 
@@ -92,7 +109,8 @@ class GroupRef:
         return tuple(tuple(map(self.ranks.index, row)) for row in self.rows)
 
     def axes(self) -> list[GroupRef]:
-        """Returns this process's row of a mesh and its column: the ranks with other shards, and with the same shard.
+        """Returns this process's row of a mesh and its column: the ranks with other shards, and
+        with the same shard.
 
         Without a mesh all ranks are one row.
         """
@@ -124,14 +142,21 @@ class GroupRef:
 
 
 class OwnGroup:
-    """A clone of the user's process group, so that Undertow's collectives never interleave with the user's own.
+    """A clone of the user's process group, so that Undertow's collectives never interleave with the
+    user's own.
 
-    `open` creates it. It is referenced weakly, for the reason given in `GroupRef`. A group may be `within` another one that has
-    all its ranks; then the two share faults, and a fault interrupts waits over either.
+    `open` creates it. It is referenced weakly, for the reason given in `GroupRef`. A group may be
+    `within` another one that has all its ranks; then the two share faults, and a fault interrupts
+    waits over either.
     """
 
     def __init__(
-        self, user: GroupRef, *, device: torch.device, limits: SyncConfig | None = None, within: OwnGroup | None = None
+        self,
+        user: GroupRef,
+        *,
+        device: torch.device,
+        limits: SyncConfig | None = None,
+        within: OwnGroup | None = None,
     ) -> None:
         self.user = user
         self.rank = user.rank
@@ -140,10 +165,12 @@ class OwnGroup:
         self.device = device  # of small tensors that ranks exchange
         self.watch = NullWatch()  # over the other ranks
         self.here = Activity()
-        self.borrowers: set[str] = set()  # communication hooks and torch's join, as long as they use the user's group
+        # communication hooks and torch's join, as long as they use the user's group
+        self.borrowers: set[str] = set()
         self._within = within
         self._limits = SyncConfig() if limits is None else limits
-        self._destroying = threading.RLock()  # reentrant: collecting a model here may destroy the group being interrupted
+        # reentrant: collecting a model here may destroy the group being interrupted
+        self._destroying = threading.RLock()
         self._group: weakref.ref[dist.ProcessGroup] | None = None
 
     @property
@@ -153,7 +180,8 @@ class OwnGroup:
     def open(self, *, all_meet: bool = False) -> None:
         """Creates the clone; a collective call before any other over it.
 
-        A group `within` another one is opened after that one; `all_meet` if all ranks of that one open groups at the same time.
+        A group `within` another one is opened after that one; `all_meet` if all ranks of that one
+        open groups at the same time.
         """
         if self.num_ranks == 1:
             self._group = weakref.ref(self.user.clone())
@@ -162,7 +190,9 @@ class OwnGroup:
         within_s = patience.GROUP_S if timeout is None else timeout.total_seconds()
         if self._within is None:
             self.here.thread = threading.get_ident()  # until another thread trains
-            self.watch = watch_over(self.user.ranks, self.rank, self._limits, self.here, within_s=within_s)
+            self.watch = watch_over(
+                self.user.ranks, self.rank, self._limits, self.here, within_s=within_s
+            )
         else:
             self.watch = self._within.watch
         self.watch.interrupts.append(weakref.WeakMethod(self.interrupt))
@@ -175,7 +205,8 @@ class OwnGroup:
     def _made(self) -> dist.ProcessGroup:
         """Returns the clone.
 
-        Gloo connects in a separate thread. If a rank is gone, that thread would wait forever, and it is abandoned.
+        Gloo connects in a separate thread. If a rank is gone, that thread would wait forever, and
+        it is abandoned.
         """
         if self.backend != "gloo":
             return self.user.clone()
@@ -190,7 +221,9 @@ class OwnGroup:
         """Context for waiting for other ranks; if one is gone, the error says so."""
         return self.watch.waiting(what)
 
-    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
         """Reduces `tensor` over ranks in place and waits for the result."""
         self.all_reduce_async(tensor, op).wait()
 
@@ -201,7 +234,10 @@ class OwnGroup:
         *,
         finish: Callable[[], object] | None = None,
     ) -> Handle:
-        """Starts to reduce `tensor` in place; waiting for the handle raises if a rank is gone, else calls `finish`."""
+        """Starts to reduce `tensor` in place.
+
+        Waiting for the handle raises if a rank is gone, else calls `finish`.
+        """
         # dist.all_reduce would call this after many more lines.
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         work = self.process_group.allreduce([real], _all_reduce_options(op))
@@ -214,14 +250,17 @@ class OwnGroup:
             work = dist.all_gather(received, tensor, group=self.process_group, async_op=True)
         return Pending(self, work, received, what)
 
-    def broadcast(self, tensor: torch.Tensor, what: str, *, source: int = 0) -> Pending[torch.Tensor]:
+    def broadcast(
+        self, tensor: torch.Tensor, what: str, *, source: int = 0
+    ) -> Pending[torch.Tensor]:
         """Starts to write the values of rank `source` into `tensor`."""
         with self.waiting():
             work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return Pending(self, work, tensor, what)
 
     def complete(self, work: Work) -> None:
-        """Waits for `work` (on a device: makes the current stream wait); raises its error if it failed.
+        """Waits for `work` (on a device: makes the current stream wait); raises its error if it
+        failed.
 
         Raises RuntimeError if the work cannot complete because a rank is gone.
         """
@@ -236,25 +275,33 @@ class OwnGroup:
                     break
             # Gloo fails operations when it closes a connection, except a partly sent message.
             if is_broken:
-                raise RuntimeError("the connection to another rank was closed in the middle of a message.")
+                raise RuntimeError(
+                    "the connection to another rank was closed in the middle of a message."
+                )
             is_broken = self.is_broken
-            time.sleep(max(0.0, until_s - time.monotonic()))  # the work may not support a time limit
+            # the work may not support a time limit
+            time.sleep(max(0.0, until_s - time.monotonic()))
         work.wait()  # returns at once, or raises the work's error
 
     def worker(self, name: str) -> Worker:
-        """Returns a worker thread that waits for other ranks; the process does not join it at exit if one of them is lost."""
+        """Returns a worker thread that waits for other ranks.
+
+        The process does not join it at exit if one of them is lost.
+        """
         return Worker(name, is_broken=partial(are_left, weakref.WeakSet((self,))))
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         if self._group is None:
             self.open()
-        group = self._group() if self._group is not None and dist.is_initialized() else None  # no call: every message asks
+        # no call: every message asks
+        group = self._group() if self._group is not None and dist.is_initialized() else None
         if group is None:
             raise PhaseError(
                 "the process group of this model has been destroyed.",
                 where=f"a message to other ranks, rank {self.rank}",
-                remedy="Call torch.distributed.destroy_process_group() after the last backward. With a ShardedOptimizer, call it "
+                remedy="Call torch.distributed.destroy_process_group() after the last backward. "
+                "With a ShardedOptimizer, call it "
                 "after the last step() and state_dict().",
             )
         return group
@@ -265,7 +312,10 @@ class OwnGroup:
 
     @property
     def is_over_gloo(self) -> bool:
-        """True if gloo transfers these tensors: it can send and receive host memory, and it can average."""
+        """True if gloo transfers these tensors.
+
+        It can send and receive host memory, and it can average.
+        """
         return any(name in self.backend for name in _BACKENDS_OVER_GLOO)
 
     @property
@@ -288,12 +338,17 @@ class OwnGroup:
             if group is not None and watch.fault is not None:
                 private.interrupt(group)  # destroying would otherwise wait for operations in flight
             if group is not None:
-                with contextlib.suppress(ValueError):  # torch forgot it with all others, and a gather has held it until now
+                # torch forgot it with all others, and a gather has held it until now
+                with contextlib.suppress(ValueError):
                     dist.destroy_process_group(group)
 
     def interrupt(self) -> None:
-        """Interrupts the clone and the user's groups over which it waits; called from the thread that listens to other ranks."""
-        with self._destroying:  # otherwise this thread might hold the last reference to a group and destroy it too early
+        """Interrupts the clone and the user's groups over which it waits.
+
+        Called from the thread that listens to other ranks.
+        """
+        # otherwise this thread might hold the last reference to a group and destroy it too early
+        with self._destroying:
             group = self.existing()
             users = self.user.group if self.borrowers else None
             if group is not None:
@@ -303,7 +358,8 @@ class OwnGroup:
 
 @dataclass(frozen=True, slots=True)
 class Pending(Generic[_Value]):
-    """A collective in flight over `group` that brings a value; reports call the wait for it `what`."""
+    """A collective in flight over `group` that brings a value; reports call the wait for it
+    `what`."""
 
     group: OwnGroup
     work: Work
@@ -318,7 +374,10 @@ class Pending(Generic[_Value]):
 
 
 def are_left(groups: weakref.WeakSet[OwnGroup]) -> bool:
-    """Returns True if threads waiting for these groups need not be joined at exit: a rank may be lost, or no group is left."""
+    """Returns True if threads waiting for these groups need not be joined at exit.
+
+    A rank may be lost, or no group is left.
+    """
     return not groups or any(group.watch is _CLOSED or group.is_broken for group in groups)
 
 
@@ -330,26 +389,32 @@ def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
 
 
 def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns the given group, or the default one; raises ConfigError if no group was initialized."""
+    """Returns the given group, or the default one; raises ConfigError if no group was
+    initialized."""
     require(
         process_group is None or isinstance(process_group, dist.ProcessGroup),
-        f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}.",
+        "process_group must be a torch.distributed.ProcessGroup, got "
+        f"{type(process_group).__name__}.",
         where="the group over which gradients are averaged",
-        remedy="Pass what torch.distributed.new_group() returned; a rank outside of the group does not wrap.",
+        remedy="Pass what torch.distributed.new_group() returned; a rank outside of the group "
+        "does not wrap.",
         error=WrongType,
     )
     require(
         process_group is not None or (dist.is_available() and dist.is_initialized()),
         "torch.distributed is not initialized.",
         where="no default process group exists in this process",
-        remedy='Call torch.distributed.init_process_group("gloo") (or "nccl") first, and start the ranks with '
+        remedy='Call torch.distributed.init_process_group("gloo") (or "nccl") first, and start '
+        "the ranks with "
         "torchrun --nproc-per-node=2 script.py.",
     )
     return dist.group.WORLD if process_group is None else process_group  # type: ignore[return-value]
 
 
 def chosen_group(
-    process_group: dist.ProcessGroup | GroupRef | None, mesh: DeviceMesh | None, strategy: str | None = None
+    process_group: dist.ProcessGroup | GroupRef | None,
+    mesh: DeviceMesh | None,
+    strategy: str | None = None,
 ) -> GroupRef:
     """Returns the group that the user asks for by one of the two arguments, or the default group.
 
@@ -371,25 +436,38 @@ def chosen_group(
         mesh.ndim == 1,
         f"Only 1D device mesh is supported, but got {mesh}.",
         where=f"{_WHERE}, with strategy={strategy!r}",
-        remedy='Give one dimension of it, such as mesh["dp"], or set strategy="hybrid", under which the first of two '
+        remedy='Give one dimension of it, such as mesh["dp"], or set strategy="hybrid", under '
+        "which the first of two "
         "dimensions replicates and the second shards.",
     )
     return GroupRef.of(mesh.get_group())
 
 
 def warn_of_lone_rank(process_group: object, where: str) -> None:
-    """Warns if a user gives a group of one rank in a job of several, because another group is most likely meant.
+    """Warns if a user gives a group of one rank in a job of several, because another group is most
+    likely meant.
 
     A one-dimensional mesh is explicit, so it causes no warning.
     """
-    if not isinstance(process_group, dist.ProcessGroup) or process_group.size() > 1 or dist.get_world_size() == 1:
+    if (
+        not isinstance(process_group, dist.ProcessGroup)
+        or process_group.size() > 1
+        or dist.get_world_size() == 1
+    ):
         return
-    name = process_group.group_name if process_group.group_desc == "undefined" else process_group.group_desc
+    name = (
+        process_group.group_name
+        if process_group.group_desc == "undefined"
+        else process_group.group_desc
+    )
     warnings.warn(
-        f"the process group {name!r} has 1 rank, and the job has {dist.get_world_size()}: gradients are averaged with no other "
+        f"the process group {name!r} has 1 rank, and the job has {dist.get_world_size()}: "
+        "gradients are averaged with no other "
         f"rank.\n  {where}, rank {dist.get_rank()}\n"
-        "  Give the group of all ranks that hold the same parameters. With sequence or context parallelism these are the ranks "
-        "of both dimensions, data and sequence. If one rank is meant, give a DeviceMesh instead, or filter this warning.",
+        "  Give the group of all ranks that hold the same parameters. With sequence or context "
+        "parallelism these are the ranks "
+        "of both dimensions, data and sequence. If one rank is meant, give a DeviceMesh instead, "
+        "or filter this warning.",
         stacklevel=3,
     )
 
@@ -397,9 +475,11 @@ def warn_of_lone_rank(process_group: object, where: str) -> None:
 def _arranged(mesh: DeviceMesh | None) -> GroupRef:
     if mesh is None or mesh.ndim != 2:
         raise ConfigError(
-            f'strategy="hybrid" needs a mesh of two dimensions, got {"no mesh" if mesh is None else mesh}.',
+            'strategy="hybrid" needs a mesh of two dimensions, got '
+            f"{'no mesh' if mesh is None else mesh}.",
             where=_WHERE,
-            remedy='Write device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")): '
+            remedy='Write device_mesh=init_device_mesh("cpu", (2, 2), '
+            'mesh_dim_names=("replicate", "shard")): '
             "the first dimension replicates, the second shards.",
         )
     require(
@@ -408,7 +488,8 @@ def _arranged(mesh: DeviceMesh | None) -> GroupRef:
         where=_WHERE,
         remedy="Wrap the model on the ranks of the mesh only.",
     )
-    # Groups number their ranks in ascending order: the ranks of a column must have the same place in their rows.
+    # Groups number their ranks in ascending order: the ranks of a column must have the same place
+    # in their rows.
     rows = tuple(tuple(sorted(row)) for row in mesh.mesh.tolist())
     like = GroupRef.of(mesh.get_group(0))
     return GroupRef(tuple(sorted(chain.from_iterable(rows))), like.backend, like.timeout, rows=rows)

@@ -124,5 +124,7 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Ten
 
 
 def _complete_over_users(group: dist.ProcessGroup | None, work: Work) -> None:
-    with over_users(dist.group.WORLD if group is None else group, "a reduction over the process group"):
+    with over_users(
+        dist.group.WORLD if group is None else group, "a reduction over the process group"
+    ):
         work.wait()

@@ -20,7 +20,8 @@ from undertow.trace import BucketRecord, StepRecord
 
 _NUM_KEPT = {"off": 0, "summary": 64, "full": None}  # steps
 
-Mark: TypeAlias = Any  # seconds on a host, an event on a device; only the clock that made it can read it
+# seconds on a host, an event on a device; only the clock that made it can read it
+Mark: TypeAlias = Any
 Event: TypeAlias = Literal["wait_start", "wait_stop"]
 
 
@@ -44,7 +45,8 @@ class CudaClock:
     cpu_s: Callable[[], float] = float  # a device needs no processors
 
     def __init__(self, device: torch.device) -> None:
-        self._done_stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # waits for collectives instead of the compute stream
+        # waits for collectives instead of the compute stream
+        self._done_stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -84,25 +86,28 @@ class _StepMarks:
     backwards: list[list[Mark]] = field(default_factory=list)
     buckets: dict[int, BucketMarks] = field(default_factory=dict)
     gathers: dict[int, BucketMarks] = field(default_factory=dict)
-    # Other collectives on the link meanwhile: the previous step's reductions, and the gathers of this step, which run during the
-    # next.
+    # Other collectives on the link meanwhile: the previous step's reductions, and the gathers of
+    # this step, which run during the next.
     reductions_before: dict[int, BucketMarks] = field(default_factory=dict)
     gathers_after: dict[int, BucketMarks] = field(default_factory=dict)
     busy_ms: tuple[float, ...] = ()
-    cpu_s: float = 0.0  # processor time, first of the process when backward ended, then from there to the end of the waits
+    # processor time, first of the process when backward ended, then from there to the end of the
+    # waits
+    cpu_s: float = 0.0
     is_synchronized: bool = False
     stop: Mark = None
 
 
-# A context around every op that a model's executors issue, in the thread that issues it. Tests use it to count, delay or fail
-# ops; without an observer a step pays nothing.
+# A context around every op that a model's executors issue, in the thread that issues it. Tests use
+# it to count, delay or fail ops; without an observer a step pays nothing.
 Observer: TypeAlias = Callable[[Op], AbstractContextManager[object]]
 
 
 class Recorder:
     """The marks of the last steps. A step begins with the first forward after a synchronization.
 
-    The `observer` outlives plans: each plan has its own executors, and they all read the observer of the model's recorder.
+    The `observer` outlives plans: each plan has its own executors, and they all read the observer
+    of the model's recorder.
     """
 
     # Of models whose backward has begun, and no synchronization has ended.
@@ -133,8 +138,12 @@ class Recorder:
             forwards[-1][1] = self.mark()
 
     def backward_begins(self, *, generation: int) -> None:
-        """Called at the first gradient. A backward is measured from the end of its forward, if there is one."""
-        if self._now.is_synchronized:  # a second backward without a forward counts as a separate step
+        """Called at the first gradient.
+
+        A backward is measured from the end of its forward, if there is one.
+        """
+        # a second backward without a forward counts as a separate step
+        if self._now.is_synchronized:
             self._step_begins(self.mark())
         self.in_backward.add(self)
         now = self._now
@@ -155,11 +164,15 @@ class Recorder:
         self._now.buckets.clear()
 
     def forgets_gathers(self) -> None:
-        """Discards recorded gathers, because they belong to another plan than the following steps."""
+        """Discards recorded gathers, because they belong to another plan than the following
+        steps."""
         self._now.gathers_after = {}
 
     def ready(self, bucket: int, *, num_bytes: int, kind: str) -> BucketMarks:
-        """Marks a full bucket; returns the marks of its reduction, into which the caller writes the later ones."""
+        """Marks a full bucket.
+
+        Returns the marks of its reduction, into which the caller writes the later ones.
+        """
         marks = self._now.buckets[bucket] = BucketMarks(num_bytes, kind, ready=self.mark())
         return marks
 
@@ -173,14 +186,20 @@ class Recorder:
             self._clock.mark_done(handle, partial(setattr, marks, "done"))
 
     def gather_launches(self, bucket: int, *, num_bytes: int) -> BucketMarks:
-        """Records a gather after an optimizer step; it counts for the step whose forward it overlaps. Returns its marks."""
+        """Records a gather after an optimizer step.
+
+        It counts for the step whose forward it overlaps. Returns its marks.
+        """
         mark = self.mark()
         marks = BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
         self._gathers[bucket] = self._now.gathers_after[bucket] = marks
         return marks
 
     def busy_ms(self) -> float:
-        """Host time since the previous synchronization ended, for the trailer; works without recording."""
+        """Host time since the previous synchronization ended, for the trailer.
+
+        Works without recording.
+        """
         return (time.perf_counter() - self._round_stop_s) * 1e3
 
     def round_ends(self, busy_ms: tuple[float, ...]) -> None:
@@ -204,43 +223,67 @@ class Recorder:
             reductions_before=before.buckets,
         )
 
-    def records(self, *, generation: int | None = None, at_most: int | None = None) -> tuple[StepRecord, ...]:
-        """Returns the last steps that ran under that plan, or under all plans. On CUDA this waits for the device.
+    def records(
+        self, *, generation: int | None = None, at_most: int | None = None
+    ) -> tuple[StepRecord, ...]:
+        """Returns the last steps that ran under that plan, or under all plans. On CUDA this waits
+        for the device.
 
-        The last step is complete when the next one has begun; until then it is left out, unless there is no other.
+        The last step is complete when the next one has begun; until then it is left out, unless
+        there is no other.
         """
         steps = [marks for marks in self._steps if generation in (None, marks.generation)]
         wanted = [marks for marks in steps if marks.stop is not None] or steps
         return tuple(self._record(marks) for marks in wanted[-at_most if at_most else 0 :])
 
     def changed_at(self, generation: int) -> int | None:
-        """Returns the first step that ran under that plan, if other recorded steps ran under another one."""
+        """Returns the first step that ran under that plan, if other recorded steps ran under
+        another one."""
         steps = [marks.step for marks in self._steps if marks.generation == generation]
         return steps[0] if 0 < len(steps) < len(self._steps) else None
 
     def wall_ns(self, step: int) -> int:
-        """Returns the wall clock at which a recorded step began, in nanoseconds since 1970. On CUDA this waits for the device."""
-        (begin,) = ((record.forwards or record.backwards)[0][0] for record in self._steps if record.step == step)
+        """Returns the wall clock at which a recorded step began, in nanoseconds since 1970.
+
+        On CUDA this waits for the device.
+        """
+        (begin,) = (
+            (record.forwards or record.backwards)[0][0]
+            for record in self._steps
+            if record.step == step
+        )
         ago_us = self._clock.us_between(begin, self._clock.mark())
         return time.time_ns() - round(ago_us * 1e3)
 
     def _record(self, marks: _StepMarks) -> StepRecord:
         begin, end = (marks.forwards or marks.backwards)[0][0], marks.stop
         if end is None:  # no other step has begun: it ends when its gradients are complete
-            end = marks.buckets[max(marks.buckets)].wait_stop if marks.buckets else (marks.backwards or marks.forwards)[-1][1]
+            end = (
+                marks.buckets[max(marks.buckets)].wait_stop
+                if marks.buckets
+                else (marks.backwards or marks.forwards)[-1][1]
+            )
 
         def us(mark: Mark) -> float:
             return self._clock.us_between(begin, mark)
 
         buckets = [_bucket_record(bucket, row, us) for bucket, row in sorted(marks.buckets.items())]
         # In launch order; a gather that has not been waited for is still in flight.
-        gathers = [_bucket_record(bucket, row, us) for bucket, row in marks.gathers.items() if row.wait_stop is not None]
+        gathers = [
+            _bucket_record(bucket, row, us)
+            for bucket, row in marks.gathers.items()
+            if row.wait_stop is not None
+        ]
         return StepRecord(
             step=marks.step,
             rank=self._rank,
             step_us=us(end),
-            forwards=tuple((us(start), us(stop)) for start, stop in marks.forwards if stop is not None),
-            backwards=tuple((us(start), us(stop)) for start, stop in marks.backwards if stop is not None),
+            forwards=tuple(
+                (us(start), us(stop)) for start, stop in marks.forwards if stop is not None
+            ),
+            backwards=tuple(
+                (us(start), us(stop)) for start, stop in marks.backwards if stop is not None
+            ),
             buckets=_behind(marks.gathers_after.values(), buckets, us),
             gathers=_behind(marks.reductions_before.values(), gathers, us),
             busy_ms=marks.busy_ms,
@@ -264,9 +307,15 @@ def _bucket_record(bucket: int, row: BucketMarks, us: Callable[[Mark], float]) -
     )
 
 
-def _behind(others: Iterable[BucketMarks], rows: Sequence[BucketRecord], us: Callable[[Mark], float]) -> tuple[BucketRecord, ...]:
+def _behind(
+    others: Iterable[BucketMarks], rows: Sequence[BucketRecord], us: Callable[[Mark], float]
+) -> tuple[BucketRecord, ...]:
     """Delays each launch to the end of other transfers that occupied the link before it."""
     done_us = [us(other.done) for other in others if other.done is not None]
     return tuple(
-        replace(row, launched_us=max([row.launched_us, *(done for done in done_us if done <= row.done_us)])) for row in rows
+        replace(
+            row,
+            launched_us=max([row.launched_us, *(done for done in done_us if done <= row.done_us)]),
+        )
+        for row in rows
     )

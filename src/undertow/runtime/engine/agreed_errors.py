@@ -7,33 +7,58 @@ from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
 
-from undertow.errors import ConfigError, Desync, PeerFailed, PhaseError, PlanMismatch, ReplicaMismatch, require
+from undertow.errors import (
+    ConfigError,
+    Desync,
+    PeerFailed,
+    PhaseError,
+    PlanMismatch,
+    ReplicaMismatch,
+    require,
+)
 from undertow.runtime.engine.round import Round, Settings
 from undertow.runtime.torch_private import private
 
-LOADS = "Load the same values on every rank, or call broadcast_parameters() on every rank after a load on rank 0."
+LOADS = (
+    "Load the same values on every rank, or call broadcast_parameters() on every rank after "
+    "a load on rank 0."
+)
 
 
 def taken_in_backward(ranks: Iterable[int], number: int, *, place: str) -> PhaseError:
-    """Returns the error, the same on every rank except for the `place`, of gradients that a hook has cleared on these ranks."""
+    """Returns the error, the same on every rank except for the `place`, of gradients that a hook
+    has cleared on these ranks."""
     return PhaseError(
-        f"`.grad` was cleared during backward on rank {', '.join(map(str, sorted(ranks)))}: a gradient arrived, and was gone "
+        f"`.grad` was cleared during backward on rank {', '.join(map(str, sorted(ranks)))}: a "
+        "gradient arrived, and was gone "
         "before it could be averaged.",
         where=f"{place}, synchronization {number}",
-        remedy="Leave `.grad` alone until backward ends. Then it is the mean: copy it to another place, or step, after backward.",
+        remedy="Leave `.grad` alone until backward ends. Then it is the mean: copy it to another "
+        "place, or step, after backward.",
     )
 
 
 def _place(ended: Round) -> str:
     op = "" if ended.op is None else f', op="{ended.op}"'
-    stepped = {None: "", 0: ", after an optimizer step", 1: ", without an optimizer step since the one before"}
+    stepped = {
+        None: "",
+        0: ", after an optimizer step",
+        1: ", without an optimizer step since the one before",
+    }
     return f"synchronization {ended.terms.number}{stepped[ended.terms.mode]}{op}"
 
 
-def require_sound(ended: Round, *, rank: int, places: Callable[[str], Mapping[int, str]] = lambda _: {}, taken: str = "") -> None:
+def require_sound(
+    ended: Round,
+    *,
+    rank: int,
+    places: Callable[[str], Mapping[int, str]] = lambda _: {},
+    taken: str = "",
+) -> None:
     """Raises, on every rank, the error that some rank has reported.
 
-    `places` asks all ranks for their positions, given this rank's. `taken` describes a gradient that is gone on this rank.
+    `places` asks all ranks for their positions, given this rank's. `taken` describes a gradient
+    that is gone on this rank.
     """
     number = ended.terms.number
     where = f"synchronization {number}, rank {rank}"
@@ -48,19 +73,22 @@ def require_sound(ended: Round, *, rank: int, places: Callable[[str], Mapping[in
         raise Desync(
             "ranks are not in the same step.",
             where="\n  ".join((where, *(f"rank {other}: {place}" for other, place in listed))),
-            remedy="Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish().",
+            remedy="Run as many synchronized backwards and optimizer steps on every rank; one "
+            "without a backward calls finish().",
         )
     if any(reading.is_overdue and reading.flags.get("late") for reading in ended.found.readings):
         raise Desync(
             "gradients arrived again after their bucket was sent, and were left out.",
             where=f"{where}, or the one before",
-            remedy="Let the first two steps use parameters as often as later ones do, or set overlap=False.",
+            remedy="Let the first two steps use parameters as often as later ones do, or set "
+            "overlap=False.",
         )
     if failed and not ended.has_failed:
         raise PeerFailed(
             f"backward failed on rank {', '.join(map(str, failed))}.",
             where=where,
-            remedy="The gradients of this step are incomplete on every rank: drop them, and see the log of that rank.",
+            remedy="The gradients of this step are incomplete on every rank: drop them, and see "
+            "the log of that rank.",
         )
     if "settings" in ended.found.unlike and not ended.has_failed:
         raise settings_differ(places(text_of(ended.terms.settings)), where=where)
@@ -74,7 +102,9 @@ def text_of(settings: Settings) -> str:
     Numbers that differ in their last digits are equal: libraries of two machines may.
     """
     ordered = sorted(settings, key=itemgetter(0))
-    return "\n".join(f"{name} of {group}: {_shown(value)}" for group, values in ordered for name, value in values)
+    return "\n".join(
+        f"{name} of {group}: {_shown(value)}" for group, values in ordered for name, value in values
+    )
 
 
 @lru_cache(maxsize=16)
@@ -90,8 +120,12 @@ def _shown(value: object) -> str:
 
 
 def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
-    """Returns the error of ranks that step with different settings, given the `text_of` of each rank."""
-    of_ranks = {rank: dict(line.split(": ", 1) for line in text.splitlines() if ": " in line) for rank, text in texts.items()}
+    """Returns the error of ranks that step with different settings, given the `text_of` of each
+    rank."""
+    of_ranks = {
+        rank: dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+        for rank, text in texts.items()
+    }
     for name in dict.fromkeys(chain.from_iterable(of_ranks.values())):
         values = {rank: of_rank.get(name, "not set") for rank, of_rank in of_ranks.items()}
         if len(set(values.values())) > 1:
@@ -101,7 +135,8 @@ def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
     return PlanMismatch(
         "ranks step with different settings of an optimizer.",
         where=where,
-        remedy="Give every rank the same settings. A scheduler must follow a number that all ranks have, such as the mean "
+        remedy="Give every rank the same settings. A scheduler must follow a number that all "
+        "ranks have, such as the mean "
         "of their losses.",
     )
 
@@ -112,15 +147,24 @@ def require_same_settings(texts: Sequence[str], *, where: str) -> None:
         raise settings_differ(dict(enumerate(texts)), where=where)
 
 
-def loaded_apart(ended: Round, *, rank: int, places: Callable[[str], Mapping[int, str]]) -> ReplicaMismatch:
+def loaded_apart(
+    ended: Round, *, rank: int, places: Callable[[str], Mapping[int, str]]
+) -> ReplicaMismatch:
     """Returns the error of ranks that `load_state_dict` has given different parameters."""
     loaded = ended.terms.loaded
-    mine = f"it has changed parameters, fingerprint {loaded:06x}" if loaded else "it has changed no parameter"
+    mine = (
+        (f"it has changed parameters, fingerprint {loaded:06x}")
+        if loaded
+        else "it has changed no parameter"
+    )
     listed = sorted(places(mine).items())
     return ReplicaMismatch(
         "load_state_dict has changed parameters on some ranks only, or to different values.",
         where="\n  ".join(
-            (f"synchronization {ended.terms.number}, rank {rank}", *(f"rank {other}: {text}" for other, text in listed))
+            (
+                f"synchronization {ended.terms.number}, rank {rank}",
+                *(f"rank {other}: {text}" for other, text in listed),
+            )
         ),
         remedy=LOADS,
     )
@@ -134,26 +178,35 @@ def not_waited_for(number: int) -> PhaseError:
     )
 
 
-def changed_unlike(ended: Round, *, rank: int, num_ranks: int, change: str = "") -> PlanMismatch | None:
-    """Returns the error if parameters have changed on some ranks only; `change` describes the change on this rank."""
+def changed_unlike(
+    ended: Round, *, rank: int, num_ranks: int, change: str = ""
+) -> PlanMismatch | None:
+    """Returns the error if parameters have changed on some ranks only.
+
+    `change` describes the change on this rank.
+    """
     changed = ended.found.reported("changed")
     if not 0 < len(changed) < num_ranks:
         return None
     unchanged = ", ".join(str(other) for other in range(num_ranks) if other not in changed)
     return PlanMismatch(
-        f"the parameters, or the communication hook, have changed on rank {', '.join(map(str, changed))} and not on rank "
+        "the parameters, or the communication hook, have changed on rank "
+        f"{', '.join(map(str, changed))} and not on rank "
         f"{unchanged}.",
         where=f"synchronization {ended.terms.number}, rank {rank}{change and f': {change}'}",
-        remedy="Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank.",
+        remedy="Freeze, unfreeze, add and replace parameters, and register hooks, in the same "
+        "step on every rank.",
     )
 
 
 def started_unlike(name: str, number: int, *, others: Iterable[int], rank: int) -> PlanMismatch:
     return PlanMismatch(
-        f"a parameter that was added or unfrozen had other values on rank {', '.join(map(str, others))} than on rank 0, and "
+        "a parameter that was added or unfrozen had other values on rank "
+        f"{', '.join(map(str, others))} than on rank 0, and "
         "gradients were computed with them.",
         where=f"parameter {name!r}, synchronization {number}, rank {rank}",
-        remedy="Initialize it alike on every rank, as by the same seed; or call broadcast_parameters() after adding it and "
+        remedy="Initialize it alike on every rank, as by the same seed; or call "
+        "broadcast_parameters() after adding it and "
         "before the forward. Drop the gradients of this step by zero_grad().",
     )
 
@@ -161,7 +214,13 @@ def started_unlike(name: str, number: int, *, others: Iterable[int], rank: int) 
 def require_outside_of_backward(call: str, *, where: str, remedy: str) -> None:
     """Raises PhaseError if a backward runs in this thread."""
     is_outside = private.graph_task_id() == -1
-    require(is_outside, f"{call} was called inside a backward.", where=where, remedy=remedy, error=PhaseError)
+    require(
+        is_outside,
+        f"{call} was called inside a backward.",
+        where=where,
+        remedy=remedy,
+        error=PhaseError,
+    )
 
 
 def step_within_backward(where: str) -> PhaseError:
@@ -176,15 +235,18 @@ def step_after_failure(where: str) -> PhaseError:
     return PhaseError(
         "the last backward or synchronization failed: these gradients are not the mean over ranks.",
         where=where,
-        remedy="Call zero_grad(), and run a backward that succeeds on every rank, before the next step.",
+        remedy="Call zero_grad(), and run a backward that succeeds on every rank, before the "
+        "next step.",
     )
 
 
 def warn_of_local_gradients(name: str, where: str) -> None:
     warnings.warn(
-        "an optimizer uses gradients that are not averaged: no training forward of the wrapper preceded their backward.\n"
+        "an optimizer uses gradients that are not averaged: no training forward of the wrapper "
+        "preceded their backward.\n"
         f"  parameter {name!r}, {where}\n"
-        "  Call the wrapper, not model.module or a method of it; after attach(), call the module itself. To average gradients "
+        "  Call the wrapper, not model.module or a method of it; after attach(), call the module "
+        "itself. To average gradients "
         "of other forwards, call reduce_gradients_async().wait() before the step.",
         stacklevel=2,
     )
@@ -208,7 +270,8 @@ def nothing_to_reduce(number: int, *, rank: int) -> PhaseError:
 
 def shards_held(number: int, *, rank: int) -> PhaseError:
     return PhaseError(
-        "an earlier synchronization has left shards of its result, which another op would count again.",
+        "an earlier synchronization has left shards of its result, which another op would count "
+        "again.",
         where=f"reduce_gradients_async(), synchronization {number}, rank {rank}",
         remedy="Call zero_grad() before the accumulation, or leave op out.",
     )
@@ -225,7 +288,8 @@ def part_of_another(name: str) -> ConfigError:
 
 def unfrozen_in_backward(name: str, *, rank: int) -> PhaseError:
     return PhaseError(
-        "a parameter was unfrozen while the backward ran that trains it: its gradient cannot be averaged.",
+        "a parameter was unfrozen while the backward ran that trains it: its gradient cannot be "
+        "averaged.",
         where=f"parameter {name!r}, rank {rank}",
         remedy="Unfreeze parameters before their backward, and outside of functional_call.",
     )

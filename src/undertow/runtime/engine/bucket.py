@@ -41,7 +41,9 @@ class LiveBucket:
         flat, reducer = binding.storage.flat, shared.reducer
         self.layout, self.binding, self.shared = layout, binding, shared
         divisor = reducer.trailer_divisor
-        self.trailer = TrailerCodec(layout, binding.storage, divisor=divisor, rank=reducer.group.rank)
+        self.trailer = TrailerCodec(
+            layout, binding.storage, divisor=divisor, rank=reducer.group.rank
+        )
         self.label = _label_of(layout, shared.plan)  # in messages
         self.handles: list[Handle] = []
         self.marks: BucketMarks  # of the last reduction
@@ -67,8 +69,12 @@ class LiveBucket:
         self.own = flat.clone() if is_kept else None
         self.marks.launched = recorder.mark()
         if layout.slots and (layout.is_sparse or reducer.hook is not None):
-            # Values outside of the bucket, or for the hook alone, leave the trailer to a separate small collective.
-            self.handles = [*self._reduce(self.binding.values()), reducer.reduce(flat[layout.trailer.start :])]
+            # Values outside of the bucket, or for the hook alone, leave the trailer to a separate
+            # small collective.
+            self.handles = [
+                *self._reduce(self.binding.values()),
+                reducer.reduce(flat[layout.trailer.start :]),
+            ]
         else:
             self.handles = [self._reduce_flat(flat)]
         if not is_awaited_at_once:
@@ -95,7 +101,10 @@ class LiveBucket:
         self._late = values, self._reduce(values)
 
     def wait_for_late(self) -> Sequence[Tensor] | None:
-        """Waits for these gradients; returns them as `Binding.late_values` lays them out, or None if there are none."""
+        """Waits for these gradients.
+
+        Returns them as `Binding.late_values` lays them out, or None if there are none.
+        """
         if self._late is None:
             return None
         (values, handles), self._late = self._late, None
@@ -105,7 +114,8 @@ class LiveBucket:
         return values
 
     def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
-        """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still their result."""
+        """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still
+        their result."""
         binding = self.binding
         if self.own is None or not isinstance(binding, DenseBinding):
             return {}
@@ -122,7 +132,9 @@ class LiveBucket:
         of_values = [[param] for param in params] if layout.is_sparse else [params]
         last = len(values) - 1 if layout.trailer.facts else None
         return [
-            reducer.hook.start(HookedBucket(layout.index, value, of_value, is_last=place == last), reducer.group)
+            reducer.hook.start(
+                HookedBucket(layout.index, value, of_value, is_last=place == last), reducer.group
+            )
             for place, (value, of_value) in enumerate(zip(values, of_values, strict=True))
         ]
 
@@ -132,14 +144,18 @@ class ShardedBucket(LiveBucket):
 
     reduction: ClassVar = OpKind.REDUCE_SCATTER
 
-    def __init__(self, layout: Bucket, binding: ShardedBinding, shared: Shared, sharding: Sharding) -> None:
+    def __init__(
+        self, layout: Bucket, binding: ShardedBinding, shared: Shared, sharding: Sharding
+    ) -> None:
         super().__init__(layout, binding, shared)
         self._shards, self._groups = binding, sharding.groups
         self._trailer = range(layout.trailer.start, layout.storage_numel)
 
     def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
         layout, binding, finite = self.layout, self._shards, self.shared.finite
-        binding.reduced = torch.empty_like(binding.shard) if is_apart or binding.live else binding.shard
+        binding.reduced = (
+            torch.empty_like(binding.shard) if is_apart or binding.live else binding.shard
+        )
         self.marks.launched = self.shared.recorder.mark()
         pack = binding.packing()
 
@@ -149,14 +165,18 @@ class ShardedBucket(LiveBucket):
                 finite.look(binding, layout, self.trailer)
 
         flat, reduce_scatter = binding.storage.flat, self._groups.shard.reduce_scatter
-        self.handles = [reduce_scatter(flat, binding.reduced, trailer=self._trailer, pack=pack_and_look)]
+        self.handles = [
+            reduce_scatter(flat, binding.reduced, trailer=self._trailer, pack=pack_and_look)
+        ]
         self.shared.recorder.completes(self.marks, self.handles[0])
 
     def launch_across(self) -> None:
         replicate = self._groups.replicate
         assert replicate is not None  # the schedule of a strategy with two axes
         trailer = self.binding.storage.flat[self._trailer.start : self._trailer.stop]
-        self.handles = [replicate.all_reduce_behind(self.handles[0], self._shards.reduced, trailer=trailer)]
+        self.handles = [
+            replicate.all_reduce_behind(self.handles[0], self._shards.reduced, trailer=trailer)
+        ]
         self.shared.recorder.completes(self.marks, self.handles[0])
 
 

@@ -24,7 +24,15 @@ from undertow.runtime.gradients.trailer import Reading, Snapshot
 from undertow.runtime.sharded.gathers import Gathers
 from undertow.runtime.sharded.layout import Sharding
 from undertow.runtime.torch_private import private
-from undertow.schedule import DDP, Op, OpKind, Releases, Strategy, lower_accumulation, lower_data_parallel
+from undertow.schedule import (
+    DDP,
+    Op,
+    OpKind,
+    Releases,
+    Strategy,
+    lower_accumulation,
+    lower_data_parallel,
+)
 
 _LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no smaller graphs
 _NUM_ROUNDS_READ_AT_ONCE = 2  # on a device, where the host waits for it
@@ -47,12 +55,15 @@ class CompiledPlan:
     ) -> None:
         self.plan, self.generation = plan, generation
         self.params = tuple(params)
-        self.strides = tuple(param.stride() for param in params)  # of this moment, as buckets are laid out
+        # of this moment, as buckets are laid out
+        self.strides = tuple(param.stride() for param in params)
         self.reducer, self.recorder, self.sharding = reducer, recorder, sharding
         self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
         self.is_profiling = False  # torch's profiler runs
         self._num_rounds = 0
-        schedule = lower_data_parallel(len(plan.buckets), self.strategy, overlap=reducer.config.overlap)
+        schedule = lower_data_parallel(
+            len(plan.buckets), self.strategy, overlap=reducer.config.overlap
+        )
         self.synchronizing = Releases(schedule)
         self._gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 
@@ -61,7 +72,9 @@ class CompiledPlan:
         """Constructed at the first access: a group of one rank never needs them."""
         shared = Shared(self.plan, self.reducer, self.recorder, self.finite)
         if self.sharding is None:
-            return [LiveBucket(bucket, self._binding(bucket), shared) for bucket in self.plan.buckets]
+            return [
+                LiveBucket(bucket, self._binding(bucket), shared) for bucket in self.plan.buckets
+            ]
         bindings = map(self.sharding.binding, self.plan.buckets)
         return [
             ShardedBucket(bucket, binding, shared, self.sharding)
@@ -99,15 +112,23 @@ class CompiledPlan:
 
     @property
     def present(self) -> Present:
-        return Present(plan=self.plan, generation=self.generation, has_shards=self.sharding is not None)
+        return Present(
+            plan=self.plan, generation=self.generation, has_shards=self.sharding is not None
+        )
 
     def gather(self) -> None:
-        """Called after the optimizer has stepped, with or without a round: every rank gets the other ranks' updates."""
+        """Called after the optimizer has stepped, with or without a round.
+
+        Every rank gets the other ranks' updates.
+        """
         assert self.sharding is not None  # else nobody calls this
         self.issue(self._gathers, {OpKind.ALL_GATHER: _gather}, self.sharding.gathers)
 
     def round_begins(self, *, is_synchronized: bool) -> list[Reading]:
-        """Called when a round starts; returns the contents of earlier trailers that have reached the host since."""
+        """Called when a round starts.
+
+        Returns the contents of earlier trailers that have reached the host since.
+        """
         self.is_profiling = private.is_profiling()
         self._num_rounds += is_synchronized
         if self.reducer.hook is not None:
@@ -128,7 +149,8 @@ class CompiledPlan:
         return self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
 
     def issue(self, ops: Sequence[Op], acts: Acts[T], owner: T) -> None:
-        """Issues `ops` in this order, each by `acts` of `owner`, and tells the observer of each, if there is one."""
+        """Issues `ops` in this order, each by `acts` of `owner`, and tells the observer of each, if
+        there is one."""
         if not ops:
             return
         is_waiting = ops[0].kind is OpKind.BIND  # a bucket names its own wait
@@ -151,7 +173,9 @@ class CompiledPlan:
         observer = self.recorder.observer
         for op in ops:
             with (
-                torch.profiler.record_function(f"undertow.{op.label}") if self.is_profiling else nullcontext(),
+                torch.profiler.record_function(f"undertow.{op.label}")
+                if self.is_profiling
+                else nullcontext(),
                 nullcontext() if observer is None else observer(op),
             ):
                 acts[op.kind](owner, self.buckets[op.bucket or 0])
@@ -177,18 +201,21 @@ class CompiledPlan:
         }
 
     def has_result(self) -> bool:
-        """Returns True if some `.grad` still holds the result of a round, changed or not, and was not zeroed."""
+        """Returns True if some `.grad` still holds the result of a round, changed or not, and was
+        not zeroed."""
         return any(bucket.binding.has_result() for bucket in self.buckets)
 
     def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
-        """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still their result."""
+        """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still
+        their result."""
         own: dict[int, tuple[Tensor, bool]] = {}
         for bucket in self.buckets:
             own.update(bucket.own_gradients())
         return own
 
     def let_go(self) -> None:
-        """Frees the buckets. The next plan's buckets then take no pages that are new to the process.
+        """Frees the buckets. The next plan's buckets then take no pages that are new to the
+        process.
 
         If there is no memory for them, this plan is gone too, and so is the training.
         """

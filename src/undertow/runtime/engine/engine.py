@@ -25,23 +25,27 @@ from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.torch_private import private
 
-_NO_DIGESTS: Mapping[str, int | None] = {"settings": None, "loaded": None}  # accepts the other ranks'
+# accepts the other ranks'
+_NO_DIGESTS: Mapping[str, int | None] = {"settings": None, "loaded": None}
 
 
 class Engine:
     """Synchronizes the gradients of `members` over `group`, backward after backward.
 
-    A round synchronizes gradients or only accumulates them, as decided when backward runs. One is under way at a time.
+    A round synchronizes gradients or only accumulates them, as decided when backward runs. One is
+    under way at a time.
 
-        first gradient ──> _begin ──> hooks fill buckets ──> end of the outermost backward: _launch_rest
+        first gradient ──> _begin ──> hooks fill buckets ──> outermost backward ends: _launch_rest
                                                                        │
         [Meeting ──>] the stages of the Round ──> _conclude ──> _judge
 
-    Each part in the lower line is a stage: it ends before the next wait for other ranks, and returns the next one. With several
-    engines in one backward all send before any of them waits.
+    Each part in the lower line is a stage: it ends before the next wait for other ranks, and
+    returns the next one. With several engines in one backward all send before any of them waits.
     """
 
-    def __init__(self, members: ModuleParams, group: OwnGroup, config: SyncConfig, recorder: Recorder) -> None:
+    def __init__(
+        self, members: ModuleParams, group: OwnGroup, config: SyncConfig, recorder: Recorder
+    ) -> None:
         self.is_accumulating = False  # a backward that runs now only accumulates
         self.is_closed = False
         self.recorder = recorder
@@ -50,7 +54,9 @@ class Engine:
         group.here.steps = lambda: (progress.num_rounds, progress.has_begun)
         self._round: Round | None = None  # the one under way
         # After a backward that has failed, the next gradient looks whether there is a round.
-        self._end = OutermostEnd(self._launch_rest, lambda: self.current_plan.hooks.arrivals.forget_traversal())
+        self._end = OutermostEnd(
+            self._launch_rest, lambda: self.current_plan.hooks.arrivals.forget_traversal()
+        )
         listeners = Listeners(self, self._enter, self._arrives_outside)
         self.current_plan = CurrentPlan(members, group, config, recorder, listeners)
         self.siblings: SiblingEngines  # set by the owner
@@ -71,43 +77,60 @@ class Engine:
         """Names of the parameters without a gradient on this rank in the last synchronized step."""
         if self.current_plan.is_active:
             return self.progress.unused.last
-        return tuple(name for name, param in self.current_plan.members.trained_now() if param.grad is None)
+        return tuple(
+            name for name, param in self.current_plan.members.trained_now() if param.grad is None
+        )
 
     @property
     def synchronizes(self) -> bool:
-        """True if a backward that runs now communicates, as one that only accumulates does if it adds up shards.
+        """True if a backward that runs now communicates, as one that only accumulates does if it
+        adds up shards.
 
         After a change of the plan there are no shards before the optimizer steps.
         """
         current_plan = self.current_plan
-        adds_up_shards = current_plan.change is None and current_plan.compiled.strategy.reduces_micro_batches
+        adds_up_shards = (
+            current_plan.change is None and current_plan.compiled.strategy.reduces_micro_batches
+        )
         return not self.is_accumulating or adds_up_shards
 
     @property
     def follows_forward(self) -> bool:
-        """True if a forward that a backward may follow has run since all parameters were stepped."""
+        """True if a forward that a backward may follow has run since all parameters were
+        stepped."""
         trains = bool(self.current_plan.hooks.ids) or self.current_plan.change is not None
         return self.progress.forward is not Forward.NONE and trains
 
     @property
     def is_backward_due(self) -> bool:
-        """True if a training forward has run whose backward is to synchronize, and no synchronization has followed."""
+        """True if a training forward has run whose backward is to synchronize, and no
+        synchronization has followed."""
         return self.progress.is_owed and self._meets
 
     @property
     def is_step_empty(self) -> bool:
         """True if neither a training forward nor a synchronization has begun the step."""
-        return not self.progress.is_owed and not (self.progress.steps.are_due and self.current_plan.has_result)
+        return not self.progress.is_owed and not (
+            self.progress.steps.are_due and self.current_plan.has_result
+        )
 
     @property
     def _meets(self) -> bool:
-        """True if the other ranks are needed: a rank that trains nothing is needed for what its siblings train."""
-        return self.current_plan.trains or (self.current_plan.is_active and self.siblings.are_several)
+        """True if the other ranks are needed.
+
+        A rank that trains nothing is needed for what its siblings train.
+        """
+        return self.current_plan.trains or (
+            self.current_plan.is_active and self.siblings.are_several
+        )
 
     # A forward.
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool = False) -> None:
-        """Called before every forward that a backward may follow; `meet_before_forward` comes after the buffers."""
+        """Called before every forward that a backward may follow.
+
+        `meet_before_forward` comes after the buffers.
+        """
         current_plan, progress = self.current_plan, self.progress
         current_plan.group.watch.check()
         if self._round is not None:
@@ -118,21 +141,25 @@ class Engine:
         current_plan.hooks.arrival_hooks.run_last()
         if is_training and progress.num_forwards == 0:
             current_plan.compiled.look()
-        progress.forward = Forward.ENDED if is_compiled else Forward.RUNNING  # nothing tells the end of a compiled one
+        # nothing tells the end of a compiled one
+        progress.forward = Forward.ENDED if is_compiled else Forward.RUNNING
         if progress.gradients is not Gradients.SOUND and not current_plan.has_result:
             progress.gradients = Gradients.SOUND  # they are cleared
         if not is_training:
             return
-        # Other ranks are told of an exception that ends this thread, and shown its stack if it is late.
+        # Other ranks are told of an exception that ends this thread, and shown its stack if it is
+        # late.
         current_plan.group.here.thread = threading.get_ident()
         self.recorder.forward_begins()
         progress.forward_begins(synchronizes=self.synchronizes, is_last=not self.is_accumulating)
 
     def meet_before_forward(self, *, has_buffers: bool) -> None:
-        """Meets the other ranks in the first training forward after parameters were added; a collective call there.
+        """Meets the other ranks in the first training forward after parameters were added; a
+        collective call there.
 
-        Otherwise the first gradients would be means over models that differ. A rank that has not changed must come to this
-        engine's round next, and not to its siblings', nor, if forwards synchronize buffers (`has_buffers`), to another forward.
+        Otherwise the first gradients would be means over models that differ. A rank that has not
+        changed must come to this engine's round next, and not to its siblings', nor, if forwards
+        synchronize buffers (`has_buffers`), to another forward.
         """
         current_plan, progress = self.current_plan, self.progress
         if not current_plan.meets_before_forward or self.siblings.are_several:
@@ -173,7 +200,10 @@ class Engine:
 
     @private.untraced
     def _arrives_outside(self, param: Tensor) -> None:
-        """Called with a gradient of a parameter that the plan does not have; PhaseError if the next one will not have it."""
+        """Called with a gradient of a parameter that the plan does not have.
+
+        PhaseError if the next one will not have it.
+        """
         current_plan = self.current_plan
         if self.is_closed or param.grad is None or is_watched(param, but=self):
             return
@@ -190,14 +220,18 @@ class Engine:
             raise agreed_errors.unfrozen_in_backward(name, rank=current_plan.group.rank)
 
     def _is_between_rounds(self) -> bool:
-        if self._round is not None and not self._end.is_coming:  # a new backward has begun, and this round is not its own
+        # a new backward has begun, and this round is not its own
+        if self._round is not None and not self._end.is_coming:
             if self._round.has_ended:
                 raise agreed_errors.not_waited_for(self.progress.num_rounds)
             self._give_up(self._round)
         return self._round is None
 
     def _follow_thawed(self) -> None:
-        """Called when parts of a module take turns: the backward of a part that is unfrozen needs no forward of the whole."""
+        """Called when parts of a module take turns.
+
+        The backward of a part that is unfrozen needs no forward of the whole.
+        """
         self.current_plan.mark_stale()
         self.progress.forward = max(self.progress.forward, Forward.ENDED)
 
@@ -207,23 +241,29 @@ class Engine:
             self._end.watch(task)
 
     def take_part(self, task: int) -> None:
-        """Begins a round in backward `task`, unless one is under way, with or without gradients for this engine."""
+        """Begins a round in backward `task`, unless one is under way, with or without gradients for
+        this engine."""
         is_open = self.current_plan.is_active and not self.is_closed
         if is_open and (self._round is None or self._is_between_rounds()):
             private.require_eager_backward()
-            self._end.watch(task)  # first: a round that is open without an end to come counts as a failed backward
+            # first: a round that is open without an end to come counts as a failed backward
+            self._end.watch(task)
             self.current_plan.look_again()
             kind = RoundKind.REDUCE
             if not self.synchronizes:
                 kind = RoundKind.ACCUMULATE
             elif not (self.follows_forward or self.siblings.follow_forward):
-                # As in torch's class, a backward of the bare module does not concern the other ranks.
+                # As in torch's class, a backward of the bare module does not concern the other
+                # ranks.
                 kind = RoundKind.ACCUMULATE
                 self.progress.gradients = max(self.progress.gradients, Gradients.LOCAL)
             self._begin(kind)
 
     def _launch_rest(self) -> None:
-        """Called at the end of backward: parameters without a gradient are unused here; launches the remaining buckets."""
+        """Called at the end of backward: parameters without a gradient are unused here.
+
+        Launches the remaining buckets.
+        """
         ending = self._round
         if ending is None or ending.has_ended:
             return  # a nested backward has reached the outermost end as well
@@ -234,7 +274,10 @@ class Engine:
 
     @private.left_alone
     def _go_on(self) -> None:
-        """Called after the callbacks of all other engines: with several models in one backward all launch, then all wait."""
+        """Called after the callbacks of all other engines.
+
+        With several models in one backward all launch, then all wait.
+        """
         ending = self._round
         if ending is None or ending.stage is None:
             return
@@ -250,11 +293,14 @@ class Engine:
 
     def _begin(self, kind: RoundKind, *, op: str | None = None) -> None:
         current_plan, progress = self.current_plan, self.progress
-        # A hook that user code has registered since the forward may run after Undertow's, once, on the first gradient.
+        # A hook that user code has registered since the forward may run after Undertow's, once, on
+        # the first gradient.
         is_overtaken = current_plan.hooks.arrival_hooks.run_last()
         is_synchronized = kind is not RoundKind.ACCUMULATE
         then = self._conclude if is_synchronized else self._conclude_accumulation
-        opened = Round(kind=kind, is_last=not self.is_accumulating, op=op, holds_back=is_overtaken, then=then)
+        opened = Round(
+            kind=kind, is_last=not self.is_accumulating, op=op, holds_back=is_overtaken, then=then
+        )
         if is_synchronized:
             if progress.num_rounds == 0:
                 current_plan.open()
@@ -273,7 +319,9 @@ class Engine:
         is_telling = opened.kind is RoundKind.REDUCE
         loaded = checks.loads.digest() if is_telling and checks.loads.before else 0
         tuning = hooks.tuning
-        is_measured = tuning is not None and tuning.act is not None and tuning.is_about_to_communicate
+        is_measured = (
+            tuning is not None and tuning.act is not None and tuning.is_about_to_communicate
+        )
         is_checked = checks.are_on and checks.must_be_read(progress.num_rounds)
         terms = Terms(
             number=progress.num_rounds,
@@ -292,19 +340,27 @@ class Engine:
         ending.has_ended = True
         if ending.has_started:
             ending.stage = ending.send
-        elif ending.kind is RoundKind.ACCUMULATE:  # gradients stay where they are until the ranks have met
+        # gradients stay where they are until the ranks have met
+        elif ending.kind is RoundKind.ACCUMULATE:
             ending.stage = partial(self._conclude_accumulation, ending)
         else:
             self.current_plan.look_again()
             start = partial(self._start_late, ending)
             hooks = self.current_plan.hooks
-            are_used = self.progress.has_begun or bool(hooks.arrivals.arrived or hooks.arrived_before or hooks.outside)
+            are_used = self.progress.has_begun or bool(
+                hooks.arrivals.arrived or hooks.arrived_before or hooks.outside
+            )
             has_change = self.current_plan.change is not None
-            ending.stage = self._meeting(ending.kind, are_used=are_used, then=start).begin if has_change else start
+            ending.stage = (
+                self._meeting(ending.kind, are_used=are_used, then=start).begin
+                if has_change
+                else start
+            )
 
     def _meeting(self, kind: RoundKind, *, are_used: bool, then: Stage | None = None) -> Meeting:
         number, steps = self.progress.num_rounds, self.progress.steps
-        self.progress.num_rounds += self.current_plan.changes_params  # also if the ranks do not agree: all of them have run it
+        # also if the ranks do not agree: all of them have run it
+        self.progress.num_rounds += self.current_plan.changes_params
         mode = None if kind is RoundKind.SHADOW else steps.mode
         return Meeting(self.current_plan, number, mode=mode, are_used=are_used, then=then)
 
@@ -316,7 +372,8 @@ class Engine:
     def _conclude(self, ended: Round) -> Stage | None:
         """Ends a synchronization that has bound its gradients.
 
-        Compares parameters before, if `load_state_dict` has changed them on some ranks only, or to different values.
+        Compares parameters before, if `load_state_dict` has changed them on some ranks only, or to
+        different values.
         """
         if not ended.found.readings or "loaded" not in ended.found.unlike:
             self._judge(ended)
@@ -337,7 +394,10 @@ class Engine:
         self.current_plan.mark_stale()
 
     def _judge(self, ended: Round) -> None:
-        """Ends a complete synchronization as all ranks do; raises the error that they have agreed on."""
+        """Ends a complete synchronization as all ranks do.
+
+        Raises the error that they have agreed on.
+        """
         self._close_round()
         current_plan, found = self.current_plan, ended.found
         self.recorder.round_ends(found.busy_ms)
@@ -352,7 +412,11 @@ class Engine:
             self.checks.numbers.round_ends(ended, plan)
         if found.readings or found.taken:
             named = hooks.named_params[min(found.taken)] if found.taken else None
-            taken = "" if named is None else f"parameter {named[0]!r} with the hook {', '.join(users_hooks(named[1]))}"
+            taken = (
+                ""
+                if named is None
+                else (f"parameter {named[0]!r} with the hook {', '.join(users_hooks(named[1]))}")
+            )
             group = current_plan.group
             agreed_errors.require_sound(ended, rank=group.rank, places=group.watch.ask, taken=taken)
         if found.readings:
@@ -377,12 +441,16 @@ class Engine:
             raise
 
     def complete(self) -> None:
-        """Waits for launched buckets and binds the gradients; raises the error that the ranks have agreed on."""
+        """Waits for launched buckets and binds the gradients.
+
+        Raises the error that the ranks have agreed on.
+        """
         ending = self._round
         if ending is None or not ending.has_ended:
             self._abandon()
             return
-        while self._round is ending and ending.stage is not None:  # None if a signal handler calls this in the middle of one
+        # None if a signal handler calls this in the middle of one
+        while self._round is ending and ending.stage is not None:
             self._advance(ending)
 
     def _close_round(self) -> None:
@@ -393,7 +461,8 @@ class Engine:
         arrivals.forget_traversal()
 
     def _abandon(self) -> None:
-        """Ends a round that an exception in backward has left open, and waits for one that was launched by hand."""
+        """Ends a round that an exception in backward has left open, and waits for one that was
+        launched by hand."""
         if self._round is None or private.graph_task_id() != -1:
             return
         if self._round.has_ended:
@@ -402,9 +471,11 @@ class Engine:
             self._give_up(self._round)
 
     def _give_up(self, failed: Round) -> None:
-        """Ends a round whose backward failed: the other ranks wait for this rank's buckets, and drop them.
+        """Ends a round whose backward failed: the other ranks wait for this rank's buckets, and
+        drop them.
 
-        Afterwards every `.grad` is as it is now: the user may have cleared it, or another backward may have begun.
+        Afterwards every `.grad` is as it is now: the user may have cleared it, or another backward
+        may have begun.
         """
         failed.has_failed = failed.kind is not RoundKind.ACCUMULATE
         self.progress.gradients = Gradients.INCOMPLETE
@@ -416,7 +487,8 @@ class Engine:
     # An optimizer's step.
 
     def finish_before_step(self, params: set[int]) -> None:
-        """Runs a round if one is owed before an optimizer steps on these parameters, by id, or their gradients are read.
+        """Runs a round if one is owed before an optimizer steps on these parameters, by id, or
+        their gradients are read.
 
         Raises PhaseError inside a backward.
         """
@@ -426,12 +498,16 @@ class Engine:
             raise agreed_errors.step_within_backward(where)
         if self._round is not None:
             self._abandon()
-        is_up_to_date = progress.steps.are_due_for(params) and not current_plan.members.has_new_of(params)
+        is_up_to_date = progress.steps.are_due_for(params) and not current_plan.members.has_new_of(
+            params
+        )
         if not is_up_to_date:
-            current_plan.mark_stale()  # the next backward may run without a forward that finds a change
+            # the next backward may run without a forward that finds a change
+            current_plan.mark_stale()
             current_plan.look_again()
             current_plan.mark_stale()
-            progress.is_owed |= current_plan.change is not None  # parameters that no forward has found
+            # parameters that no forward has found
+            progress.is_owed |= current_plan.change is not None
         if progress.is_owed and not (is_up_to_date and current_plan.has_result):
             self._run_outside_of_backward()
         if self.checks.sent:
@@ -440,12 +516,14 @@ class Engine:
     def require_sound_gradients(self, params: set[int], *, reader: str) -> None:
         """Called when `reader` is about to use the gradients of these parameters, by id.
 
-        Raises PhaseError if they are incomplete, and warns if they are this rank's own because no forward preceded the backward.
+        Raises PhaseError if they are incomplete, and warns if they are this rank's own because no
+        forward preceded the backward.
         """
         progress, hooks = self.progress, self.current_plan.hooks
         where = f"{reader}, rank {self.current_plan.group.rank}"
         if progress.gradients is Gradients.INCOMPLETE:
-            # Whatever `.grad` holds: on the rank whose backward failed it is None, cleared or not, if its bucket had left.
+            # Whatever `.grad` holds: on the rank whose backward failed it is None, cleared or not,
+            # if its bucket had left.
             raise agreed_errors.step_after_failure(where)
         if progress.gradients is Gradients.LOCAL and self.current_plan.has_result:
             local = hooks.arrived_before & hooks.indices(params)
@@ -456,7 +534,10 @@ class Engine:
     # Calls of users.
 
     def reduce_accumulated(self, op: str | None) -> None:
-        """Sends accumulated gradients; `complete` waits for them. Raises PhaseError if there are none to send."""
+        """Sends accumulated gradients; `complete` waits for them.
+
+        Raises PhaseError if there are none to send.
+        """
         if not self.current_plan.is_active:
             return
         number, rank = self.progress.num_rounds, self.current_plan.group.rank
@@ -471,7 +552,10 @@ class Engine:
         self._launch_accumulated(op=op)
 
     def finish(self) -> None:
-        """Runs a round, unless one has run since the last training forward or step; for a rank without gradients."""
+        """Runs a round, unless one has run since the last training forward or step.
+
+        For a rank without gradients.
+        """
         num_rounds = self.progress.num_rounds
         self._abandon()
         was_abandoned = self.progress.num_rounds > num_rounds  # and its gradients may be gone
@@ -487,7 +571,10 @@ class Engine:
             self._run_outside_of_backward()
 
     def shadow(self) -> None:
-        """Takes part in a round of the other ranks, without data; gradients that were not synchronized drop out."""
+        """Takes part in a round of the other ranks, without data.
+
+        Gradients that were not synchronized drop out.
+        """
         self._abandon()
         self.current_plan.hooks.arrived_before.clear()
         self.current_plan.look_again()
@@ -503,7 +590,9 @@ class Engine:
         self.current_plan.close()
 
     def _run_outside_of_backward(self) -> None:
-        own = (self._launch_accumulated, self.complete) if self._meets and not self.is_closed else ()
+        own = (
+            (self._launch_accumulated, self.complete) if self._meets and not self.is_closed else ()
+        )
         self.progress.is_owed = False
         all_of(*own, self.siblings.finish_owed)
 
@@ -517,13 +606,17 @@ class Engine:
 
 
 class SiblingEngines:
-    """Engines whose rounds belong to the same backwards: a backward that reaches one of them is a round of all.
+    """Engines whose rounds belong to the same backwards: a backward that reaches one of them is a
+    round of all.
 
-    No token of a rank may reach its experts; the ranks with the same experts wait for it in that backward nevertheless. The
-    order is the same on every rank, so that engines also wait for each other in one order.
+    No token of a rank may reach its experts; the ranks with the same experts wait for it in that
+    backward nevertheless. The order is the same on every rank, so that engines also wait for each
+    other in one order.
     """
 
-    def __init__(self, engines: Sequence[Engine], *, close: weakref.WeakMethod[Callable[[], None]]) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], *, close: weakref.WeakMethod[Callable[[], None]]
+    ) -> None:
         self._engines = [weakref.ref(engine) for engine in engines]  # which hold this object
         self._close = close  # of the object that users hold
         self.are_several = len(engines) > 1
@@ -550,11 +643,17 @@ class SiblingEngines:
         return any(engine.follows_forward for engine in self._present())
 
     def finish_owed(self) -> None:
-        """Called after one engine has run a round outside of backward: the others run theirs, for which other ranks wait too."""
+        """Called after one engine has run a round outside of backward.
+
+        The others run theirs, for which other ranks wait too.
+        """
         all_of(*(engine.finish_owed for engine in self._present()))
 
     def complete(self) -> None:
-        """Called after one engine has failed: ends the launched rounds of the others, and drops their errors."""
+        """Called after one engine has failed.
+
+        Ends the launched rounds of the others, and drops their errors.
+        """
         for engine in self._present():
             with contextlib.suppress(UndertowError):
                 engine.complete()

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from undertow.plan import Groups, Plan
@@ -25,7 +28,8 @@ from undertow.tune import Tuner
 
 _is_trained = attrgetter("requires_grad")
 
-# If a backward is compiled with the code around it, so are the Python functions that it calls first.
+# If a backward is compiled with the code around it, so are the Python functions that it calls
+# first.
 private.left_alone(BucketArrivals.arrive)
 
 
@@ -41,15 +45,24 @@ class ArrivalHooks:
         """Hooks anew after a regrouping, which changes the functions to call."""
         remove_all(self._hooks)
         # Without parameters before the start.
-        self._hooks = [private.hook_gradients(*pair) for pair in zip(self._params, self._arrivals.hooks, strict=False)]
+        self._hooks = [
+            private.hook_gradients(*pair)
+            for pair in zip(self._params, self._arrivals.hooks, strict=False)
+        ]
         self._num_hooks_ever = private.num_hooks_ever()
 
     def run_last(self) -> bool:
-        """Moves these hooks after newer hooks of user code, which may change a gradient; returns True if there were any."""
+        """Moves these hooks after newer hooks of user code, which may change a gradient.
+
+        Returns True if there were any.
+        """
         if self._num_hooks_ever == private.num_hooks_ever():
             return False
         self._num_hooks_ever = private.num_hooks_ever()
-        moved = [private.run_last(param, hook) for param, hook in zip(self._params, self._hooks, strict=True)]
+        moved = [
+            private.run_last(param, hook)
+            for param, hook in zip(self._params, self._hooks, strict=True)
+        ]
         return any(moved)
 
     def remove(self) -> None:
@@ -58,22 +71,27 @@ class ArrivalHooks:
 
 
 class GradientFactor:
-    """Multiplies every new gradient by one factor, such as the one that a group of experts asks for.
+    """Multiplies every new gradient by one factor, such as the one that a group of experts asks
+    for.
 
-    It applies before a gradient is added to `.grad`, so a reduction is always a mean, also of a later part of a step.
+    It applies before a gradient is added to `.grad`, so a reduction is always a mean, also of a
+    later part of a step.
     """
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
         self.is_one = factor == 1
         self._params: dict[Tensor, None] | None = None  # tensors are keys by identity
-        self._hooks: list[tuple[object, RemovableHandle]] = []  # each with a node that must stay alive
+        # each with a node that must stay alive
+        self._hooks: list[tuple[object, RemovableHandle]] = []
 
     @torch.no_grad()
     def follow(self, params: Iterable[Tensor]) -> None:
-        """Applies to the gradients of these parameters only, frozen ones included: they may be unfrozen for a backward.
+        """Applies to the gradients of these parameters only, frozen ones included: they may be
+        unfrozen for a backward.
 
-        Gradients of parameters that are new since the last call arrived before anybody followed them.
+        Gradients of parameters that are new since the last call arrived before anybody followed
+        them.
         """
         before = self._params
         self._params = dict.fromkeys(filter(private.may_train, params))
@@ -92,18 +110,23 @@ class Listeners:
 
     owner: object
     on_backward: Callable[[int], object]  # with a backward whose first gradient arrives
-    on_outside: Callable[[Tensor], object]  # with a parameter that got a gradient and is not in the plan
+    # with a parameter that got a gradient and is not in the plan
+    on_outside: Callable[[Tensor], object]
 
 
 class OutsideHooks:
-    """Hooks on parameters of a module that are not in the plan, which call `then(param)` when a gradient arrives after all."""
+    """Hooks on parameters of a module that are not in the plan, which call `then(param)` when a
+    gradient arrives after all."""
 
     def __init__(self, then: Callable[[Tensor], object]) -> None:
         self._then = then
         self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
 
     def watch(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Makes these the watched parameters, except those that can never be trained; returns those that are new."""
+        """Makes these the watched parameters, except those that can never be trained.
+
+        Returns those that are new.
+        """
         wanted = {id(param): param for param in params}
         for key in self.watched.keys() - wanted.keys():
             self.watched.pop(key)[1].remove()
@@ -117,11 +140,16 @@ class OutsideHooks:
         """Returns True if one of them is trained now, and no engine waits for its gradient."""
         params = [param for param, _ in self.watched.values()]
         # Runs in every round, hence a loop in C; most models have no frozen parameters.
-        return any(map(_is_trained, params)) and any(param.requires_grad and not is_watched(param) for param in params)
+        return any(map(_is_trained, params)) and any(
+            param.requires_grad and not is_watched(param) for param in params
+        )
 
 
 class ParamHooks:
-    """Hooks on `named_params` until `close`, and on parameters `outside` of the plan: frozen ones, and ones that are new."""
+    """Hooks on `named_params` until `close`, and on parameters `outside` of the plan.
+
+    Frozen ones, and ones that are new.
+    """
 
     def __init__(
         self,
@@ -140,7 +168,8 @@ class ParamHooks:
         )
         self.arrivals.owner = listeners.owner
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
-        self.outside: dict[int, Tensor] = {}  # by id, parameters outside of the plan that have got a gradient
+        # by id, parameters outside of the plan that have got a gradient
+        self.outside: dict[int, Tensor] = {}
         self.groups: Groups | None = None  # of the plan to which a sharded optimizer moves
         self.order: ObservedOrder | None = None
         self.tuning: Tuning | None = None  # if there are rounds
@@ -165,7 +194,9 @@ class ParamHooks:
 
         The gradients of new ones count if they `may_have_arrived` before their hooks.
         """
-        for param in self.outside_hooks.watch([param for param in params if id(param) not in self.ids]):
+        for param in self.outside_hooks.watch(
+            [param for param in params if id(param) not in self.ids]
+        ):
             if may_have_arrived and param.grad is not None:
                 self.outside[id(param)] = param
 
@@ -185,9 +216,12 @@ class ParamHooks:
                 other.close()
 
     def not_arrived(self, bucket: Sequence[int], missing: Collection[int]) -> list[int]:
-        """Returns the positions in `bucket` of the `missing` parameters without a gradient since the last synchronization."""
+        """Returns the positions in `bucket` of the `missing` parameters without a gradient since
+        the last synchronization."""
         absent = set(missing) - self.arrived_before
-        return [position for position, param in enumerate(bucket) if param in absent] if absent else []
+        return (
+            [position for position, param in enumerate(bucket) if param in absent] if absent else []
+        )
 
     def ids_of(self, indices: Iterable[int]) -> set[int]:
         """Returns the ids of parameters given by index."""
@@ -198,8 +232,13 @@ class ParamHooks:
         return {index for index, param in enumerate(self.params) if id(param) in tensors}
 
     def names_of(self, plan: Plan, places: Mapping[int, Collection[int]]) -> tuple[str, ...]:
-        """Returns the names of parameters given by their positions in each bucket, in the order of the plan."""
-        params = [plan.buckets[bucket].params[place] for bucket in sorted(places) for place in places[bucket]]
+        """Returns the names of parameters given by their positions in each bucket, in the order of
+        the plan."""
+        params = [
+            plan.buckets[bucket].params[place]
+            for bucket in sorted(places)
+            for place in places[bucket]
+        ]
         return tuple(self.named_params[param][0] for param in params)
 
 
@@ -213,8 +252,13 @@ def remove_all(hooks: list[RemovableHandle]) -> None:
         hooks.pop().remove()
 
 
-def earlier_watchers(named_params: Iterable[tuple[str, Tensor]], *, but: object = None) -> dict[str, Any]:
-    """Returns the engines that watch these parameters, each with the name of one; not the engine `but`."""
+def earlier_watchers(
+    named_params: Iterable[tuple[str, Tensor]], *, but: object = None
+) -> dict[str, Any]:
+    """Returns the engines that watch these parameters, each with the name of one.
+
+    Not the engine `but`.
+    """
     found: dict[int, tuple[str, Any]] = {}
     for name, param in named_params:
         for engine in _watchers_of(param):
@@ -229,15 +273,27 @@ def is_watched(param: Tensor, *, but: object = None) -> bool:
 
 
 def users_hooks(param: Tensor) -> list[str]:
-    """Returns the names of the functions that user code has put on the parameter as post-accumulate hooks."""
-    hooks = [hook for hook in private.post_accumulate_hooks(param) if not hasattr(getattr(hook, "__self__", None), "arrivals")]
+    """Returns the names of the functions that user code has put on the parameter as post-accumulate
+    hooks."""
+    hooks = [
+        hook
+        for hook in private.post_accumulate_hooks(param)
+        if not hasattr(getattr(hook, "__self__", None), "arrivals")
+    ]
     return [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks]
 
 
 def call_at_registration(then: Callable[..., None]) -> Callable[[], None]:
-    """Calls `then`, with torch's arguments, when any module gets a parameter or submodule; returns a function that ends this."""
+    """Calls `then`, with torch's arguments, when any module gets a parameter or submodule.
+
+    Returns a function that ends this.
+    """
     return partial(
-        remove_all, [register_module_parameter_registration_hook(then), register_module_module_registration_hook(then)]
+        remove_all,
+        [
+            register_module_parameter_registration_hook(then),
+            register_module_module_registration_hook(then),
+        ],
     )
 
 
@@ -249,19 +305,25 @@ def _watchers_of(param: Tensor) -> Iterator[Any]:
 
 
 def is_outermost_forward() -> bool:
-    """Returns False in a recomputation inside a backward and in an evaluation, for which no other rank waits."""
+    """Returns False in a recomputation inside a backward and in an evaluation, for which no other
+    rank waits."""
     return private.graph_task_id() == -1 and torch.is_grad_enabled()
 
 
 def warn_of_late_backward(module: nn.Module, params: Iterable[Tensor]) -> None:
-    """Warns once if a gradient arrives before the next forward of `module`: its own forward ran before `close()`."""
-    name = type(module).__name__  # not the module: parameters' hooks would hold it, and the garbage collector does not see them
+    """Warns once if a gradient arrives before the next forward of `module`.
+
+    Its own forward ran before `close()`.
+    """
+    # not the module: parameters' hooks would hold it, and the garbage collector does not see them
+    name = type(module).__name__
     hooks: list[RemovableHandle] = []
 
     def arrives(_param: Tensor) -> None:
         remove_all(hooks)
         warnings.warn(
-            "this backward averages nothing: the model was closed between its forward and this backward.\n"
+            "this backward averages nothing: the model was closed between its forward and this "
+            "backward.\n"
             f"  {name}\n  Call close() after the last backward.",
             stacklevel=2,
         )
@@ -272,7 +334,8 @@ def warn_of_late_backward(module: nn.Module, params: Iterable[Tensor]) -> None:
 
 
 class OutermostEnd:
-    """Calls `on_end` at the end of the outermost of nested backwards; a reentrant checkpoint runs one inside another.
+    """Calls `on_end` at the end of the outermost of nested backwards; a reentrant checkpoint runs
+    one inside another.
 
     Calls `on_gone` when a watched backward is gone before its end: an exception has ended it.
     """
@@ -284,7 +347,10 @@ class OutermostEnd:
 
     @property
     def is_coming(self) -> bool:
-        """True if a watched backward still runs. A backward that an exception has ended does not, and never reaches its end."""
+        """True if a watched backward still runs.
+
+        A backward that an exception has ended does not, and never reaches its end.
+        """
         return any(watch() is not None for watch in self._watches.values())
 
     def watch(self, task: int) -> None:
@@ -300,7 +366,10 @@ class OutermostEnd:
 
 
 class _BackwardEnd:
-    """The callback at the end of a backward. Only that backward holds it, so it is gone as soon as the backward is."""
+    """The callback at the end of a backward.
+
+    Only that backward holds it, so it is gone as soon as the backward is.
+    """
 
     __slots__ = ("__weakref__", "_outermost")
 
@@ -314,9 +383,11 @@ class _BackwardEnd:
             self._outermost.on_end()
             return
 
-        self._outermost.on_gone()  # as it is if that node raises: then no end is to come, though this object may stay
+        # as it is if that node raises: then no end is to come, though this object may stay
+        self._outermost.on_gone()
 
-        # The task ran inside a node of an outer one: when that node is done, wait for the end of the outer task.
+        # The task ran inside a node of an outer one: when that node is done, wait for the end of
+        # the outer task.
         def climb(*_gradients: Any) -> None:  # holds this object until then
             handle.remove()
             self._outermost.watch(private.graph_task_id())

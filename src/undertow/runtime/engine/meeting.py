@@ -22,11 +22,12 @@ class Meeting:
 
         begin ──> _bind ──> _require_alike ──> _require_equal ──> _end
 
-    It is synchronization `number`, with the mode of the next one, and has no gradients. A rank that has not changed
-    is in a usual round, and both find out. New parameters take over rank 0's values.
+    It is synchronization `number`, with the mode of the next one, and has no gradients. A rank that
+    has not changed is in a usual round, and both find out. New parameters take over rank 0's
+    values.
 
-    Raises PlanMismatch, on all ranks, if changes differ, or if these values differ and some rank has used its own already
-    (`are_used`). The last stage continues with `then`.
+    Raises PlanMismatch, on all ranks, if changes differ, or if these values differ and some rank
+    has used its own already (`are_used`). The last stage continues with `then`.
     """
 
     def __init__(
@@ -66,10 +67,16 @@ class Meeting:
         change = plans.change
         assert change is not None
         known = set(map(id, self._compiled.params))
-        known.update(id(param) for _, param in plans.members.common_frozen if not param.requires_grad)
-        self._new = [(name, param) for name, param in plans.members.named_params() if id(param) not in known]
+        known.update(
+            id(param) for _, param in plans.members.common_frozen if not param.requires_grad
+        )
+        self._new = [
+            (name, param) for name, param in plans.members.named_params() if id(param) not in known
+        ]
         params = [param for _, param in change.named_params]
-        self._agreement: Agreement = plans.compare(change.plan, params, change.reducer, new=[name for name, _ in self._new])
+        self._agreement: Agreement = plans.compare(
+            change.plan, params, change.reducer, new=[name for name, _ in self._new]
+        )
         return self._require_alike
 
     def _require_alike(self) -> Stage | None:
@@ -78,8 +85,11 @@ class Meeting:
         if not self._new:
             return self._end()
         values = fingerprints([param for _, param in self._new], device=self._group.device)
-        mine = torch.cat((torch.full_like(values[:1], self._are_used), values))  # [1 + number of parameters] int64
-        self._fingerprints: Pending[list[Tensor]] = self._group.all_gather(mine, "the comparison of new parameters")
+        # [1 + number of parameters] int64
+        mine = torch.cat((torch.full_like(values[:1], self._are_used), values))
+        self._fingerprints: Pending[list[Tensor]] = self._group.all_gather(
+            mine, "the comparison of new parameters"
+        )
         return self._require_equal
 
     def _require_equal(self) -> Stage | None:

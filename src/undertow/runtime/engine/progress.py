@@ -12,7 +12,8 @@ from torch.optim.optimizer import Optimizer
 from undertow.runtime.engine import agreed_errors
 from undertow.runtime.engine.round import Settings
 
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}  # settings of torch's optimizers
+# settings of torch's optimizers
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 _PLAIN = {bool, int, float, str, type(None)}
 
 
@@ -25,7 +26,10 @@ class Forward(IntEnum):
 
 
 class Gradients(IntEnum):
-    """The state of the gradients since the last synchronization that succeeded; a worse one replaces a better one."""
+    """The state of the gradients since the last synchronization that succeeded.
+
+    A worse one replaces a better one.
+    """
 
     SOUND = auto()
     LOCAL = auto()  # a backward that followed no forward has added to this rank's
@@ -34,7 +38,8 @@ class Gradients(IntEnum):
 
 
 class Unused:
-    """Names of the parameters without a gradient on this rank, over the synchronizations of a step."""
+    """Names of the parameters without a gradient on this rank, over the synchronizations of a
+    step."""
 
     def __init__(self) -> None:
         self.last: tuple[str, ...] = ()  # in the last step
@@ -47,11 +52,14 @@ class Unused:
         if self._is_last_run:
             self.so_far = None
 
-    def round_ends(self, unused: tuple[str, ...], params: Sequence[tuple[str, Tensor]], *, is_last: bool) -> None:
+    def round_ends(
+        self, unused: tuple[str, ...], params: Sequence[tuple[str, Tensor]], *, is_last: bool
+    ) -> None:
         """Called after a round that found parameters with these names, of `params`, unused."""
         before = self.so_far
         if before is not None and unused:
-            cleared = {name for name, param in params if param.grad is None}  # so an earlier gradient counts no more
+            # so an earlier gradient counts no more
+            cleared = {name for name, param in params if param.grad is None}
             unused = tuple(name for name in unused if name in before or name in cleared)
         self.so_far, self._is_last_run = unused, is_last
         if is_last:
@@ -63,7 +71,8 @@ class Steps:
 
     def __init__(self) -> None:
         self.settings: Settings = ()
-        self._params: set[int] | None = None  # by id, those that were updated; None before the first round
+        # by id, those that were updated; None before the first round
+        self._params: set[int] | None = None
         self._have_ever_been = False
 
     @property
@@ -73,24 +82,34 @@ class Steps:
 
     @property
     def mode(self) -> int | None:
-        """Part of the signature: ranks differ if one has stepped since the last round and another has not.
+        """Part of the signature: ranks differ if one has stepped since the last round and another
+        has not.
 
-        None, which accepts the others' mode, on a rank that leaves steps to another one, or steps without torch's optimizers.
+        None, which accepts the others' mode, on a rank that leaves steps to another one, or steps
+        without torch's optimizers.
         """
         return int(self._params == set()) if self._have_ever_been else None
 
     @property
     def digest(self) -> int | None:
-        """The same on ranks that have stepped with the same settings. None, which accepts the others', on a rank that has not."""
+        """The same on ranks that have stepped with the same settings.
+
+        None, which accepts the others', on a rank that has not.
+        """
         return agreed_errors.digest_of(self.settings) if self.settings else None
 
     def are_due_for(self, params: Collection[int]) -> bool:
-        """Returns True if these parameters, by id, have not stepped on the last round's result yet."""
+        """Returns True if these parameters, by id, have not stepped on the last round's result
+        yet."""
         return self._params is not None and self._params.isdisjoint(params)
 
     def add(self, params: set[int], settings: Settings) -> set[int]:
-        """Adds a step of these parameters, by id, with these settings; returns all that have stepped since the last round."""
-        if not self._params or self._params.isdisjoint(params):  # else an optimizer within one that has told, or another step
+        """Adds a step of these parameters, by id, with these settings.
+
+        Returns all that have stepped since the last round.
+        """
+        # else an optimizer within one that has told, or another step
+        if not self._params or self._params.isdisjoint(params):
             self.settings += settings
         stepped = self._params | params if self._params else params
         if self._params is not None:
@@ -108,14 +127,16 @@ class Steps:
 class Progress:
     """The state of an engine that outlives a round.
 
-    A rank owes a round when a training forward ran and no round has followed: the other ranks may be waiting in theirs.
-    An optimizer whose parameters have not stepped since the last round steps on what that round has brought; a forward in
-    between was for something else. A backward that follows no forward since all parameters were stepped is this rank's own.
+    A rank owes a round when a training forward ran and no round has followed: the other ranks may
+    be waiting in theirs. An optimizer whose parameters have not stepped since the last round steps
+    on what that round has brought; a forward in between was for something else. A backward that
+    follows no forward since all parameters were stepped is this rank's own.
     """
 
     def __init__(self) -> None:
         self.num_rounds = 0  # synchronized ones
-        self.rescale = 1.0  # factor for the mean over all ranks, if some of them have run out of data
+        # factor for the mean over all ranks, if some of them have run out of data
+        self.rescale = 1.0
         self.is_owed = False
         self.num_forwards = 0  # training forwards since the last synchronization
         self.num_forwards_before = 1  # training forwards between the last one and the one before
@@ -141,7 +162,10 @@ class Progress:
         self.are_buffers_due = is_last
 
     def round_ends(self, *, has_failed: bool, is_last: bool) -> None:
-        """Called after a round; gradients stay accumulated if it was not the last one of the step: they are reduced already."""
+        """Called after a round; gradients stay accumulated if it was not the last one of the step.
+
+        They are reduced already.
+        """
         self.num_rounds += 1
         self.is_owed = False
         self.num_forwards_before, self.num_forwards = self.num_forwards, 0
@@ -149,15 +173,22 @@ class Progress:
         self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
         self.steps.round_ends()
 
-    def optimizer_steps(self, params: set[int], settings: Settings, *, of: frozenset[int], has_closure: bool) -> None:
-        """Called before an optimizer updates these parameters, by id, with these settings; `of` are all that are trained."""
+    def optimizer_steps(
+        self, params: set[int], settings: Settings, *, of: frozenset[int], has_closure: bool
+    ) -> None:
+        """Called before an optimizer updates these parameters, by id, with these settings.
+
+        `of` are all that are trained.
+        """
         stepped = self.steps.add(params, settings)
-        if self.forward is Forward.ENDED and stepped >= of and not has_closure:  # whose backward is still to come
+        # whose backward is still to come
+        if self.forward is Forward.ENDED and stepped >= of and not has_closure:
             self.forward = Forward.NONE
         self.unused.so_far = None
 
     def join_ends(self) -> None:
-        """Called when all ranks contribute again, and are at the same place as before the first round."""
+        """Called when all ranks contribute again, and are at the same place as before the first
+        round."""
         self.rescale = 1.0
         self.are_buffers_due = True
         self.steps.join_ends()
@@ -167,13 +198,17 @@ def params_of(optimizer: Optimizer) -> Iterator[Any]:
     return chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
 
 
-def settings_of(optimizer: Optimizer, names: Mapping[int, str], trained: frozenset[int] | set[int]) -> Settings:
-    """Returns the settings of each group with `trained` parameters, by id; ranks that step alike have the same.
+def settings_of(
+    optimizer: Optimizer, names: Mapping[int, str], trained: frozenset[int] | set[int]
+) -> Settings:
+    """Returns the settings of each group with `trained` parameters, by id; ranks that step alike
+    have the same.
 
-    A group is named by its number and by the first of its parameters in alphabetical order: another optimizer may have a group of
-    the same number, and the ranks may step the two in another order.
+    A group is named by its number and by the first of its parameters in alphabetical order: another
+    optimizer may have a group of the same number, and the ranks may step the two in another order.
 
-    Left out are tensors on devices, for which the host would wait, and settings that only choose an implementation.
+    Left out are tensors on devices, for which the host would wait, and settings that only choose an
+    implementation.
     """
     kind = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
     settings: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
@@ -194,7 +229,10 @@ def settings_of(optimizer: Optimizer, names: Mapping[int, str], trained: frozens
 
 
 def _plain(value: object) -> object:
-    """Returns a number of numpy's or on the host, or a sequence of plain values, as Python has it; None for anything else."""
+    """Returns a number of numpy's or on the host, or a sequence of plain values, as Python has it.
+
+    None for anything else.
+    """
     if isinstance(value, Tensor):
         return value.item() if value.is_cpu and value.dim() == 0 else None
     if isinstance(value, tuple | list):

@@ -27,7 +27,8 @@ Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 # A part of a round between two waits for other ranks; returns the next part.
 Stage: TypeAlias = Callable[[], Union["Stage", None]]
 
-_NUM_STEPS_TOLD_APART = 64  # by trailers; a codec keeps the bits that it has written, and need not keep more
+# by trailers; a codec keeps the bits that it has written, and need not keep more
+_NUM_STEPS_TOLD_APART = 64
 
 _gradient_of = attrgetter("grad")
 
@@ -38,7 +39,8 @@ class RoundKind(Enum):
     ACCUMULATE = auto()  # packs them, or leaves them in place, and sends nothing
     REDUCE = auto()
     SHADOW = auto()  # contributes none: this rank has run out of data
-    RETIRE = auto()  # the last one under a plan before its parameters, or its communication hook, change
+    # the last one under a plan before its parameters, or its communication hook, change
+    RETIRE = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,24 +48,30 @@ class Terms:
     """The conditions of a round, as its start decides them."""
 
     number: int = 0  # of the synchronization
-    mode: int | None = None  # must be the same on every rank; None on a rank that accepts the mode of the others
+    # must be the same on every rank; None on a rank that accepts the mode of the others
+    mode: int | None = None
     settings: Settings = ()  # of optimizers that have stepped since the last synchronization
     loaded: int = 0  # digest of parameters that `load_state_dict` has changed here; 0 without any
-    digests: Mapping[str, int | None] = field(default_factory=dict)  # facts that must be the same on every rank
+    # facts that must be the same on every rank
+    digests: Mapping[str, int | None] = field(default_factory=dict)
     rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
     is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
-    keeps_own: bool = False  # buckets keep this rank's gradients, because shards are to be reduced from them
+    # buckets keep this rank's gradients, because shards are to be reduced from them
+    keeps_own: bool = False
 
 
 @dataclass(slots=True)
 class Findings:
     """The findings of this rank in a round, and the reports of all ranks."""
 
-    taken: set[int] = field(default_factory=set)  # parameters whose gradient arrived and was gone when its bucket left
-    unused: dict[int, list[int]] = field(default_factory=dict)  # bucket -> positions unused on this rank
+    # parameters whose gradient arrived and was gone when its bucket left
+    taken: set[int] = field(default_factory=set)
+    # bucket -> positions unused on this rank
+    unused: dict[int, list[int]] = field(default_factory=dict)
     keeps_earlier: bool = False  # the results are added to earlier ones of the step
     readings: list[Reading] = field(default_factory=list)  # of trailers
-    nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)  # bucket -> positions, on any rank
+    # bucket -> positions, on any rank
+    nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)
     busy_ms: tuple[float, ...] = ()  # of each rank
     apart: ReplicaMismatch | None = None  # the error, if load_state_dict has made replicas differ
 
@@ -78,7 +86,10 @@ class Findings:
         return {fact for reading in self.readings for fact in reading.unlike}
 
     def reported(self, fact: str, *, overdue: bool = True) -> list[int]:
-        """Returns the ranks, or buckets, with this flag; with or without trailers of earlier rounds."""
+        """Returns the ranks, or buckets, with this flag.
+
+        With or without trailers of earlier rounds.
+        """
         readings = [reading for reading in self.readings if overdue or not reading.is_overdue]
         return sorted({marked for reading in readings for marked in reading.flags.get(fact, ())})
 
@@ -90,8 +101,9 @@ class Round:
         opened ──> started under a plan ──> send ──> wait ──> [add_late ──>] then
                    buckets leave as they fill
 
-    It is open from its first gradient on. It starts at once, or after a meeting of the ranks that changes the plan. The parts
-    from `send` on are stages: each ends before the next wait for other ranks, and returns the next one.
+    It is open from its first gradient on. It starts at once, or after a meeting of the ranks that
+    changes the plan. The parts from `send` on are stages: each ends before the next wait for other
+    ranks, and returns the next one.
     """
 
     kind: RoundKind
@@ -121,11 +133,16 @@ class Round:
         if hooks is not None:
             hooks.arrivals.on_full = self._fill
         self.has_started = True
-        self.found.readings += compiled.round_begins(is_synchronized=self.kind is not RoundKind.ACCUMULATE)
+        self.found.readings += compiled.round_begins(
+            is_synchronized=self.kind is not RoundKind.ACCUMULATE
+        )
 
     @private.untraced
     def _fill(self, bucket: int) -> None:
-        """Called when all gradients of a bucket have arrived: it leaves, if the buckets before it have left."""
+        """Called when all gradients of a bucket have arrived.
+
+        It leaves, if the buckets before it have left.
+        """
         if not self.holds_back:
             self.compiled.issue(self.releases.happen(self.releases.fills[bucket]), self.acts, self)
 
@@ -140,7 +157,10 @@ class Round:
         return self.wait
 
     def wait(self) -> Stage | None:
-        """Waits for the buckets, and binds `.grad` to them; sends gradients again that arrived late on any rank."""
+        """Waits for the buckets, and binds `.grad` to them.
+
+        Sends gradients again that arrived late on any rank.
+        """
         self.compiled.issue(self.releases.happen(self.releases.join), self.acts, self)
         if self.then is None:
             return None
@@ -157,10 +177,17 @@ class Round:
             values = bucket.wait_for_late()
             if values is None:
                 continue
-            bad = None if self.compiled.finite is None else self.compiled.finite.bad_slots(values, bucket.layout)
-            if bad is not None and bool(bad.any()):  # they have no trailer, but all ranks have the same now
+            bad = (
+                None
+                if self.compiled.finite is None
+                else self.compiled.finite.bad_slots(values, bucket.layout)
+            )
+            # they have no trailer, but all ranks have the same now
+            if bad is not None and bool(bad.any()):
                 found, index = self.found.nonfinite, bucket.layout.index
-                found[index] = frozenset(bad.nonzero().flatten().tolist()) | found.get(index, frozenset())
+                found[index] = frozenset(bad.nonzero().flatten().tolist()) | found.get(
+                    index, frozenset()
+                )
             self._rescale(values)
             bucket.binding.add_late(values)
         assert self.hooks is not None  # only a round of gradients gets here
@@ -176,16 +203,27 @@ class Round:
                 binding.pack_local()
             return
         recorder, hooks = self.compiled.recorder, self.hooks
-        bucket.marks = recorder.ready(layout.index, num_bytes=bucket.wire_bytes, kind=bucket.reduction)
+        bucket.marks = recorder.ready(
+            layout.index, num_bytes=bucket.wire_bytes, kind=bucket.reduction
+        )
         has_all = hooks is not None and hooks.arrivals.buckets[layout.index].is_full
         not_arrived = () if has_all else self._not_arrived(layout)
         unused = self.found.unused[layout.index] = binding.pack(not_arrived)
         if hooks is not None and len(unused) > len(not_arrived) and not self.has_failed:
-            # Without a hook of the user's, the gradient that arrived was undefined, as of a function that returns None for it.
-            gone = set(map(layout.params.__getitem__, unused)) - hooks.arrivals.missing(layout.index)
-            self.found.taken.update(param for param in gone if users_hooks(self.compiled.params[param]))
+            # Without a hook of the user's, the gradient that arrived was undefined, as of a
+            # function that returns None for it.
+            gone = set(map(layout.params.__getitem__, unused)) - hooks.arrivals.missing(
+                layout.index
+            )
+            self.found.taken.update(
+                param for param in gone if users_hooks(self.compiled.params[param])
+            )
         self.found.keeps_earlier |= bool(binding.live)
-        signature = signature_of(generation=self.compiled.generation, mode=self.terms.mode, has_other_op=self.op is not None)
+        signature = signature_of(
+            generation=self.compiled.generation,
+            mode=self.terms.mode,
+            has_other_op=self.op is not None,
+        )
         bucket.trailer.write(
             unused=unused,
             signature=signature,
@@ -215,11 +253,12 @@ class Round:
             bucket.launch_across()
 
     def _facts(self) -> Facts:
-        # No `.grad` holds anything except late gradients, from autograd or written by some function, which no hook reports. This
-        # includes the last bucket, just packed.
+        # No `.grad` holds anything except late gradients, from autograd or written by some
+        # function, which no hook reports. This includes the last bucket, just packed.
         compiled = self.compiled
         has_late = self.hooks is not None and self.hooks.arrivals.has_repeats
-        if not has_late and len(compiled.buckets) > 1:  # a single bucket has just taken all that has arrived
+        # a single bucket has just taken all that has arrived
+        if not has_late and len(compiled.buckets) > 1:
             has_late = any(map(is_not, map(_gradient_of, compiled.params), repeat(None)))
         here = (compiled.reducer.group.rank,)
         return Facts(
@@ -228,7 +267,11 @@ class Round:
                 "failed": here if self.has_failed else (),
                 "taken": here if self.found.taken else (),
                 "changed": here if self.kind is RoundKind.RETIRE else (),
-                "late": [each.layout.index for each in compiled.buckets if each.binding.catch_late()] if has_late else (),
+                "late": [
+                    each.layout.index for each in compiled.buckets if each.binding.catch_late()
+                ]
+                if has_late
+                else (),
             },
             numbers={"busy_ms": compiled.recorder.busy_ms()},
         )
@@ -245,16 +288,24 @@ class Round:
             bucket.binding.bind(self._used_elsewhere(bucket))
 
     def _used_elsewhere(self, bucket: LiveBucket) -> frozenset[int]:
-        """Reads the trailer; returns the positions to bind that are unused here and were used on another rank."""
+        """Reads the trailer.
+
+        Returns the positions to bind that are unused here and were used on another rank.
+        """
         index, found = bucket.layout.index, self.found
         must_know = bool(found.unused[index]) or self.terms.is_read_at_once
         if not (bucket.binding.storage.flat.is_cpu or must_know or self.compiled.is_learning):
-            self.compiled.snapshots.append(bucket.trailer.snapshot())  # the host does not wait for a device
+            # the host does not wait for a device
+            self.compiled.snapshots.append(bucket.trailer.snapshot())
             return frozenset()
         if bucket.layout.trailer.facts:  # the last bucket
             found.busy_ms = bucket.trailer.numbers("busy_ms")
         # torch's name for it
-        with torch.profiler.record_function("search_unused_parameters") if self.compiled.is_profiling else nullcontext():
+        with (
+            torch.profiler.record_function("search_unused_parameters")
+            if self.compiled.is_profiling
+            else nullcontext()
+        ):
             reading = bucket.trailer.read()
         if reading is None:
             return frozenset()

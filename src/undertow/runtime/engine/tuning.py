@@ -1,4 +1,5 @@
-"""Makes all ranks measure the same steps early in training, and take the plan that rank 0 chooses, once."""
+"""Makes all ranks measure the same steps early in training, and take the plan that rank 0 chooses,
+once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +16,18 @@ from undertow.runtime.comm.recorder import Recorder
 from undertow.runtime.gradients.reducer import Reducer
 from undertow.schedule import Arrivals
 from undertow.trace import StepRecord
-from undertow.tune import Decision, Outcome, Tuner, array_of_records, decision_from_array, measurement_from_array
+from undertow.tune import (
+    Decision,
+    Outcome,
+    Tuner,
+    array_of_records,
+    decision_from_array,
+    measurement_from_array,
+)
 
 NUM_STEPS_MEASURED = 5
-# The first step allocates memory, and a sharded optimizer lays shards out after it. The second takes the order of arrival.
+# The first step allocates memory, and a sharded optimizer lays shards out after it. The second
+# takes the order of arrival.
 NUM_STEPS_BEFORE = 2
 
 
@@ -43,13 +52,16 @@ class ObservedOrder:
     def send(self) -> None:
         """Ends the watch and sends what rank 0 has seen; a second call does nothing.
 
-        Not waited for: with several models in one backward, another rank may be in another one's turn.
+        Not waited for: with several models in one backward, another rank may be in another one's
+        turn.
         """
         if self.sent is None:
             self.close()
             order = torch.tensor(observed(self._num_params, self._seen), dtype=torch.int64)
             # [number of parameters]
-            self.sent = self._group.broadcast(order.to(self._group.device), "the order of rank 0's gradients")
+            self.sent = self._group.broadcast(
+                order.to(self._group.device), "the order of rank 0's gradients"
+            )
 
     def take(self) -> list[int] | None:
         """Waits for the order that was sent and returns it, once."""
@@ -76,16 +88,25 @@ class Tuning:
     """Measures some steps under the plan of one set of parameters, and moves to a better one, once.
 
         synchronization   1 2 | 3 ... 7 | 8                  9                        10
-                              | measure | exchange times ──> rank 0 decides, sends ──> all ranks take the plan
+                              | measure | exchange times ──> rank 0 decides ──> all take the plan
 
-    All its messages are started at the end of a synchronization that every rank has found sound. So no rank starts one alone: a
-    rank whose parameters have changed since, or that fails, is found out before. They are waited for in a later synchronization,
-    because with several models in one backward another rank may be at another model.
+    All its messages are started at the end of a synchronization that every rank has found sound. So
+    no rank starts one alone: a rank whose parameters have changed since, or that fails, is found
+    out before. They are waited for in a later synchronization, because with several models in one
+    backward another rank may be at another model.
 
     `may_move` is True if the plan may be changed; that must be the same on every rank.
     """
 
-    def __init__(self, arrivals: Arrivals, recorder: Recorder, group: OwnGroup, tuner: Tuner, *, may_move: bool) -> None:
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        recorder: Recorder,
+        group: OwnGroup,
+        tuner: Tuner,
+        *,
+        may_move: bool,
+    ) -> None:
         self.decision: Decision | None = None
         self.sent: tuple[Present, Pending[Tensor]] | None = None  # a decision in flight
         self.tuner = tuner
@@ -93,7 +114,8 @@ class Tuning:
         self._may_move = may_move
         self._num_rounds = 0  # of those that count down to the next act
         self._exchange: _Exchange | None = None
-        self.act: Callable[[Present], None] | None = self._wait_for_settled_steps  # at the end of the next sound round
+        # at the end of the next sound round
+        self.act: Callable[[Present], None] | None = self._wait_for_settled_steps
 
     @property
     def is_about_to_communicate(self) -> bool:
@@ -101,7 +123,10 @@ class Tuning:
         return self.act in (self._exchange_times, self._decide)
 
     def take(self, present: Present) -> Groups | None:
-        """Called when a round begins; returns new groups of the buckets if they were decided, in the same round on every rank."""
+        """Called when a round begins.
+
+        Returns new groups of the buckets if they were decided, in the same round on every rank.
+        """
         if self.sent is None:
             return None
         (decided_on, sent), self.sent = self.sent, None
@@ -136,9 +161,12 @@ class Tuning:
             self.act = self._exchange_times
 
     def _exchange_times(self, present: Present) -> None:
-        """Starts the exchange: the last measured step is complete, because the next one has begun."""
+        """Starts the exchange: the last measured step is complete, because the next one has
+        begun."""
         records = self._recorder.records(generation=present.generation, at_most=NUM_STEPS_MEASURED)
-        latest = torch.from_numpy(array_of_records(records, present.plan, num_steps=NUM_STEPS_MEASURED)).to(self._group.device)
+        latest = torch.from_numpy(
+            array_of_records(records, present.plan, num_steps=NUM_STEPS_MEASURED)
+        ).to(self._group.device)
         handle = self._group.all_reduce_async(latest, dist.ReduceOp.MAX)
         self._exchange = _Exchange(present, records, latest, handle)
         self.act = self._decide
@@ -150,7 +178,9 @@ class Tuning:
         with self._group.waiting("the times of all ranks"):
             exchange.handle.wait()
         measured = exchange.measured
-        measurement = measurement_from_array(exchange.latest.cpu().numpy(), exchange.records, measured.plan)
+        measurement = measurement_from_array(
+            exchange.latest.cpu().numpy(), exchange.records, measured.plan
+        )
         if measurement is not None:
             self.tuner.learn(measurement)
         if not self._may_move:
@@ -168,7 +198,8 @@ class Tuning:
 
 
 def why_fixed(config: SyncConfig, reducer: Reducer) -> str:
-    """Returns why the plan does not follow measurements, or "" if it does; the same on every rank."""
+    """Returns why the plan does not follow measurements, or "" if it does; the same on every
+    rank."""
     reasons = (
         (reducer.group.num_ranks == 1, "a single rank has nothing to communicate"),
         (config.plan is not None, "it is pinned: SyncConfig(plan=...)"),

@@ -47,7 +47,8 @@ class Reducer:
     def __post_init__(self) -> None:
         require(
             self.hook is None or self.wire is None,
-            f"a communication hook chooses the dtype of sent gradients, and the settings ask for {self.wire}.",
+            "a communication hook chooses the dtype of sent gradients, and the settings ask for "
+            f"{self.wire}.",
             where="register_comm_hook, with wire_dtype=...",
             remedy="Leave wire_dtype out, or cast in the hook.",
         )

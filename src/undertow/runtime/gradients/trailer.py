@@ -1,4 +1,5 @@
-"""Writes and reads the trailer after the gradients of a bucket, as `undertow.plan.facts` lays it out."""
+"""Writes and reads the trailer after the gradients of a bucket, as `undertow.plan.facts` lays it
+out."""
 
 from __future__ import annotations
 
@@ -50,23 +51,31 @@ class Reading:
 class TrailerCodec:
     """The trailer of one bucket on `rank`. Its sum over ranks comes back divided by `divisor`."""
 
-    def __init__(self, layout: Bucket, storage: BucketStorage, *, divisor: float, rank: int = 0) -> None:
+    def __init__(
+        self, layout: Bucket, storage: BucketStorage, *, divisor: float, rank: int = 0
+    ) -> None:
         trailer, start = layout.trailer, layout.trailer.start
         self._storage, self._divisor, self._rank = storage, divisor, rank
         self._used = slice(0, len(trailer.used))
-        self._facts = {name: slice(place.start - start, place.stop - start) for name, place in trailer.facts}
+        self._facts = {
+            name: slice(place.start - start, place.stop - start) for name, place in trailer.facts
+        }
         self._mine = storage.flat.new_zeros(trailer.stop - start)
         self._mine[self._used] = 1
         self._signature = self._mine[trailer.signature.start - start :][: 2 * SIGNATURE_BITS]
         self._told = self._mine[: trailer.numbers.start - start]  # all but the numbers
         self._numbers = {
-            name: self._mine[at][rank : rank + 1] for name, at in self._facts.items() if FACTS[name] is FactKind.NUMBERS
+            name: self._mine[at][rank : rank + 1]
+            for name, at in self._facts.items()
+            if FACTS[name] is FactKind.NUMBERS
         }
         self._unused: Sequence[int] = ()
         self._digests: Mapping[str, int | None] = {}
         self._bits: dict[int, Tensor] = {}  # of signatures, lowest first
 
-    def write(self, *, unused: Sequence[int], signature: int, step: int, facts: Facts | None) -> None:
+    def write(
+        self, *, unused: Sequence[int], signature: int, step: int, facts: Facts | None
+    ) -> None:
         """Writes this rank's trailer; the last bucket's has `facts`.
 
         `signature` comes from `signature_of`, and takes the lowest bits of `step`.

@@ -14,13 +14,16 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, as a
 
 
 def fingerprints(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
-    """Returns a sum over the bits of each tensor, weighted by position; -0.0 and each NaN have distinct values.
+    """Returns a sum over the bits of each tensor, weighted by position; -0.0 and each NaN have
+    distinct values.
 
-    The fingerprint changes for every tensor that differs in a single 8-byte word, and for all but about one in 2**32 others.
-    [number of tensors] int64, on `device`
+    The fingerprint changes for every tensor that differs in a single 8-byte word, and for all but
+    about one in 2**32 others. [number of tensors] int64, on `device`
     """
     weights = {used: _weights(used) for used in {tensor.device for tensor in tensors}}
-    return torch.stack([_fingerprint(tensor, weights[tensor.device]).to(device) for tensor in tensors])
+    return torch.stack(
+        [_fingerprint(tensor, weights[tensor.device]).to(device) for tensor in tensors]
+    )
 
 
 def _fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
@@ -32,8 +35,9 @@ def _fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
     words, rest = flat[:num_whole].view(torch.int64), flat[num_whole:].view(torch.uint8).long()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in (*torch.split(words, weights.numel()), rest):
-        # Fold the upper bits down, because a product modulo 2**64 loses the weight of the top bits. The shift is not a multiple
-        # of 16 bits; otherwise signs within one word would fall onto each other.
+        # Fold the upper bits down, because a product modulo 2**64 loses the weight of the top bits.
+        # The shift is not a multiple of 16 bits; otherwise signs within one word would fall onto
+        # each other.
         folded = (chunk >> _DOWN).bitwise_and_(_LOWER).bitwise_xor_(chunk)
         total = total * _ODD + folded.mul_(weights[: chunk.numel()]).sum()
     return total

@@ -8,18 +8,24 @@ from undertow.errors import ConfigError, WrongType, require, suggestion
 from undertow.runtime.torch_private import tables
 
 
-def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor]) -> tuple[str, ...]:
-    """Returns sorted names of the parameters and buffers in `ignore`, which lists names, tensors, submodules or their names.
+def names_to_ignore(
+    module: nn.Module, ignore: Iterable[str | nn.Module | Tensor]
+) -> tuple[str, ...]:
+    """Returns sorted names of the parameters and buffers in `ignore`, which lists names, tensors,
+    submodules or their names.
 
-    A tied weight is ignored as a whole, whichever of its names is given, and all its names are returned. Raises ConfigError for
-    an entry that the module does not have, and WrongType for an entry of another type.
+    A tied weight is ignored as a whole, whichever of its names is given, and all its names are
+    returned. Raises ConfigError for an entry that the module does not have, and WrongType for an
+    entry of another type.
     """
     where = f"ignore, for a model of type {type(module).__name__}"
     require(
         isinstance(ignore, Iterable) and not isinstance(ignore, str | Tensor | nn.Module),
         f"ignore must be a sequence of names, modules and tensors, got {_brief(ignore)}.",
         where=where,
-        remedy=f"Write ignore=({_brief(ignore)},)." if isinstance(ignore, str) else "Write ignore=(it,).",
+        remedy=f"Write ignore=({_brief(ignore)},)."
+        if isinstance(ignore, str)
+        else "Write ignore=(it,).",
         error=WrongType,
     )
     entries = tuple(ignore)
@@ -32,7 +38,9 @@ def names_to_ignore(module: nn.Module, ignore: Iterable[str | nn.Module | Tensor
     for entry in entries:
         chosen |= _names_of(entry, places, parts, where)
     tensors = {id(places[name]) for name in chosen if places[name] is not None}
-    return tuple(sorted(chosen | {name for name, tensor in places.items() if id(tensor) in tensors}))
+    return tuple(
+        sorted(chosen | {name for name, tensor in places.items() if id(tensor) in tensors})
+    )
 
 
 def still_there(module: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
@@ -41,9 +49,14 @@ def still_there(module: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name in known)
 
 
-def _names_of(entry: object, places: Mapping[str, Tensor | None], parts: Mapping[str, nn.Module], where: str) -> set[str]:
+def _names_of(
+    entry: object, places: Mapping[str, Tensor | None], parts: Mapping[str, nn.Module], where: str
+) -> set[str]:
     not_inside = "that is to be ignored is not inside the model."
-    remedy = "Give modules, parameters and buffers of this very model, no copies, and not the whole of it."
+    remedy = (
+        "Give modules, parameters and buffers of this very model, no copies, and not the "
+        "whole of it."
+    )
     match entry:
         case str() if entry in places:
             return {entry}
@@ -58,11 +71,21 @@ def _names_of(entry: object, places: Mapping[str, Tensor | None], parts: Mapping
             )
         case Tensor():
             names = {name for name, tensor in places.items() if tensor is entry}
-            require(names, f"a tensor of shape {tuple(entry.shape)} {not_inside}", where=where, remedy=remedy)
+            require(
+                names,
+                f"a tensor of shape {tuple(entry.shape)} {not_inside}",
+                where=where,
+                remedy=remedy,
+            )
             return names
         case nn.Module():
             prefixes = tuple(f"{name}." for name, part in parts.items() if part is entry)
-            require(prefixes, f"a module of type {type(entry).__name__} {not_inside}", where=where, remedy=remedy)
+            require(
+                prefixes,
+                f"a module of type {type(entry).__name__} {not_inside}",
+                where=where,
+                remedy=remedy,
+            )
         case _:
             raise WrongType(
                 f"ignore takes names, modules, parameters and buffers, got {_brief(entry)}.",
@@ -73,7 +96,8 @@ def _names_of(entry: object, places: Mapping[str, Tensor | None], parts: Mapping
 
 
 def _named_places(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """Yields every place where a parameter or buffer is registered, under every name, also if it holds None so far."""
+    """Yields every place where a parameter or buffer is registered, under every name, also if it
+    holds None so far."""
     for prefix, part in tables.named_modules(module, is_unique=False):
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             yield tables.joined(prefix, name), tensor

@@ -24,18 +24,21 @@ _Named = Sequence[tuple[str, Tensor]]
 class _Census:
     """A snapshot of a module's parameters that is fast to compare with a later state.
 
-    The comparison runs at every forward, for thousands of parameters, so every line of `_now` is a loop in
-    C, without Python frames.
+    The comparison runs at every forward, for thousands of parameters, so every line of `_now` is a
+    loop in C, without Python frames.
     """
 
     def __init__(self, module: nn.Module) -> None:
         modules = [part for _, part in tables.named_modules(module)]
         self._parameters = [part._parameters.values for part in modules]
-        # Weak, unlike the tables of parameters: a child may refer to its parent and keep it alive forever.
+        # Weak, unlike the tables of parameters: a child may refer to its parent and keep it alive
+        # forever.
         self._modules = list(map(weakref.ref, modules))
         self.params = self.present()  # held, so that no other tensor gets the same id
         # Without sparse and uninitialized ones, which only ignored parameters may be.
-        self._dense = [param for param in self.params if param.layout is torch.strided and not is_lazy(param)]
+        self._dense = [
+            param for param in self.params if param.layout is torch.strided and not is_lazy(param)
+        ]
         # Of ordinary modules without a search for the method.
         is_usual = all(isinstance(part._modules, dict) for part in modules)
         self._values_of = dict.values if is_usual else methodcaller("values")
@@ -43,7 +46,9 @@ class _Census:
 
     def present(self) -> list[Tensor]:
         """Returns the parameters that these modules have now."""
-        return [param for param in chain.from_iterable(map(call, self._parameters)) if param is not None]
+        return [
+            param for param in chain.from_iterable(map(call, self._parameters)) if param is not None
+        ]
 
     def has_other_modules(self) -> bool:
         try:
@@ -66,14 +71,17 @@ class _Census:
             _ids(map(call, self._parameters)),
             list(map(_is_trained, self.params)),
             list(map(Tensor.data_ptr, self._dense)),  # new dtypes and layouts need new data
-            [(param.device, param.dtype) for param in self.params[:1]],  # a cast and another may end at the same place
+            # a cast and another may end at the same place
+            [(param.device, param.dtype) for param in self.params[:1]],
         )
 
 
 class ModuleParams:
-    """The tensors of `module` that are synchronized: all except the names in `ignored`, and those `elsewhere`.
+    """The tensors of `module` that are synchronized: all except the names in `ignored`, and those
+    `elsewhere`.
 
-    Narrower parameters accumulate their gradients in `reduce_dtype`, if it is not None. `close` undoes this.
+    Narrower parameters accumulate their gradients in `reduce_dtype`, if it is not None. `close`
+    undoes this.
     """
 
     _seen: _Census  # all parameters, at the last look
@@ -86,11 +94,14 @@ class ModuleParams:
         elsewhere: Container[str] = (),
         reduce_dtype: str | None = None,
     ) -> None:
-        # Weak, because parameters' hooks refer to this object, and the garbage collector does not see through those.
+        # Weak, because parameters' hooks refer to this object, and the garbage collector does not
+        # see through those.
         self._module = weakref.ref(module)
         self._ignored = ignored
         self._elsewhere = elsewhere  # names that another object of this class has
-        self._wide: torch.dtype | None = None if reduce_dtype is None else getattr(torch, reduce_dtype)
+        self._wide: torch.dtype | None = (
+            None if reduce_dtype is None else getattr(torch, reduce_dtype)
+        )
         self.common_buffers = CommonBuffers()
         self.common_frozen: list[tuple[str, Tensor]] = []  # as of the last comparison between ranks
 
@@ -102,10 +113,17 @@ class ModuleParams:
         named_params = self._see(self._present_module)
         if self._wide is not None:
             _accumulate_in(self._wide, named_params)
-        return [(name, param) for name, param in named_params if param.requires_grad or id(param) in also]
+        return [
+            (name, param)
+            for name, param in named_params
+            if param.requires_grad or id(param) in also
+        ]
 
     def trained_now(self) -> list[tuple[str, Tensor]]:
-        """Returns the trained parameters without resetting `has_changed`; empty if the module is gone."""
+        """Returns the trained parameters without resetting `has_changed`.
+
+        Empty if the module is gone.
+        """
         return [(name, param) for name, param in self.named_params() if param.requires_grad]
 
     def frozen(self) -> list[tuple[str, Tensor]]:
@@ -118,7 +136,11 @@ class ModuleParams:
         return [] if module is None else self._synchronized(tables.named_parameters(module))
 
     def _synchronized(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        return [(name, it) for name, it in named if name not in self._ignored and name not in self._elsewhere]
+        return [
+            (name, it)
+            for name, it in named
+            if name not in self._ignored and name not in self._elsewhere
+        ]
 
     @property
     def device(self) -> torch.device:
@@ -135,14 +157,16 @@ class ModuleParams:
                     param.grad = None if grad is None else grad.to(param.dtype)
 
     def has_changed(self) -> bool:
-        """Returns True if a parameter was added, removed, replaced, frozen or unfrozen, or changed dtype, size or device."""
+        """Returns True if a parameter was added, removed, replaced, frozen or unfrozen, or changed
+        dtype, size or device."""
         with private.as_plain_tensors():  # this reads no values
             if not self.is_unseen and not self._seen.has_changed():
                 return False
             return not self.are_lent() and not self._is_elsewhere()
 
     def are_lent(self) -> bool:
-        """Returns True during a call of torch.func.functional_call: its replacements are tensors, not parameters.
+        """Returns True during a call of torch.func.functional_call: its replacements are tensors,
+        not parameters.
 
         A copy or a loaded module of TorchScript has tensors too, from the first look on.
         """
@@ -153,7 +177,8 @@ class ModuleParams:
     def has_more(self) -> bool:
         """Returns True if modules are others, or parameters more, than at the last look.
 
-        A call of torch.func.functional_call only exchanges parameters, so that the change is meant to last.
+        A call of torch.func.functional_call only exchanges parameters, so that the change is meant
+        to last.
         """
         return self._seen.has_other_modules() or len(self._seen.present()) != len(self._seen.params)
 
@@ -163,13 +188,19 @@ class ModuleParams:
         They may be experts of another group, which this group's ranks need not know about.
         """
         module = self._module()
-        if self.is_unseen or module is None or self._seen.has_other_modules() or _kinds(self.named_params()) != self._kinds:
+        if (
+            self.is_unseen
+            or module is None
+            or self._seen.has_other_modules()
+            or _kinds(self.named_params()) != self._kinds
+        ):
             return False
         self._seen = _Census(module)
         return True
 
     def has_new_of(self, tensors: set[int]) -> bool:
-        """Returns True if one of these (by id) was added, or unfrozen, in a change that has not been looked at yet."""
+        """Returns True if one of these (by id) was added, or unfrozen, in a change that has not
+        been looked at yet."""
         # This runs at every optimizer step: known parameters need no look.
         if self.ids >= tensors or not self.has_changed():
             return False
@@ -190,7 +221,8 @@ class ModuleParams:
         *,
         new: Sequence[str],
     ) -> Agreement:
-        """Starts to compare on all ranks these parameters and settings, frozen parameters and buffers."""
+        """Starts to compare on all ranks these parameters and settings, frozen parameters and
+        buffers."""
         buffers = self._synchronized(tables.named_buffers(self._present_module))
         return Agreement(
             group,
@@ -234,9 +266,18 @@ class ModuleParams:
 
 
 def _kinds(named_params: _Named) -> list[tuple[object, ...]]:
-    """Returns every property of the synchronized parameters that may change, frozen parameters included."""
+    """Returns every property of the synchronized parameters that may change, frozen parameters
+    included."""
     return [
-        (name, id(param), param.requires_grad, param.dtype, param.shape, param.stride(), param.device)
+        (
+            name,
+            id(param),
+            param.requires_grad,
+            param.dtype,
+            param.shape,
+            param.stride(),
+            param.device,
+        )
         for name, param in named_params
     ]
 
@@ -264,21 +305,33 @@ def _ids(owned: Iterable[Iterable[object]]) -> list[int]:
 
 def _accumulate_in(wide: torch.dtype, named_params: Sequence[tuple[str, Tensor]]) -> None:
     for name, param in named_params:
-        wanted = wide if param.dtype.is_floating_point and param.dtype.itemsize < wide.itemsize else param.dtype
-        if private.gradient_dtype(param) == wanted or (param.grad is not None and not param.requires_grad):
+        wanted = (
+            wide
+            if param.dtype.is_floating_point and param.dtype.itemsize < wide.itemsize
+            else param.dtype
+        )
+        if private.gradient_dtype(param) == wanted or (
+            param.grad is not None and not param.requires_grad
+        ):
             continue
         if param.grad is not None:
             raise ConfigError(
-                f"parameter {name!r} has a gradient of {param.grad.dtype}, and reduce_dtype asks for {wanted}.",
+                f"parameter {name!r} has a gradient of {param.grad.dtype}, and reduce_dtype asks "
+                f"for {wanted}.",
                 where="SyncConfig(reduce_dtype=...)",
-                remedy="Clear gradients with zero_grad() before the model is wrapped, and before a parameter changes its dtype.",
+                remedy="Clear gradients with zero_grad() before the model is wrapped, and before "
+                "a parameter changes its dtype.",
             )
         private.set_gradient_dtype(param, wanted)
 
 
 def sparse_params(module: nn.Module) -> set[int]:
     """Returns the ids of parameters in layers that are declared to produce sparse gradients."""
-    embeddings = (layer for _, layer in tables.named_modules(module) if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
+    embeddings = (
+        layer
+        for _, layer in tables.named_modules(module)
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+    )
     return {id(layer.weight) for layer in embeddings if layer.sparse}
 
 
@@ -289,7 +342,11 @@ def _description_of_buffer(name: str, buffer: Tensor) -> dict[str, Any]:
 
 def _description(spec: ParamSpec, tensor: Tensor) -> dict[str, Any]:
     """Returns the properties of a tensor that must be the same on every rank."""
-    axes = [axis for axis, size in enumerate(spec.shape) if size > 1] if tensor.layout is torch.strided else []
+    axes = (
+        [axis for axis, size in enumerate(spec.shape) if size > 1]
+        if tensor.layout is torch.strided
+        else []
+    )
     if len(axes) > 1 and not tensor.is_contiguous():
         axes.sort(key=lambda axis: -tensor.stride()[axis])
     # Of the device without the index, which may differ.

@@ -1,1 +1,2 @@
-"""Detects ranks that are late, lost or failed, and ends waits for them with an error that says so."""
+"""Detects ranks that are late, lost or failed, and ends waits for them with an error that says
+so."""

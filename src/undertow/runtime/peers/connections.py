@@ -1,6 +1,7 @@
 """Connections of a rank to its two neighbors, over TCP, with the standard library alone.
 
-Ranks meet in the store of torch.distributed and leave there where they listen, with a random token. Every rank then
+Ranks meet in the store of torch.distributed and leave there where they listen, with a random token.
+Every rank then
 
 1. connects to the next rank, and sends that rank's token;
 2. accepts connections until one brings its own token;
@@ -35,10 +36,12 @@ Look = Callable[[Sequence[int]], object]
 _MAX_UNSENT = 1 << 20  # bytes for a neighbor that does not read; further messages to it are dropped
 _READ = 1 << 18
 _BACKLOG = 128
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved for documents: the route to them is the default one
+# reserved for documents: the route to them is the default one
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _GET_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
-# Firewalls forget connections that say nothing for minutes, so the kernel says something, also while
-# Python does not run. It ends a connection whose other machine has not answered for half an hour.
+# Firewalls forget connections that say nothing for minutes, so the kernel says something, also
+# while Python does not run. It ends a connection whose other machine has not answered for half an
+# hour.
 _OPTIONS = {
     "TCP_NODELAY": 1,
     "TCP_KEEPIDLE": 15,
@@ -48,7 +51,10 @@ _OPTIONS = {
 
 
 class Connection:
-    """The connection to the next or the previous rank. Any thread may send; the guard's thread reads."""
+    """The connection to the next or the previous rank. Any thread may send.
+
+    The guard's thread reads.
+    """
 
     def __init__(self, link: socket.socket, rank: int) -> None:
         self.rank = rank
@@ -71,16 +77,21 @@ class Connection:
         return bool(self._unsent)
 
     def send(self, message: bytes) -> None:
-        """Sends as much as the kernel takes now; `flush` sends the rest. Drops the message if the neighbor is stopped."""
+        """Sends as much as the kernel takes now; `flush` sends the rest.
+
+        Drops the message if the neighbor is stopped.
+        """
         if len(self._unsent) < _MAX_UNSENT:
             self._unsent.extend(message + b"\n")
         self.flush()
 
     def flush(self) -> None:
-        """Sends as much as the kernel takes. A connection that is gone takes nothing; reading tells that.
+        """Sends as much as the kernel takes. A connection that is gone takes nothing; reading tells
+        that.
 
-        Another caller may be sending, perhaps further up in this thread, because freeing a group in the
-        middle of a send calls this again: that one sends this message too, or the guard's next round.
+        Another caller may be sending, perhaps further up in this thread, because freeing a group in
+        the middle of a send calls this again: that one sends this message too, or the guard's next
+        round.
         """
         if not self._sending.acquire(blocking=False):
             return
@@ -134,8 +145,11 @@ class _Place:
         return f"rank {self.rank} at {self.address} port {self.port}"
 
 
-def connect_ring(store: Store, key: str, *, rank: int, num_ranks: int, look: Look) -> list[Connection]:
-    """Connects `rank` to its neighbors and returns them, the next one first; every rank of the ring calls it.
+def connect_ring(
+    store: Store, key: str, *, rank: int, num_ranks: int, look: Look
+) -> list[Connection]:
+    """Connects `rank` to its neighbors and returns them, the next one first; every rank of the ring
+    calls it.
 
     Raises ConnectionError on every rank, with one reason, if some pair cannot connect. Calls `look`
     from time to time with the ranks that have not arrived; it may raise. The store is asked for
@@ -155,13 +169,17 @@ def connect_ring(store: Store, key: str, *, rank: int, num_ranks: int, look: Loo
         if not has_given_up():
             here = _Place(rank, address, port, token)
             neighbors = [(rank + 1) % num_ranks, (rank - 1) % num_ranks]
-            after, before = (_Place(other, *json.loads(store.get(f"{key}/at/{other}"))) for other in neighbors)
+            after, before = (
+                _Place(other, *json.loads(store.get(f"{key}/at/{other}"))) for other in neighbors
+            )
             try:
                 # Two ranks are neighbors on both sides, and one connection is enough.
                 if num_ranks > 2 or rank == 0:
                     links.append((undo.enter_context(_connected(after)), after))
                 if num_ranks > 2 or rank == 1:
-                    links.append((undo.enter_context(_accepted(listener, here, has_given_up)), before))
+                    links.append(
+                        (undo.enter_context(_accepted(listener, here, has_given_up)), before)
+                    )
             except OSError as error:
                 reason = f"rank {rank} {error}"
         if reason and not has_given_up():  # later ranks fail because this one has
@@ -184,7 +202,9 @@ def _connected(place: _Place) -> socket.socket:
     return link
 
 
-def _accepted(listener: socket.socket, here: _Place, has_given_up: Callable[[], bool]) -> socket.socket:
+def _accepted(
+    listener: socket.socket, here: _Place, has_given_up: Callable[[], bool]
+) -> socket.socket:
     """Returns the first connection that brings the token; closes all others."""
     until_s = time.monotonic() + patience.CONNECT_S
     while time.monotonic() < until_s and not has_given_up():
@@ -206,7 +226,8 @@ def _brings_token(link: socket.socket, token: str) -> bool:
 
 
 def own_address(host: str) -> str:
-    """Returns the address by which other ranks reach this machine; `host` serves their store, if that is known.
+    """Returns the address by which other ranks reach this machine; `host` serves their store, if
+    that is known.
 
     The interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names decides, if it has an IPv4
     address.
@@ -235,7 +256,10 @@ def _address_of(interface: str) -> str:
     if sys.platform == "linux" and interface:
         import fcntl  # there is none on Windows
 
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+        ):
             request = struct.pack("256s", interface.encode()[:15])
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])
     return ""
@@ -244,7 +268,9 @@ def _address_of(interface: str) -> str:
 def _address_towards(host: str) -> str:
     """Returns this machine's address on the route to `host`, or an empty text; sends nothing."""
     with contextlib.suppress(OSError, UnicodeError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host or None, 9, type=socket.SOCK_DGRAM
+        ):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
                 return str(probe.getsockname()[0])

@@ -39,15 +39,25 @@ class Fault:
     what: str
     remedy: str
     told: str = ""  # details from the rank that detected it, several lines
-    known_s: float = field(default_factory=time.monotonic, compare=False)  # when this rank learned of it
+    # when this rank learned of it
+    known_s: float = field(default_factory=time.monotonic, compare=False)
 
     def error(self, where: str) -> UndertowError:
         """Returns a new error each time: raising one twice would accumulate both tracebacks."""
-        return self.kind(self.what, where="\n  ".join(part for part in (where, self.told) if part), remedy=self.remedy)
+        return self.kind(
+            self.what,
+            where="\n  ".join(part for part in (where, self.told) if part),
+            remedy=self.remedy,
+        )
 
     def content(self) -> dict[str, str]:
         """Returns the content of a message, for `fault_from`."""
-        return {"error": self.kind.__name__, "what": self.what, "remedy": self.remedy, "told": self.told}
+        return {
+            "error": self.kind.__name__,
+            "what": self.what,
+            "remedy": self.remedy,
+            "told": self.told,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +71,18 @@ class Answer:
 
 @dataclass(slots=True)
 class Activity:
-    """The training of one model in this process. The training thread writes its part; a query from another rank reads it."""
+    """The training of one model in this process. The training thread writes its part.
 
-    steps: Callable[[], tuple[int, bool]] = lambda: (0, True)  # completed synchronizations; True if a step has begun since
+    A query from another rank reads it.
+    """
+
+    # completed synchronizations; True if a step has begun since
+    steps: Callable[[], tuple[int, bool]] = lambda: (0, True)
     module: Callable[[], nn.Module | None] = lambda: None  # a weak reference
-    thread: int = field(default_factory=threading.get_ident)  # the training thread as far as known: this one until another trains
-    wait: tuple[str, float] = "", 0.0  # its name, and when it began; without a name if this rank does not wait
+    # the training thread as far as known: this one until another trains
+    thread: int = field(default_factory=threading.get_ident)
+    # its name, and when it began; without a name if this rank does not wait
+    wait: tuple[str, float] = "", 0.0
 
     def num_steps(self) -> int:
         return self.steps()[0]
@@ -84,15 +100,26 @@ class Activity:
         names = dict[int, str]()
         model = self.module()
         with contextlib.suppress(RuntimeError):  # the model may be changing at this moment
-            names = {} if model is None else {id(module): name for name, module in model.named_modules()}
+            names = (
+                {}
+                if model is None
+                else {id(module): name for name, module in model.named_modules()}
+            )
         idle = ""
         if not has_begun:
-            idle = f", no training forward since synchronization {step}" if step else ", no training forward yet"
+            idle = (
+                (f", no training forward since synchronization {step}")
+                if step
+                else ", no training forward yet"
+            )
         return Answer("", 0.0, head + _described(self.thread, names, idle))
 
 
 def without_model(rank: int, thread: int) -> Answer:
-    """The answer of a rank that was asked about a model it has not created; its script runs in `thread`."""
+    """The answer of a rank that was asked about a model it has not created.
+
+    Its script runs in `thread`.
+    """
     return Answer("", 0.0, f"rank {rank}: has made no such wrapper, {_described(thread, {})}")
 
 
@@ -104,7 +131,11 @@ def _described(thread: int, names: Mapping[int, str], more: str = "") -> str:
 def failed(rank: int, error: BaseException) -> Fault:
     """A rank has ended with an exception, or is about to."""
     # Without the page, which this rank's error names.
-    text = "".join(traceback.format_exception_only(error)).strip().partition("\nSee docs/")[0][:_MAX_TEXT]
+    text = (
+        "".join(traceback.format_exception_only(error))
+        .strip()
+        .partition("\nSee docs/")[0][:_MAX_TEXT]
+    )
     return Fault(
         PeerFailed,
         f"rank {rank} has failed: {text}",
@@ -116,18 +147,22 @@ def lost(rank: int) -> Fault:
     return Fault(
         RankLost,
         f"rank {rank} is gone: its process has ended without a word, or was killed.",
-        "The step is incomplete on every rank. Find out why it ended (memory, the scheduler), and start from a checkpoint.",
+        "The step is incomplete on every rank. Find out why it ended (memory, the scheduler), "
+        "and start from a checkpoint.",
     )
 
 
 def left(rank: int, error: BaseException | None, num_steps: int) -> Fault:
-    """A rank has closed its model or exited, normally or with an error that is not fatal to others by itself."""
+    """A rank has closed its model or exited, normally or with an error that is not fatal to others
+    by itself."""
     if error is not None:
         return failed(rank, error)
     return Fault(
         RankLost,
-        f"rank {rank} has left: it has finished after {num_steps} synchronizations, and others wait for it.",
-        "Give every rank the same number of batches, train inside join() of the wrapper, or have a rank without data call "
+        f"rank {rank} has left: it has finished after {num_steps} synchronizations, and others "
+        "wait for it.",
+        "Give every rank the same number of batches, train inside join() of the wrapper, or have "
+        "a rank without data call "
         "finish().",
     )
 
@@ -137,13 +172,15 @@ def stalled(text: str) -> Fault:
     return Fault(
         StallTimeout,
         first,
-        "Find out why the late ranks are late, or set stall_timeout_s higher if such waits are expected.",
+        "Find out why the late ranks are late, or set stall_timeout_s higher if such waits are "
+        "expected.",
         told=rest.strip(),
     )
 
 
 def timed_out(rank: int, report: str) -> Fault:
-    """A collective ended before the stall timeout, because it exceeded the process group's timeout."""
+    """A collective ended before the stall timeout, because it exceeded the process group's
+    timeout."""
     return Fault(
         StallTimeout,
         f"rank {rank} has waited for the whole timeout of the process group.",
@@ -157,14 +194,16 @@ def never_came(ranks: Sequence[int], waited_s: float) -> Fault:
     """Some ranks have not created the wrapper that others wait for."""
     return Fault(
         StallTimeout,
-        f"rank {', '.join(map(str, ranks))} has made no such wrapper within {waited_s:.0f} s, and other ranks wait for it.",
+        f"rank {', '.join(map(str, ranks))} has made no such wrapper within {waited_s:.0f} s, "
+        "and other ranks wait for it.",
         "Wrap the model on every rank of the group. "
         "If that takes longer, set stall_timeout_s and the process group's timeout higher.",
     )
 
 
 def raised() -> BaseException | None:
-    """Returns the exception that this thread is leaving with, or None if the script ends normally."""
+    """Returns the exception that this thread is leaving with, or None if the script ends
+    normally."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         return error.__context__ if error.code else None
@@ -177,32 +216,51 @@ def late_ranks(answers: Mapping[int, Answer], *, num_ranks: int) -> set[int]:
 
 
 def stall_text(answers: Mapping[int, Answer], gone: Mapping[int, str], *, num_ranks: int) -> str:
-    """Describes each rank's wait or activity, if one waits; ranks with the same answers produce the same text."""
+    """Describes each rank's wait or activity, if one waits.
+
+    Ranks with the same answers produce the same text.
+    """
     late = late_ranks(answers, num_ranks=num_ranks)
     waiting = set(range(num_ranks)) - late
     if not waiting:
         return ""
     first = max(waiting, key=lambda rank: answers[rank].waited_s)
     late = late - gone.keys() or late
-    named = f"rank {', '.join(map(str, sorted(late)))} has not come" if late else "all ranks wait, for different things"
-    lines = [f"rank {first} has waited {answers[first].waited_s:.0f} s for {answers[first].waits_for}: {named}."]
+    named = (
+        (f"rank {', '.join(map(str, sorted(late)))} has not come")
+        if late
+        else "all ranks wait, for different things"
+    )
+    lines = [
+        f"rank {first} has waited {answers[first].waited_s:.0f} s for "
+        f"{answers[first].waits_for}: {named}."
+    ]
     for rank in range(num_ranks):
         if rank in gone:
             lines.append(gone[rank])
         elif rank in answers:
             lines.append(answers[rank].text)
         else:
-            lines.append(f"rank {rank}: no answer; it is stopped, out of reach, or in a call that keeps Python from running")
+            lines.append(
+                f"rank {rank}: no answer; it is stopped, out of reach, or in a call "
+                "that keeps Python from running"
+            )
     return "\n  ".join(lines)
 
 
 def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
-    """Describes a thread's activity from its frames, innermost last; `modules` maps ids of the model's modules to names."""
+    """Describes a thread's activity from its frames, innermost last.
+
+    `modules` maps ids of the model's modules to names.
+    """
     for frame in reversed(frames):
         path, function = frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name
         if known := next((text for part, text in _ACTIVITIES.items() if part in path), None):
             return known.format(function=function)
-        if function == "_call_impl" and (name := modules.get(id(frame.f_locals.get("self")))) is not None:
+        if (
+            function == "_call_impl"
+            and (name := modules.get(id(frame.f_locals.get("self")))) is not None
+        ):
             return f"in the forward of {name!r}" if name else "in the forward of the model"
     return "in code outside of the model"
 
@@ -210,20 +268,26 @@ def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
 def frames_of(thread: int) -> list[FrameType]:
     """Returns the stack of a thread, innermost frame last."""
     innermost = sys._current_frames().get(thread)
-    return [] if innermost is None else [frame for frame, _ in traceback.walk_stack(innermost)][::-1]
+    return (
+        [] if innermost is None else [frame for frame, _ in traceback.walk_stack(innermost)][::-1]
+    )
 
 
 def stack_lines(frames: Sequence[FrameType]) -> list[str]:
-    """Returns file, line and function of the innermost frames, without values (maybe secret) or source (maybe stale)."""
+    """Returns file, line and function of the innermost frames, without values (maybe secret) or
+    source (maybe stale)."""
     return [
-        f"{os.sep.join(frame.f_code.co_filename.split(os.sep)[-3:])}, line {frame.f_lineno}, in {frame.f_code.co_name}"[:200]
+        f"{os.sep.join(frame.f_code.co_filename.split(os.sep)[-3:])}, line {frame.f_lineno}, in "
+        f"{frame.f_code.co_name}"[:200]
         for frame in frames[-_NUM_FRAMES:]
     ]
 
 
 def fault_from(message: Mapping[str, Any]) -> Fault:
     """Parses a fault that another rank detected; raises KeyError if it is malformed."""
-    return Fault(_KINDS[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"]))
+    return Fault(
+        _KINDS[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"])
+    )
 
 
 def answer_from(message: Mapping[str, Any]) -> Answer:
@@ -233,9 +297,15 @@ def answer_from(message: Mapping[str, Any]) -> Answer:
 
 
 def tell(text: str) -> None:
-    """Logs a report, or prints it to standard error if no logging handler is set up: users must see it."""
+    """Logs a report, or prints it to standard error if no logging handler is set up.
+
+    Users must see it.
+    """
     text = printable_lines(text)
-    if any(not isinstance(handler, logging.NullHandler) for handler in (*_log.handlers, *logging.getLogger().handlers)):
+    if any(
+        not isinstance(handler, logging.NullHandler)
+        for handler in (*_log.handlers, *logging.getLogger().handlers)
+    ):
         _log.warning("%s", text)
     else:
         print(f"undertow: {text}", file=sys.stderr, flush=True)

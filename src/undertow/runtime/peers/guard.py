@@ -1,4 +1,5 @@
-"""The process's one thread that watches: it sleeps until a neighbor sends or dies, and looks at all waits now and then.
+"""The process's one thread that watches: it sleeps until a neighbor sends or dies, and looks at all
+waits now and then.
 
 watch_over     makes the watch of a new model; the first one of these ranks connects them
 over_users     context: a wait over a group of the user's
@@ -34,13 +35,18 @@ from undertow.runtime.torch_private import private
 _log = logging.getLogger("undertow")
 
 
-def watch_over(ranks: tuple[int, ...], rank: int, limits: SyncConfig, here: Activity, *, within_s: float) -> Watch | NullWatch:
-    """Registers a new model of `ranks` of the world; this is rank `rank` of them. A collective call.
+def watch_over(
+    ranks: tuple[int, ...], rank: int, limits: SyncConfig, here: Activity, *, within_s: float
+) -> Watch | NullWatch:
+    """Registers a new model of `ranks` of the world; this is rank `rank` of them. A collective
+    call.
 
     Returns a NullWatch if the ranks cannot connect. Raises RankLost if a rank has died earlier, and
     StallTimeout if one does not arrive in time.
     """
-    ring = GUARD.ring_of(ranks) or _new_ring(ranks, rank, limits, min(limits.stall_timeout_s, within_s))
+    ring = GUARD.ring_of(ranks) or _new_ring(
+        ranks, rank, limits, min(limits.stall_timeout_s, within_s)
+    )
     if ring.is_apart:
         return NullWatch()
     watch = ring.join(limits, here)
@@ -52,8 +58,8 @@ def watch_over(ranks: tuple[int, ...], rank: int, limits: SyncConfig, here: Acti
 def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None]:
     """Context for a wait over a group of the user's: it ends with the reason if a rank is gone.
 
-    This works if a model is synchronized over the same ranks. Without a name in `what`, the wait may
-    take any time and no rank counts as late.
+    This works if a model is synchronized over the same ranks. Without a name in `what`, the wait
+    may take any time and no rank counts as late.
     """
     ring = None if group is None else GUARD.ring_of(tuple(dist.get_process_group_ranks(group)))
     watch = None if ring is None else next(iter(ring.watches.values()), None)
@@ -86,13 +92,16 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, patience_s:
             if private.is_gone(ranks[other]):
                 raise faults.lost(other).error(where)
         if waited_s > patience_s and not store.check([over]):
-            store.set(over, json.dumps(list(late)))  # tells ranks that arrive later that the others have given up
+            # tells ranks that arrive later that the others have given up
+            store.set(over, json.dumps(list(late)))
         if store.check([over]):
             raise faults.never_came(json.loads(store.get(over)), patience_s).error(where)
         if waited_s > told_s + limits.stall_warning_s:
             told_s = waited_s
             named = ", ".join(map(str, late))
-            faults.tell(f"rank {rank} has waited {waited_s:.0f} s for rank {named} to synchronize a model.")
+            faults.tell(
+                f"rank {rank} has waited {waited_s:.0f} s for rank {named} to synchronize a model."
+            )
 
     try:
         store, name = private.default_store(), f"undertow/ring/{'_'.join(map(str, ranks))}"
@@ -107,7 +116,8 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, patience_s:
         _warn(rank, error)
     except RuntimeError as error:  # from the store
         raise RankLost(
-            "the store that connects the ranks is gone, most likely because the rank that served it has ended.",
+            "the store that connects the ranks is gone, most likely because the rank that served "
+            "it has ended.",
             where=where,
             remedy="Find out why that process ended, often rank 0's, and start again.",
         ) from error
@@ -137,7 +147,8 @@ class Guard:
         self._thread: threading.Thread | None = None
 
     def ring_of(self, ranks: tuple[int, ...]) -> Ring | None:
-        """Returns the ring of these ranks, or None if torch.distributed was initialized again since it was made."""
+        """Returns the ring of these ranks, or None if torch.distributed was initialized again since
+        it was made."""
         ring, of_world = self._rings.get(ranks, (None, None))
         return ring if of_world is not None and of_world() is dist.group.WORLD else None
 
@@ -153,7 +164,8 @@ class Guard:
 
     def _end(self, ranks: tuple[int, ...]) -> None:
         """Leaves a ring because its process groups are gone or the process is about to end."""
-        # Without the weak reference, which would call this at interpreter exit, after modules are gone.
+        # Without the weak reference, which would call this at interpreter exit, after modules are
+        # gone.
         ring, _ = self._rings.pop(ranks, (None, None))
         if ring is None:
             return
@@ -175,7 +187,8 @@ class Guard:
         self._leave_before_end()
 
     def _leave_before_end(self) -> None:
-        """Leaves with an exception that ends the process or a thread that was the last to train or create a model."""
+        """Leaves with an exception that ends the process or a thread that was the last to train or
+        create a model."""
         of_process, of_threads = sys.excepthook, threading.excepthook
 
         def process_ends(kind: type[BaseException], error: BaseException, trace: Any) -> object:
@@ -183,7 +196,10 @@ class Guard:
             return of_process(kind, error, trace)
 
         def thread_ends(args: Any) -> object:
-            trains = any(args.thread is not None and watch.here.thread == args.thread.ident for watch in self._watches())
+            trains = any(
+                args.thread is not None and watch.here.thread == args.thread.ident
+                for watch in self._watches()
+            )
             if args.exc_value is not None and trains:
                 self.leave(args.exc_value)
             return of_threads(args)
@@ -200,7 +216,8 @@ class Guard:
             self._thread.join(patience.FLUSH_S)
 
     def _forget(self) -> None:
-        """Closes all connections in a child process, which would keep them open after its parent has ended."""
+        """Closes all connections in a child process, which would keep them open after its parent
+        has ended."""
         for ring, _ in self._rings.values():
             for neighbor in ring.neighbors:
                 neighbor.close()
@@ -208,7 +225,9 @@ class Guard:
         self.__init__()  # type: ignore[misc]  # the thread does not exist in the child
 
     def _watches(self) -> list[Watch]:
-        return [watch for ring, _ in list(self._rings.values()) for watch in list(ring.watches.values())]
+        return [
+            watch for ring, _ in list(self._rings.values()) for watch in list(ring.watches.values())
+        ]
 
     def _listen(self) -> None:
         while not self._is_over:
@@ -223,7 +242,9 @@ class Guard:
             for ring, _ in list(self._rings.values()):
                 for neighbor in tuple(ring.neighbors):
                     neighbor.flush()
-                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if neighbor.has_unsent else 0)
+                    events = selectors.EVENT_READ | (
+                        selectors.EVENT_WRITE if neighbor.has_unsent else 0
+                    )
                     with contextlib.suppress(ValueError):  # another thread has closed it
                         selector.register(neighbor, events, (ring, neighbor))
             ready = selector.select(patience.LOOK_S)

@@ -1,6 +1,8 @@
-"""Limits on how long ranks wait for each other before they check again, ask, or give up, in seconds.
+"""Limits on how long ranks wait for each other before they check again, ask, or give up, in
+seconds.
 
-They are read at their use, as `patience.ANSWERS_S`, so that tests can shorten them for a whole process.
+They are read at their use, as `patience.ANSWERS_S`, so that tests can shorten them for a whole
+process.
 """
 
 # Checks.
@@ -10,7 +12,9 @@ PROBE_S = 2.0  # between two checks whether a rank that has not arrived at a mee
 # Actions of a waiting rank.
 ANSWERS_S = 1.0  # for ranks to report their activity
 VERDICT_S = 5.0  # from a broken connection until it is known which rank is gone
-ENDS_S = 2.0  # grace period after another rank ended with an UndertowError: this rank may be about to raise the same
+# grace period after another rank ended with an UndertowError: this rank may be about to raise the
+# same
+ENDS_S = 2.0
 GRACE_S = 0.2  # for messages that a rank sent before it ended: they may complete the step
 
 # Connecting and closing.

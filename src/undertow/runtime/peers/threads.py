@@ -1,4 +1,5 @@
-"""Threads that may be stuck in gloo after another rank is lost, and that cannot keep a process from exiting."""
+"""Threads that may be stuck in gloo after another rank is lost, and that cannot keep a process from
+exiting."""
 
 import atexit
 import queue
@@ -12,7 +13,10 @@ from undertow.runtime.peers import patience
 
 
 class WorkerThread(threading.Thread):
-    """A daemon, which the interpreter does not join at exit: `end_workers` does, before other ranks are told of the exit."""
+    """A daemon, which the interpreter does not join at exit.
+
+    `end_workers` does, before other ranks are told of the exit.
+    """
 
     def __init__(self, name: str, is_broken: Callable[[], bool]) -> None:
         super().__init__(name=name, daemon=True)
@@ -27,10 +31,11 @@ class WorkerThread(threading.Thread):
 
 
 class Worker:
-    """A worker thread that starts at the first `submit`. The process waits for its task at exit, unless `is_broken`.
+    """A worker thread that starts at the first `submit`. The process waits for its task at exit,
+    unless `is_broken`.
 
-    A gloo send that is partly in the socket never returns after its connection breaks, whatever is tried. The executors of the
-    standard library would wait for it forever.
+    A gloo send that is partly in the socket never returns after its connection breaks, whatever is
+    tried. The executors of the standard library would wait for it forever.
     """
 
     def __init__(self, name: str, *, is_broken: Callable[[], bool]) -> None:
@@ -40,7 +45,10 @@ class Worker:
         self._is_over = False
 
     def submit(self, work: Callable[..., object], *args: Any) -> None:
-        """Runs `work(*args)`, which must not raise, after all earlier tasks. Raises RuntimeError after `shutdown`."""
+        """Runs `work(*args)`, which must not raise, after all earlier tasks.
+
+        Raises RuntimeError after `shutdown`.
+        """
         if self._is_over:
             raise RuntimeError("cannot schedule new futures after shutdown")
         if self._thread is None:

@@ -2,9 +2,9 @@
 
     NullWatch   knows nothing: of one rank alone, or where ranks cannot connect
     Watch       the ranks of one model: the wait of this rank, and the reason why it cannot continue
-    Ring        the ranks of a process group, which its models share: messages beside the collectives
+    Ring        the ranks of a process group: messages of its models beside the collectives
 
-        rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        a TCP connection each; of two ranks there is one
+        rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        a TCP connection each; two ranks have one
 
 When a process ends for any reason, the kernel closes its connections, over every backend: a
 connection that ends is a lost rank, unless the rank has said before that it leaves.
@@ -19,7 +19,7 @@ A message is a JSON object with its `kind`, the rank that says it (`from`), that
 forwards a new message to its other neighbor before it acts on it, because the message may end it.
 
     kind     from whom, when                                  a rank that receives it
-    fails    a rank that raises, or whose neighbor is lost    latches the error, interrupts its groups
+    fails    a rank that raises, or whose neighbor is lost    latches the error, ends its waits
     leaves   a rank that closes a model, or ends              fails if it waits for that rank
     asks     a rank that has waited for long                  says `does`, and reports all answers
     does     a rank that was asked, with its activity         keeps it for the report
@@ -56,19 +56,27 @@ from undertow.runtime.peers.faults import Activity, Answer, Fault
 from undertow.runtime.peers.threads import WorkerThread
 
 Message = dict[str, Any]
-Interrupt = Callable[[], Callable[[], None] | None]  # a weak reference to a method that ends every wait over a group
+# a weak reference to a method that ends every wait over a group
+Interrupt = Callable[[], Callable[[], None] | None]
 
 _log = logging.getLogger("undertow")
 _MAX_SEEN = 256  # messages of one rank on their way at a time
 _MAX_EARLY = 64  # messages about models that other ranks have created and this one has not
-# Timeouts of a collective (also of one whose connections another collective's timeout has closed: of
-# several in flight, either may report first), of the stores that groups are made through, and of
+# Timeouts of a collective (also of one whose connections another collective's timeout has closed:
+# of several in flight, either may report first), of the stores that groups are made through, and of
 # connecting. The kernel's messages about a connection are worded differently.
 _TIME_IS_OVER = re.compile(
-    r"time(d )?out waiting|operation timed out!|application timeout caused|(wait|socket|connect) timeout", re.IGNORECASE
+    r"time(d )?out waiting|operation timed out!|application timeout caused|(wait|socket|connect) "
+    r"timeout",
+    re.IGNORECASE,
 )
-# Words of transports (gloo, NCCL, the store) when a connection breaks. Other errors are raised without waiting for a reason.
-_OF_TRANSPORTS = re.compile(r"connection|closed|reset|broken pipe|time.?out|timed out|socket|gloo|nccl|peer|abort", re.IGNORECASE)
+# Words of transports (gloo, NCCL, the store) when a connection breaks. Other errors are raised
+# without waiting for a reason.
+_OF_TRANSPORTS = re.compile(
+    r"connection|closed|reset|broken pipe|time.?out|timed "
+    r"out|socket|gloo|nccl|peer|abort",
+    re.IGNORECASE,
+)
 
 
 class NullWatch:
@@ -80,10 +88,11 @@ class NullWatch:
         self.interrupts: list[Interrupt] = []
 
     def waiting(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Context for a wait for other ranks; an error inside it is replaced by its reason if that is known.
+        """Context for a wait for other ranks; an error inside it is replaced by its reason if that
+        is known.
 
-        `name` names the wait in reports. Without one, the wait may take any time. Worker threads have
-        none, because a rank reports one wait at a time, the training thread's.
+        `name` names the wait in reports. Without one, the wait may take any time. Worker threads
+        have none, because a rank reports one wait at a time, the training thread's.
         """
         return contextlib.nullcontext()
 
@@ -91,10 +100,14 @@ class NullWatch:
         """Raises if a rank is gone or has failed."""
 
     def fail(self, reason: Fault | BaseException) -> None:
-        """Makes all ranks give up: by a fault, or by an error of this rank, whose reason is raised if that is known."""
+        """Makes all ranks give up.
+
+        By a fault, or by an error of this rank, whose reason is raised if that is known.
+        """
 
     def ask(self, text: str, *, topic: str = "", within_s: float | None = None) -> dict[int, str]:
-        """Tells all ranks a text, and returns the texts of all ranks that call this with the same topic.
+        """Tells all ranks a text, and returns the texts of all ranks that call this with the same
+        topic.
 
         Waits for them for a second. With `within_s`, waits for so long, and fails if one does not
         call it.
@@ -115,7 +128,8 @@ class Ring:
         self.condition = threading.Condition(threading.RLock())
         self.fault: Fault | None = None  # of every model
         self.watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
-        self.left: dict[int, Fault] = {}  # ranks whose process has ended without an error that is fatal to the others
+        # ranks whose process has ended without an error that is fatal to the others
+        self.left: dict[int, Fault] = {}
         self._num_watches = 0  # models that this rank has created
         self._early: list[Message] = []  # about models that this rank has not created yet
         self._said = itertools.count()
@@ -129,7 +143,9 @@ class Ring:
     def join(self, limits: SyncConfig, here: Activity | None = None) -> Watch:
         """Registers a new model of these ranks; each of them calls it, in the same order."""
         with self.condition:
-            watch = self.watches[self._num_watches] = Watch(self, self._num_watches, limits, here or Activity())
+            watch = self.watches[self._num_watches] = Watch(
+                self, self._num_watches, limits, here or Activity()
+            )
             self._num_watches += 1
             early, self._early = self._early, []
             for message in early:
@@ -150,7 +166,11 @@ class Ring:
                 self._spread(parsed_json(message), source)
             except Exception as error:  # a malformed message can raise any exception
                 reason = f"{type(error).__name__}: {brief(str(error))}"
-                _log.warning("a message of another rank made no sense and is dropped (%s): %s", reason, brief(message))
+                _log.warning(
+                    "a message of another rank made no sense and is dropped (%s): %s",
+                    reason,
+                    brief(message),
+                )
         with self.condition:
             if is_there or source not in self.neighbors:  # this rank has left the ring
                 return
@@ -175,14 +195,20 @@ class Ring:
 
     def _handle(self, message: Message) -> None:
         kind, rank, number = message["kind"], message["from"], message.get("number")
-        with self.condition:  # `join` must not create the model between the look for it and the note
-            watches = [watch for watch in list(self.watches.values()) if number in (None, watch.number)]
+        # `join` must not create the model between the look for it and the note
+        with self.condition:
+            watches = [
+                watch for watch in list(self.watches.values()) if number in (None, watch.number)
+            ]
             is_early = number is not None and number >= self._num_watches
             if is_early and kind != "asks" and len(self._early) < _MAX_EARLY:
                 self._early.append(message)
-        if is_early and kind == "asks":  # so that a waiting rank learns that this one has not created the model
+        # so that a waiting rank learns that this one has not created the model
+        if is_early and kind == "asks":
             threads = [watch.here.thread for watch in list(self.watches.values())]
-            answer = faults.without_model(self.rank, threads[0] if threads else threading.main_thread().ident or 0)
+            answer = faults.without_model(
+                self.rank, threads[0] if threads else threading.main_thread().ident or 0
+            )
             self.say("does", number=number, **asdict(answer))
         elif number is None and kind == "fails":
             self.fault = self.fault or faults.fault_from(message)
@@ -195,11 +221,14 @@ class Ring:
         """Sends this rank's last message before the process ends, once."""
         if self.fault is not None or self.rank in self.left:
             return
-        # All ranks are about to raise an UndertowError themselves, so it is fatal only if a rank waits for this one.
+        # All ranks are about to raise an UndertowError themselves, so it is fatal only if a rank
+        # waits for this one.
         if error is not None and not isinstance(error, UndertowError):
             self.say_failed(error)
         else:
-            num_steps = max((watch.here.num_steps() for watch in list(self.watches.values())), default=0)
+            num_steps = max(
+                (watch.here.num_steps() for watch in list(self.watches.values())), default=0
+            )
             self.say("leaves", **faults.left(self.rank, error, num_steps).content())
 
 
@@ -233,7 +262,8 @@ class Watch(NullWatch):
             return
         self.explain(reason)
         if self.fault is None:
-            # The other ranks would take the next message for one that is missing, and gloo ends a process for that.
+            # The other ranks would take the next message for one that is missing, and gloo ends a
+            # process for that.
             self.ring.say_failed(reason)
 
     def ask(self, text: str, *, topic: str = "", within_s: float | None = None) -> dict[int, str]:
@@ -248,7 +278,9 @@ class Watch(NullWatch):
 
     def leave(self, error: BaseException | None) -> None:
         if self.fault is None:
-            self.say("leaves", **faults.left(self.ring.rank, error, self.here.num_steps()).content())
+            self.say(
+                "leaves", **faults.left(self.ring.rank, error, self.here.num_steps()).content()
+            )
         elif self.interrupt_s < math.inf:  # from now on nobody looks at this model
             self.interrupt()
         self.ring.watches.pop(self.number, None)
@@ -260,7 +292,8 @@ class Watch(NullWatch):
         match kind:
             case "fails":
                 self.latch(faults.fault_from(message))
-            case "leaves" if "number" in message or rank not in self.left:  # a model's last message tells its progress
+            # a model's last message tells its progress
+            case "leaves" if "number" in message or rank not in self.left:
                 self.left[rank] = faults.fault_from(message)
             case "tells":
                 self._texts[str(message["topic"])][rank] = str(message["text"])
@@ -271,7 +304,10 @@ class Watch(NullWatch):
                 self.answers[rank] = faults.answer_from(message)
 
     def latch(self, fault: Fault) -> None:
-        """Notes the first fault. The guard's thread interrupts waits over the groups a little later."""
+        """Notes the first fault.
+
+        The guard's thread interrupts waits over the groups a little later.
+        """
         if self.fault is None:
             self.fault = fault
             self.interrupt_s = time.monotonic() + patience.GRACE_S
@@ -282,7 +318,8 @@ class Watch(NullWatch):
             self.ring.condition.wait_for(lambda: self.fault or arrived(), timeout=patience_s)
 
     def last_error(self, fault: Fault) -> UndertowError:
-        """Ends waits of Undertow's threads over these groups first, because the script may do anything after this error."""
+        """Ends waits of Undertow's threads over these groups first, because the script may do
+        anything after this error."""
         self.interrupt()
         return fault.error(f"synchronization {self.here.num_steps()}, rank {self.ring.rank}")
 
@@ -294,12 +331,15 @@ class Watch(NullWatch):
             return
         fault = self.reason(error)
         if fault is not None:
-            raise self.last_error(fault) from None  # a transport's error says less; it stays the `__context__`
+            # a transport's error says less; it stays the `__context__`
+            raise self.last_error(fault) from None
 
     def reason(self, error: BaseException) -> Fault | None:
-        """Returns why a collective failed with `error` and tells all ranks, or None if the reason is not known."""
+        """Returns why a collective failed with `error` and tells all ranks, or None if the reason
+        is not known."""
         is_over = _TIME_IS_OVER.search(str(error)) is not None
-        # After a timeout no rank need be gone. It must be reported before ranks speak whose connections the timeout has closed.
+        # After a timeout no rank need be gone. It must be reported before ranks speak whose
+        # connections the timeout has closed.
         self._wait_for(lambda: self.left, patience.ANSWERS_S if is_over else patience.VERDICT_S)
         # A message that a rank exited normally cannot be overtaken by one that says it did not.
         fault = self.fault or next(iter(self.left.values()), None)
@@ -318,14 +358,18 @@ class Watch(NullWatch):
         return time.monotonic() > self.asked_s + patience.ANSWERS_S
 
     def look(self) -> None:
-        """Interrupts groups that cannot continue. Otherwise checks whether this rank has waited too long."""
+        """Interrupts groups that cannot continue.
+
+        Otherwise checks whether this rank has waited too long.
+        """
         now_s, waited_s = time.monotonic(), self.here.waited_s()
         if self.fault is not None:
             if now_s >= self.interrupt_s:
                 self.interrupt_s = math.inf
                 self.interrupt()
             return
-        # This rank may be about to raise the same error, and the failed process may take long to end.
+        # This rank may be about to raise the same error, and the failed process may take long to
+        # end.
         failed = next((fault for fault in self.left.values() if fault.kind is PeerFailed), None)
         if failed is not None and min(waited_s, now_s - failed.known_s) > patience.ENDS_S:
             self.fail(failed)
@@ -345,7 +389,8 @@ class Watch(NullWatch):
             self.say("asks")
         elif self.has_answers():
             late = faults.late_ranks(self.answers, num_ranks=self.ring.num_ranks)
-            if self.left and late <= self.left.keys():  # if others are late, the wait may be for another rank
+            # if others are late, the wait may be for another rank
+            if self.left and late <= self.left.keys():
                 self.fail(next(iter(self.left.values())))
             elif is_over:
                 self.fail(faults.stalled(self.report()))
@@ -379,6 +424,7 @@ class Waiting:
         try:
             if error is not None:
                 self._watch.explain(error)
-        finally:  # only now: while it looks for the reason, this rank still counts as waiting and not as late
+        # only now: while it looks for the reason, this rank still counts as waiting and not as late
+        finally:
             if self._name:
                 self._watch.here.wait = self._before

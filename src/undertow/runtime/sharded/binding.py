@@ -1,8 +1,10 @@
-"""Binds `param.grad` under a sharded optimizer to a placeholder that has this rank's part of the gradient.
+"""Binds `param.grad` under a sharded optimizer to a placeholder that has this rank's part of the
+gradient.
 
-.grad   None ── autograd ──> gradient ── pack ──> None ── reduce-scatter ──> placeholder (part) ── zero_grad ──> None
-                                                                             │  autograd adds       ▲
-                                                                             └──> .added ── pack, reduce-scatter: part += new
+.grad   None ── autograd ──> gradient ── pack ──> None ── reduce-scatter ──> placeholder (part)
+
+placeholder ── zero_grad ──> None
+placeholder ── autograd adds ──> .added ── pack, reduce-scatter ──> part += new
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -43,7 +45,9 @@ class GradientPlaceholder(Tensor):
     group: OwnGroup | None
 
     @staticmethod
-    def __new__(cls, param: Tensor, *, name: str, group: OwnGroup | None = None) -> "GradientPlaceholder":
+    def __new__(
+        cls, param: Tensor, *, name: str, group: OwnGroup | None = None
+    ) -> "GradientPlaceholder":
         made = private.wrapper_tensor(cls, param, dtype=private.gradient_dtype(param))
         made.parts, made.param_name, made.group = {}, name, group
         made.added, made.is_cleared = None, False
@@ -55,11 +59,16 @@ class GradientPlaceholder(Tensor):
         self.is_cleared = False
         param.grad = self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's method is untyped
-        return f"GradientPlaceholder({self.param_name!r}, shape={tuple(self.shape)}, dtype={self.dtype}): a shard of it is here"
+    # torch's method is untyped
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"GradientPlaceholder({self.param_name!r}, shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}): a shard of it is here"
+        )
 
     def share_memory_(self) -> "GradientPlaceholder":
-        """Does nothing, because there are no values to share; torch's method would look for their memory.
+        """Does nothing, because there are no values to share; torch's method would look for their
+        memory.
 
         `module.share_memory()` calls it for gradients too.
         """
@@ -87,16 +96,26 @@ class GradientPlaceholder(Tensor):
             if op is torch.ops.aten.zero_.default:
                 first.added, first.is_cleared = None, True
                 return first
-            if op in _ADDING and isinstance(args[1], Tensor) and not isinstance(args[1], GradientPlaceholder) and not kwargs:
+            if (
+                op in _ADDING
+                and isinstance(args[1], Tensor)
+                and not isinstance(args[1], GradientPlaceholder)
+                and not kwargs
+            ):
                 first.added = args[1].clone() if first.added is None else first.added + args[1]
                 return first
         raise _refused(op, args)
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Does a GradScaler's work on all gradients at once, on every rank, because each sees only its shards."""
+    """Does a GradScaler's work on all gradients at once, on every rank, because each sees only its
+    shards."""
     group = next(grad.group for grad in grads if isinstance(grad, GradientPlaceholder))
-    parts = [part for grad in grads for part in (grad.parts.values() if isinstance(grad, GradientPlaceholder) else [grad])]
+    parts = [
+        part
+        for grad in grads
+        for part in (grad.parts.values() if isinstance(grad, GradientPlaceholder) else [grad])
+    ]
     for dtype in {part.dtype for part in parts}:  # parts of 16-bit parameters are wider
         of_dtype = [part for part in parts if part.dtype == dtype]
         torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, inv_scale)
@@ -117,7 +136,11 @@ def make_gradients_whole(named_params: Iterable[tuple[str, Tensor]], *, rank: in
             error=PhaseError,
         )
         if isinstance(grad, GradientPlaceholder):
-            param.grad = torch.zeros_like(param, dtype=private.gradient_dtype(param)) if grad.added is None else grad.added
+            param.grad = (
+                torch.zeros_like(param, dtype=private.gradient_dtype(param))
+                if grad.added is None
+                else grad.added
+            )
 
 
 def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:
@@ -126,7 +149,8 @@ def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:
     return ShardedGradientError(
         f"the gradient of {name!r} is sharded: no rank has all of it.",
         where=str(op),
-        remedy="Clip with optimizer.clip_grad_norm_(), look at all of it with model.full_gradient(param), or zero_grad() first.",
+        remedy="Clip with optimizer.clip_grad_norm_(), look at all of it with "
+        "model.full_gradient(param), or zero_grad() first.",
     )
 
 
@@ -147,7 +171,8 @@ class ShardedBinding(DenseBinding):
         dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
         self._own = tuple(zip(placeholders, flat.parts, strict=True))
         self.shard = torch.zeros(shard_numel, dtype=accumulation_dtype(dtype), device=device)
-        self.reduced = self.shard  # the executor sets it to other memory if `shard` may have values that must be kept
+        # the executor sets it to other memory if `shard` may have values that must be kept
+        self.reduced = self.shard
         self.live: set[int] = set()  # positions with an earlier part, to which the result is added
         self._before: dict[int, GradientPlaceholder] = {}  # by position, the former `.grad`
         super().__init__(BucketStorage(bucket, flat.params), flat.params)
@@ -172,7 +197,8 @@ class ShardedBinding(DenseBinding):
         self.pack()
 
     def packing(self) -> Callable[[], None]:
-        """Returns a function that copies the taken gradients into the bucket, for another thread, so that backward continues."""
+        """Returns a function that copies the taken gradients into the bucket, for another thread,
+        so that backward continues."""
         postponed, self.postponed = self.postponed or [], None
 
         def pack() -> None:
@@ -212,7 +238,9 @@ class ShardedBinding(DenseBinding):
 
     def has_result(self) -> bool:
         for grad in map(_grad_of, self.params):
-            is_cleared = isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None
+            is_cleared = (
+                isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None
+            )
             if grad is not None and not is_cleared:
                 return True
         return False
@@ -223,7 +251,9 @@ class ShardedBinding(DenseBinding):
         if all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
             self._known.entries.clear()
         else:
-            self._known.look(enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads))
+            self._known.look(
+                enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads)
+            )
 
     def is_written(self, position: int) -> bool:
         grad = self.params[position].grad

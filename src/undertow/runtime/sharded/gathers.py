@@ -1,4 +1,5 @@
-"""Gathers parameters from the ranks that own them, during the next forward, which waits for each where it is read.
+"""Gathers parameters from the ranks that own them, during the next forward, which waits for each
+where it is read.
 
 While a parameter is in flight, its class is a subclass that waits, in the same way as torch
 exchanges the class of a lazy parameter when it gets its shape. torch calls such a class before
@@ -68,7 +69,10 @@ _READ_NO_VALUES = frozenset(
 
 
 def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
-    """Returns a subclass whose tensors wait before they are read; the gathers may be freed before the parameters."""
+    """Returns a subclass whose tensors wait before they are read.
+
+    The gathers may be freed before the parameters.
+    """
 
     def arrive(cls: type[Tensor], values: Any) -> None:
         gathers = weak()
@@ -95,7 +99,8 @@ def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
         return function(*args, **(kwargs or {}))
 
     def deep_copy(param: Tensor, memo: dict[int, Any]) -> Any:
-        arrive(type(param), param)  # the copy function looked up depends on the class that the parameter has now
+        # the copy function looked up depends on the class that the parameter has now
+        arrive(type(param), param)
         return copy.deepcopy(param, memo)
 
     def reduce(param: Any, protocol: Any) -> Any:
@@ -118,8 +123,12 @@ def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
 
 
 def _is_parameter_made() -> bool:
-    """Returns True inside `nn.Parameter(param)`, which has seen the parameter's other class and expects to see it again."""
-    return any(frame.f_code is nn.Parameter.__new__.__code__ for frame, _ in islice(walk_stack(sys._getframe(1)), 5))
+    """Returns True inside `nn.Parameter(param)`, which has seen the parameter's other class and
+    expects to see it again."""
+    return any(
+        frame.f_code is nn.Parameter.__new__.__code__
+        for frame, _ in islice(walk_stack(sys._getframe(1)), 5)
+    )
 
 
 def _let_read(param: Tensor) -> None:
@@ -137,9 +146,12 @@ class Gathers:
     for them and gives them their class back. Ctrl-C may end any function here.
     """
 
-    def __init__(self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder) -> None:
+    def __init__(
+        self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder
+    ) -> None:
         self.in_flight: dict[int, Handle] = {}
-        self._is_compiled_in = False  # code of torch.compile reads the parameters, and guards their class
+        # code of torch.compile reads the parameters, and guards their class
+        self._is_compiled_in = False
         self.flats, self._exchanges, self._recorder = flats, exchanges, recorder
         self._buckets_of: dict[int, list[int]] = {}  # by id of the parameter
         for bucket, flat in enumerate(flats):
@@ -183,7 +195,8 @@ class Gathers:
                     handle.wait()
             except RuntimeError as error:
                 group = self._exchanges.group
-                if group.is_alive or (isinstance(error, UndertowError) and group.existing()):  # it tells why the step has failed
+                # it tells why the step has failed
+                if group.is_alive or (isinstance(error, UndertowError) and group.existing()):
                     raise
                 raise self._torn(bucket) from error
             self._recorder.mark_gather(bucket, "wait_stop")
@@ -201,7 +214,8 @@ class Gathers:
         self.wait(tuple(self.in_flight))  # at once: a signal handler may change it
 
     def is_read_unseen(self) -> bool:
-        """Returns True if other tensors share the memory of parameters, or compiled code guards their class.
+        """Returns True if other tensors share the memory of parameters, or compiled code guards
+        their class.
 
         Asked before gathers start, because their threads refer to that memory too.
         """
@@ -209,7 +223,10 @@ class Gathers:
         return self._is_compiled_in or private.are_shared(addresses)
 
     def let_go(self) -> None:
-        """Called when nothing will be gathered any more: reads of parameters whose gathers have failed still raise."""
+        """Called when nothing will be gathered any more.
+
+        Reads of parameters whose gathers have failed still raise.
+        """
         for kind in self._classes.values() if self.in_flight else ():
             kind.awaited_from = self  # holds these gathers until the last parameter arrives
 
@@ -248,10 +265,12 @@ class Gathers:
 
     def _torn(self, bucket: int) -> PhaseError:
         return PhaseError(
-            "the parameters are torn: this rank's shards have the values of the last step, and the other shards still have the "
+            "the parameters are torn: this rank's shards have the values of the last step, and "
+            "the other shards still have the "
             "values of the step before.",
             where=f"bucket {bucket}, rank {self._exchanges.group.rank}",
-            remedy="Call model.wait() on every rank after the last step, before a rank ends or calls "
+            remedy="Call model.wait() on every rank after the last step, before a rank ends or "
+            "calls "
             "torch.distributed.destroy_process_group(). Now, call close(), then load other values: "
             "module.load_state_dict(state, assign=True).",
         )
@@ -273,7 +292,10 @@ class Gathers:
 
 
 class _WaitHook(ModuleHook):
-    """Waits for buckets before the forward of a module. If they are there, as for most modules of a step, it costs one frame."""
+    """Waits for buckets before the forward of a module.
+
+    If they are there, as for most modules of a step, it costs one frame.
+    """
 
     def __init__(self, module: nn.Module, gathers: Gathers, buckets: Collection[int]) -> None:
         super().__init__(module, partial(gathers.wait, buckets))
@@ -285,7 +307,8 @@ class _WaitHook(ModuleHook):
 
 
 def wait_before_forwards(module: nn.Module, gathers: Gathers) -> list[RemovableHandle]:
-    """Makes every module wait for its own parameters before its forward, because reads by C++ code cannot be seen.
+    """Makes every module wait for its own parameters before its forward, because reads by C++ code
+    cannot be seen.
 
     Reads of other modules' parameters wait by themselves. If parts of the model are compiled or
     scripted, there are no hooks, and the whole model is to wait for everything: hooks would split
@@ -305,7 +328,8 @@ def wait_before_forwards(module: nn.Module, gathers: Gathers) -> list[RemovableH
 
 
 def _own_params(module: nn.Module) -> Iterator[Tensor | None]:
-    """Yields the parameters of a module, and of parts without a forward, such as nn.ParameterList, which nothing calls."""
+    """Yields the parameters of a module, and of parts without a forward, such as nn.ParameterList,
+    which nothing calls."""
     yield from module._parameters.values()
     for part in module.children():
         if type(part).forward is nn.Module.forward:

@@ -1,7 +1,8 @@
-"""This rank's shards of parameters and gradients in a plan's buckets, and the groups that they are exchanged over.
+"""This rank's shards of parameters and gradients in a plan's buckets, and the groups that they are
+exchanged over.
 
                shard ──>
-replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, then all-reduce of the shards over `replicate`
+replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, all-reduce over `replicate`
     │       rank 2  rank 3      parameters: all-gather over `shard`
     v
 """
@@ -29,7 +30,8 @@ _grad_of = attrgetter("grad")
 
 
 class ShardGroups:
-    """Exchanges over separate groups: `shard` and, on a mesh, `replicate`. Construction is a collective call.
+    """Exchanges over separate groups: `shard` and, on a mesh, `replicate`. Construction is a
+    collective call.
 
     `all_ranks` is the group of all these ranks. Reductions give means over all of them. `close`
     ends the threads and destroys the groups.
@@ -94,7 +96,8 @@ class Sharding:
         self.bindings: list[ShardedBinding] = []  # by bucket; a single rank has none
         self._index_of = {id(param): index for index, param in enumerate(params)}
         self._placeholders = [
-            GradientPlaceholder(param, name=spec.name, group=self.group) for spec, param in zip(plan.params, params, strict=True)
+            GradientPlaceholder(param, name=spec.name, group=self.group)
+            for spec, param in zip(plan.params, params, strict=True)
         ]
         self.gathers = Gathers(self.flats, groups.shard, recorder)
 
@@ -119,17 +122,24 @@ class Sharding:
 
     def round_begins(self) -> None:
         """Called when a round starts."""
-        if self.gathers.in_flight:  # no forward has waited; autograd then detects most parameters that were read too early
+        # no forward has waited; autograd then detects most parameters that were read too early
+        if self.gathers.in_flight:
             self.gathers.wait_for_all()
 
     def follow_parameters(self) -> None:
-        """Takes over values written into parameters from outside since the last step; nothing may be in flight."""
+        """Takes over values written into parameters from outside since the last step.
+
+        Nothing may be in flight.
+        """
         for flat in self.flats:
             flat.follow()
 
     @torch.no_grad()
     def adopt_gradients(self) -> None:
-        """Replaces whole gradients, which are the same on every rank, by placeholders; a single rank keeps them."""
+        """Replaces whole gradients, which are the same on every rank, by placeholders.
+
+        A single rank keeps them.
+        """
         for index, grad in enumerate(map(_grad_of, self.params) if self.bindings else ()):
             if grad is None or isinstance(grad, GradientPlaceholder):
                 continue
@@ -143,7 +153,8 @@ class Sharding:
 
     @torch.no_grad()
     def reduce_again(self, own: Mapping[int, tuple[Tensor, bool]]) -> None:
-        """Replaces gradients that were reduced whole, and rounded, by parts reduced as in the following steps.
+        """Replaces gradients that were reduced whole, and rounded, by parts reduced as in the
+        following steps.
 
         A collective call. `own` has this rank's gradients by parameter, each with False if
         something has changed `.grad` since.
@@ -161,7 +172,9 @@ class Sharding:
                 sent[slot.start : slot.stop] = values
             handle = self.groups.shard.reduce_scatter(sent, shard, trailer=trailer)
             if self.groups.replicate is not None:
-                handle = self.groups.replicate.all_reduce_behind(handle, shard, trailer=sent[trailer.start :])
+                handle = self.groups.replicate.all_reduce_behind(
+                    handle, shard, trailer=sent[trailer.start :]
+                )
             with self.group.waiting(f"the shards of bucket {bucket.index}"):
                 handle.wait()
             for part in self.flats[bucket.index].parts:
@@ -183,7 +196,8 @@ class Sharding:
         return found
 
     def require_synchronized(self, params: Sequence[Tensor]) -> None:
-        """Raises PhaseError if a gradient of these parameters has grown since it was reduced, on any rank's part.
+        """Raises PhaseError if a gradient of these parameters has grown since it was reduced, on
+        any rank's part.
 
         Also raises it if a parameter has a gradient but no part in the layout, because it was
         frozen when gradients were synchronized.
@@ -198,9 +212,11 @@ class Sharding:
                 )
             if index is None and param.requires_grad and param.grad is not None:
                 raise PhaseError(
-                    "the optimizer steps on a gradient that is not synchronized: its parameter was frozen in the meantime.",
+                    "the optimizer steps on a gradient that is not synchronized: its parameter "
+                    "was frozen in the meantime.",
                     where=f"a parameter of shape {tuple(param.shape)}, rank {self.groups.rank}",
-                    remedy="Freeze and unfreeze parameters between a step and its next forward, or call zero_grad() then.",
+                    remedy="Freeze and unfreeze parameters between a step and its next forward, "
+                    "or call zero_grad() then.",
                 )
 
     def drop_gradients(self) -> None:
@@ -211,14 +227,22 @@ class Sharding:
     @property
     def holds_gradients(self) -> bool:
         """True if ranks have shards of a gradient that was not set to zero."""
-        return any(isinstance(param.grad, GradientPlaceholder) and not param.grad.is_cleared for param in self.params)
+        return any(
+            isinstance(param.grad, GradientPlaceholder) and not param.grad.is_cleared
+            for param in self.params
+        )
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
-        """Returns the mean gradient of a parameter, of its shape, or None if it has none; a collective call."""
+        """Returns the mean gradient of a parameter, of its shape, or None if it has none.
+
+        A collective call.
+        """
         index = self._index_of.get(id(param))
         if index is None or not isinstance(param.grad, GradientPlaceholder):
             return param.grad
-        whole = torch.zeros(param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device)
+        whole = torch.zeros(
+            param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device
+        )
         for bucket in () if param.grad.is_cleared else self.plan.buckets:
             if index in bucket.params:
                 self.gather_whole(bucket, self.bindings[bucket.index].shard, {index: whole})
@@ -249,12 +273,18 @@ def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:
             name = plan.params[bucket.slots[0].param].name
             raise refused("shards", "sparse", where=f"ShardedOptimizer, parameter {name!r}")
     # Of two parameters that share memory, each would be updated as if it were alone.
-    places = sorted((param.data_ptr(), param.nbytes, index) for index, param in enumerate(params) if param.nbytes)
+    places = sorted(
+        (param.data_ptr(), param.nbytes, index)
+        for index, param in enumerate(params)
+        if param.nbytes
+    )
     for (start, num_bytes, first), (following, _, second) in pairwise(places):
         if following < start + num_bytes:
             names = " and ".join(repr(plan.params[index].name) for index in sorted((first, second)))
             raise ConfigError(
-                f"parameters {names} lie in the same memory: a sharded optimizer would update each by itself.",
+                f"parameters {names} lie in the same memory: a sharded optimizer would update "
+                "each by itself.",
                 where="ShardedOptimizer",
-                remedy="Make them one parameter (second.weight = first.weight), or use a plain optimizer.",
+                remedy="Make them one parameter (second.weight = first.weight), or use a plain "
+                "optimizer.",
             )

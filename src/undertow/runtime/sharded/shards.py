@@ -1,8 +1,8 @@
 """A rank's shard of a bucket's parameters, in the memory that also holds the whole parameters.
 
-flat        | parameter | parameter | parameter | padding |      one allocation; each parameter is a tensor over its part
-own                     |   own shard   |                        a rank's equal part of it, gathered in place
-parts                   | part  | part  |                        the part of each parameter within it, 1-D; may be empty
+flat        | parameter | parameter | parameter | padding |      one allocation for all
+own                     |   own shard   |                        a rank's part, gathered in place
+parts                   | part  | part  |                        a parameter's elements in it
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,10 @@ from undertow.runtime.torch_private import private
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPart:
-    """A rank's part of one parameter in one bucket: elements [start, stop) of the parameter in memory order."""
+    """A rank's part of one parameter in one bucket.
+
+    Elements [start, stop) of the parameter in memory order.
+    """
 
     param: int  # index into Plan.params
     bucket: int
@@ -61,12 +64,16 @@ class _Slot:
             self.param.copy_(values.as_strided(self.param.shape, self.strides))
 
     def moves_in(self) -> bool:
-        """Gives the whole parameter its place in `flat`, unless other code refers to its memory; returns True if it is there."""
+        """Gives the whole parameter its place in `flat`, unless other code refers to its memory.
+
+        Returns True if it is there.
+        """
         param = self.param
         if param.data_ptr() == self.memory.data_ptr():
             return True
         storage = param.untyped_storage()
-        is_of_processes = param.device.type == "cpu" and storage.is_shared()  # on GPUs this is always True
+        # on GPUs this is always True
+        is_of_processes = param.device.type == "cpu" and storage.is_shared()
         if is_of_processes or private.are_shared(private.addresses_of([storage])):
             return False
         self.memory.as_strided(param.shape, self.strides).copy_(param)
@@ -99,7 +106,8 @@ class FlatParams:
         self.params = tuple(params)
         # The parameters' dtype; the bucket has the gradients' dtype.
         dtype = params[0].dtype if params else getattr(torch, bucket.dtype)
-        self.flat = torch.empty(num_ranks * bucket.shard_numel, dtype=dtype, device=bucket.device)  # [ranks * shard]
+        # [ranks * shard]
+        self.flat = torch.empty(num_ranks * bucket.shard_numel, dtype=dtype, device=bucket.device)
         self.flat[bucket.numel :].zero_()  # padding
         shard = bucket.shard_range(rank, num_replicas=num_replicas)
         self._slots = [
@@ -121,7 +129,8 @@ class FlatParams:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Takes over values written from outside, in new memory (`param.data = ...`) or in the separate memory of parameters."""
+        """Takes over values written from outside, in new memory (`param.data = ...`) or in the
+        separate memory of parameters."""
         # Other code may have released the memory of those that are apart.
         if self._apart or list(map(Tensor.data_ptr, self.params)) != self._pointers:
             self._apart = [slot for slot in self._slots if not slot.moves_in()]
@@ -132,7 +141,10 @@ class FlatParams:
             slot.read_part()
 
     def copy_out(self) -> None:
-        """Copies gathered values to parameters with separate memory, maybe from another thread; all of `flat` must be there."""
+        """Copies gathered values to parameters with separate memory, maybe from another thread.
+
+        All of `flat` must be there.
+        """
         with private.as_plain_tensors():  # the parameters are in flight until this returns
             for slot in self._apart:
                 slot.write()
@@ -153,7 +165,10 @@ def _part_of(bucket: Bucket, slot: Slot, shard: range) -> ShardPart:
 
 
 def in_memory_order(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Returns the elements of `tensor` in the memory order of a dense tensor with these strides. [numel]"""
+    """Returns the elements of `tensor` in the memory order of a dense tensor with these strides.
+
+    [numel]
+    """
     if tensor.layout is torch.strided and tensor.stride() == strides:
         return tensor.detach().as_strided((tensor.numel(),), (1,))
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)

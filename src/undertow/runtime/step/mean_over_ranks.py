@@ -25,7 +25,10 @@ class MeanOverRanks:
     """The mean of a number over ranks, as `GradientSync.mean_over_ranks` returns it."""
 
     def __init__(self, group: OwnGroup, number: Tensor) -> None:
-        """Starts to replace `number` by its mean; a collective call. [] float64, on the group's device"""
+        """Starts to replace `number` by its mean; a collective call.
+
+        [] float64, on the group's device
+        """
         self._group, self._mean = group, number
         self._handle: Handle | None = None  # one rank has its mean already
         if group.num_ranks > 1:
@@ -38,7 +41,10 @@ class MeanOverRanks:
 
     @private.untraced
     def wait(self) -> Tensor:
-        """Returns the mean, the same tensor each time; on an accelerator, the host does not wait for it."""
+        """Returns the mean, the same tensor each time.
+
+        On an accelerator, the host does not wait for it.
+        """
         if self._handle is not None:
             with self._group.waiting("the mean over ranks"):
                 self._handle.wait()
@@ -46,7 +52,10 @@ class MeanOverRanks:
 
 
 def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
-    """Starts GradientSync.mean_over_ranks, over the ranks of the first engine; the others are of its experts."""
+    """Starts GradientSync.mean_over_ranks, over the ranks of the first engine.
+
+    The others are of its experts.
+    """
     current_plan = engines[0].current_plan
     group = current_plan.group
     mean = _checked(number, group.device)
@@ -57,7 +66,8 @@ def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
     )
     if "join" in group.borrowers:
         raise refused("join", "mean_over_ranks", where=f"{_WHERE}, rank {group.rank}")
-    all_of(*(engine.complete for engine in engines))  # if a backward has failed here, the others still wait in its round
+    # if a backward has failed here, the others still wait in its round
+    all_of(*(engine.complete for engine in engines))
     current_plan.open()
     return MeanOverRanks(group, mean)
 
@@ -66,10 +76,21 @@ def _checked(number: object, device: torch.device) -> Tensor:
     """Returns the number as a new tensor. [] float64"""
     is_tensor = isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex()
     is_number = is_tensor or (isinstance(number, Real) and not isinstance(number, bool))
-    found = f"a tensor of shape {tuple(number.shape)}" if isinstance(number, Tensor) else type(number).__name__
-    require(is_number, f"number must be a real number, got {found}.", where=_WHERE, remedy=_ASK, error=WrongType)
+    found = (
+        (f"a tensor of shape {tuple(number.shape)}")
+        if isinstance(number, Tensor)
+        else type(number).__name__
+    )
+    require(
+        is_number,
+        f"number must be a real number, got {found}.",
+        where=_WHERE,
+        remedy=_ASK,
+        error=WrongType,
+    )
     number = number.detach().reshape(()) if isinstance(number, Tensor) else number
-    if isinstance(number, Tensor) and number.device.type != "cpu":  # reading it would make the host wait
+    # reading it would make the host wait
+    if isinstance(number, Tensor) and number.device.type != "cpu":
         return torch.empty((), dtype=torch.float64, device=device).copy_(number, non_blocking=True)
     value = float(number)  # type: ignore[arg-type]  # checked above
     require(math.isfinite(value), f"number must be finite, got {value}.", where=_WHERE, remedy=_ASK)

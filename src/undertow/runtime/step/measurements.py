@@ -23,7 +23,11 @@ _NUM_TIMES = 5
 
 def measured_profile(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Profile:
     """Returns the measurements of these parameters; raises PhaseError before there are any."""
-    profile = None if hooks.tuner is None else hooks.tuner.profile(compiled.plan, strategy=compiled.strategy.name)
+    profile = (
+        None
+        if hooks.tuner is None
+        else hooks.tuner.profile(compiled.plan, strategy=compiled.strategy.name)
+    )
     if profile is None:
         raise no_profile(config, compiled.reducer.group)
     return profile
@@ -35,10 +39,17 @@ def no_profile(config: SyncConfig, group: OwnGroup) -> PhaseError:
         return PhaseError(
             "a single rank has nothing to communicate, so nothing is measured.",
             where="profile()",
-            remedy="Train some ten steps on two or more ranks, as with torchrun --nproc-per-node=2.",
+            remedy="Train some ten steps on two or more ranks, as with torchrun "
+            "--nproc-per-node=2.",
         )
-    remedy = "Set record to 'summary' or 'full'." if config.record == "off" else "Run some ten steps first, then ask again."
-    return PhaseError("nothing has been measured of this model yet.", where="profile()", remedy=remedy)
+    remedy = (
+        ("Set record to 'summary' or 'full'.")
+        if config.record == "off"
+        else "Run some ten steps first, then ask again."
+    )
+    return PhaseError(
+        "nothing has been measured of this model yet.", where="profile()", remedy=remedy
+    )
 
 
 def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Explanation:
@@ -48,13 +59,26 @@ def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig
     if not why and torch.are_deterministic_algorithms_enabled():
         why = "torch.use_deterministic_algorithms: another plan rounds differently"
     elif not why:
-        is_decided = decision is not None and decision.outcome in (Outcome.MOVE, Outcome.KEEP, Outcome.TOO_LARGE)
-        why = "planned from measurements" if is_decided else "sizes follow from the size of the model: too little is measured"
-    return explanation(compiled.plan, hooks.tuner, why=why, strategy=compiled.strategy.name, decision=decision)
+        is_decided = decision is not None and decision.outcome in (
+            Outcome.MOVE,
+            Outcome.KEEP,
+            Outcome.TOO_LARGE,
+        )
+        why = (
+            ("planned from measurements")
+            if is_decided
+            else ("sizes follow from the size of the model: too little is measured")
+        )
+    return explanation(
+        compiled.plan, hooks.tuner, why=why, strategy=compiled.strategy.name, decision=decision
+    )
 
 
 def sweep(engine: Engine, config: SyncConfig) -> None:
-    """Teaches the tuner the cost of all-reduces of many sizes; a collective call. Raises PhaseError if nothing is measured."""
+    """Teaches the tuner the cost of all-reduces of many sizes; a collective call.
+
+    Raises PhaseError if nothing is measured.
+    """
     engine.complete()
     tuner, group = engine.current_plan.hooks.tuner, engine.current_plan.group
     if tuner is None:
@@ -65,7 +89,8 @@ def sweep(engine: Engine, config: SyncConfig) -> None:
 
 
 def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
-    """Returns pairs of bytes and microseconds of all-reduces, the same on every rank; a collective call.
+    """Returns pairs of bytes and microseconds of all-reduces, the same on every rank; a collective
+    call.
 
     Each time is the median of some, on the rank that waited longest.
     """
@@ -84,4 +109,7 @@ def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
                 row[at] = (time.perf_counter() - began_s) * 1e6
     latest = times.to(group.device)
     group.all_reduce(latest, dist.ReduceOp.MAX)
-    return tuple((float(num_bytes), median(row)) for num_bytes, row in zip(_SIZES, latest.tolist(), strict=True))
+    return tuple(
+        (float(num_bytes), median(row))
+        for num_bytes, row in zip(_SIZES, latest.tolist(), strict=True)
+    )

@@ -37,7 +37,9 @@ class Reduction:
     def is_completed(self) -> bool:
         """Returns True if `wait` would not wait for other ranks."""
         # Under a new plan buckets leave in `wait`, after the ranks have met under the old one.
-        are_launched = all(engine.current_plan.change is None for engine in self._engines if engine.is_busy)
+        are_launched = all(
+            engine.current_plan.change is None for engine in self._engines if engine.is_busy
+        )
         return are_launched and all(engine.has_arrived for engine in self._engines)
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -47,7 +49,10 @@ class Reduction:
 
 
 def start_reduction(engines: Sequence[Engine], *, op: str | None, has_hook: bool) -> Reduction:
-    """Starts GradientSync.reduce_gradients_async; `op=None` is the mean, or the result of a communication hook."""
+    """Starts GradientSync.reduce_gradients_async.
+
+    `op=None` is the mean, or the result of a communication hook.
+    """
     require_outside_of_backward(
         "reduce_gradients_async()",
         where="GradientSync.reduce_gradients_async",

@@ -20,13 +20,16 @@ from undertow.schedule import ZERO1, strategy_named
 
 
 class ShardedSteps:
-    """Steps of `module` in shards, exchanged over separate process groups; making one is a collective call.
+    """Steps of `module` in shards, exchanged over separate process groups; making one is a
+    collective call.
 
     Updated parameters are gathered during the next forward, or at once if the settings ask for no
     overlap. Raises ConfigError if the settings do not go with shards.
     """
 
-    def __init__(self, module: nn.Module, engine: Engine, config: SyncConfig, *, is_compiled: bool) -> None:
+    def __init__(
+        self, module: nn.Module, engine: Engine, config: SyncConfig, *, is_compiled: bool
+    ) -> None:
         strategy = self._strategy = strategy_named(config.strategy or ZERO1.name)
         require(
             strategy.gather is not None,
@@ -49,12 +52,14 @@ class ShardedSteps:
         self._is_closed = False
 
     def hand_to(self, stepper: Optimizer, settings: dict[str, Any]) -> None:
-        """Lets only `stepper` step from now on. A collective call; raises PlanMismatch if ranks give different `settings`.
+        """Lets only `stepper` step from now on. A collective call; raises PlanMismatch if ranks
+        give different `settings`.
 
         Raises ConfigError while an earlier one exists.
         """
         if self.stepper is not None:
-            gc.collect()  # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
+            # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
+            gc.collect()
         has_earlier = self.stepper is not None
         stepper_class = settings["optimizer"].rpartition(".")[2]
         group = self._engine.current_plan.group
@@ -91,7 +96,10 @@ class ShardedSteps:
             )
 
     def begin(self) -> Sharding:
-        """Returns this rank's shards, with nothing in flight, to be stepped: the same object while the layout is the same."""
+        """Returns this rank's shards, with nothing in flight, to be stepped.
+
+        The same object while the layout is the same.
+        """
         self.require_open("Step before close(), or make a new wrapper and a new optimizer.")
         current_plan = self._engine.current_plan
         current_plan.wait_for_parameters()
@@ -107,7 +115,8 @@ class ShardedSteps:
 
     @contextlib.contextmanager
     def update(self, sharding: Sharding) -> Iterator[None]:
-        """Context for updating this rank's shards; at its end they are sent, and the other ranks' shards received.
+        """Context for updating this rank's shards; at its end they are sent, and the other ranks'
+        shards received.
 
         Waits for these if a read could not be seen, or would cut a graph.
         """
@@ -154,7 +163,10 @@ class ShardedSteps:
             self.sharding.gathers.wait_for_all()
 
     def close(self) -> None:
-        """Takes hooks off and ends threads and the groups; nothing may be in flight. Gradients in shards are dropped."""
+        """Takes hooks off and ends threads and the groups; nothing may be in flight.
+
+        Gradients in shards are dropped.
+        """
         self._is_closed = True
         if self.sharding is not None:
             self.sharding.drop_gradients()
@@ -169,14 +181,20 @@ class ShardedSteps:
 
 
 def finish_before_look(engine: Engine, params: Iterable[Tensor]) -> None:
-    """Runs a synchronization if one is owed, before gradients of these parameters are read: other ranks may be in theirs."""
+    """Runs a synchronization if one is owed, before gradients of these parameters are read.
+
+    Other ranks may be in theirs.
+    """
     ids = set(map(id, params))
     if not engine.is_closed and engine.current_plan.owns_any(ids):
         engine.finish_before_step(ids)
 
 
 def full_gradient(engine: Engine, steps: ShardedSteps | None, param: Tensor) -> Tensor | None:
-    """Returns the mean gradient of a parameter; a collective call if ranks have shards of it or owe a synchronization."""
+    """Returns the mean gradient of a parameter.
+
+    A collective call if ranks have shards of it or owe a synchronization.
+    """
     finish_before_look(engine, [param])
     sharding = None if steps is None else steps.sharding
     return param.grad if sharding is None else sharding.full_gradient(param)

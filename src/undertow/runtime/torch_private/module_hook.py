@@ -1,4 +1,7 @@
-"""Hooks on modules that do nothing on a copy of the module; those that cut compiled graphs are private to torch."""
+"""Hooks on modules that do nothing on a copy of the module.
+
+Those that cut compiled graphs are private to torch.
+"""
 
 import contextlib
 import weakref
@@ -38,7 +41,8 @@ class ModuleHook:
 class LoadHook(ModuleHook):
     """A hook before `load_state_dict`, which calls `then` with the module.
 
-    A pickle of the module holds a Python function instead: it may be read where there is no Undertow.
+    A pickle of the module holds a Python function instead: it may be read where there is no
+    Undertow.
     """
 
     def __call__(self, called: nn.Module, *_arguments: Any) -> None:
@@ -50,7 +54,8 @@ class LoadHook(ModuleHook):
 
 
 def before_loads(module: nn.Module, then: Callable[[nn.Module], object]) -> Callable[[], None]:
-    """Calls `then` before a load into the module or a part of it, scripts excepted; returns a function that ends this.
+    """Calls `then` before a load into the module or a part of it, scripts excepted; returns a
+    function that ends this.
 
     Parts that are added later count too.
     """
@@ -77,7 +82,8 @@ def _do_nothing(*_arguments: Any) -> None:
 
 
 def cut_graphs(module: nn.Module, size: Callable[[], int]) -> list[RemovableHandle]:
-    """Makes torch.compile cut graphs in forwards of `module` at every `size()` bytes of parameters, as for torch's wrapper."""
+    """Makes torch.compile cut graphs in forwards of `module` at every `size()` bytes of parameters,
+    as for torch's wrapper."""
     around: list[DistributedDataParallel | None] = []  # the previous value for each running forward
 
     @private.untraced

@@ -1,4 +1,7 @@
-"""Calls to torch's private API, in one place; tests/unit/runtime/test_private.py pins the behavior that Undertow relies on."""
+"""Calls to torch's private API, in one place.
+
+Tests/unit/runtime/test_private.py pins the behavior that Undertow relies on.
+"""
 
 import contextlib
 import ctypes
@@ -23,33 +26,47 @@ from undertow.errors import PhaseError, require
 # The id of this thread's innermost backward; -1 outside of backward.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
-# Calls its argument at the end of this thread's innermost backward, after the callbacks queued so far.
-call_after_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+# Calls its argument at the end of this thread's innermost backward, after the callbacks queued so
+# far.
+call_after_backward: Callable[[Callable[[], None]], None] = (
+    Variable._execution_engine.queue_callback
+)
 
 # Inside such a callback, the node around a nested backward, or None for the outermost.
 enclosing_node: Callable[[], Any | None] = torch._C._current_autograd_node
 
 # Context that keeps torch functions from dispatching to the classes of their tensor arguments.
-as_plain_tensors: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+as_plain_tensors: Callable[[], contextlib.AbstractContextManager[None]] = (
+    torch._C.DisableTorchFunctionSubclass
+)
 
-# Copies source by source (targets, sources); in one launch per device and dtype if torch has a fused kernel.
+# Copies source by source (targets, sources); in one launch per device and dtype if torch has a
+# fused kernel.
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
 # Writes zeros into each tensor; the list must not be empty.
 zero_each: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
 
-# The largest absolute value of each tensor (NaN if it has one), in few launches; no tensor may be empty.
-largest_of_each: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = partial(torch._foreach_norm, ord=float("inf"))
+# The largest absolute value of each tensor (NaN if it has one), in few launches; no tensor may be
+# empty.
+largest_of_each: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = partial(
+    torch._foreach_norm, ord=float("inf")
+)
 
 # The backend's own collectives on one tensor; torch < 2.13 has the second names.
-reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Callable[..., dist.Work] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+all_gather: Callable[..., dist.Work] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 
 _c10d: Any = torch.distributed.distributed_c10d
 # The store through which the ranks of the default group have met.
 default_store: Callable[[], Any] = _c10d._get_default_store
 
-# A number that grows whenever a hook is registered anywhere. Asked in every step, hence without a frame, as is the next one.
+# A number that grows whenever a hook is registered anywhere. Asked in every step, hence without a
+# frame, as is the next one.
 num_hooks_ever: Callable[[], int] = partial(getattr, RemovableHandle, "next_id")
 
 # True if a torch profiler is recording; otherwise ranges are not created and cost nothing.
@@ -57,14 +74,18 @@ is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_i
 
 _autograd: Any = dist.autograd
 # True if torch.distributed.rpc runs in this process; some builds of torch do not have it.
-is_rpc_running: Callable[[], bool] = getattr(dist.rpc, "_is_current_rpc_agent_set", dist.rpc.is_available)
+is_rpc_running: Callable[[], bool] = getattr(
+    dist.rpc, "_is_current_rpc_agent_set", dist.rpc.is_available
+)
 
 _NOBODYS_TAG = (1 << 30) + 1  # no message ever has this tag
-# The code of the wrapper that torch puts around an optimizer class's `step` when it constructs the first instance.
+# The code of the wrapper that torch puts around an optimizer class's `step` when it constructs the
+# first instance.
 _STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(int).__code__
 
 # Of GradScaler, which unscales gradients and looks for infinite ones.
-Found = dict[torch.device, torch.Tensor]  # by device: 1.0 if a gradient there is not finite, else 0.0
+# by device: 1.0 if a gradient there is not finite, else 0.0
+Found = dict[torch.device, torch.Tensor]
 Look = Callable[[], Found]
 Around = Callable[[torch.optim.Optimizer, Look], Found]
 _unscale = torch.amp.GradScaler._unscale_grads_
@@ -78,8 +99,9 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 def untraced(function: _Function) -> _Function:
     """Makes torch.compile call `function`, and everything that it calls, uncompiled.
 
-    The public torch.compiler.disable imports the compiler at once, and each call of its result takes two more frames. A closure
-    is wrapped all the same: other closures share its code, and may be traced.
+    The public torch.compiler.disable imports the compiler at once, and each call of its result
+    takes two more frames. A closure is wrapped all the same: other closures share its code, and may
+    be traced.
     """
     if not isinstance(function, FunctionType) or function.__closure__:
         return cast(_Function, torch._compile._disable_dynamo(function))
@@ -88,7 +110,10 @@ def untraced(function: _Function) -> _Function:
 
 
 def left_alone(function: _Function) -> _Function:
-    """Like `untraced`, without a frame around the function, for autograd hooks; compiled code that calls it traces into it."""
+    """Like `untraced`, without a frame around the function, for autograd hooks.
+
+    Compiled code that calls it traces into it.
+    """
     code, frames = cast(Any, function).__code__, torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
@@ -96,19 +121,22 @@ def left_alone(function: _Function) -> _Function:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Returns the timeout of `group`'s collectives, or None, which means the backend's default, if it does not tell."""
+    """Returns the timeout of `group`'s collectives, or None, which means the backend's default, if
+    it does not tell."""
     with contextlib.suppress(AttributeError, IndexError, RuntimeError):
         return group._get_backend(group._device_types[0]).options._timeout
     return None
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Creates a process group of these ranks, including this one; a collective call for these ranks only.
+    """Creates a process group of these ranks, including this one; a collective call for these ranks
+    only.
 
-    torch.distributed.new_group names a group by the number of groups that the process has, which must be the same on all its
-    ranks. Ranks that release groups at different times, or that are in several groups, would wait for each other forever. Here
-    the ranks count in the store how often they have made a group of these ranks. No rank can get ahead, because making a group
-    waits for all of them.
+    torch.distributed.new_group names a group by the number of groups that the process has, which
+    must be the same on all its ranks. Ranks that release groups at different times, or that are in
+    several groups, would wait for each other forever. Here the ranks count in the store how often
+    they have made a group of these ranks. No rank can get ahead, because making a group waits for
+    all of them.
     """
     world, default = _c10d._world, _c10d._get_default_group()
     _, store = world.pg_map[default]
@@ -130,7 +158,8 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> 
 
 
 def is_gone(rank: int) -> bool:
-    """Returns True if the default group's connection shows that the rank's process has ended; only gloo can tell.
+    """Returns True if the default group's connection shows that the rank's process has ended; only
+    gloo can tell.
 
     It posts a receive and drops it: on a closed connection that fails at once.
     """
@@ -145,11 +174,13 @@ def is_gone(rank: int) -> bool:
 
 
 def interrupt(group: dist.ProcessGroup) -> None:
-    """Makes all operations in flight over a group of Undertow's fail, here and then on the other ranks; breaks the group.
+    """Makes all operations in flight over a group of Undertow's fail, here and then on the other
+    ranks; breaks the group.
 
-    When a gloo receive times out, gloo closes all connections of its group. The group is never freed then, because freeing it
-    may last until its timeout: if the other rank is gone, a message that gloo could not write never fails, its collective never
-    ends, and the destructor waits for it.
+    When a gloo receive times out, gloo closes all connections of its group. The group is never
+    freed then, because freeing it may last until its timeout: if the other rank is gone, a message
+    that gloo could not write never fails, its collective never ends, and the destructor waits for
+    it.
     """
     gloo = _gloo_of(group)
     with contextlib.suppress(RuntimeError):
@@ -166,7 +197,8 @@ def _connects_lazily() -> bool:
 
 
 def _gloo_of(group: Any) -> Any | None:
-    """Returns the object that sends and receives over gloo for this group, or None if gloo does not."""
+    """Returns the object that sends and receives over gloo for this group, or None if gloo does
+    not."""
     group = getattr(group, "inner", group)  # of an emulated link
     try:
         return group if group._get_backend(torch.device("cpu")).name() == "gloo" else None
@@ -175,11 +207,20 @@ def _gloo_of(group: Any) -> Any | None:
 
 
 def wrapper_tensor(
-    cls: type[_Tensor], like: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+    cls: type[_Tensor],
+    like: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> _Tensor:
-    """Returns a tensor of class `cls` without storage, with `like`'s shape and strides and, by default, its dtype and device."""
+    """Returns a tensor of class `cls` without storage, with `like`'s shape and strides and, by
+    default, its dtype and device."""
     return torch.Tensor._make_wrapper_subclass(
-        cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
+        cls,
+        like.shape,
+        strides=like.stride(),
+        dtype=dtype or like.dtype,
+        device=device or like.device,
     )
 
 
@@ -187,11 +228,16 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Returns the module inside data-parallel wrappers and compiled modules."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         return unwrapped(model.module)
-    return unwrapped(cast(torch.nn.Module, model._orig_mod)) if type(model).__name__ == "OptimizedModule" else model
+    return (
+        unwrapped(cast(torch.nn.Module, model._orig_mod))
+        if type(model).__name__ == "OptimizedModule"
+        else model
+    )
 
 
 def is_held_by_torch(tensor: torch.Tensor) -> bool:
-    """Returns True if something outside of Python refers to the tensor, as a parameter to its `.grad`."""
+    """Returns True if something outside of Python refers to the tensor, as a parameter to its
+    `.grad`."""
     return int(tensor._use_count()) > 1  # type: ignore[attr-defined]
 
 
@@ -208,8 +254,13 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def has_shared_elements(tensor: torch.Tensor) -> bool:
-    """Returns True if several elements share memory, as in an expanded tensor; torch writes into no such tensor."""
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    """Returns True if several elements share memory, as in an expanded tensor.
+
+    Torch writes into no such tensor.
+    """
+    return any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
@@ -218,7 +269,10 @@ def addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
 
 
 def are_shared(addresses: Sequence[int]) -> bool:
-    """Returns True if more than one tensor refers to any of these storages; a Python object holds each of them as well."""
+    """Returns True if more than one tensor refers to any of these storages.
+
+    A Python object holds each of them as well.
+    """
     return max(map(torch._C._storage_Use_Count, addresses), default=0) > 2
 
 
@@ -228,17 +282,23 @@ def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Callable[..., None]]:
 
 
 def hook_gradients(param: torch.Tensor, hook: Callable[[torch.Tensor], object]) -> RemovableHandle:
-    """Registers a post-accumulate hook, also on a frozen parameter: it runs once the parameter is trained.
+    """Registers a post-accumulate hook, also on a frozen parameter: it runs once the parameter is
+    trained.
 
-    Raises RuntimeError if the parameter can never be trained: integer and quantized ones, or ones made in inference mode.
+    Raises RuntimeError if the parameter can never be trained: integer and quantized ones, or ones
+    made in inference mode.
     """
-    with contextlib.nullcontext() if param.requires_grad else _trained(param):  # a model may have thousands
+    # a model may have thousands
+    with contextlib.nullcontext() if param.requires_grad else _trained(param):
         return cast(RemovableHandle, param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def _trained(param: torch.Tensor) -> Iterator[None]:
-    """Context that makes the parameter require gradients; autograd keeps its node for when it is unfrozen later."""
+    """Context that makes the parameter require gradients.
+
+    Autograd keeps its node for when it is unfrozen later.
+    """
     is_trained = param.requires_grad
     param.requires_grad_(True)
     try:
@@ -248,20 +308,28 @@ def _trained(param: torch.Tensor) -> Iterator[None]:
 
 
 def may_train(param: torch.Tensor) -> bool:
-    """Returns True if the parameter can get a gradient: not an integer or quantized one, or one made in inference mode."""
+    """Returns True if the parameter can get a gradient.
+
+    Not an integer or quantized one, or one made in inference mode.
+    """
     return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
 def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of the tensor's gradient, which may differ from the tensor's dtype through `tensor.grad_dtype`."""
+    """Returns the dtype of the tensor's gradient, which may differ from the tensor's dtype through
+    `tensor.grad_dtype`."""
     return (getattr(tensor, "grad_dtype", None) or tensor.dtype) if tensor.is_leaf else tensor.dtype
 
 
 def set_gradient_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Makes autograd accumulate in `dtype`; ConfigError if this torch cannot. The parameter has no gradient of another dtype."""
+    """Makes autograd accumulate in `dtype`; ConfigError if this torch cannot.
+
+    The parameter has no gradient of another dtype.
+    """
     require(
         hasattr(param, "grad_dtype"),
-        f"torch {torch.__version__} has no Tensor.grad_dtype, by which gradients have a separate dtype.",
+        f"torch {torch.__version__} has no Tensor.grad_dtype, by which gradients have a separate "
+        "dtype.",
         where="SyncConfig(reduce_dtype=...)",
         remedy="Install a newer torch, or leave reduce_dtype out.",
     )
@@ -269,14 +337,18 @@ def set_gradient_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def autograd_context() -> int | None:
-    """Returns the number of this thread's context of distributed autograd, or None; torch.distributed.rpc runs."""
+    """Returns the number of this thread's context of distributed autograd, or None.
+
+    Torch.distributed.rpc runs.
+    """
     with contextlib.suppress(RuntimeError):  # there is none
         return int(_autograd._current_context()._context_id())
     return None
 
 
 def gradients_in(context: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Returns the gradients in a context of distributed autograd, by parameter, or nothing if the context has ended."""
+    """Returns the gradients in a context of distributed autograd, by parameter, or nothing if the
+    context has ended."""
     with contextlib.suppress(RuntimeError):
         return dict(_autograd.get_gradients(context))
     return {}
@@ -289,7 +361,8 @@ def accumulating_node(param: torch.Tensor) -> Any:
 
 
 def scale_gradients(param: torch.Tensor, factor: float) -> tuple[Any, RemovableHandle]:
-    """Multiplies each gradient before it is added to the parameter's `.grad`, as long as the returned node is alive.
+    """Multiplies each gradient before it is added to the parameter's `.grad`, as long as the
+    returned node is alive.
 
     Results of torch.autograd.grad stay as they are.
     """
@@ -303,8 +376,13 @@ def scale_gradients(param: torch.Tensor, factor: float) -> tuple[Any, RemovableH
 
 
 def require_eager_backward() -> None:
-    """Raises PhaseError in a hook of a backward that compiled autograd runs: it writes some gradients after their hooks."""
-    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+    """Raises PhaseError in a hook of a backward that compiled autograd runs.
+
+    It writes some gradients after their hooks.
+    """
+    if getattr(
+        sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False
+    ):
         raise PhaseError(
             "compiled autograd runs this backward, and would leave gradients out of the mean.",
             where="torch._dynamo.config.compiled_autograd, or torch._dynamo.compiled_autograd",
@@ -313,10 +391,12 @@ def require_eager_backward() -> None:
 
 
 def around_unscaling(around: Around) -> Callable[[], None]:
-    """Calls `around(optimizer, look)` whenever a scaler looks at an optimizer's gradients; returns a function that undoes this.
+    """Calls `around(optimizer, look)` whenever a scaler looks at an optimizer's gradients; returns
+    a function that undoes this.
 
-    `look()` does the scaler's own work. The first `around` registered is the outermost. GradScaler.step uses the returned values
-    to decide whether it skips, and GradScaler.update to choose the next scale.
+    `look()` does the scaler's own work. The first `around` registered is the outermost.
+    GradScaler.step uses the returned values to decide whether it skips, and GradScaler.update to
+    choose the next scale.
     """
     with _changing:
         _arounds.append(around)
@@ -333,7 +413,9 @@ def around_unscaling(around: Around) -> Callable[[], None]:
 
 
 @untraced
-def _unscale_within(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Found:
+def _unscale_within(
+    scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> Found:
     look: Look = partial(_unscale, scaler, optimizer, *args, **kwargs)
     for around in reversed(tuple(_arounds)):
         look = partial(around, optimizer, look)
@@ -343,7 +425,8 @@ def _unscale_within(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, *
 def moved_to_device(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Moves every tensor in the arguments of a forward to `device`, with copies on a side stream."""
+    """Moves every tensor in the arguments of a forward to `device`, with copies on a side
+    stream."""
     moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, True)
     return tuple(moved_inputs[0]) if inputs else (), dict(moved_kwargs[0]) if kwargs else {}
 
@@ -351,7 +434,9 @@ def moved_to_device(
 def is_compiling() -> bool:
     """Returns True if this code is being compiled, or called while torch.compile traces."""
     frames = getattr(torch._C._dynamo, "eval_frame", None)  # present if the compiler was imported
-    return torch.compiler.is_compiling() or (frames is not None and callable(frames.get_eval_frame_callback()))
+    return torch.compiler.is_compiling() or (
+        frames is not None and callable(frames.get_eval_frame_callback())
+    )
 
 
 def tensors_in(outputs: object) -> list[torch.Tensor]:
@@ -360,7 +445,8 @@ def tensors_in(outputs: object) -> list[torch.Tensor]:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Returns True if the module is the result of torch.compile or `module.compile()` was called on it."""
+    """Returns True if the module is the result of torch.compile or `module.compile()` was called on
+    it."""
     # Compared by name, because importing the compiler takes longer than most programs run.
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
@@ -373,19 +459,27 @@ def is_script(module: torch.nn.Module) -> bool:
 def step_unwatched(optimizer: torch.optim.Optimizer) -> None:
     """Steps without the user's global optimizer hooks; hooks of this optimizer still run.
 
-    The global hooks run too if the optimizer has hooks itself, or if its class calls the step of another class.
+    The global hooks run too if the optimizer has hooks itself, or if its class calls the step of
+    another class.
     """
     step: Any = type(optimizer).step
     # If other code has wrapped the step, the inner function is not the whole step.
-    is_torchs = getattr(step, "__code__", None) is _STEP_WITH_HOOKS and "step" not in vars(optimizer)
-    if is_torchs and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
+    is_torchs = getattr(step, "__code__", None) is _STEP_WITH_HOOKS and "step" not in vars(
+        optimizer
+    )
+    if is_torchs and not (
+        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    ):
         step.__wrapped__(optimizer)
     else:
         optimizer.step()
 
 
 def run_last(param: torch.Tensor, hook: RemovableHandle) -> bool:
-    """Moves a post-accumulate hook of `param` after all its others; returns False if it was last already."""
+    """Moves a post-accumulate hook of `param` after all its others.
+
+    Returns False if it was last already.
+    """
     hooks = param._post_accumulate_grad_hooks
     if next(reversed(hooks)) == hook.id:
         return False

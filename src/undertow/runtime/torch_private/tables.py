@@ -1,7 +1,9 @@
-"""The modules, parameters and buffers that are registered in a module, whatever its class lists as such.
+"""The modules, parameters and buffers that are registered in a module, whatever its class lists as
+such.
 
-A class may override `named_parameters` and the like: models with adapters list only the adapters, for the optimizer. Every rank
-averages all that autograd reaches, so the library reads the tables themselves. Names and order are torch's.
+A class may override `named_parameters` and the like: models with adapters list only the adapters,
+for the optimizer. Every rank averages all that autograd reaches, so the library reads the tables
+themselves. Names and order are torch's.
 """
 
 from collections.abc import Iterator, MutableMapping
@@ -29,11 +31,15 @@ class _ScriptTable:
 def own_buffers(module: nn.Module) -> MutableMapping[str, Tensor | None]:
     """Returns the table of the buffers that the module itself has."""
     table = module._buffers if isinstance(module._buffers, dict) else _ScriptTable(module._buffers)
-    return cast(MutableMapping[str, Tensor | None], table)  # its methods above are those that are called
+    # its methods above are those that are called
+    return cast(MutableMapping[str, Tensor | None], table)
 
 
 def named_modules(module: nn.Module, *, is_unique: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the module and all modules inside of it by name; under each of its names unless `is_unique`."""
+    """Yields the module and all modules inside of it by name.
+
+    Under each of its names unless `is_unique`.
+    """
     return _inside(module, "", set() if is_unique else None)
 
 
@@ -52,7 +58,9 @@ def joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _inside(module: nn.Module, name: str, seen: set[nn.Module] | None) -> Iterator[tuple[str, nn.Module]]:
+def _inside(
+    module: nn.Module, name: str, seen: set[nn.Module] | None
+) -> Iterator[tuple[str, nn.Module]]:
     if seen is not None:
         if module in seen:
             return
