@@ -715,3 +715,28 @@ def test_ranks_that_have_not_dropped_the_first_alike_are_told_so() -> None:
         text = text_of(PlanMismatch, lambda: ShardedOptimizer(SGD, model, lr=0.1))
     assert of_all_ranks(text) == [text] * 2
     assert "first difference: there is an earlier ShardedOptimizer is True on rank 0 and False on rank 1" in text
+
+
+def assigned(module: nn.Sequential) -> None:
+    module.load_state_dict({name: it.clone() for name, it in module.state_dict().items()}, assign=True)
+
+
+def replaced(module: nn.Sequential) -> None:
+    module[1] = nn.Linear(4, 3)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize(("change", "which"), [(assigned, "'0.weight' and 3 more"), (replaced, "'1.weight' and 1 more")])
+def test_a_sharded_optimizer_that_is_left_behind_raises(change: Callable[[nn.Sequential], object], which: str) -> None:
+    with contextlib.closing(DistributedDataParallel(net())) as model:
+        optimizer = ShardedOptimizer(SGD, model, lr=0.1)
+        step_of(model, optimizer)
+        step_of(model, optimizer)
+        model.wait()
+        change(model.module)
+        step_of(model)
+        assert text_of(PhaseError, optimizer.step) == (
+            "this optimizer updates parameters that the model no longer has, and not their replacements.\n"
+            f"  ShardedOptimizer, parameter {which}\n"
+            "  Make the optimizer after the change."
+        )

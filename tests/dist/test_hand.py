@@ -244,7 +244,20 @@ def made_bucket(*tensors: Tensor, size: float = 8) -> Call:
 
 
 TENSOR = torch.zeros(2)
+TWICE = torch.zeros(2)
 REFUSED: list[tuple[Call, str]] = [
+    (
+        made(TWICE, torch.zeros(1), TWICE),
+        "parameters 0 and 2 are the same tensor, of shape (2,).\n"
+        "  GradientBucketManager\n"
+        "  Name every parameter once; model.parameters() does so for tied weights.",
+    ),
+    (
+        made(torch.zeros(2, dtype=torch.int64)),
+        "parameter 0 has dtype torch.int64, which has no gradients.\n"
+        "  GradientBucketManager\n"
+        "  Leave integer and boolean tensors out.",
+    ),
     (
         made(TENSOR, "weight"),
         "parameter 1 is not a tensor but str.\n  GradientBucketManager\n  Pass model.parameters(), or the gradient tensors.",

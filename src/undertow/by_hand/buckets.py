@@ -248,6 +248,7 @@ class GradientBucketManager:
         bucket_size_in_bytes: float = 25 * 1024 * 1024,
     ) -> None:
         parameters = tuple(parameters)
+        self._index_of: dict[int, int] = {}  # of a tensor's bucket, by id
         for index, tensor in enumerate(parameters):
             require(
                 isinstance(tensor, Tensor),
@@ -255,13 +256,26 @@ class GradientBucketManager:
                 where="GradientBucketManager",
                 remedy="Pass model.parameters(), or the gradient tensors.",
             )
+            first = self._index_of.setdefault(id(tensor), index)
+            require(
+                first == index,
+                f"parameters {first} and {index} are the same tensor, "
+                f"of shape {tuple(tensor.shape)}.",
+                where="GradientBucketManager",
+                remedy="Name every parameter once; model.parameters() does so for tied weights.",
+            )
+            require(
+                tensor.is_floating_point() or tensor.is_complex(),
+                f"parameter {index} has dtype {tensor.dtype}, which has no gradients.",
+                where="GradientBucketManager",
+                remedy="Leave integer and boolean tensors out.",
+            )
         specs = [spec_of(f"tensor {index}", tensor) for index, tensor in enumerate(parameters)]
         groups = group_by_size(
             specs, largest_first(specs), SizeCaps(cap_bytes=bucket_size_in_bytes)
         )
         self.process_group = process_group
         self._buckets: list[GradientBucket] | None = []  # None after `close`
-        self._index_of: dict[int, int] = {}  # of a tensor's bucket, by id
         for index, group in enumerate(groups):
             num_bytes = sum(specs[i].num_bytes for i in group) or 1
             self._buckets.append(GradientBucket(index, num_bytes, [parameters[i] for i in group]))

@@ -375,9 +375,34 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         if inner is None:
             inner = self._take_over(sharding)
         elif has_other_params or sharding is not inner.sharding:
+            self._require_replacements()
             self._waiting = inner.whole_states(is_moved=True) | self._waiting
             inner = self._take_over(sharding)
         return inner
+
+    def _require_replacements(self) -> None:
+        """Raises PhaseError if members of the groups have left the model, and others are in none.
+
+        So it is after a layer was replaced, and after `load_state_dict(assign=True)`.
+        """
+        own = set(map(id, params_of(self)))
+        named_params = self._sync.named_parameters()
+        if own <= {id(param) for _, param in named_params}:
+            return
+        left_out = [
+            repr(name)
+            for name, param in named_params
+            if param.requires_grad and id(param) not in own
+        ]
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        require(
+            not left_out,
+            "this optimizer updates parameters that the model no longer has, and not their "
+            "replacements.",
+            where=f"ShardedOptimizer, parameter {', '.join(left_out[:1])}{more}",
+            remedy="Make the optimizer after the change.",
+            error=PhaseError,
+        )
 
     def _take_over(self, sharding: Sharding) -> InnerOptimizer:
         """Makes an optimizer over this rank's parts in `sharding`; moves waiting states to it."""
