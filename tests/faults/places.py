@@ -13,9 +13,12 @@ GONE = """rank {faulty} is gone: its process has ended without a word, or was ki
 FAILED = """rank {faulty} has failed: support.faults.BadBatch: row 7 has no label
   {where}
   The step is incomplete on every rank. The traceback is in the log of rank {faulty}."""
-FINISHED = """rank {faulty} has left: it has finished after 3 synchronizations, and others wait for it.
-  {where}
-  Give every rank the same number of batches, train inside join() of the wrapper, or have a rank without data call finish()."""
+FINISHED = (
+    "rank {faulty} has left: it has finished after 3 synchronizations, and others wait for it.\n"
+    "  {where}\n"
+    "  Give every rank the same number of batches, train inside join() of the wrapper, or have a rank without data call "
+    "finish(). Call state_dict() of a ShardedOptimizer on every rank."
+)
 
 
 @dataclass(frozen=True)

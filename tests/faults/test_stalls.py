@@ -35,7 +35,7 @@ REMEDY = "  Find out why the late ranks are late, or set stall_timeout_s higher 
 NEVER_CAME = (
     "rank {faulty} has made no such wrapper within N s, and other ranks wait for it.\n"
     "  {where}, rank {rank}\n"
-    "  Wrap the model on every rank of the group. "
+    "  Wrap the model on every rank of the group, by the same class: `undertow run` starts all. "
     "If that takes longer, set stall_timeout_s and the process group's timeout higher."
 )
 WARNS: dict[str, Any] = {"stall_warning_s": 0.2, "stall_timeout_s": math.inf, "buffers": "off"}

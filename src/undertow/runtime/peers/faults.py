@@ -162,20 +162,20 @@ def left(rank: int, error: BaseException | None, num_steps: int) -> Fault:
         f"rank {rank} has left: it has finished after {num_steps} synchronizations, and others "
         "wait for it.",
         "Give every rank the same number of batches, train inside join() of the wrapper, or have "
-        "a rank without data call "
-        "finish().",
+        "a rank without data call finish(). Call state_dict() of a ShardedOptimizer on every rank.",
     )
 
 
 def stalled(text: str) -> Fault:
     first, _, rest = text.partition("\n")
-    return Fault(
-        StallTimeout,
-        first,
+    remedy = (
         "Find out why the late ranks are late, or set stall_timeout_s higher if such waits are "
-        "expected.",
-        told=rest.strip(),
+        "expected."
     )
+    if "every rank must call" in text:
+        remedy = "Move the call out of `if rank == 0`; to save on one rank, every rank calls "
+        remedy += "consolidate_state_dict() before."
+    return Fault(StallTimeout, first, remedy, told=rest.strip())
 
 
 def timed_out(rank: int, report: str) -> Fault:
@@ -196,7 +196,7 @@ def never_came(ranks: Sequence[int], waited_s: float) -> Fault:
         StallTimeout,
         f"rank {', '.join(map(str, ranks))} has made no such wrapper within {waited_s:.0f} s, "
         "and other ranks wait for it.",
-        "Wrap the model on every rank of the group. "
+        "Wrap the model on every rank of the group, by the same class: `undertow run` starts all. "
         "If that takes longer, set stall_timeout_s and the process group's timeout higher.",
     )
 
