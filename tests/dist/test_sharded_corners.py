@@ -219,7 +219,7 @@ def test_a_read_in_a_thread_that_brings_parameters_is_an_error() -> None:
         assert "it would wait for itself" in text.result(10)
 
 
-# Only rank 1 has a part of the gradient, and every rank says so of it.
+# Only rank 0 has a part of the gradient, and every rank says so of it.
 @in_ranks(2)
 @pytest.mark.parametrize("clips", [False, True], ids=["step", "clip"])
 def test_a_gradient_that_is_not_synchronized_is_an_error_on_every_rank(clips: bool) -> None:
@@ -227,7 +227,7 @@ def test_a_gradient_that_is_not_synchronized_is_an_error_on_every_rank(clips: bo
         opt.zero_grad()
         MLP.loss(ddp, 2).backward()
         owned = of_all_ranks([bool(parts) for parts in opt.owned_parts().values()])
-        index = list(zip(*owned, strict=True)).index((False, True))
+        index = list(zip(*owned, strict=True)).index((True, False))
         with ddp.no_sync():
             (2 * list(opt.owned_parts())[index]).sum().backward()
         text = text_of(PhaseError, lambda: opt.clip_grad_norm_(1.0) if clips else opt.step())

@@ -137,7 +137,7 @@ class CompiledPlan:
             self.finite.begin()
         if self.sharding is not None:
             self.sharding.round_begins()
-        if not self.snapshots:
+        if not self.snapshots or not is_synchronized:  # which draws no conclusions
             return []
         there = [snapshot for snapshot in self.snapshots if snapshot.is_there()]
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot not in there]

@@ -176,9 +176,10 @@ class CurrentPlan:
             # forward finds that it has left.
             has_others = bool(gone & self._left) or not self._has_all(named_params, of=compiled)
             has_more |= self.change is not None and self.change.has_more
-            self.change = None
+            change = None
             if has_others or reducer.hook is not compiled.reducer.hook:
-                self.change = self._planned(named_params, reducer, has_more=has_more)
+                change = self._planned(named_params, reducer, has_more=has_more)
+            self.change = change
         # a change that cannot be followed is refused again, and not forgotten
         except BaseException:
             self.is_stale = True
@@ -379,6 +380,7 @@ class CurrentPlan:
             generation=compiled.generation + 1,
             sharding=sharding,
         )
+        sharded.snapshots += compiled.snapshots
         self.compiled, hooks.groups = sharded, None
         if self.is_active:
             _ = sharded.buckets

@@ -337,29 +337,31 @@ class Engine:
 
     def _end_backward(self, ending: Round) -> None:
         self.recorder.backward_ends()
-        ending.has_ended = True
         if ending.has_started:
             ending.stage = ending.send
-        # gradients stay where they are until the ranks have met
         elif ending.kind is RoundKind.ACCUMULATE:
+            # Gradients stay where they are until the ranks have met.
             ending.stage = partial(self._conclude_accumulation, ending)
         else:
-            self.current_plan.look_again()
-            start = partial(self._start_late, ending)
-            hooks = self.current_plan.hooks
-            are_used = self.progress.has_begun or bool(
-                hooks.arrivals.arrived or hooks.arrived_before or hooks.outside
-            )
-            has_change = self.current_plan.change is not None
-            ending.stage = (
-                self._meeting(ending.kind, are_used=are_used, then=start).begin
-                if has_change
-                else start
-            )
+            ending.stage = self._late_stage(ending)
+        ending.has_ended = True  # last: an error before leaves a backward that has failed
+
+    def _late_stage(self, ending: Round) -> Stage:
+        """Returns the first stage of a round that has not started: it waited for a change."""
+        current_plan = self.current_plan
+        current_plan.look_again()
+        start = partial(self._start_late, ending)
+        if current_plan.change is None:
+            return start
+        hooks = current_plan.hooks
+        are_used = self.progress.has_begun or bool(
+            hooks.arrivals.arrived or hooks.arrived_before or hooks.outside
+        )
+        return self._meeting(ending.kind, are_used=are_used, then=start).begin
 
     def _meeting(self, kind: RoundKind, *, are_used: bool, then: Stage | None = None) -> Meeting:
         number, steps = self.progress.num_rounds, self.progress.steps
-        # also if the ranks do not agree: all of them have run it
+        # A meeting that ends without agreement counts too: all ranks have run it.
         self.progress.num_rounds += self.current_plan.changes_params
         mode = None if kind is RoundKind.SHADOW else steps.mode
         return Meeting(self.current_plan, number, mode=mode, are_used=are_used, then=then)
@@ -430,11 +432,10 @@ class Engine:
 
     def _advance(self, ending: Round) -> None:
         """Runs the next stage; an error ends the round."""
-        stage, ending.stage = ending.stage, None
-        if stage is None:  # a signal handler has run it
-            return
         try:
-            ending.stage = stage()
+            stage, ending.stage = ending.stage, None
+            if stage is not None:  # else a signal handler has run it
+                ending.stage = stage()
         except BaseException:
             if self._round is ending:
                 self._close_round()
@@ -585,7 +586,7 @@ class Engine:
                 self.complete()
 
     def close(self) -> None:
-        """Ends the round under way and removes the hooks; gradients stay in place."""
+        """Removes the hooks and begins no more rounds; the caller has ended the one under way."""
         self.is_closed = True
         self.current_plan.close()
 
