@@ -454,7 +454,7 @@ class GradientSync:
         self.profile().save(path)
 
     def save_trace(self, path: str | Path, *, steps: int | None = None) -> Path:
-        """Writes the recorded steps of this rank as a trace for Perfetto and HTA; never
+        """Writes the recorded steps of this rank as a trace for Perfetto; never
         communicates.
 
         Beside the measured steps are those that the simulator expects. `undertow trace` merges the
@@ -664,7 +664,7 @@ class GradientSync:
             where=f"rank {self._group.rank}",
             remedy="Call it after backward: gradients of this one may be on their way.",
         )
-        # whose group watches the ranks for all
+        # This object last: its group watches the ranks for the experts too.
         all_of(*(expert.close for expert in self.experts), self._close)
 
     def _close(self) -> None:
@@ -676,10 +676,10 @@ class GradientSync:
             if self._group.is_alive:
                 self._wait()  # gradients in flight would otherwise end up None
             elif self._group.existing() is None:
-                # gathers hold the groups that they are sent over
+                # Without the group: gathers hold theirs.
                 self._engine.current_plan.wait_for_parameters()
         finally:
-            # it would wait again for a synchronization that has failed or was interrupted
+            # The finalizer would wait again for what has failed or was interrupted.
             self._let_go.detach()
             self._attached.close()
             for hook in self._forward_hooks:
@@ -748,7 +748,7 @@ class GradientSync:
         if sync._steps is not None and not steps:
             sync._steps.begin()  # a scaler is to unscale shards in every step, with the same bits
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        # a closure has its backward still to come
+        # With a closure, the backward is still to come.
         if not has_closure and engine.progress.gradients is not Gradients.SOUND:
             engine.require_sound_gradients(params, reader=type(optimizer).__name__)
         if not steps:

@@ -1,6 +1,6 @@
 """Imports, exports, lengths and words of modules; how tests reach inside of the library.
 
-Only tests/support/inside.py and the unit tests of a module reach inside.
+Only tests/support/inside.py, one_process.py beside it, and the unit tests of a module reach inside.
 """
 
 import ast

@@ -39,7 +39,8 @@ SNIPPETS = {name: list(snippets(path)) for name, path in FILES.items()}
 TROUBLES = TEXTS["troubleshooting"]
 (EXAMPLE,) = (snippet for snippet in SNIPPETS["profiles"] if snippet.language == "json")
 FINGERPRINT = re.compile(r"fingerprint [0-9a-f]{4}")  # other settings, and versions of torch, have other ones
-SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+# Texts that are cut at the ends of lines are whole here.
+SOURCE = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text(encoding="utf-8") for path in SOURCES))
 # Of each page: the marks of its snippets in Python; those under which a snippet asserts something; its contents, if any.
 PAGES: dict[str, tuple[set[str], set[str], str]] = {
     "concepts": (

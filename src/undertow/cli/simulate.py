@@ -22,7 +22,7 @@ from undertow.simulate import Conditions
 
 _WHERE = "undertow simulate"
 _RATE_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
-# splits a text that link_from_text reads
+# The parts of a link's text, as link_from_text reads it.
 _RATE = re.compile(r"(?P<rate>[\d.]+)\s*(?P<unit>[a-zA-Z/]+)(?P<latency>.*)")
 
 

@@ -322,7 +322,7 @@ def _alike_on_all_ranks(
     found, sync = look(), weak_sync()
     if sync is None or sync.num_ranks == 1:
         return found
-    # waits for no gather
+    # By id: a comparison of tensors would wait for gathers.
     synchronized_ids = {
         id(param) for part in sync._parts for _, param in part._members.named_params()
     }

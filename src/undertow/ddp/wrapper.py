@@ -206,7 +206,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
             )
         try:
             with self._inside_ddp_forward() if is_cut else nullcontext():
-                # without a search for it
+                # From the table: an attribute would be searched for.
                 return _call(self._modules["module"], inputs, kwargs)  # type: ignore[arg-type]
         finally:
             if not torch.compiler.is_compiling():  # nothing is timed between compiled parts
@@ -241,7 +241,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     profile = _of_sync(GradientSync.profile)
     # measures the network; a collective call between steps
     measure_network = _of_sync(GradientSync.measure_network)
-    # writes the recorded steps of this rank for Perfetto and HTA
+    # writes the recorded steps of this rank for Perfetto
     save_trace = _of_sync(GradientSync.save_trace)
     save_profile = _of_sync(GradientSync.save_profile)  # writes the profile as JSON
     save_plan = _of_sync(GradientSync.save_plan)  # writes the current plan as JSON

@@ -108,8 +108,8 @@ class InnerOptimizer:
         try:
             # hooks of the user's optimizer run around the whole step, not here
             private.step_unwatched(self.optimizer)
-        # also if interrupted: a stale copy would look like an outside write to the parameter
         finally:
+            # After an interruption too: a stale copy would look like a write from outside.
             for owned in self.owned:
                 owned.target.grad = None
                 if owned.target is not owned.values:
@@ -262,7 +262,7 @@ class ShardedState(Tensor):
         *,
         device: torch.device | None = None,
     ) -> Self:
-        # also of an expanded parameter
+        # On meta, so that an expanded parameter has a dense one too.
         dense = like if isinstance(like, ShardedState) else torch.empty_like(like, device="meta")
         made = private.wrapper_tensor(cls, dense, dtype=dtype, device=device or like.device)
         made.pieces = tuple(pieces)

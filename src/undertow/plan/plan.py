@@ -139,7 +139,7 @@ def plan_from_groups(
     skipped.
 
     Without parameters the plan still has one bucket with a trailer only, through which ranks
-    exchange their verdict. Raises ConfigError unless every parameter is in one group, with
+    exchange facts. Raises ConfigError unless every parameter is in one group, with
     parameters of its kind, and `num_ranks` is 1 to 1,048,576.
     """
     require(

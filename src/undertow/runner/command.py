@@ -14,7 +14,7 @@ from undertow.errors import ConfigError, UndertowError, make_directory, require,
 from undertow.runner.settings import MARK, RUN, settings_from, variables_of
 
 _SITE = str(Path(__file__).with_name("site"))
-# that start training
+# Commands that start trainings, for "Did you mean".
 _COMMANDS = ("accelerate", "python", "python3", "torchrun", "ray", "fabric", "deepspeed")
 
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
             remedy = suggestion(
                 name, _COMMANDS, instead="Give the command as you would without `undertow run`."
             )
-        # codes as of shells
+        # Exit codes are those of shells: 127 for a command that is not found.
         _stop(ConfigError(what, where="undertow run", remedy=remedy), code=code)
 
 

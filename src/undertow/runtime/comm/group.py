@@ -294,7 +294,7 @@ class OwnGroup:
     def process_group(self) -> dist.ProcessGroup:
         if self._group is None:
             self.open()
-        # no call: every message asks
+        # Inline, without `existing()`, because every message asks.
         group = self._group() if self._group is not None and dist.is_initialized() else None
         if group is None:
             raise PhaseError(
@@ -338,7 +338,7 @@ class OwnGroup:
             if group is not None and watch.fault is not None:
                 private.interrupt(group)  # destroying would otherwise wait for operations in flight
             if group is not None:
-                # torch forgot it with all others, and a gather has held it until now
+                # ValueError: torch has forgotten the group, and a gather has held it until now.
                 with contextlib.suppress(ValueError):
                     dist.destroy_process_group(group)
 

@@ -98,7 +98,7 @@ class _StepMarks:
     stop: Mark = None
 
 
-# A context around every op that a model's executors issue, in the thread that issues it. Tests use
+# A context around every op that a model's plans issue, in the thread that issues it. Tests use
 # it to count, delay or fail ops; without an observer a step pays nothing.
 Observer: TypeAlias = Callable[[Op], AbstractContextManager[object]]
 
@@ -106,7 +106,7 @@ Observer: TypeAlias = Callable[[Op], AbstractContextManager[object]]
 class Recorder:
     """The marks of the last steps. A step begins with the first forward after a synchronization.
 
-    The `observer` outlives plans: each plan has its own executors, and they all read the observer
+    The `observer` outlives plans: each plan is compiled anew, and all read the observer
     of the model's recorder.
     """
 

@@ -203,7 +203,7 @@ def _idle(optimizer: Optimizer) -> Optimizer:
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
-    # some optimizers count steps in them
+    # A copy, because some optimizers count steps in their groups.
     groups = [{**group, "params": []} for group in copy.deepcopy(settings)]
     vars(stand_in).update({**vars(optimizer), "param_groups": groups, "state": defaultdict(dict)})
     return stand_in
@@ -340,7 +340,7 @@ class Checks:
         current_plan.wait_for_parameters()
         named_params = [*current_plan.hooks.named_params, *current_plan.members.common_frozen]
         named_params = [(name, param) for name, param in named_params if _has_bits(param)]
-        # else this rank's parameters are allowed to differ
+        # The parameters of a rank that shadows the others may differ.
         counts = ended.kind is not RoundKind.SHADOW
         mine = torch.tensor(
             [counts, bool(ended.terms.loaded)], dtype=torch.int64, device=group.device

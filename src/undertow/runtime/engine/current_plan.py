@@ -180,8 +180,8 @@ class CurrentPlan:
             if has_others or reducer.hook is not compiled.reducer.hook:
                 change = self._planned(named_params, reducer, has_more=has_more)
             self.change = change
-        # a change that cannot be followed is refused again, and not forgotten
         except BaseException:
+            # A change that cannot be followed is refused again, and not forgotten.
             self.is_stale = True
             self.members.is_unseen = True
             raise

@@ -25,7 +25,7 @@ from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.torch_private import private
 
-# accepts the other ranks'
+# Of a rank that accepts the digests of the others.
 _NO_DIGESTS: Mapping[str, int | None] = {"settings": None, "loaded": None}
 
 
@@ -450,7 +450,7 @@ class Engine:
         if ending is None or not ending.has_ended:
             self._abandon()
             return
-        # None if a signal handler calls this in the middle of one
+        # A signal handler may call this within a stage: then `stage` is None.
         while self._round is ending and ending.stage is not None:
             self._advance(ending)
 

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 from undertow.runtime.engine import agreed_errors
 from undertow.runtime.engine.round import Settings
 
-# settings of torch's optimizers
+# Settings that choose an implementation: ranks may differ in them.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 _PLAIN = {bool, int, float, str, type(None)}
 
@@ -108,7 +108,7 @@ class Steps:
 
         Returns all that have stepped since the last round.
         """
-        # else an optimizer within one that has told, or another step
+        # Otherwise this is an optimizer inside one that has told its settings, or a further step.
         if not self._params or self._params.isdisjoint(params):
             self.settings += settings
         stepped = self._params | params if self._params else params
@@ -181,7 +181,7 @@ class Progress:
         `of` are all that are trained.
         """
         stepped = self.steps.add(params, settings)
-        # whose backward is still to come
+        # After a step with a closure, its backward is still to come.
         if self.forward is Forward.ENDED and stepped >= of and not has_closure:
             self.forward = Forward.NONE
         self.unused.so_far = None

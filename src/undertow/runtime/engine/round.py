@@ -182,7 +182,7 @@ class Round:
                 if self.compiled.finite is None
                 else self.compiled.finite.bad_slots(values, bucket.layout)
             )
-            # they have no trailer, but all ranks have the same now
+            # Late gradients have no trailer, but their reduced values are the same on all ranks.
             if bad is not None and bool(bad.any()):
                 found, index = self.found.nonfinite, bucket.layout.index
                 found[index] = frozenset(bad.nonzero().flatten().tolist()) | found.get(

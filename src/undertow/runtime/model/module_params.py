@@ -71,7 +71,7 @@ class _Census:
             _ids(map(call, self._parameters)),
             list(map(_is_trained, self.params)),
             list(map(Tensor.data_ptr, self._dense)),  # new dtypes and layouts need new data
-            # a cast and another may end at the same place
+            # Two casts in turn may end at the same address.
             [(param.device, param.dtype) for param in self.params[:1]],
         )
 

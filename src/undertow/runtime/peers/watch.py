@@ -424,7 +424,7 @@ class Waiting:
         try:
             if error is not None:
                 self._watch.explain(error)
-        # only now: while it looks for the reason, this rank still counts as waiting and not as late
         finally:
+            # only now: while it looks for the reason, this rank still counts as waiting and not as late
             if self._name:
                 self._watch.here.wait = self._before

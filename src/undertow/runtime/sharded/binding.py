@@ -171,7 +171,7 @@ class ShardedBinding(DenseBinding):
         dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
         self._own = tuple(zip(placeholders, flat.parts, strict=True))
         self.shard = torch.zeros(shard_numel, dtype=accumulation_dtype(dtype), device=device)
-        # the executor sets it to other memory if `shard` may have values that must be kept
+        # `launch` sets it to other memory if `shard` may have values that must be kept.
         self.reduced = self.shard
         self.live: set[int] = set()  # positions with an earlier part, to which the result is added
         self._before: dict[int, GradientPlaceholder] = {}  # by position, the former `.grad`

@@ -288,7 +288,7 @@ def hook_gradients(param: torch.Tensor, hook: Callable[[torch.Tensor], object]) 
     Raises RuntimeError if the parameter can never be trained: integer and quantized ones, or ones
     made in inference mode.
     """
-    # a model may have thousands
+    # Without a context for trained parameters: a model may have thousands.
     with contextlib.nullcontext() if param.requires_grad else _trained(param):
         return cast(RemovableHandle, param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 

@@ -31,7 +31,7 @@ class _ScriptTable:
 def own_buffers(module: nn.Module) -> MutableMapping[str, Tensor | None]:
     """Returns the table of the buffers that the module itself has."""
     table = module._buffers if isinstance(module._buffers, dict) else _ScriptTable(module._buffers)
-    # its methods above are those that are called
+    # Right for a _ScriptTable: only the methods above are called.
     return cast(MutableMapping[str, Tensor | None], table)
 
 
