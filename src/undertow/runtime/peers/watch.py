@@ -425,6 +425,6 @@ class Waiting:
             if error is not None:
                 self._watch.explain(error)
         finally:
-            # only now: while it looks for the reason, this rank still counts as waiting and not as late
+            # Only now: while it looks for the reason, this rank still counts as waiting, not late.
             if self._name:
                 self._watch.here.wait = self._before
