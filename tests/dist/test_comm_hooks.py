@@ -22,10 +22,10 @@ from support.inside import HookedBucket
 from support.models import CASES, mlp, noise
 from support.naive import TIMEOUT_S, alone, naive_mean, wrapped
 from support.ranks import in_ranks
-from undertow import DistributedDataParallel, attach
+from undertow import DistributedDataParallel, SyncConfig, attach
 from undertow.demo.model import Gpt
 from undertow.demo.settings import load_corpus
-from undertow.errors import PlanMismatch, WrongType
+from undertow.errors import ConfigError, PlanMismatch, WrongType
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it compiles scripts, which is deprecated
@@ -454,3 +454,54 @@ def test_power_sgd_trains_the_demos_gpt_to_the_same_loss_with_a_tenth_of_the_byt
     assert compressed_loss <= 1.02 * loss, (loss, compressed_loss)  # what the design promises: within 2 %
     assert num_compressed <= num_elements / 10, (num_elements, num_compressed)
     assert loss < 4.0  # it has learned something: untrained it is that of 256 equally likely bytes, 5.5
+
+
+@contextlib.contextmanager
+def pinned(module: nn.Module, hook: Callable[[None, Any], Any]) -> Iterator[None]:
+    """Trains one step under a plan that is pinned, and registers a hook that the next step is to meet about."""
+    with contextlib.closing(attach(module)) as sync:
+        plan = sync.plan.to_json()
+    with contextlib.closing(attach(module, config=SyncConfig(plan=plan))) as sync:
+        module(torch.ones(2, 4)).sum().backward()
+        module.zero_grad()
+        sync.register_comm_hook(None, hook)
+        yield
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+@in_ranks(2)
+def test_a_change_that_is_refused_leaves_the_hook_that_waits_for_the_ranks() -> None:
+    module, calls = layers(), list[int]()
+
+    def hook(_state, bucket):
+        calls.append(bucket.index())
+        return default.allreduce_hook(None, bucket)
+
+    with pinned(module, hook):
+        module.bad = nn.Parameter(torch.zeros(3))  # the plan does not have it
+        with warnings.catch_warnings(), pytest.raises(ConfigError, match="the saved plan is for another model"):
+            warnings.simplefilter("ignore")  # torch warns that the hook after the forward was refused too
+            module(torch.ones(2, 4))
+        del module.bad
+        module(torch.ones(2, 4)).sum().backward()
+    assert calls
+
+
+@in_ranks(2)
+def test_a_change_that_is_refused_at_the_end_of_a_backward_leaves_no_stuck_round() -> None:
+    module = layers()
+    with pinned(module, default.allreduce_hook):
+        loss = module(torch.ones(2, 4)).sum()
+        handle = module[0].weight.register_hook(lambda _: setattr(module, "bad", nn.Parameter(torch.zeros(3))))
+        with pytest.raises(ConfigError, match="the saved plan is for another model"):
+            loss.backward()
+        handle.remove()
+        del module.bad
+        for _ in range(2):
+            module.zero_grad()
+            module(torch.ones(2, 4)).sum().backward()
+        assert all(param.grad is not None for param in module.parameters())

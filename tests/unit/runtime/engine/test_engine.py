@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.one_process import Rank, Trained, ranks_of
 from undertow.errors import PeerFailed, PhaseError, PlanMismatch, UndertowError
+from undertow.runtime.gradients.trailer import Reading
 
 WIDTH = 4
 CAPS = [0.00002, 0.00008, 25.0]  # MiB: a parameter in each bucket, a layer, or all of them
@@ -247,6 +248,35 @@ def test_ranks_that_use_layers_in_other_orders_send_in_one_order() -> None:
             module.zero_grad()
             model(batch(rank.number, step), [2, 1, 0] if rank.number else [0, 1, 2]).backward()
             model.before_step()
+        model.close()
+
+    ranks_of(2, train)
+
+
+class Overdue:
+    """A trailer of an earlier step that has reached the host late, as one on a device does."""
+
+    def is_there(self) -> bool:
+        return True
+
+    def read(self) -> Reading:
+        return Reading(used=frozenset(), ranks_differ=False, flags={"failed": (1,)}, is_overdue=True)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_trailer_that_comes_late_is_read_by_the_next_synchronization(accumulates: bool) -> None:
+    """A backward that only accumulates draws no conclusions, so it must not take the trailer."""
+
+    def train(rank: Rank) -> None:
+        model = rank.engine(Branches(2))
+        _step(model, rank, 0)
+        model.engine.current_plan.compiled.snapshots.append(Overdue())  # type: ignore[arg-type]
+        if accumulates:
+            model.engine.is_accumulating = True
+            model(batch(rank.number, 1), [0, 1]).backward()
+            model.engine.is_accumulating = False
+        with pytest.raises(PeerFailed, match="backward failed on rank 1"):
+            model(batch(rank.number, 2), [0, 1]).backward()
         model.close()
 
     ranks_of(2, train)
