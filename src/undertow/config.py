@@ -82,8 +82,7 @@ REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
         "join() cannot be used with a ShardedOptimizer: each step needs all shards, and a rank "
         "without data does not step.",
         "Give every rank the same number of batches: drop_last=True of a DataLoader, or a "
-        "sampler that pads, as "
-        "DistributedSampler does.",
+        "sampler that pads, as DistributedSampler does.",
     ),
     ("shards", "sparse"): (
         ConfigError,

@@ -175,8 +175,7 @@ class GradientBucket:
             require(
                 id(gradient) not in self._held or private.is_held_by_torch(gradient),
                 f"gradient {position} of bucket {self.bucket_index} is out of date: it was the "
-                ".grad of a parameter, "
-                "and is not now.",
+                ".grad of a parameter, and is not now.",
                 where=f"a tensor of shape {tuple(gradient.shape)}",
                 remedy="Give the parameters instead of their gradients, or call "
                 "zero_grad(set_to_none=False).",
@@ -186,12 +185,10 @@ class GradientBucket:
             require(
                 source.layout is torch.strided and source.dtype == self.bucket_tensor.dtype,
                 f"gradient {position} of bucket {self.bucket_index} must be dense and of "
-                f"{self.bucket_tensor.dtype}, "
-                f"got {source.dtype} of layout {source.layout}.",
+                f"{self.bucket_tensor.dtype}, got {source.dtype} of layout {source.layout}.",
                 where=f"a tensor of shape {tuple(gradient.shape)}",
                 remedy="Make the bucket after dtypes are set. For a sparse gradient use "
-                "average_gradients, or "
-                "DistributedDataParallel.",
+                "average_gradients, or DistributedDataParallel.",
             )
         return found  # type: ignore[return-value]  # none is missing
 

@@ -38,8 +38,8 @@ _Skew = Annotated[
     float | None,
     typer.Option(
         help="Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest rank "
-        "is shown. This and the next "
-        "three are by default as measured, or else as in docs/fidelity.md.",
+        "is shown. This and the next three are by default as measured, or else as in "
+        "docs/fidelity.md.",
         show_default=False,
     ),
 ]
@@ -136,13 +136,10 @@ def run() -> None:
 
 @app.command(
     help="Write a page about a run that any browser shows without a network: advice, the step as "
-    "a timeline, each bucket, and "
-    "the same model on other links.\n\n"
+    "a timeline, each bucket, and the same model on other links.\n\n"
     "DIR has what `undertow run --out DIR` or report.save(DIR/report-rank0.json) has written. "
-    "The page is OUT/report.html; a "
-    "second model of the run has report-2.html. With --json no page is written: all reports are "
-    "printed, by model and "
-    "in the order of ranks.\n\n"
+    "The page is OUT/report.html; a second model of the run has report-2.html. With --json no "
+    "page is written: all reports are printed, by model and in the order of ranks.\n\n"
     "Exit code 0: written. 2: files are missing, damaged or of different runs or groups, or the "
     "page cannot be written."
 )
@@ -171,10 +168,8 @@ def report(
     help="Show the buckets of a model, and with --schedule the ops of one step, without running "
     "anything.\n\n"
     "FILE is JSON. For a profile, the command shows its best buckets and the time of a step. For "
-    "a plan that save_plan() has "
-    "written, it shows the buckets of that plan. FILE may also be a table of parameters in the "
-    "order of the model, written by "
-    "hand:\n\n"
+    "a plan that save_plan() has written, it shows the buckets of that plan. FILE may also be a "
+    "table of parameters in the order of the model, written by hand:\n\n"
     '{"params": [{"name": "weight", "shape": [10, 20], "dtype": "float32"}]}\n\n'
     "with dtypes of so many bytes: "
     f"{', '.join(f'{dtype} {itemsize}' for dtype, itemsize in ITEMSIZES.items())}. "
@@ -247,15 +242,12 @@ def plan(  # noqa: PLR0913  # one argument per option
 @app.command(
     help="Predict the step of a model on a network, without running anything.\n\n"
     "PROFILE is JSON: what save_profile() has measured, or written by hand (docs/profiles.md). "
-    "Simulates a step that sends "
-    "one message per parameter, buckets of fixed size (25 MiB after a first one of 1 MiB, as "
-    "torch's DistributedDataParallel "
-    "has them, and 40 MB), and the buckets that Undertow plans for this network. Prints what "
-    "each step takes, what of its "
-    "communication is "
-    "exposed, how it compares with the shortest possible step, and the scaling efficiency, the "
-    "share of the step that computing "
-    "alone takes. Draws timelines in OUT/simulate.png, except with --sweep.\n\n"
+    "Simulates a step that sends one message per parameter, buckets of fixed size (25 MiB after "
+    "a first one of 1 MiB, as torch's DistributedDataParallel has them, and 40 MB), and the "
+    "buckets that Undertow plans for this network. Prints what each step takes, what of its "
+    "communication is exposed, how it compares with the shortest possible step, and the scaling "
+    "efficiency, the share of the step that computing alone takes. Draws timelines in "
+    "OUT/simulate.png, except with --sweep.\n\n"
     "Example: undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link "
     '"100gbit,5us" --sweep ranks\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
@@ -332,8 +324,8 @@ def links() -> None:
 @app.command(
     help="Merge the traces of all ranks into one file for Perfetto, with their clocks aligned.\n\n"
     "DIR has the files that a training with UNDERTOW_TRACE=DIR or model.save_trace(path) has "
-    "written. Open the result at "
-    "https://ui.perfetto.dev. If a rank's trace is missing, the others are merged.\n\n"
+    "written. Open the result at https://ui.perfetto.dev. If a rank's trace is missing, the "
+    "others are merged.\n\n"
     "Exit code 0: merged. 2: there are no traces, one cannot be read, they are of different "
     "runs, or OUT cannot be written."
 )

@@ -53,9 +53,8 @@ def check_devices(
     require(
         is_on_one_gpu if device_ids else not output_device,  # torch accepts output_device=0 here
         "DistributedDataParallel device_ids and output_device arguments only work with "
-        "single-device GPU modules, "
-        f"but got device_ids {device_ids}, output_device {output_device}, and module parameters "
-        f"{sorted(map(str, devices))}.",
+        f"single-device GPU modules, but got device_ids {device_ids}, output_device "
+        f"{output_device}, and module parameters {sorted(map(str, devices))}.",
         where=_WHERE,
         remedy="Leave both out on CPU and for modules on several devices.",
     )

@@ -81,8 +81,7 @@ def shard_optimizer(
         f"{type(optimizer).__name__} cannot be taken over: {reason}.",
         where="shard_optimizer",
         remedy="Give a plain optimizer and all its schedulers, as schedulers=[...], and register "
-        "hooks on the one that is "
-        "returned; or write ShardedOptimizer(cls, model, params, ...).",
+        "hooks on the one that is returned; or write ShardedOptimizer(cls, model, params, ...).",
     )
     groups = [
         {

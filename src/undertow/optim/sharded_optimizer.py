@@ -81,9 +81,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             target,
             where="ShardedOptimizer",
             remedy="Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped "
-            "model. "
-            "Parameters or groups come third: ShardedOptimizer(torch.optim.AdamW, model, groups, "
-            "lr=...).",
+            "model. Parameters or groups come third: ShardedOptimizer(torch.optim.AdamW, model, "
+            "groups, lr=...).",
         )
         _require_arguments(cls, self._sync, params, state_dict)
         # A class that is derived from a known one is not known: its constructor alone may add

@@ -53,8 +53,8 @@ class ParamSpec:
         if not all(isinstance(text, str) for text in texts) or not isinstance(self.is_sparse, bool):
             raise ConfigError(
                 f"parameter {brief(self.name)} has an impossible description: dtype "
-                f"{brief(self.dtype)}, "
-                f"device {brief(self.device)}, sparse {brief(self.is_sparse)}.",
+                f"{brief(self.dtype)}, device {brief(self.device)}, sparse "
+                f"{brief(self.is_sparse)}.",
                 remedy="Name, dtype and device are texts; whether it is sparse is true or false.",
             )
         sizes = (*self.shape, self.itemsize)

@@ -84,8 +84,6 @@ def about_shards(profile: Profile) -> str:
         "optimizer and the wrapper are made:\n"
         "  optimizer = undertow.shard_optimizer(optimizer, model)\n"
         f"The simulator expects {step_ms['zero1']:.1f} ms a step instead of {step_ms['ddp']:.1f} "
-        "ms. "
-        f"Each rank would also hold and update only 1/{profile.num_ranks} of the optimizer's "
-        "state. "
-        "The shorter update is not counted.\n"
+        f"ms. Each rank would also hold and update only 1/{profile.num_ranks} of the optimizer's "
+        "state. The shorter update is not counted.\n"
     )

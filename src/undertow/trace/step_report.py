@@ -182,8 +182,7 @@ class StepReport(Shown):
         if not self.verdict:
             return (
                 f"Too small to judge: the step waits {self.exposed_ms:.2f} ms for communication, "
-                "and waits below "
-                f"{_LEAST_MS:.0f} ms depend on what else the processors do."
+                f"and waits below {_LEAST_MS:.0f} ms depend on what else the processors do."
             )
         return next(filter(None, (cause(self) for cause in _CAUSES)))
 
@@ -284,8 +283,7 @@ def _late_rank(report: StepReport) -> str:
         )
     return (
         f"{share:.0%} of the exposed time is waiting for rank {report.slowest_rank}: look at its "
-        "input pipeline, and at what "
-        "else runs on its machine."
+        "input pipeline, and at what else runs on its machine."
     )
 
 
@@ -318,9 +316,8 @@ def _large_last_parameter(report: StepReport) -> str:
         remedy = 'halve it with SyncConfig(wire_dtype="bfloat16")'
     return (
         f"{share:.0%} of the exposed time is for the last bucket: the gradient of the embedding "
-        f"{last.largest} "
-        f"({last.largest_bytes / 1e6:.1f} MB) is ready only when backward ends, tied to the "
-        f"output layer or not: {remedy}."
+        f"{last.largest} ({last.largest_bytes / 1e6:.1f} MB) is ready only when backward ends, "
+        f"tied to the output layer or not: {remedy}."
     )
 
 
@@ -348,9 +345,8 @@ def _network(report: StepReport) -> str:
             late = f", {report.late_rank_ms:.1f} ms of it for a late rank"
         return (
             f"The network is the limit: communication of gradients takes {reduced_ms:.1f} "
-            f"ms{late}, longer than the "
-            f"{report.backward_ms:.1f} ms of backward: simulate another link with undertow "
-            f"simulate{narrower}."
+            f"ms{late}, longer than the {report.backward_ms:.1f} ms of backward: simulate another "
+            f"link with undertow simulate{narrower}."
         )
     return (
         "Gradients leave as soon as these buckets are full, and the last of "
@@ -366,9 +362,8 @@ def _plan(report: StepReport) -> str:
             "first of them."
         )
     return (
-        f"Gradients are synchronized {report.synchronized_ms / report.limit_ms:.2f} times as "
-        "late as these buckets allow: "
-        "explain() gives the reasons for this plan."
+        f"Gradients are synchronized {report.synchronized_ms / report.limit_ms:.2f} times as late "
+        "as these buckets allow: explain() gives the reasons for this plan."
     )
 
 

@@ -133,8 +133,7 @@ def _bound_text(it: Profile) -> str:
     by = "processors" if it.is_bound_by_processors else "the network"
     return (
         f"bound by {by}: packing and copying add {(it.processors_us or 0.0) * _MS:.2f} ms to a "
-        "step, "
-        f"the network {(it.network_us or 0.0) * _MS:.2f} ms"
+        f"step, the network {(it.network_us or 0.0) * _MS:.2f} ms"
     )
 
 

@@ -405,8 +405,7 @@ def user_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         "torch.distributed is not initialized.",
         where="no default process group exists in this process",
         remedy='Call torch.distributed.init_process_group("gloo") (or "nccl") first, and start '
-        "the ranks with "
-        "torchrun --nproc-per-node=2 script.py.",
+        "the ranks with torchrun --nproc-per-node=2 script.py.",
     )
     return dist.group.WORLD if process_group is None else process_group  # type: ignore[return-value]
 
@@ -437,8 +436,7 @@ def chosen_group(
         f"Only 1D device mesh is supported, but got {mesh}.",
         where=f"{_WHERE}, with strategy={strategy!r}",
         remedy='Give one dimension of it, such as mesh["dp"], or set strategy="hybrid", under '
-        "which the first of two "
-        "dimensions replicates and the second shards.",
+        "which the first of two dimensions replicates and the second shards.",
     )
     return GroupRef.of(mesh.get_group())
 

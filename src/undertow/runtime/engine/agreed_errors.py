@@ -136,8 +136,7 @@ def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
         "ranks step with different settings of an optimizer.",
         where=where,
         remedy="Give every rank the same settings. A scheduler must follow a number that all "
-        "ranks have, such as the mean "
-        "of their losses.",
+        "ranks have, such as the mean of their losses.",
     )
 
 
@@ -246,8 +245,8 @@ def warn_of_local_gradients(name: str, where: str) -> None:
         "preceded their backward.\n"
         f"  parameter {name!r}, {where}\n"
         "  Call the wrapper, not model.module or a method of it; after attach(), call the module "
-        "itself. To average gradients "
-        "of other forwards, call reduce_gradients_async().wait() before the step.",
+        "itself. To average gradients of other forwards, call reduce_gradients_async().wait() "
+        "before the step.",
         stacklevel=2,
     )
 

@@ -270,9 +270,8 @@ class Gathers:
             "values of the step before.",
             where=f"bucket {bucket}, rank {self._exchanges.group.rank}",
             remedy="Call model.wait() on every rank after the last step, before a rank ends or "
-            "calls "
-            "torch.distributed.destroy_process_group(). Now, call close(), then load other values: "
-            "module.load_state_dict(state, assign=True).",
+            "calls torch.distributed.destroy_process_group(). Now, call close(), then load other "
+            "values: module.load_state_dict(state, assign=True).",
         )
 
     def _watch(self, bucket: int, handle: Handle) -> None:
