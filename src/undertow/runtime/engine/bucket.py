@@ -81,7 +81,7 @@ class LiveBucket:
             recorder.completes(self.marks, self.handles[0])
 
     def launch_across(self) -> None:
-        """Reduces shards over the second axis of a mesh, which only a sharded bucket has."""
+        """Reduces the shard over the second axis of a mesh; only a sharded bucket can."""
         raise NotImplementedError
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""A plan ready to run: the ops of both kinds of round, and its buckets."""
+"""A plan ready to run: its buckets, and the ops of its rounds (reduce, add up shards, accumulate)."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ class CompiledPlan:
     def round_begins(self, *, is_synchronized: bool) -> list[Reading]:
         """Called when a round starts.
 
-        Returns the contents of earlier trailers that have reached the host since.
+        Returns the contents of earlier trailers that have reached the host since, once. Only a
+        synchronization takes them, because an accumulation draws no conclusions.
         """
         self.is_profiling = private.is_profiling()
         self._num_rounds += is_synchronized
@@ -137,7 +138,7 @@ class CompiledPlan:
             self.finite.begin()
         if self.sharding is not None:
             self.sharding.round_begins()
-        if not self.snapshots or not is_synchronized:  # which draws no conclusions
+        if not self.snapshots or not is_synchronized:
             return []
         there = [snapshot for snapshot in self.snapshots if snapshot.is_there()]
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot not in there]
@@ -145,12 +146,20 @@ class CompiledPlan:
 
     @property
     def is_learning(self) -> bool:
-        """True while late arrivals show that are expected from then on."""
+        """True in the first rounds, whose trailers are read at once on devices too.
+
+        They show late arrivals, which the following rounds expect.
+        """
         return self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
 
     def issue(self, ops: Sequence[Op], acts: Acts[T], owner: T) -> None:
-        """Issues `ops` in this order, each by `acts` of `owner`, and tells the observer of each, if
-        there is one."""
+        """Issues `ops` in this order, and tells the observer of each, if there is one.
+
+        Args:
+            ops: Ops of this plan's schedules.
+            acts: By kind, the function that issues an op: `act(owner, bucket)`.
+            owner: The round, or the gathers, that these functions belong to.
+        """
         if not ops:
             return
         is_waiting = ops[0].kind is OpKind.BIND  # a bucket names its own wait

@@ -37,10 +37,10 @@ class Engine:
 
         first gradient ──> _begin ──> hooks fill buckets ──> outermost backward ends: _launch_rest
                                                                        │
-        [Meeting ──>] the stages of the Round ──> _conclude ──> _judge
+        [Meeting ──> _start_late ──>] the stages of the Round ──> _conclude ──> _judge
 
-    Each part in the lower line is a stage: it ends before the next wait for other ranks, and
-    returns the next one. With several engines in one backward all send before any of them waits.
+    `Round` says what a stage is. With several engines in one backward, every engine runs its first
+    stage before any of them runs the next one.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Engine:
     def _arrives_outside(self, param: Tensor) -> None:
         """Called with a gradient of a parameter that the plan does not have.
 
-        PhaseError if the next one will not have it.
+        A change of the plan may have it. Raises PhaseError if it is unfrozen in mid-round.
         """
         current_plan = self.current_plan
         if self.is_closed or param.grad is None or is_watched(param, but=self):
@@ -228,9 +228,9 @@ class Engine:
         return self._round is None
 
     def _follow_thawed(self) -> None:
-        """Called when parts of a module take turns.
+        """Called when a part of a module is trained again, because parts take turns.
 
-        The backward of a part that is unfrozen needs no forward of the whole.
+        Its backward needs no forward of the whole module before it.
         """
         self.current_plan.mark_stale()
         self.progress.forward = max(self.progress.forward, Forward.ENDED)
@@ -297,9 +297,13 @@ class Engine:
         # the first gradient.
         is_overtaken = current_plan.hooks.arrival_hooks.run_last()
         is_synchronized = kind is not RoundKind.ACCUMULATE
-        then = self._conclude if is_synchronized else self._conclude_accumulation
+        conclude = self._conclude if is_synchronized else self._conclude_accumulation
         opened = Round(
-            kind=kind, is_last=not self.is_accumulating, op=op, holds_back=is_overtaken, then=then
+            kind=kind,
+            is_last=not self.is_accumulating,
+            op=op,
+            holds_back=is_overtaken,
+            conclude=conclude,
         )
         if is_synchronized:
             if progress.num_rounds == 0:

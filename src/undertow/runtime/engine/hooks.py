@@ -146,9 +146,10 @@ class OutsideHooks:
 
 
 class ParamHooks:
-    """Hooks on `named_params` until `close`, and on parameters `outside` of the plan.
+    """Hooks on `named_params` until `close`, and what is learned of these parameters by them.
 
-    Frozen ones, and ones that are new.
+    `arrivals` counts their gradients. `order` and `tuning` measure them, and `groups` is the plan
+    that follows. `outside_hooks` are on parameters outside of the plan: frozen and new ones.
     """
 
     def __init__(

@@ -98,19 +98,20 @@ class Findings:
 class Round:
     """A round that is under way.
 
-        opened ──> started under a plan ──> send ──> wait ──> [add_late ──>] then
+        opened ──> started under a plan ──> send ──> wait ──> [_add_late ──>] `conclude`
                    buckets leave as they fill
 
     It is open from its first gradient on. It starts at once, or after a meeting of the ranks that
-    changes the plan. The parts from `send` on are stages: each ends before the next wait for other
-    ranks, and returns the next one.
+    changes the plan. `send`, `wait` and `_add_late` are stages: a stage ends before the next wait
+    for other ranks, and returns the next stage, or None. The last one calls `conclude`, which may
+    return further ones.
     """
 
     kind: RoundKind
     is_last: bool = True  # of the step, which adds up no more gradients
     op: str | None = None  # of a reduction by hand, if it is not the mean
     holds_back: bool = False  # no bucket leaves before the end of backward
-    then: Callable[[Round], Stage | None] | None = None  # the stage after the buckets are bound
+    conclude: Callable[[Round], Stage | None] | None = None  # the end; a meeting has its own
     stage: Stage | None = None  # the next one; None while backward runs, and while one runs
     has_ended: bool = False  # its backward has ended
     has_failed: bool = False  # on this rank
@@ -162,11 +163,11 @@ class Round:
         Sends gradients again that arrived late on any rank.
         """
         self.compiled.issue(self.releases.happen(self.releases.join), self.acts, self)
-        if self.then is None:
+        if self.conclude is None:
             return None
         late_buckets = self.found.late_buckets if self.found.readings else ()
         if not late_buckets:
-            return self.then(self)
+            return self.conclude(self)
         for index in late_buckets:
             self.compiled.buckets[index].launch_late()
         return self._add_late
@@ -191,9 +192,9 @@ class Round:
             self._rescale(values)
             bucket.binding.add_late(values)
         assert self.hooks is not None  # only a round of gradients gets here
-        assert self.then is not None
+        assert self.conclude is not None
         self.hooks.arrivals.learn_repeats()
-        return self.then(self)
+        return self.conclude(self)
 
     def _pack(self, bucket: LiveBucket) -> None:
         binding, layout = bucket.binding, bucket.layout
@@ -247,6 +248,7 @@ class Round:
         )
 
     def _all_reduce(self, bucket: LiveBucket) -> None:
+        # On a mesh it is the second collective of a sharded bucket.
         if bucket.reduction is OpKind.ALL_REDUCE:
             self._launch(bucket)
         else:

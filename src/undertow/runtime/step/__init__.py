@@ -1,1 +1,1 @@
-"""The step: rounds, their phases, and the checks at their end."""
+"""What users ask an engine for: reductions, means, measurements, traces, steps in shards."""
