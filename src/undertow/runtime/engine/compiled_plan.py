@@ -1,4 +1,4 @@
-"""A plan ready to run: its buckets, and the ops of its rounds (reduce, add up shards, accumulate)."""
+"""A plan ready to run: its buckets, and the ops of each kind of round."""
 
 from __future__ import annotations
 
