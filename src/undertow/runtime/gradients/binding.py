@@ -288,7 +288,8 @@ class DenseBinding(Binding):
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         is_enabled = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
+        if is_enabled:  # not in a usual backward, and setting it takes time
+            torch.set_grad_enabled(False)
         try:
             if (
                 not not_arrived
@@ -298,7 +299,8 @@ class DenseBinding(Binding):
                 return self._pack_new()
             return self._pack_any(not_arrived)
         finally:
-            torch.set_grad_enabled(is_enabled)
+            if is_enabled:
+                torch.set_grad_enabled(True)
 
     def values(self) -> Sequence[Tensor]:
         return (self.storage.gradients,)

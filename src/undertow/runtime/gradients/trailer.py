@@ -159,8 +159,8 @@ class TrailerCodec:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Waits for the device; returns the numbers of all ranks."""
-        of_ranks = self._storage.trailer[0][self._facts[name]]
-        return tuple((of_ranks.abs().float() * self._divisor).tolist())
+        of_ranks: list[float] = self._storage.trailer[0][self._facts[name]].tolist()
+        return tuple([abs(number) * self._divisor for number in of_ranks])
 
     def _bits_of(self, number: int, num_bits: int) -> Tensor:
         """Returns these bits and their complements as zeros and ones, lowest first."""
