@@ -22,7 +22,7 @@ code that catches those keeps working.
 import difflib
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -234,3 +234,9 @@ def all_of(*calls: Callable[[], object]) -> None:
             first = first or error
     if first is not None:
         raise first
+
+
+def listed(names: Sequence[str], *, most: int = 3) -> str:
+    """Returns the first `most` names as text, and the number of the others."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -679,7 +679,7 @@ class GradientSync:
                 # Without the group: gathers hold theirs.
                 self._engine.current_plan.wait_for_parameters()
         finally:
-            # The finalizer would wait again for what has failed or was interrupted.
+            # The finalizer would wait again for a round that has failed or was interrupted.
             self._let_go.detach()
             self._attached.close()
             for hook in self._forward_hooks:

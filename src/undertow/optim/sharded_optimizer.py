@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, require
+from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, listed, require
 from undertow.optim.clipping import clip_members
 from undertow.optim.state import (
     ELEMENTWISE,
@@ -393,12 +393,11 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             for name, param in named_params
             if param.requires_grad and id(param) not in own
         ]
-        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
         require(
             not left_out,
             "this optimizer updates parameters that the model no longer has, and not their "
             "replacements.",
-            where=f"ShardedOptimizer, parameter {', '.join(left_out[:1])}{more}",
+            where=f"ShardedOptimizer, parameter {listed(left_out, most=1)}",
             remedy="Make the optimizer after the change.",
             error=PhaseError,
         )

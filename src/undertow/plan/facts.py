@@ -22,7 +22,7 @@ DIGEST_BITS = 24
 
 
 class FactKind(Enum):
-    """The form of a fact, and what the sum over ranks says about it."""
+    """The form of a fact, and the meaning of its sum over ranks."""
 
     DIGEST = auto()  # bits and complements: whether ranks differ; None accepts the others' digests
     RANK_FLAGS = auto()  # a flag per rank: the ranks that have set it

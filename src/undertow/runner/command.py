@@ -41,17 +41,15 @@ def main(arguments: Sequence[str]) -> NoReturn:
     try:
         os.execve(program, command, environment)
     except OSError as error:
-        what, code, remedy = (
-            (f"{name} cannot be started: {error.strerror}."),
-            126,
-            ("Make it executable, or name its interpreter."),
-        )
+        what = f"{name} cannot be started: {error.strerror}."
+        code = 126
+        remedy = "Make it executable, or name its interpreter."
         if isinstance(error, FileNotFoundError):
             code = 127
             remedy = suggestion(
                 name, _COMMANDS, instead="Give the command as you would without `undertow run`."
             )
-        # Exit codes are those of shells: 127 for a command that is not found.
+        # Shells have the same exit codes: 127 for a command that is not found.
         _stop(ConfigError(what, where="undertow run", remedy=remedy), code=code)
 
 

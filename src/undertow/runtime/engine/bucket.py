@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from undertow.errors import listed
 from undertow.plan import Bucket, Plan
 from undertow.runtime.comm.comm_hook import HookedBucket
 from undertow.runtime.comm.handles import Handle
@@ -182,7 +183,4 @@ class ShardedBucket(LiveBucket):
 
 def _label_of(bucket: Bucket, plan: Plan) -> str:
     names = [repr(plan.params[index].name) for index in dict.fromkeys(bucket.params)]
-    shown = ", ".join(names[:3])
-    if len(names) > 3:
-        shown += f" and {len(names) - 3} more"
-    return f"bucket {bucket.index} ({shown or 'flags only'})"
+    return f"bucket {bucket.index} ({listed(names) or 'flags only'})"

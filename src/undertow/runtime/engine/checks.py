@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from undertow.config import SyncConfig, refused
-from undertow.errors import NonFiniteGradient, ReplicaMismatch
+from undertow.errors import NonFiniteGradient, ReplicaMismatch, listed
 from undertow.plan import Plan
 from undertow.runtime.comm.group import Pending
 from undertow.runtime.engine.agreed_errors import LOADS, loaded_apart
@@ -28,7 +28,6 @@ from undertow.runtime.peers import faults
 from undertow.runtime.torch_private import private
 from undertow.runtime.torch_private.tables import named_modules, named_parameters
 
-_NUM_NAMES = 3
 _NOT_TAKEN = 'No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
 _NOT_BY_ALL = (
     "Ranks with other experts take the step: start from a checkpoint, and look for the "
@@ -59,7 +58,7 @@ class Finding:
         verb = "is" if len(self.params) == 1 else "are"
         ranks = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "some rank"
         return (
-            f"{gradients} {_listed(list(map(repr, self.params)))} {verb} not finite (NaN or "
+            f"{gradients} {listed(list(map(repr, self.params)))} {verb} not finite (NaN or "
             f"Inf) on {ranks}."
         )
 
@@ -183,13 +182,7 @@ def _finding_of(ended: Round, plan: Plan, names: Sequence[int]) -> Finding:
     return Finding(
         params=tuple(plan.params[index].name for index in sorted({slot.param for slot in slots})),
         ranks=tuple(names[rank] for rank in ended.found.reported("nonfinite", overdue=False)),
-        where=f"synchronization {ended.terms.number}, bucket {_listed(list(map(str, buckets)))}",
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NUM_NAMES]) + (
-        f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
+        where=f"synchronization {ended.terms.number}, bucket {listed(list(map(str, buckets)))}",
     )
 
 

@@ -81,7 +81,7 @@ class CurrentPlan:
         self.members, self.group = members, group
         self._recorder, self._listeners = recorder, listeners
         self.change: Change | None = None
-        self.is_stale = False  # the module is to be looked at when the next round begins
+        self.is_stale = False  # the next `look_again` compares the module's parameters
         # parameters of the plan, by id, that the last forward has found frozen or gone
         self._left: frozenset[int] = frozenset()
         self.compiled: CompiledPlan
@@ -128,10 +128,6 @@ class CurrentPlan:
         """Returns True if one of these parameters, by id, is the module's, trained or not."""
         # Called by every optimizer's step; there may be an optimizer for each parameter.
         return not self.members.ids.isdisjoint(params) or self.members.has_new_of(params)
-
-    def mark_stale(self) -> None:
-        """Makes the next `look_again` compare the module's parameters."""
-        self.is_stale = True
 
     def look_at_forward(self) -> None:
         """Called by a forward.
@@ -482,7 +478,7 @@ class CurrentPlan:
 
 def _mark_stale(plans: CurrentPlan | None) -> None:
     if plans is not None:
-        plans.mark_stale()
+        plans.is_stale = True
 
 
 def measure(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -25,9 +25,6 @@ from undertow.runtime.gradients.binding import gradients_aside
 from undertow.runtime.model.module_params import ModuleParams
 from undertow.runtime.torch_private import private
 
-# Of a rank that accepts the digests of the others.
-_NO_DIGESTS: Mapping[str, int | None] = {"settings": None, "loaded": None}
-
 
 class Engine:
     """Synchronizes the gradients of `members` over `group`, backward after backward.
@@ -39,7 +36,7 @@ class Engine:
                                                                        │
         [Meeting ──> _start_late ──>] the stages of the Round ──> _conclude ──> _judge
 
-    `Round` says what a stage is. With several engines in one backward, every engine runs its first
+    `Round` explains stages. With several engines in one backward, every engine runs its first
     stage before any of them runs the next one.
     """
 
@@ -209,7 +206,7 @@ class Engine:
             return
         is_between = self._is_between_rounds()
         if is_between:
-            current_plan.mark_stale()
+            current_plan.is_stale = True
             current_plan.look_again()
         if current_plan.change is not None and id(param) in current_plan.change.ids:
             current_plan.hooks.outside[id(param)] = param
@@ -232,7 +229,7 @@ class Engine:
 
         Its backward needs no forward of the whole module before it.
         """
-        self.current_plan.mark_stale()
+        self.current_plan.is_stale = True
         self.progress.forward = max(self.progress.forward, Forward.ENDED)
 
     def _take_part_all(self, task: int) -> None:
@@ -332,7 +329,7 @@ class Engine:
             mode=None if opened.kind is RoundKind.SHADOW else steps.mode,
             settings=steps.settings,
             loaded=loaded,
-            digests={"settings": steps.digest, "loaded": loaded} if is_telling else _NO_DIGESTS,
+            digests={"settings": steps.digest, "loaded": loaded} if is_telling else {},
             rescale=progress.rescale * (current_plan.group.num_ranks if opened.op == "sum" else 1),
             is_read_at_once=is_measured or is_checked or loaded != 0,
             keeps_own=progress.steps_in_shards and opened.op is None,
@@ -397,7 +394,7 @@ class Engine:
         self._close_round()
         hooks.arrived_before |= hooks.arrivals.arrived
         self.progress.has_accumulated = True
-        self.current_plan.mark_stale()
+        self.current_plan.is_stale = True
 
     def _judge(self, ended: Round) -> None:
         """Ends a complete synchronization as all ranks do.
@@ -417,12 +414,10 @@ class Engine:
         if self.checks.numbers.is_on:
             self.checks.numbers.round_ends(ended, plan)
         if found.readings or found.taken:
-            named = hooks.named_params[min(found.taken)] if found.taken else None
-            taken = (
-                ""
-                if named is None
-                else (f"parameter {named[0]!r} with the hook {', '.join(users_hooks(named[1]))}")
-            )
+            taken = ""
+            if found.taken:
+                name, param = hooks.named_params[min(found.taken)]
+                taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
             group = current_plan.group
             agreed_errors.require_sound(ended, rank=group.rank, places=group.watch.ask, taken=taken)
         if found.readings:
@@ -508,9 +503,9 @@ class Engine:
         )
         if not is_up_to_date:
             # the next backward may run without a forward that finds a change
-            current_plan.mark_stale()
+            current_plan.is_stale = True
             current_plan.look_again()
-            current_plan.mark_stale()
+            current_plan.is_stale = True
             # parameters that no forward has found
             progress.is_owed |= current_plan.change is not None
         if progress.is_owed and not (is_up_to_date and current_plan.has_result):

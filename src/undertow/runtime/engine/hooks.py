@@ -146,7 +146,7 @@ class OutsideHooks:
 
 
 class ParamHooks:
-    """Hooks on `named_params` until `close`, and what is learned of these parameters by them.
+    """Hooks on `named_params` until `close`, and the measurements of these parameters by them.
 
     `arrivals` counts their gradients. `order` and `tuning` measure them, and `groups` is the plan
     that follows. `outside_hooks` are on parameters outside of the plan: frozen and new ones.

@@ -42,7 +42,7 @@ class Meeting:
         self._plans, self._group, self._compiled = plans, plans.group, plans.compiled
         self._then = then
         self._are_used = are_used
-        self._terms = Terms(number=number, mode=mode, digests=dict.fromkeys(("settings", "loaded")))
+        self._terms = Terms(number=number, mode=mode)
         self._round = Round(kind=RoundKind.RETIRE)
 
     def begin(self) -> Stage:

@@ -31,7 +31,7 @@ _LARGEST_NUMBER = 60_000.0  # fp16 ends at 65504, and an infinity would spoil th
 class Facts:
     """The facts of one rank, by name; those that are left out say nothing."""
 
-    digests: Mapping[str, int | None] = field(default_factory=dict)
+    digests: Mapping[str, int | None] = field(default_factory=dict)  # None as if left out
     flags: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the ranks or buckets to mark
     numbers: Mapping[str, float] = field(default_factory=dict)
 
@@ -96,18 +96,22 @@ class TrailerCodec:
         if facts is None:
             self._storage.trailer[0].copy_(mine)
             return
-        for name, number in facts.numbers.items():
-            self._numbers[name].fill_(min(number, _LARGEST_NUMBER))
+        for name, value in facts.numbers.items():
+            self._numbers[name].fill_(min(value, _LARGEST_NUMBER))
         if facts.digests != self._digests:
-            self._digests = facts.digests
-            for name, digest in facts.digests.items():
-                digest_bits = self._bits_of(with_complements(digest), DIGEST_BITS)
-                mine[self._facts[name]].copy_(digest_bits)
+            self._write_digests(facts.digests)
         trailer = self._storage.trailer[0].copy_(mine)
         # Not into `mine`: flags that are the same on all ranks must still be read.
         for name, marked in facts.flags.items():
             if marked:
                 trailer[self._facts[name]][list(marked)] = 1
+
+    def _write_digests(self, digests: Mapping[str, int | None]) -> None:
+        self._digests = digests
+        for name, at in self._facts.items():
+            if FACTS[name] is FactKind.DIGEST:
+                bits = self._bits_of(with_complements(digests.get(name)), DIGEST_BITS)
+                self._mine[at].copy_(bits)
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""

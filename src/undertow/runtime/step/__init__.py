@@ -1,1 +1,1 @@
-"""What users ask an engine for: reductions, means, measurements, traces, steps in shards."""
+"""Calls of users on an engine: reductions, means, measurements, traces, steps in shards."""

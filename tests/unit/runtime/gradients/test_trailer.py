@@ -79,3 +79,15 @@ def test_a_new_fact_is_one_line(kind: FactKind, monkeypatch: pytest.MonkeyPatch)
     else:
         assert reading is not None
         assert reading.flags["tired"] == (0,)
+
+
+def test_a_digest_that_is_left_out_accepts_the_others_again() -> None:
+    plan = plan_from_groups([spec("weight", 6)], ((0,),), num_ranks=2)
+    storage = BucketStorage(plan.buckets[0], [torch.zeros(6)])
+    codec = TrailerCodec(plan.buckets[0], storage, divisor=2)
+    written = []
+    for facts in (Facts(), Facts(digests={"settings": 5}), Facts()):
+        codec.write(unused=(), signature=signature_of(generation=1, mode=0), step=3, facts=facts)
+        written.append(storage.trailer[0].clone())
+    assert torch.equal(written[0], written[2])
+    assert not torch.equal(written[0], written[1])
