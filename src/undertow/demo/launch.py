@@ -10,6 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ def messages_of_ranks(
     context = multiprocessing.get_context("spawn")
     ranks: dict[Any, SpawnProcess] = {}  # by connection
     try:
-        with _interrupts_ignored():  # which the processes inherit
+        with _interrupts_held():  # which the processes inherit
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(
@@ -59,7 +60,7 @@ def messages_of_ranks(
                 theirs.close()
         yield from _messages(dict(ranks), silence_s)
     finally:
-        with _interrupts_ignored():  # a second Ctrl-C must not leave ranks running
+        with _interrupts_held():  # a second Ctrl-C must not leave ranks running
             for process in ranks.values():
                 process.kill()
             for process in ranks.values():
@@ -128,10 +129,11 @@ def _run(
 
 
 @contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Context that ignores Ctrl-C; processes started inside ignore it for good."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _interrupts_held() -> Iterator[None]:
+    """Context in which Ctrl-C waits until its end; processes started inside never see it."""
+    resource_tracker.ensure_running()  # its start would end the hold
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
