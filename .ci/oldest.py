@@ -23,7 +23,7 @@ AT = ROOT / "out" / "oldest"
 TESTS = [
     "tests/unit/report",  # rich
     "tests/unit/cli",  # typer, matplotlib
-    "tests/unit/runtime/torch_private/test_private.py",
+    "tests/unit/torch_private/test_private.py",
     "tests/dist/test_gradients.py",
     "tests/dist/test_buffers.py",
     "tests/dist/test_checkpoints.py",  # numpy, safetensors

@@ -24,8 +24,8 @@ from benchmarks.ranks import run_ranks
 from undertow import DistributedDataParallel, SyncConfig
 from undertow.cost import link_from_text
 from undertow.emulation.link import BACKEND, emulated_backend
-from undertow.runtime.engine.current_plan import CurrentPlan
-from undertow.runtime.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
+from undertow.engine.current_plan import CurrentPlan
+from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 
 LINK = "1gbit"
 NUM_RANKS = (2, 4)

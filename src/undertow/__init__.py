@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from undertow.optim.clipping import clip_grad_norm_
     from undertow.optim.shard_optimizer import shard_optimizer
     from undertow.optim.sharded_optimizer import ShardedOptimizer
-    from undertow.sync import GradientSync
+    from undertow.sync.gradient_sync import GradientSync
 
 # Loaded when they are first used: planning works without torch.
 _LAZY = {
@@ -43,7 +43,7 @@ _LAZY = {
     "GradientBucket": "undertow.by_hand.buckets",
     "GradientBucketManager": "undertow.by_hand.buckets",
     "ShardedOptimizer": "undertow.optim.sharded_optimizer",
-    "GradientSync": "undertow.sync",
+    "GradientSync": "undertow.sync.gradient_sync",
     "attach": "undertow.ddp.attach",
     "average_gradients": "undertow.by_hand.average",
     "clip_grad_norm_": "undertow.optim.clipping",

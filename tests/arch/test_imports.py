@@ -137,6 +137,13 @@ INNER = {"current_plan", "compiled"}  # public names on the way to private objec
 OTHERS = {"torch", "dist", "nn"}  # whose private names are not ours
 
 
+ROOMS = tuple(f"undertow.{room}" for room in ("buckets", "engine", "ranks", "sharded", "torch_private"))
+
+
+def is_inner(module: str) -> bool:
+    return module.startswith(ROOMS)
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
@@ -171,12 +178,12 @@ def reaches(path: Path) -> list[str]:
 def reached_by(node: ast.AST, private: set[str]) -> Iterator[str]:
     match node:
         case ast.Import(names=names):
-            yield from (alias.name for alias in names if alias.name.startswith("undertow.runtime"))
+            yield from (alias.name for alias in names if is_inner(alias.name))
         case ast.ImportFrom(module=str(module)) if module.startswith("undertow"):
-            yield from (alias.name for alias in node.names if module.startswith("undertow.runtime") or is_private(alias.name))
+            yield from (alias.name for alias in node.names if is_inner(module) or is_private(alias.name))
         case ast.Attribute(attr=name) if not is_of_self(node) and not is_of_others(node):
             yield from (found for found in (name,) if found in private or found in INNER)
-        case ast.Constant(value=str(text)) if text.startswith("undertow.runtime") or text in private:  # of a patch
+        case ast.Constant(value=str(text)) if is_inner(text) or text in private:  # of a patch
             yield text
 
 
@@ -198,12 +205,12 @@ def test_a_file_does_not_reach_inside(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("from undertow.runtime.comm.group import OwnGroup", ["1: OwnGroup"]),
-        ("import undertow.runtime", ["1: undertow.runtime"]),
-        ("from undertow.sync import _private", ["1: _private"]),
+        ("from undertow.ranks.group import OwnGroup", ["1: OwnGroup"]),
+        ("import undertow.engine", ["1: undertow.engine"]),
+        ("from undertow.sync.gradient_sync import _private", ["1: _private"]),
         ("ddp.sync._engine.plan", ["1: _engine"]),
         ("ddp.sync.current_plan", ["1: current_plan"]),
-        ("patch('undertow.runtime.comm.group.x')", ["1: undertow.runtime.comm.group.x"]),
+        ("patch('undertow.ranks.group.x')", ["1: undertow.ranks.group.x"]),
         ("setattr(exchanges, '_send', late)", ["1: _send"]),
         ("class Mine:\n    def f(self):\n        self._engine = 1\n        return self._engine", []),
         ("torch._engine", []),

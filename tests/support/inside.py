@@ -23,33 +23,32 @@ import torch.distributed as dist
 from torch import nn
 
 import undertow.demo.run
-import undertow.sync
+import undertow.sync.gradient_sync
 from undertow import GradientSync, SyncConfig
+from undertow.buckets.recorder import HostClock
+from undertow.buckets.reducer import Reducer
+from undertow.buckets.trailer import TrailerCodec
 from undertow.checkpoint import files as checkpoint_files
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
+from undertow.engine import params as module_params
+from undertow.engine.compiled_plan import CompiledPlan
+from undertow.engine.engine import Engine
+from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.plan import ParamSpec
-from undertow.runtime.comm import facts
-from undertow.runtime.comm.collectives import P2PCollectives
-from undertow.runtime.comm.comm_hook import HookedBucket as HookedBucket
-from undertow.runtime.comm.group import GroupRef, OwnGroup
-from undertow.runtime.comm.handles import ThreadWork
-from undertow.runtime.comm.recorder import HostClock
-from undertow.runtime.engine.compiled_plan import CompiledPlan
-from undertow.runtime.engine.engine import Engine
-from undertow.runtime.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
-from undertow.runtime.gradients.reducer import Reducer
-from undertow.runtime.gradients.trailer import TrailerCodec
-from undertow.runtime.model import module_params
-from undertow.runtime.peers import connections, patience
-from undertow.runtime.peers.watch import NullWatch, Ring, Waiting, Watch
-from undertow.runtime.sharded.binding import GradientPlaceholder
-from undertow.runtime.sharded.gathers import Gathers
-from undertow.runtime.sharded.layout import Sharding
-from undertow.runtime.sharded.shards import FlatParams
-from undertow.runtime.step.mean_over_ranks import MeanOverRanks
-from undertow.runtime.torch_private import private
-from undertow.runtime.torch_private.private import interrupt, is_gone, timeout_of  # noqa: F401  # for tests
+from undertow.ranks import connections, facts, patience
+from undertow.ranks.collectives import P2PCollectives
+from undertow.ranks.comm_hook import HookedBucket as HookedBucket
+from undertow.ranks.group import GroupRef, OwnGroup
+from undertow.ranks.handles import ThreadWork
+from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind
+from undertow.sharded.bucket import GradientPlaceholder
+from undertow.sharded.gathers import Gathers
+from undertow.sharded.layout import Sharding
+from undertow.sharded.shards import FlatParams
+from undertow.sync.mean_over_ranks import MeanOverRanks
+from undertow.torch_private import private
+from undertow.torch_private.private import interrupt, is_gone, timeout_of  # noqa: F401  # for tests
 
 NUM_STEPS_UNTIL_A_MOVE = NUM_STEPS_BEFORE + NUM_STEPS_MEASURED + 2  # the next one takes the plan that was decided on
 Model, OpCall = nn.Module | GradientSync, Callable[[Op], object]
@@ -119,7 +118,9 @@ def sizes_of_messages(model: Model) -> set[int]:
 
 def sharding_of(model: Model) -> Sharding | None:
     """Not while ranks have still to meet about a change: then gradients of a backward stay whole."""
-    return None if engine_of(model).current_plan.change is not None else assembly_of(model).sharding
+    layout = assembly_of(model).layout
+    is_changing = engine_of(model).current_plan.change is not None
+    return layout if isinstance(layout, Sharding) and not is_changing else None
 
 
 def gathers_of(model: Model) -> Gathers:
@@ -179,8 +180,8 @@ def interrupted_at_the_end_of_backward(model: Model) -> AbstractContextManager[o
 # Calls inside of the library between which tests need a point, with the name that they have in tests.
 INNER_CALLS: dict[str, tuple[Any, str]] = {
     "connection": (private, "new_group"),
-    "construction": (undertow.sync, "broadcast_in_place"),
-    "buffers": (undertow.sync, "synchronize_buffers"),
+    "construction": (undertow.sync.gradient_sync, "broadcast_in_place"),
+    "buffers": (undertow.sync.gradient_sync, "synchronize_buffers"),
     "mean": (MeanOverRanks, "_start"),
     "reduce": (Reducer, "reduce"),
     "checkpoint": (checkpoint_files, "write_tensors"),
@@ -417,11 +418,11 @@ def post(model: Model, work: Callable[[], object]) -> None:
 
 
 def over_collectives() -> contextlib.AbstractContextManager[object]:
-    return mock.patch("undertow.runtime.comm.group._BACKENDS_OVER_GLOO", ())
+    return mock.patch("undertow.ranks.group._BACKENDS_OVER_GLOO", ())
 
 
 def without_averaging_backends() -> contextlib.AbstractContextManager[object]:
-    return mock.patch("undertow.runtime.comm.group._BACKENDS_WITH_AVERAGE", ())
+    return mock.patch("undertow.ranks.group._BACKENDS_WITH_AVERAGE", ())
 
 
 def records_of(model: Model) -> Any:

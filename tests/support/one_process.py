@@ -23,13 +23,13 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig
-from undertow.runtime.comm.group import Pending
-from undertow.runtime.comm.handles import Handle
-from undertow.runtime.comm.recorder import Recorder
-from undertow.runtime.engine.engine import Engine, SiblingEngines
-from undertow.runtime.model.module_params import ModuleParams
-from undertow.runtime.peers.watch import NullWatch
+from undertow.engine.engine import Engine, SiblingEngines
+from undertow.engine.params import ModuleParams
+from undertow.ranks.group import Pending
+from undertow.ranks.handles import Handle
+from undertow.ranks.watch import NullWatch
 
 PATIENCE_S = 20.0
 T = TypeVar("T")

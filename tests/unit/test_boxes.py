@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undertow.boxes import Box, boxes_of_range
-from undertow.runtime.torch_private import checkpoint as private_checkpoint
-from undertow.runtime.torch_private import private
+from undertow.torch_private import checkpoint as private_checkpoint
+from undertow.torch_private import private
 
 
 @st.composite

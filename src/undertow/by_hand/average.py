@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import PhaseError, PlanMismatch, WrongType, require
-from undertow.runtime.comm.group import GroupRef, user_group, warn_of_lone_rank
-from undertow.runtime.comm.handles import Handle, all_reduce_async
-from undertow.runtime.torch_private import private
+from undertow.ranks.group import GroupRef, user_group, warn_of_lone_rank
+from undertow.ranks.handles import Handle, all_reduce_async
+from undertow.torch_private import private
 
 _WHERE = "average_gradients(gradients, parameters)"
 _SAME_ORDER = "Pass the parameters that torch.autograd.grad was given, in the same order."

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.engine.params import spec_of
 from undertow.errors import PhaseError, require
 from undertow.plan import SizeCaps, group_by_size, largest_first
-from undertow.runtime.comm.group import user_group
-from undertow.runtime.comm.handles import Handle, all_reduce_async
-from undertow.runtime.model.module_params import spec_of
-from undertow.runtime.torch_private import private
+from undertow.ranks.group import user_group
+from undertow.ranks.handles import Handle, all_reduce_async
+from undertow.torch_private import private
 
 
 class GradientBucket:

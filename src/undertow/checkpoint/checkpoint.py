@@ -16,16 +16,16 @@ from torch import nn
 from undertow.checkpoint import contents, files
 from undertow.config import refused
 from undertow.ddp.wrapper import DistributedDataParallel
+from undertow.engine.agreed_errors import require_same_settings, text_of
+from undertow.engine.hooks import earlier_watchers
+from undertow.engine.progress import settings_of
 from undertow.errors import CheckpointError
 from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.runtime.comm.facts import gather_bytes
-from undertow.runtime.comm.group import GroupRef, OwnGroup
-from undertow.runtime.comm.handles import all_gather
-from undertow.runtime.engine.agreed_errors import require_same_settings, text_of
-from undertow.runtime.engine.hooks import earlier_watchers
-from undertow.runtime.engine.progress import settings_of
-from undertow.runtime.peers.guard import over_users
-from undertow.runtime.torch_private import private, tables
+from undertow.ranks.facts import gather_bytes
+from undertow.ranks.group import GroupRef, OwnGroup
+from undertow.ranks.guard import over_users
+from undertow.ranks.handles import all_gather
+from undertow.torch_private import private, tables
 
 _Result = TypeVar("_Result")
 

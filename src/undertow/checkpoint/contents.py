@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from undertow.buckets.binding import strides_of_gradient
 from undertow.checkpoint import files
 from undertow.errors import CheckpointError, require
 from undertow.foreign import parsed_json
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.optim.state import MASTER, OF_THE_WHOLE, ShardedState, hyper_parameters, params_of
-from undertow.runtime.gradients.binding import strides_of_gradient
-from undertow.runtime.sharded.shards import ShardPart, in_memory_order
-from undertow.runtime.torch_private import private, tables
+from undertow.sharded.shards import ShardPart, in_memory_order
+from undertow.torch_private import private, tables
 
 _ENTRY = re.compile(r"(.*)/([^/\[]+)(?:\[([0-9]{1,18}):([0-9]{1,18})\])?", re.DOTALL)
 _EXTRA_STATE = "_extra_state"  # the end of torch's names for the results of get_extra_state()

@@ -10,7 +10,7 @@ from torch import nn
 
 from undertow.config import SyncConfig
 from undertow.errors import ConfigError, require
-from undertow.runtime.torch_private import tables
+from undertow.torch_private import tables
 
 _WHERE = "DistributedDataParallel(...)"
 _ONE_BYTE_MIB = 1 / 1024**2

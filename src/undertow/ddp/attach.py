@@ -26,14 +26,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
 from undertow.config import ExpertGroup, SyncConfig, require_settings
+from undertow.engine.agreed_errors import part_of_another
+from undertow.engine.hooks import earlier_watchers
 from undertow.errors import WrongType, require
-from undertow.runtime.comm.group import GroupRef, OwnGroup, chosen_group, warn_of_lone_rank
-from undertow.runtime.engine.agreed_errors import part_of_another
-from undertow.runtime.engine.hooks import earlier_watchers
-from undertow.runtime.model.ignore import names_to_ignore
-from undertow.runtime.peers.faults import Fault
-from undertow.runtime.torch_private import private, tables
-from undertow.sync import GradientSync
+from undertow.ranks.faults import Fault
+from undertow.ranks.group import GroupRef, OwnGroup, chosen_group, warn_of_lone_rank
+from undertow.sync.gradient_sync import GradientSync
+from undertow.sync.ignore import names_to_ignore
+from undertow.torch_private import private, tables
 
 # The reasons why a parameter cannot be synchronized, with the way out. The order counts.
 _REFUSED: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 
 from undertow.config import refused
 from undertow.ddp import rpc
-from undertow.runtime.torch_private import private
-from undertow.sync import GradientSync
+from undertow.sync.gradient_sync import GradientSync
+from undertow.torch_private import private
 
 
 class UnevenInputs(Join):

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
-from undertow.runtime.comm.facts import send_in_place
-from undertow.runtime.engine.engine import Engine
-from undertow.runtime.engine.hooks import is_outermost_forward, remove_all
-from undertow.runtime.torch_private import private
-from undertow.sync import GradientSync
+from undertow.engine.engine import Engine
+from undertow.engine.hooks import is_outermost_forward, remove_all
+from undertow.ranks.facts import send_in_place
+from undertow.sync.gradient_sync import GradientSync
+from undertow.torch_private import private
 
 
 def forward_begins(sync: GradientSync) -> None:

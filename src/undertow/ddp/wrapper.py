@@ -19,9 +19,9 @@ from undertow.ddp.attach import checked, synchronized
 from undertow.ddp.join import ShadowHook, UnevenInputs
 from undertow.errors import require
 from undertow.plan import Plan
-from undertow.runtime.model.ignore import still_there
-from undertow.runtime.torch_private import private, tables
-from undertow.sync import GradientSync, ZeroesWithoutReading
+from undertow.sync.gradient_sync import GradientSync, ZeroesWithoutReading
+from undertow.sync.ignore import still_there
+from undertow.torch_private import private, tables
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from undertow.engine.params import spec_of
 from undertow.plan import ParamSpec
-from undertow.runtime.model.module_params import spec_of
 
 _NUM_BYTE_VALUES = 256
 CONTEXT = 128  # bytes that the model sees

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from undertow.cost import Link, collective_seconds
-from undertow.runtime.peers import patience
+from undertow.ranks import patience
 
 __all__ = ["BACKEND", "Carried", "EmulatedLink", "emulated_backend"]
 

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undertow.errors import NonFiniteGradient, PhaseError, require
-from undertow.runtime.comm.group import OwnGroup
-from undertow.runtime.sharded.binding import GradientPlaceholder
-from undertow.runtime.step.sharded_steps import finish_before_look
-from undertow.runtime.torch_private import private
-from undertow.sync import GradientSync, sync_of
+from undertow.ranks.group import OwnGroup
+from undertow.sharded.bucket import GradientPlaceholder
+from undertow.sharded.steps import finish_before_look
+from undertow.sync.gradient_sync import GradientSync, sync_of
+from undertow.torch_private import private
 
 
 @private.untraced

@@ -13,9 +13,9 @@ from torch import nn
 from undertow.errors import WrongType, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.optim.state import description, params_of
-from undertow.runtime.comm.facts import Agreement
-from undertow.runtime.torch_private import private
-from undertow.sync import GradientSync
+from undertow.ranks.facts import Agreement
+from undertow.sync.gradient_sync import GradientSync
+from undertow.torch_private import private
 
 # torch's optimizers set these flags in their first step, and the last one for their schedulers.
 _OF_TORCH = {

@@ -23,10 +23,10 @@ from undertow.optim.state import (
     sharded_state,
     with_copied_scalars,
 )
-from undertow.runtime.sharded.layout import Sharding
-from undertow.runtime.sharded.shards import ShardPart
-from undertow.runtime.torch_private import private
-from undertow.sync import GradientSync, ZeroesWithoutReading, sync_of
+from undertow.sharded.layout import Sharding
+from undertow.sharded.shards import ShardPart
+from undertow.sync.gradient_sync import GradientSync, ZeroesWithoutReading, sync_of
+from undertow.torch_private import private
 
 ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 

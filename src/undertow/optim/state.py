@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from undertow.boxes import Box, boxes_of_range
+from undertow.buckets.binding import strides_of_gradient
 from undertow.errors import CheckpointError
-from undertow.runtime.comm.collectives import accumulation_dtype
-from undertow.runtime.comm.facts import gather_json
-from undertow.runtime.gradients.binding import strides_of_gradient
-from undertow.runtime.sharded.layout import Sharding
-from undertow.runtime.sharded.shards import ShardPart, in_memory_order
-from undertow.runtime.torch_private import checkpoint as private_checkpoint
-from undertow.runtime.torch_private import private
+from undertow.ranks.collectives import accumulation_dtype
+from undertow.ranks.facts import gather_json
+from undertow.sharded.layout import Sharding
+from undertow.sharded.shards import ShardPart, in_memory_order
+from undertow.torch_private import checkpoint as private_checkpoint
+from undertow.torch_private import private
 
 # torch's names for the entries; values are tensors, numbers, and ShardedState
 ParamState = dict[str, Any]

@@ -11,7 +11,7 @@ from undertow.errors import PhaseError, UndertowError
 from undertow.profile import Profile
 from undertow.report.what_if import NetworkOptions, WhatIf
 from undertow.simulate import Conditions
-from undertow.sync import GradientSync
+from undertow.sync.gradient_sync import GradientSync
 from undertow.trace.files import write_whole
 from undertow.trace.step_report import StepReport
 

@@ -13,7 +13,7 @@ from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.errors import require
 from undertow.runner.ending import end
 from undertow.runner.settings import MARK, RUN, TRACE, settings_from
-from undertow.sync import GradientSync
+from undertow.sync.gradient_sync import GradientSync
 
 _numbers = itertools.count()
 

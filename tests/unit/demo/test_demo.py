@@ -21,7 +21,7 @@ from undertow.demo.rank import trace_of
 from undertow.demo.run import comparison_table
 from undertow.demo.settings import NUM_WARM_UP_STEPS, WayDone, load_corpus
 from undertow.emulation.link import Carried
-from undertow.runtime.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
+from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.trace import Event, Trace, overlap_of
 
 TRACE = Trace(
@@ -186,7 +186,7 @@ Send = Callable[[object], None]
 
 
 def report_in(rank: int, send: Send) -> None:
-    send((rank, signal.getsignal(signal.SIGINT) == signal.SIG_IGN))
+    send((rank, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 
 
 def fail_on_rank_1(rank: int, send: Send) -> None:

@@ -1,0 +1,294 @@
+"""The errors of a round: the same on every rank if its trailers report them."""
+
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from operator import itemgetter
+
+from undertow.engine.round import Round, Settings
+from undertow.errors import (
+    ConfigError,
+    Desync,
+    PeerFailed,
+    PhaseError,
+    PlanMismatch,
+    ReplicaMismatch,
+    require,
+)
+from undertow.torch_private import private
+
+LOADS = (
+    "Load the same values on every rank, or call broadcast_parameters() on every rank after "
+    "a load on rank 0."
+)
+
+
+def taken_in_backward(ranks: Iterable[int], number: int, *, place: str) -> PhaseError:
+    """Returns the error, the same on every rank except for the `place`, of gradients that a hook
+    has cleared on these ranks."""
+    return PhaseError(
+        f"`.grad` was cleared during backward on rank {', '.join(map(str, sorted(ranks)))}: a "
+        "gradient arrived, and was gone "
+        "before it could be averaged.",
+        where=f"{place}, synchronization {number}",
+        remedy="Leave `.grad` alone until backward ends. Then it is the mean: copy it to another "
+        "place, or step, after backward.",
+    )
+
+
+def _place(ended: Round) -> str:
+    op = "" if ended.op is None else f', op="{ended.op}"'
+    stepped = {
+        None: "",
+        0: ", after an optimizer step",
+        1: ", without an optimizer step since the one before",
+    }
+    return f"synchronization {ended.terms.number}{stepped[ended.terms.mode]}{op}"
+
+
+def require_sound(
+    ended: Round,
+    *,
+    rank: int,
+    places: Callable[[str], Mapping[int, str]] = lambda _: {},
+    taken: str = "",
+) -> None:
+    """Raises, on every rank, the error that some rank has reported.
+
+    `places` asks all ranks for their positions, given this rank's. `taken` describes a gradient
+    that is gone on this rank.
+    """
+    number = ended.terms.number
+    where = f"synchronization {number}, rank {rank}"
+    takers = set(ended.found.reported("taken"))
+    if ended.found.taken:
+        takers.add(rank)  # on a device the ranks read it later
+    if takers:
+        raise taken_in_backward(takers, number, place=taken or f"rank {rank}")
+    failed = ended.found.reported("failed")
+    if any(reading.ranks_differ for reading in ended.found.readings):
+        listed = sorted(places(_place(ended)).items())
+        raise Desync(
+            "ranks are not in the same step.",
+            where="\n  ".join((where, *(f"rank {other}: {place}" for other, place in listed))),
+            remedy="Run as many synchronized backwards and optimizer steps on every rank; one "
+            "without a backward calls finish().",
+        )
+    if any(reading.is_overdue and reading.flags.get("late") for reading in ended.found.readings):
+        raise Desync(
+            "gradients arrived again after their bucket was sent, and were left out.",
+            where=f"{where}, or the one before",
+            remedy="Let the first two steps use parameters as often as later ones do, or set "
+            "overlap=False.",
+        )
+    if failed and not ended.has_failed:
+        raise PeerFailed(
+            f"backward failed on rank {', '.join(map(str, failed))}.",
+            where=where,
+            remedy="The gradients of this step are incomplete on every rank: drop them, and see "
+            "the log of that rank.",
+        )
+    if "settings" in ended.found.unlike and not ended.has_failed:
+        raise settings_differ(places(text_of(ended.terms.settings)), where=where)
+    if ended.found.apart is not None and not ended.has_failed:
+        raise ended.found.apart
+
+
+def text_of(settings: Settings) -> str:
+    """Returns a line for each setting, whatever the order of the optimizers' steps.
+
+    Numbers that differ in their last digits are equal: libraries of two machines may.
+    """
+    ordered = sorted(settings, key=itemgetter(0))
+    return "\n".join(
+        f"{name} of {group}: {_shown(value)}" for group, values in ordered for name, value in values
+    )
+
+
+@lru_cache(maxsize=16)
+def digest_of(settings: Settings) -> int:
+    """Returns a digest of their text, which is the same in all processes."""
+    return zlib.crc32(text_of(settings).encode())
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
+    """Returns the error of ranks that step with different settings, given the `text_of` of each
+    rank."""
+    of_ranks = {
+        rank: dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+        for rank, text in texts.items()
+    }
+    for name in dict.fromkeys(chain.from_iterable(of_ranks.values())):
+        values = {rank: of_rank.get(name, "not set") for rank, of_rank in of_ranks.items()}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in sorted(values.items()))
+            where += f"\n  first difference: {name} is {listed}"
+            break
+    return PlanMismatch(
+        "ranks step with different settings of an optimizer.",
+        where=where,
+        remedy="Give every rank the same settings. A scheduler must follow a number that all "
+        "ranks have, such as the mean of their losses.",
+    )
+
+
+def require_same_settings(texts: Sequence[str], *, where: str) -> None:
+    """Raises PlanMismatch if the `text_of` the settings of each rank is not the same."""
+    if len(set(texts)) > 1:
+        raise settings_differ(dict(enumerate(texts)), where=where)
+
+
+def loaded_apart(
+    ended: Round, *, rank: int, places: Callable[[str], Mapping[int, str]]
+) -> ReplicaMismatch:
+    """Returns the error of ranks that `load_state_dict` has given different parameters."""
+    loaded = ended.terms.loaded
+    mine = (
+        (f"it has changed parameters, fingerprint {loaded:06x}")
+        if loaded
+        else "it has changed no parameter"
+    )
+    listed = sorted(places(mine).items())
+    return ReplicaMismatch(
+        "load_state_dict has changed parameters on some ranks only, or to different values.",
+        where="\n  ".join(
+            (
+                f"synchronization {ended.terms.number}, rank {rank}",
+                *(f"rank {other}: {text}" for other, text in listed),
+            )
+        ),
+        remedy=LOADS,
+    )
+
+
+def not_waited_for(number: int) -> PhaseError:
+    return PhaseError(
+        "a backward began while gradients are being synchronized.",
+        where=f"synchronization {number}",
+        remedy="Wait for reduce_gradients_async() before the next backward.",
+    )
+
+
+def changed_unlike(
+    ended: Round, *, rank: int, num_ranks: int, change: str = ""
+) -> PlanMismatch | None:
+    """Returns the error if parameters have changed on some ranks only.
+
+    `change` describes the change on this rank.
+    """
+    changed = ended.found.reported("changed")
+    if not 0 < len(changed) < num_ranks:
+        return None
+    unchanged = ", ".join(str(other) for other in range(num_ranks) if other not in changed)
+    return PlanMismatch(
+        "the parameters, or the communication hook, have changed on rank "
+        f"{', '.join(map(str, changed))} and not on rank "
+        f"{unchanged}.",
+        where=f"synchronization {ended.terms.number}, rank {rank}{change and f': {change}'}",
+        remedy="Freeze, unfreeze, add and replace parameters, and register hooks, in the same "
+        "step on every rank.",
+    )
+
+
+def started_unlike(name: str, number: int, *, others: Iterable[int], rank: int) -> PlanMismatch:
+    return PlanMismatch(
+        "a parameter that was added or unfrozen had other values on rank "
+        f"{', '.join(map(str, others))} than on rank 0, and "
+        "gradients were computed with them.",
+        where=f"parameter {name!r}, synchronization {number}, rank {rank}",
+        remedy="Initialize it alike on every rank, as by the same seed; or call "
+        "broadcast_parameters() after adding it and "
+        "before the forward. Drop the gradients of this step by zero_grad().",
+    )
+
+
+def require_outside_of_backward(call: str, *, where: str, remedy: str) -> None:
+    """Raises PhaseError if a backward runs in this thread."""
+    is_outside = private.graph_task_id() == -1
+    require(
+        is_outside,
+        f"{call} was called inside a backward.",
+        where=where,
+        remedy=remedy,
+        error=PhaseError,
+    )
+
+
+def step_within_backward(where: str) -> PhaseError:
+    return PhaseError(
+        "an optimizer steps within a backward, on gradients that are not averaged yet.",
+        where=where,
+        remedy="Step after backward. torch's _apply_optimizer_in_backward is not supported.",
+    )
+
+
+def step_after_failure(where: str) -> PhaseError:
+    return PhaseError(
+        "the last backward or synchronization failed: these gradients are not the mean over ranks.",
+        where=where,
+        remedy="Call zero_grad(), and run a backward that succeeds on every rank, before the "
+        "next step.",
+    )
+
+
+def warn_of_local_gradients(name: str, where: str) -> None:
+    warnings.warn(
+        "an optimizer uses gradients that are not averaged: no training forward of the wrapper "
+        "preceded their backward.\n"
+        f"  parameter {name!r}, {where}\n"
+        "  Call the wrapper, not model.module or a method of it; after attach(), call the module "
+        "itself. To average gradients of other forwards, call reduce_gradients_async().wait() "
+        "before the step.",
+        stacklevel=2,
+    )
+
+
+def synchronized_already(number: int) -> PhaseError:
+    return PhaseError(
+        "gradients are being synchronized already.",
+        where=f"synchronization {number}",
+        remedy="Call this outside of backward, and wait for the earlier reduction first.",
+    )
+
+
+def nothing_to_reduce(number: int, *, rank: int) -> PhaseError:
+    return PhaseError(
+        "there is nothing to reduce: no accumulation has run since the last synchronization.",
+        where=f"reduce_gradients_async(), synchronization {number}, rank {rank}",
+        remedy="Run backward inside accumulate() or no_sync() on every rank, then reduce once.",
+    )
+
+
+def shards_held(number: int, *, rank: int) -> PhaseError:
+    return PhaseError(
+        "an earlier synchronization has left shards of its result, which another op would count "
+        "again.",
+        where=f"reduce_gradients_async(), synchronization {number}, rank {rank}",
+        remedy="Call zero_grad() before the accumulation, or leave op out.",
+    )
+
+
+def part_of_another(name: str) -> ConfigError:
+    return ConfigError(
+        "a part of this module is synchronized already.",
+        where=f"parameter {name!r} belongs to an earlier attach() or DistributedDataParallel",
+        remedy="Call close() on the earlier one if it trains no more. If two models share a "
+        "part, wrap one module that holds both, or name the part in `ignore` of one of them.",
+    )
+
+
+def unfrozen_in_backward(name: str, *, rank: int) -> PhaseError:
+    return PhaseError(
+        "a parameter was unfrozen while the backward ran that trains it: its gradient cannot be "
+        "averaged.",
+        where=f"parameter {name!r}, rank {rank}",
+        remedy="Unfreeze parameters before their backward, and outside of functional_call.",
+    )

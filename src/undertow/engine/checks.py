@@ -1,0 +1,399 @@
+"""Checks that gradients are finite when an optimizer steps, and that parameters stay the same on
+every rank."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from undertow.buckets.fingerprints import fingerprints
+from undertow.buckets.finite import not_finite
+from undertow.config import SyncConfig, refused
+from undertow.engine.agreed_errors import LOADS, loaded_apart
+from undertow.engine.current_plan import CurrentPlan
+from undertow.engine.round import Round, RoundKind
+from undertow.errors import NonFiniteGradient, ReplicaMismatch, listed
+from undertow.plan import Plan
+from undertow.ranks import faults
+from undertow.ranks.group import Pending
+from undertow.torch_private import private
+from undertow.torch_private.tables import named_modules, named_parameters
+
+_NOT_TAKEN = 'No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
+_NOT_BY_ALL = (
+    "Ranks with other experts take the step: start from a checkpoint, and look for the "
+    "overflow there."
+)
+_WRITES = (
+    "Look for what writes to parameters, or steps, on some ranks only; "
+    "broadcast_parameters() makes them equal again."
+)
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+# Synchronization, names of parameters, and for each rank whether it counts, whether it has loaded,
+# and its fingerprints.
+_Sent = tuple[int, Sequence[str], Pending[list[Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Gradients that are not finite; the same on every rank."""
+
+    params: tuple[str, ...]  # in the order of the model
+    ranks: tuple[int, ...]  # none where only the sum is known
+    where: str
+
+    @property
+    def what(self) -> str:
+        """The finding in words."""
+        gradients = "the gradient of" if len(self.params) == 1 else "the gradients of"
+        verb = "is" if len(self.params) == 1 else "are"
+        ranks = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "some rank"
+        return (
+            f"{gradients} {listed(list(map(repr, self.params)))} {verb} not finite (NaN or "
+            f"Inf) on {ranks}."
+        )
+
+    def error(self) -> NonFiniteGradient:
+        """Returns a new error each time."""
+        return NonFiniteGradient(self.what, where=self.where, remedy=_NOT_TAKEN)
+
+    @property
+    def fault(self) -> faults.Fault:
+        """The fault for ranks that do not know about these gradients, and step.
+
+        No rank can continue.
+        """
+        return faults.Fault(NonFiniteGradient, self.what, _NOT_BY_ALL)
+
+
+class NonFinite:
+    """Keeps the finding of the last synchronization, and acts on it by `policy`: "raise", "skip" or
+    "ignore".
+
+    It acts at the optimizer's step, because a GradScaler makes gradients overflow on purpose and
+    does not step on them. `look` checks there the gradients that no synchronization has seen.
+    `fails_others` makes the ranks that do not hold these experts raise too, at their next wait.
+    """
+
+    fails_others: Callable[[faults.Fault], object] | None = None
+
+    def __init__(
+        self, policy: str, *, rank: int, look: Callable[[], Finding | None], names: Sequence[int]
+    ) -> None:
+        self.num_skipped = 0  # steps
+        self.is_on = policy != "ignore"
+        self._policy = policy
+        self._rank = rank
+        self._names = names  # of the ranks
+        self._look = look
+        self._finding: Finding | None = None
+        self._is_judged = False  # an optimizer has stepped, or skipped, on it
+
+    def round_ends(self, ended: Round, plan: Plan) -> None:
+        """Takes over a synchronization's findings.
+
+        Earlier findings count as long as they are part of the sum.
+        """
+        if ended.found.keeps_earlier and self._finding is not None and not self._is_judged:
+            # what was found first comes back from every rank, with the mean of the earlier
+            # synchronization
+            return
+        if ended.found.nonfinite and not ended.has_failed:
+            self._finding = _finding_of(ended, plan, self._names)
+            self._is_judged = False
+        elif not ended.found.keeps_earlier:
+            self._finding = None
+
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Returns True if the coming step of `optimizer` is to change nothing.
+
+        May raise NonFiniteGradient on every rank.
+        """
+        # Torch's own kernels skip the step by this.
+        if not self.is_on or getattr(optimizer, "found_inf", None) is not None:
+            return False
+        finding = self._finding or self._look()
+        if finding is None:
+            return False
+        is_counted = self._finding is not None and self._is_judged
+        self._is_judged = True
+        if self._policy == "raise":
+            if self.fails_others is None:
+                raise finding.error()
+            self.fails_others(finding.fault)
+            raise finding.fault.error(finding.where)
+        if not is_counted:
+            self.num_skipped += 1
+            self._tell(finding)
+        return True
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        """Returns other arguments for a plain optimizer's step, if needed.
+
+        The optimizer itself is the first of `args`.
+        """
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return ((_idle(optimizer), *args[1:]), kwargs) if self.skips(optimizer) else None
+        if self._policy == "skip":
+            raise refused("closure", "skip", where=f"{type(optimizer).__name__}, rank {self._rank}")
+
+        def judged() -> Any:
+            loss = closure()
+            self.skips(optimizer)
+            return loss
+
+        return (
+            ((args[0], judged, *args[2:]), kwargs)
+            if len(args) > 1
+            else (args, {**kwargs, "closure": judged})
+        )
+
+    def _tell(self, finding: Finding) -> None:
+        """Warns on rank 0, the first, second, fourth time and so on.
+
+        A run that diverges would print nothing else.
+        """
+        if self._rank == 0 and self.num_skipped.bit_count() == 1:
+            times = "" if self.num_skipped == 1 else f" Steps like this so far: {self.num_skipped}."
+            faults.tell(
+                f"{finding.what} The step is skipped on every rank.{times}\n  {finding.where}"
+            )
+
+
+def _finding_of(ended: Round, plan: Plan, names: Sequence[int]) -> Finding:
+    buckets = sorted(ended.found.nonfinite)
+    slots = [
+        plan.buckets[bucket].slots[position]
+        for bucket in buckets
+        for position in ended.found.nonfinite[bucket]
+    ]
+    return Finding(
+        params=tuple(plan.params[index].name for index in sorted({slot.param for slot in slots})),
+        ranks=tuple(names[rank] for rank in ended.found.reported("nonfinite", overdue=False)),
+        where=f"synchronization {ended.terms.number}, bucket {listed(list(map(str, buckets)))}",
+    )
+
+
+def _idle(optimizer: Optimizer) -> Optimizer:
+    """Stands in for `optimizer` in one call of its `step`.
+
+    The same, with no parameters and no state to change.
+    """
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    settings = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    # A copy, because some optimizers count steps in their groups.
+    groups = [{**group, "params": []} for group in copy.deepcopy(settings)]
+    vars(stand_in).update({**vars(optimizer), "param_groups": groups, "state": defaultdict(dict)})
+    return stand_in
+
+
+def mismatch(name: str, values: Mapping[int, int], *, where: str, remedy: str) -> ReplicaMismatch:
+    """Returns the error.
+
+    The value of most ranks counts as right, and in a tie the value of the first rank among them.
+    """
+    (common, _), *_ = Counter(values.values()).most_common()
+    others = [rank for rank, value in values.items() if value != common]
+    alike = [rank for rank, value in values.items() if value == common]
+    return ReplicaMismatch(
+        f"parameter {name!r} has other values on rank {', '.join(map(str, others))} than on rank "
+        f"{', '.join(map(str, alike))}.",
+        where=where,
+        remedy=remedy,
+    )
+
+
+class Loads:
+    """The parameters that `load_state_dict` changes between two synchronizations, found by their
+    fingerprints."""
+
+    def __init__(self, current_plan: CurrentPlan) -> None:
+        self._current_plan = current_plan
+        self.before: dict[str, int] = {}  # fingerprints before the first load
+        self._seen: set[nn.Module] = set()  # whose parameters are among them
+
+    @private.untraced
+    def begins(self, module: nn.Module) -> None:
+        """Called before a load into this module, and into each of its parts."""
+        if module not in self._seen:
+            self._seen.update(part for _, part in named_modules(module))
+            own = {id(param) for _, param in named_parameters(module)}
+            self.before = self._fingerprints(lambda _, param: id(param) in own) | self.before
+
+    def digest(self) -> int:
+        """Returns a digest of the loaded values; 0 if they are what was there before."""
+        now = self._fingerprints(lambda name, _: name in self.before)
+        changed = sorted(now.items() - self.before.items())
+        return zlib.crc32(repr(changed).encode()) if changed else 0
+
+    def settle(self) -> None:
+        """Called when all ranks have the same parameters."""
+        self._seen.clear()
+        self.before.clear()
+
+    @torch.no_grad()
+    def _fingerprints(self, is_wanted: Callable[[str, Tensor], bool]) -> dict[str, int]:
+        self._current_plan.wait_for_parameters()
+        named_params = [
+            each
+            for each in self._current_plan.members.named_params()
+            if _has_bits(each[1]) and is_wanted(*each)
+        ]
+        if not named_params:
+            return {}
+        of_params = fingerprints(
+            [param for _, param in named_params], device=self._current_plan.group.device
+        )
+        return dict(zip((name for name, _ in named_params), of_params.tolist(), strict=True))
+
+
+def _has_bits(param: Tensor) -> bool:
+    """Returns True except for parameters that are more, or less, than their elements.
+
+    Quantized ones, ones to be made.
+    """
+    return type(param) is nn.Parameter and not param.is_meta
+
+
+class Checks:
+    """The checks of one engine: its numbers, and the parameters of all ranks after every few
+    synchronizations.
+
+    Fingerprints of parameters are sent when a synchronization ends and compared when the next step
+    begins. With several models in one backward, another rank may be at another model in between.
+    """
+
+    def __init__(self, current_plan: CurrentPlan, config: SyncConfig) -> None:
+        group = current_plan.group
+        # For a group of experts, ranks of the world, because there are other groups.
+        self._names = names = group.user.ranks if config.experts else range(group.num_ranks)
+        self.numbers = NonFinite(
+            config.nonfinite,
+            rank=group.rank,
+            look=partial(_found_alone, current_plan, names[0]),
+            names=names,
+        )
+        # Synchronizations between two comparisons of parameters; None if there is nothing to
+        # compare.
+        self.every = None if group.num_ranks == 1 else config.check_replicas_every
+        self.are_on = self.numbers.is_on or self.every is not None
+        self.loads = Loads(current_plan)
+        self._current_plan = current_plan
+        self.sent: list[_Sent] = []  # comparisons in flight
+
+    def are_compared(self, number: int) -> bool:
+        """Returns True if parameters are compared at the end of synchronization `number`."""
+        return self.every is not None and (number + 1) % self.every == 0
+
+    def must_be_read(self, number: int) -> bool:
+        """Returns True if the end of synchronization `number` waits for its trailers, on devices
+        too."""
+        # A synchronization that changes the parameters counts as two.
+        return self.numbers.is_on or self.are_compared(number) or self.are_compared(number + 1)
+
+    def round_was_sound(self, ended: Round) -> None:
+        """Called after a synchronization that all ranks have found sound.
+
+        Starts a comparison of parameters if one is due.
+        """
+        self.loads.settle()
+        if self.are_compared(ended.terms.number):
+            self.sent.append(self._send(ended))
+
+    def compare_loaded(self, ended: Round) -> Callable[[], ReplicaMismatch | None]:
+        """Called if `load_state_dict` has changed parameters on some ranks only, or to different
+        values.
+
+        They may have become equal since, as by a broadcast of the user's. Returns a function that
+        waits for the other ranks and returns the error.
+        """
+        group = self._current_plan.group
+        if group.device.type != "cpu":  # the other ranks read later
+            return partial(loaded_apart, ended, rank=group.rank, places=group.watch.ask)
+        return partial(self._difference, *self._send(ended))
+
+    @torch.no_grad()
+    def _send(self, ended: Round) -> _Sent:
+        current_plan, group = self._current_plan, self._current_plan.group
+        current_plan.wait_for_parameters()
+        named_params = [*current_plan.hooks.named_params, *current_plan.members.common_frozen]
+        named_params = [(name, param) for name, param in named_params if _has_bits(param)]
+        # The parameters of a rank that shadows the others may differ.
+        counts = ended.kind is not RoundKind.SHADOW
+        mine = torch.tensor(
+            [counts, bool(ended.terms.loaded)], dtype=torch.int64, device=group.device
+        )
+        if named_params:
+            mine = torch.cat(
+                (mine, fingerprints([param for _, param in named_params], device=group.device))
+            )
+        received = group.all_gather(mine, "the comparison of all ranks' parameters")
+        return ended.terms.number, [name for name, _ in named_params], received
+
+    def require_alike(self) -> None:
+        """Waits for compared parameters; raises ReplicaMismatch, on every rank, if they differ.
+
+        Does nothing inside a backward, where ranks may wait for each other in different models.
+        """
+        while self.sent and private.graph_task_id() == -1:
+            error = self._difference(*self.sent.pop(0))
+            if error is not None:
+                raise error
+
+    def _difference(
+        self, number: int, names: Sequence[str], received: Pending[list[Tensor]]
+    ) -> ReplicaMismatch | None:
+        rows = torch.stack(received.take()).tolist()
+        of_ranks = {rank: row[2:] for rank, row in zip(self._names, rows, strict=True) if row[0]}
+        differing = [
+            index
+            for index, values in enumerate(zip(*of_ranks.values(), strict=True))
+            if len(set(values)) > 1
+        ]
+        if not differing:
+            return None
+        loaded = [str(rank) for rank, row in zip(self._names, rows, strict=True) if row[1]]
+        after = f", load_state_dict on rank {', '.join(loaded)}" if loaded else ""
+        return mismatch(
+            names[differing[0]],
+            {rank: values[differing[0]] for rank, values in of_ranks.items()},
+            where=f"synchronization {number}{after}; {len(differing)} of {len(names)} parameters "
+            "differ",
+            remedy=LOADS if loaded else _WRITES,
+        )
+
+
+def _found_alone(current_plan: CurrentPlan, rank: int) -> Finding | None:
+    """Checks the gradients of a single rank, which has no rounds. A function.
+
+    A method would hold its owner in a cycle.
+    """
+    if current_plan.is_active:
+        return None
+    grads = {
+        name: param.grad
+        for name, param in current_plan.hooks.named_params
+        if param.grad is not None
+    }
+    names = list(grads)
+    params = tuple(names[place] for place in not_finite(list(grads.values())))
+    return (
+        Finding(params, ranks=(rank,), where="one rank, when its optimizer steps")
+        if params
+        else None
+    )

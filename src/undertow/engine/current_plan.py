@@ -1,0 +1,544 @@
+"""The parameters and the plan in force: how they are made, and how all ranks change them
+together."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from undertow.buckets.bucket import Layout
+from undertow.buckets.recorder import Recorder
+from undertow.buckets.reducer import Reducer
+from undertow.config import SyncConfig
+from undertow.engine.agreed_errors import (
+    changed_unlike,
+    part_of_another,
+)
+from undertow.engine.compiled_plan import CompiledPlan
+from undertow.engine.hooks import (
+    GradientFactor,
+    Listeners,
+    ParamHooks,
+    call_at_registration,
+    earlier_watchers,
+)
+from undertow.engine.params import ModuleParams, first_change
+from undertow.engine.round import Round, RoundKind
+from undertow.engine.tuning import ObservedOrder, Tuning, why_fixed
+from undertow.errors import PhaseError, require
+from undertow.plan import Plan, first_plan, groups_in_order, plan_from_groups, plan_in_order
+from undertow.ranks.collectives import Collectives
+from undertow.ranks.comm_hook import CommHook
+from undertow.ranks.facts import Agreement, surroundings
+from undertow.ranks.group import OwnGroup
+from undertow.tune import Tuner
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The parameters, and the reducer, of the next plan.
+
+    All ranks first meet under the plan in force, and agree on it.
+    """
+
+    named_params: Sequence[tuple[str, Tensor]]
+    plan: Plan
+    reducer: Reducer
+    # modules or parameters, as a forward has found: the change is meant to last
+    has_more: bool = False
+
+    @property
+    def ids(self) -> set[int]:
+        return {id(param) for _, param in self.named_params}
+
+
+class CurrentPlan:
+    """Owns the plan in force, `compiled`, and the `hooks` on its parameters; also a `change` that
+    ranks have not agreed on yet.
+
+    `is_active` if there are rounds.
+
+    A look at the module finds a change. It is a value: nothing follows it before the ranks have met
+    (see `Meeting`), and the next look may find another one or none, as when
+    torch.func.functional_call puts other parameters into the module for one call. Until then hooks
+    tell which parameters outside of the plan get a gradient. `listeners` are called by the hooks.
+    """
+
+    def __init__(
+        self,
+        members: ModuleParams,
+        group: OwnGroup,
+        config: SyncConfig,
+        recorder: Recorder,
+        listeners: Listeners,
+    ) -> None:
+        self.members, self.group = members, group
+        self._recorder, self._listeners = recorder, listeners
+        self.change: Change | None = None
+        self.is_stale = False  # the next `look_again` compares the module's parameters
+        # parameters of the plan, by id, that the last forward has found frozen or gone
+        self._left: frozenset[int] = frozenset()
+        self.compiled: CompiledPlan
+        self.hooks: ParamHooks
+        self.is_active: bool
+        self._put_in_force(
+            self._planned(members.trained(), Reducer.of(group, config)), generation=0
+        )
+        # The settings of a group of experts list only that group, other settings none.
+        divisor = config.experts[0].divisor if config.experts else None
+        self._factor = GradientFactor(1 if divisor is None else group.num_ranks / divisor)
+        self._apply_factor()
+        # A layer may be made in the middle of a forward, and be trained in the backward that
+        # follows.
+        plans = weakref.ref(self)  # torch keeps such hooks for the life of the process
+        self._end_registrations = call_at_registration(lambda *_: _mark_stale(plans()))
+
+    @property
+    def trains(self) -> bool:
+        """True if a round has anything to do: all ranks may have agreed that nothing is trained."""
+        is_settled = self.change is None and self.group.is_open
+        return self.is_active and not (is_settled and not self.hooks.named_params)
+
+    @property
+    def has_result(self) -> bool:
+        """True if anything is left of the result of the last round.
+
+        Otherwise the user has cleared it, step or no step.
+        """
+        return self.compiled.has_result()
+
+    def open(self) -> None:
+        """Creates Undertow's process group and compares the ranks.
+
+        A collective call the first time. Raises PlanMismatch.
+        """
+        if self.group.num_ranks > 1 and not self.group.is_open:
+            self.group.open()
+            compiled = self.compiled
+            self.compare(compiled.plan, compiled.params, compiled.reducer).require()
+            self.members.ranks_agree()
+
+    def owns_any(self, params: set[int]) -> bool:
+        """Returns True if one of these parameters, by id, is the module's, trained or not."""
+        # Called by every optimizer's step; there may be an optimizer for each parameter.
+        return not self.members.ids.isdisjoint(params) or self.members.has_new_of(params)
+
+    def look_at_forward(self) -> None:
+        """Called by a forward.
+
+        Looks for a change of the module's parameters, also of those that are frozen now.
+        """
+        self.is_stale = False
+        if self.members.has_changed():
+            self._left = self.hooks.ids
+            self._find_change(begins_forward=True, has_more=self.members.has_more())
+
+    def look_again(self) -> None:
+        """Called when a forward ends, a round begins, or a gradient arrives outside of the plan:
+        the change may be another one.
+
+        A parameter that is only frozen stays in the plan: if parts of a module take turns between
+        two forwards, the parameters of the other parts are unused.
+        """
+        if not self.is_stale and self.change is None:
+            return
+        if self.members.has_changed() or (self.change is not None and not self.members.are_lent()):
+            self._find_change()
+        self.is_stale = False
+        if not self.is_active and self.change is not None:  # one rank agrees with nobody
+            self.follow()
+
+    def _find_change(self, *, begins_forward: bool = False, has_more: bool = False) -> None:
+        hooks, compiled = self.hooks, self.compiled
+        reducer = compiled.reducer if self.change is None else self.change.reducer
+        present = self.members.named_params()
+        accumulated = hooks.ids_of(hooks.arrived_before)
+        # A parameter that is trained again has not left. A frozen one with an accumulated gradient
+        # stays for one more round.
+        staying = (
+            id(param) for _, param in present if param.requires_grad or id(param) in accumulated
+        )
+        self._left = self._left.difference(staying)
+        try:
+            named_params = self.members.trained(also=(hooks.ids - self._left).union(hooks.outside))
+            gone = hooks.ids.difference(id(param) for _, param in named_params)
+            # A parameter that is only gone, maybe lent for a call, stays in the plan until a
+            # forward finds that it has left.
+            has_others = bool(gone & self._left) or not self._has_all(named_params, of=compiled)
+            has_more |= self.change is not None and self.change.has_more
+            change = None
+            if has_others or reducer.hook is not compiled.reducer.hook:
+                change = self._planned(named_params, reducer, has_more=has_more)
+            self.change = change
+        except BaseException:
+            # A change that cannot be followed is refused again, and not forgotten.
+            self.is_stale = True
+            self.members.is_unseen = True
+            raise
+        # A parameter that stays in the plan for its turn leaves it when a forward finds it frozen,
+        # or gone, still.
+        self.members.is_unseen = bool(gone - self._left) or not all(
+            param.requires_grad for _, param in named_params
+        )
+        if self.is_active:
+            hooks.watch([param for _, param in present], may_have_arrived=not begins_forward)
+        self._apply_factor()
+
+    @property
+    def meets_before_forward(self) -> bool:
+        """True if a training forward is the first to use new parameters, which are to have rank 0's
+        values before.
+
+        Not while a sharded optimizer's gradients are there, which the user may clear until then:
+        ranks meet after the backward, and compare the values.
+        """
+        if self.change is None or not self.change.has_more or self.group.num_ranks == 1:
+            return False
+        is_new = not self.change.ids <= self.hooks.ids
+        return is_new and not (self.compiled.strategy.gather is not None and self.has_result)
+
+    @property
+    def comm_hook(self) -> CommHook | None:
+        """The communication hook that reduces buckets, from the next round on at the latest."""
+        reducer = self.compiled.reducer if self.change is None else self.change.reducer
+        return reducer.hook
+
+    @property
+    def changes_params(self) -> bool:
+        """True if parameters change. Then the meeting counts as a synchronization.
+
+        Not if only a hook is new.
+        """
+        return self.change is not None and self.change.reducer.hook is self.compiled.reducer.hook
+
+    def all_params(self) -> list[Tensor]:
+        """Returns the parameters of the plan in force, and of the change."""
+        params = dict.fromkeys(self.hooks.params)
+        if self.change is not None:
+            params.update(dict.fromkeys(param for _, param in self.change.named_params))
+        return list(params)
+
+    def require_own(self) -> None:
+        """Raises ConfigError if another engine watches a parameter of the change.
+
+        Gradients must be averaged once.
+        """
+        assert self.change is not None
+        for name in earlier_watchers(self.change.named_params, but=self._listeners.owner):
+            raise part_of_another(name)
+
+    def follow(self) -> None:
+        """Puts the change in force."""
+        change, hooks = self.change, self.hooks
+        assert change is not None  # else nobody calls this
+        arrived = hooks.ids_of(hooks.arrived_before | hooks.arrivals.arrived).union(hooks.outside)
+        hooks.close()
+        self._put_in_force(change, generation=self.compiled.generation + 1, before=self.compiled)
+        self.hooks.arrived_before |= self.hooks.indices(arrived)
+        self.change, self._left = None, frozenset()
+        self._apply_factor()
+
+    def forget_buckets(self) -> None:
+        """Discards the records of buckets that were empty."""
+        self._recorder.forgets_buckets()
+
+    def _apply_factor(self) -> None:
+        """Called when there are other parameters; new ones may train before the change is in
+        force."""
+        if not self._factor.is_one:
+            self._factor.follow(
+                (*self.hooks.params, *(param for _, param in self.members.named_params()))
+            )
+
+    def note_written(self) -> None:
+        """Counts gradients that something other than autograd has written into `.grad`, which
+        another plan cannot tell."""
+        if self.is_active:
+            self.hooks.arrived_before |= self.compiled.written(range(len(self.compiled.params)))
+
+    def close(self) -> None:
+        """Removes all hooks."""
+        self._end_registrations()
+        self.compiled.reducer.close()
+        self.hooks.close()
+        self._factor.follow(())
+
+    def use_hook(self, hook: CommHook, *, is_in_round: bool) -> None:
+        """Reduces buckets by `hook` from the next round on; before it the ranks meet without it and
+        compare their hooks.
+
+        Raises PhaseError in a round, and if there is a hook already.
+        """
+        earlier = self.comm_hook
+        require(
+            not is_in_round and earlier is None,
+            "register_comm_hook can only be called once, and not within a backward.",
+            where="gradients are being synchronized"
+            if earlier is None
+            else f"{earlier.name} is registered",
+            remedy="Write one hook that calls the others, and register it before training.",
+            error=PhaseError,
+        )
+        self.look_again()
+        self.group.borrowers.add("hooks")
+        reducer = dataclasses.replace(self.compiled.reducer, hook=hook)
+        named_params = self.hooks.named_params if self.change is None else self.change.named_params
+        self.change = self._planned(named_params, reducer)
+        if not self.group.is_open or self.group.num_ranks == 1:
+            self.note_written()
+            self.follow()
+
+    def adopt_plan(self) -> None:
+        """Called when a round begins: moves to the plan that rank 0 has sent, if it differs.
+
+        With a sharded optimizer, the plan moves as it does when parameters change: from a round
+        without shards of gradients on, gradients are whole until its next step lays parameters out
+        anew.
+        """
+        compiled, hooks = self.compiled, self.hooks
+        order, tuning = hooks.order, hooks.tuning
+        is_sent = (order is not None and order.sent is not None) or (
+            tuning is not None and tuning.sent is not None
+        )
+        plan = planned(compiled, hooks, self.compiled.reducer.config) if is_sent else None
+        layout = compiled.layout
+        if layout.strategy.gather is None:
+            if plan is not None:
+                self._move(Change(hooks.named_params, plan, compiled.reducer))
+            return
+        if plan is not None:
+            hooks.groups = plan.groups
+        if hooks.groups is not None and not layout.holds_shards:
+            self.wait_for_parameters()
+            layout.make_gradients_whole(hooks.named_params)
+            self._move(self._planned(hooks.named_params, compiled.reducer))
+
+    def _move(self, change: Change) -> None:
+        """Puts another plan of the same parameters in force."""
+        before = self.compiled
+        self.note_written()
+        moved = CompiledPlan(
+            change.plan,
+            before.params,
+            change.reducer,
+            self._recorder,
+            generation=before.generation + 1,
+        )
+        # A `.grad` that lies in an old bucket keeps its memory until it has moved into the new one.
+        before.let_go()
+        _ = moved.buckets
+        moved.snapshots += before.snapshots
+        self.compiled = moved
+        self.hooks.regroup(change.plan)
+
+    def round_ended(self) -> None:
+        """Called after a round that all ranks have found sound: sends measurements."""
+        compiled, hooks = self.compiled, self.hooks
+        if hooks.order is not None:
+            hooks.order.send()
+        if hooks.tuning is not None and hooks.tuning.act is not None:
+            hooks.tuning.act(compiled.present)
+
+    def shard_plan(self) -> Plan:
+        """Returns the plan for shards, in rank 0's order if that has arrived.
+
+        Raises PhaseError if parameters change: later rounds reduce whole gradients until an
+        optimizer steps again.
+        """
+        if self.change is not None:
+            raise PhaseError(
+                "an optimizer steps after its parameters have changed and before gradients of "
+                "the new ones are averaged.",
+                where=f"rank {self.group.rank}",
+                remedy="Run a forward and a backward between the change and the step.",
+            )
+        return sharded_plan(self.compiled.plan, self.hooks, self.compiled.reducer.config)
+
+    def follow_layout(self, plan: Plan, layout: Layout, exchanges: Collectives) -> None:
+        """Lays out the same parameters as `layout` says, whose shards cross by `exchanges`."""
+        before, hooks = self.compiled, self.hooks
+        if hooks.order is not None:
+            hooks.order.close()
+            hooks.order = None
+        self._recorder.forgets_gathers()
+        self.compiled = CompiledPlan(
+            plan,
+            before.params,
+            dataclasses.replace(before.reducer, shard_exchanges=exchanges),
+            self._recorder,
+            generation=before.generation + 1,
+            layout=layout,
+        )
+        self.compiled.snapshots += before.snapshots
+        hooks.groups = None
+        if self.is_active:
+            _ = self.compiled.buckets
+        hooks.regroup(plan)
+
+    def wait_for_parameters(self) -> None:
+        """Waits until all parameters that a sharded optimizer updates have arrived."""
+        self.compiled.layout.wait_for_parameters()
+
+    def require_changed_alike(self, ended: Round) -> None:
+        """Raises PlanMismatch, on every rank, if the parameters have changed on some ranks only."""
+        compiled = self.compiled
+        plan, params, reducer, described = compiled.plan, compiled.params, compiled.reducer, ""
+        if ended.kind is RoundKind.RETIRE and self.change is not None:
+            plan, reducer = self.change.plan, self.change.reducer
+            params = tuple(param for _, param in self.change.named_params)
+            described = "a communication hook was registered"
+            if reducer.hook is compiled.reducer.hook:
+                described = first_change(compiled.plan.params, plan.params)
+        error = changed_unlike(
+            ended, rank=self.group.rank, num_ranks=self.group.num_ranks, change=described
+        )
+        if error is None:
+            return
+        # On the host every rank has read the same and is here now, and the comparison names a
+        # parameter. On a device the other ranks read later, when this one is gone. A rank whose
+        # backward has failed comes alone: the others have raised that.
+        if self.group.device.type == "cpu" and not ended.has_failed:
+            self.compare(plan, params, reducer).require()
+        raise error
+
+    def _has_all(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
+        """Returns True if that plan has these parameters, in this order and unchanged, and perhaps
+        others."""
+        specs = self.members.specs(named_params)
+        wanted = [
+            (id(param), spec, param.stride())
+            for (_, param), spec in zip(named_params, specs, strict=True)
+        ]
+        planned = zip(map(id, of.params), of.plan.params, of.strides, strict=True)
+        # each search continues after the one that was found
+        return all(each in planned for each in wanted)
+
+    def compare(
+        self, plan: Plan, params: Sequence[Tensor], reducer: Reducer, *, new: Sequence[str] = ()
+    ) -> Agreement:
+        """Compares the parameters and settings of all ranks, and the names of `new` parameters.
+
+        A collective call.
+        """
+        settings = {
+            **surroundings(self.group, reducer.hook),
+            **self.compiled.reducer.config.to_dict(),
+        }
+        return self.members.compare(self.group, plan.params, params, settings, new=new)
+
+    def _planned(
+        self,
+        named_params: Sequence[tuple[str, Tensor]],
+        reducer: Reducer,
+        *,
+        has_more: bool = False,
+    ) -> Change:
+        plan = first_plan(
+            self.members.specs(named_params), reducer.config, num_ranks=reducer.group.num_ranks
+        )
+        # No shards until an optimizer steps again.
+        return Change(
+            tuple(named_params),
+            plan,
+            dataclasses.replace(reducer, shard_exchanges=None),
+            has_more=has_more,
+        )
+
+    def _put_in_force(
+        self, change: Change, *, generation: int, before: CompiledPlan | None = None
+    ) -> None:
+        """Makes the buckets and hooks of a change."""
+        params = [param for _, param in change.named_params]
+        compiled = CompiledPlan(
+            change.plan, params, change.reducer, self._recorder, generation=generation
+        )
+        hooks = ParamHooks(change.named_params, compiled.plan, self._listeners)
+        if compiled.reducer.is_active:
+            _ = compiled.buckets  # too large ones fail here instead of in the first backward
+            if before is not None:
+                compiled.snapshots += before.snapshots
+            hooks.start()
+            hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
+            if follows_observed_order(compiled, compiled.reducer.config):
+                hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
+            measure(hooks, compiled, compiled.reducer.config, self._recorder)
+        self.compiled, self.hooks, self.is_active = compiled, hooks, compiled.reducer.is_active
+
+
+def _mark_stale(plans: CurrentPlan | None) -> None:
+    if plans is not None:
+        plans.is_stale = True
+
+
+def measure(
+    hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig, recorder: Recorder
+) -> None:
+    """Starts to measure the parameters, and to improve the plan if it is not fixed."""
+    group = compiled.reducer.group
+    if not hooks.named_params or not recorder.is_on or group.num_ranks == 1:
+        return
+    order = (
+        None
+        if config.order == "observed"
+        else [param for bucket in compiled.plan.buckets for param in bucket.params]
+    )
+    hooks.tuning = Tuning(
+        hooks.arrivals,
+        recorder,
+        group,
+        Tuner(order),
+        may_move=not why_fixed(config, compiled.reducer),
+    )
+
+
+def sharded_plan(now: Plan, hooks: ParamHooks, config: SyncConfig) -> Plan:
+    """Returns the plan for shards, the pinned plan, or the plan to which a sharded optimizer
+    moves."""
+    order = None if hooks.order is None else hooks.order.take()
+    if hooks.groups is not None:
+        return plan_from_groups(now.params, hooks.groups, num_ranks=now.num_ranks)
+    if config.plan is not None:
+        return first_plan(now.params, config, num_ranks=now.num_ranks)
+    order = [param for bucket in now.buckets for param in bucket.params] if order is None else order
+    return plan_in_order(now.params, order, config, num_ranks=now.num_ranks, has_shards=True)
+
+
+def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | None:
+    """Returns the plan that rank 0 has sent for the round that begins, if any: its order of
+    arrival, or its decision.
+
+    Not if every bucket would hold the same gradients as now: their order within a bucket changes
+    nothing.
+    """
+    order = None if hooks.order is None else hooks.order.take()
+    if order is not None:
+        hooks.order = None
+    groups = None if hooks.tuning is None else hooks.tuning.take(now.present)
+    if groups is None and order is not None:
+        groups = groups_in_order(now.plan.params, order, config)
+    if groups is None or list(map(frozenset, groups)) == list(map(frozenset, now.plan.groups)):
+        return None
+    return plan_from_groups(now.plan.params, groups, num_ranks=now.plan.num_ranks)
+
+
+def follows_observed_order(compiled: CompiledPlan, config: SyncConfig) -> bool:
+    """Returns True if the plan takes over rank 0's order of arrival."""
+    # A changed plan changes the rounding of three or more summands, which a user who wants the same
+    # bits does not expect. A hook may keep state for every bucket.
+    reducer = compiled.reducer
+    is_free = (
+        config.plan is None
+        and reducer.hook is None
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+    return (
+        config.order == "observed"
+        and is_free
+        and reducer.group.num_ranks > 1
+        and bool(compiled.params)
+    )

@@ -1,0 +1,668 @@
+"""The events of a step, and the rounds that they begin and end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from undertow.buckets.binding import gradients_aside
+from undertow.buckets.recorder import Recorder
+from undertow.config import SyncConfig
+from undertow.engine import agreed_errors
+from undertow.engine.checks import Checks
+from undertow.engine.current_plan import CurrentPlan
+from undertow.engine.hooks import Listeners, OutermostEnd, is_watched, no_round, users_hooks
+from undertow.engine.meeting import Meeting
+from undertow.engine.params import ModuleParams
+from undertow.engine.progress import Forward, Gradients, Progress
+from undertow.engine.round import Round, RoundKind, Stage, Terms
+from undertow.errors import UndertowError, all_of
+from undertow.ranks.group import OwnGroup
+from undertow.torch_private import private
+
+
+class Engine:
+    """Synchronizes the gradients of `members` over `group`, backward after backward.
+
+    A round synchronizes gradients or only accumulates them, as decided when backward runs. One is
+    under way at a time.
+
+        first gradient ──> _begin ──> hooks fill buckets ──> outermost backward ends: _launch_rest
+                                                                       │
+        [Meeting ──> _start_late ──>] the stages of the Round ──> _conclude ──> _judge
+
+    `Round` explains stages. With several engines in one backward, every engine runs its first
+    stage before any of them runs the next one.
+    """
+
+    def __init__(
+        self, members: ModuleParams, group: OwnGroup, config: SyncConfig, recorder: Recorder
+    ) -> None:
+        self.is_accumulating = False  # a backward that runs now only accumulates
+        self.is_closed = False
+        self.recorder = recorder
+        progress = self.progress = Progress()
+        # Called by other threads, which must not keep the engine alive.
+        group.here.steps = lambda: (progress.num_rounds, progress.has_begun)
+        self._round: Round | None = None  # the one under way
+        # After a backward that has failed, the next gradient looks whether there is a round.
+        self._end = OutermostEnd(
+            self._launch_rest, lambda: self.current_plan.hooks.arrivals.forget_traversal()
+        )
+        listeners = Listeners(self, self._enter, self._arrives_outside)
+        self.current_plan = CurrentPlan(members, group, config, recorder, listeners)
+        self.siblings: SiblingEngines  # set by the owner
+        self.checks = Checks(self.current_plan, config)
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a round is under way."""
+        return self._round is not None
+
+    @property
+    def has_arrived(self) -> bool:
+        """True if every bucket that has left in the round under way is reduced."""
+        return self._round is None or self.current_plan.compiled.is_completed()
+
+    @property
+    def unused_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters without a gradient on this rank in the last synchronized step."""
+        if self.current_plan.is_active:
+            return self.progress.unused.last
+        return tuple(
+            name for name, param in self.current_plan.members.trained_now() if param.grad is None
+        )
+
+    @property
+    def synchronizes(self) -> bool:
+        """True if a backward that runs now communicates, as one that only accumulates does if it
+        adds up shards.
+
+        After a change of the plan there are no shards before the optimizer steps.
+        """
+        current_plan = self.current_plan
+        adds_up_shards = (
+            current_plan.change is None and current_plan.compiled.strategy.reduces_micro_batches
+        )
+        return not self.is_accumulating or adds_up_shards
+
+    @property
+    def follows_forward(self) -> bool:
+        """True if a forward that a backward may follow has run since all parameters were
+        stepped."""
+        trains = bool(self.current_plan.hooks.ids) or self.current_plan.change is not None
+        return self.progress.forward is not Forward.NONE and trains
+
+    @property
+    def is_backward_due(self) -> bool:
+        """True if a training forward has run whose backward is to synchronize, and no
+        synchronization has followed."""
+        return self.progress.is_owed and self._meets
+
+    @property
+    def is_step_empty(self) -> bool:
+        """True if neither a training forward nor a synchronization has begun the step."""
+        return not self.progress.is_owed and not (
+            self.progress.steps.are_due and self.current_plan.has_result
+        )
+
+    @property
+    def _meets(self) -> bool:
+        """True if the other ranks are needed.
+
+        A rank that trains nothing is needed for what its siblings train.
+        """
+        return self.current_plan.trains or (
+            self.current_plan.is_active and self.siblings.are_several
+        )
+
+    # A forward.
+
+    def forward_begins(self, *, is_training: bool, is_compiled: bool = False) -> None:
+        """Called before every forward that a backward may follow.
+
+        `meet_before_forward` comes after the buffers.
+        """
+        current_plan, progress = self.current_plan, self.progress
+        current_plan.group.watch.check()
+        if self._round is not None:
+            self._abandon()
+        if self.checks.sent:
+            self.checks.require_alike()
+        current_plan.look_at_forward()
+        current_plan.hooks.arrival_hooks.run_last()
+        if is_training and progress.num_forwards == 0:
+            current_plan.compiled.look()
+        # nothing tells the end of a compiled one
+        progress.forward = Forward.ENDED if is_compiled else Forward.RUNNING
+        if progress.gradients is not Gradients.SOUND and not current_plan.has_result:
+            progress.gradients = Gradients.SOUND  # they are cleared
+        if not is_training:
+            return
+        # Other ranks are told of an exception that ends this thread, and shown its stack if it is
+        # late.
+        current_plan.group.here.thread = threading.get_ident()
+        self.recorder.forward_begins()
+        progress.forward_begins(synchronizes=self.synchronizes, is_last=not self.is_accumulating)
+
+    def meet_before_forward(self, *, has_buffers: bool) -> None:
+        """Meets the other ranks in the first training forward after parameters were added; a
+        collective call there.
+
+        Otherwise the first gradients would be means over models that differ. A rank that has not
+        changed must come to this engine's round next, and not to its siblings', nor, if forwards
+        synchronize buffers (`has_buffers`), to another forward.
+        """
+        current_plan, progress = self.current_plan, self.progress
+        if not current_plan.meets_before_forward or self.siblings.are_several:
+            return
+        if has_buffers and (self.is_accumulating or progress.num_forwards_before > 1):
+            return
+        if progress.num_rounds == 0:
+            current_plan.open()
+        current_plan.wait_for_parameters()
+        current_plan.look_again()
+        current_plan.adopt_plan()
+        hooks = current_plan.hooks
+        hooks.arrivals.reset()  # they belong to the round before
+        are_used = bool(hooks.outside)  # in a backward that only accumulated
+        stage: Stage | None = self._meeting(RoundKind.REDUCE, are_used=are_used).begin
+        while stage is not None:
+            stage = stage()
+
+    def forward_ends(self) -> None:
+        """Called after such a forward, which may have made a layer."""
+        self.recorder.forward_ends()
+        if self.current_plan.is_stale:
+            self.current_plan.look_again()
+        self.progress.forward = min(self.progress.forward, Forward.ENDED)
+
+    # A backward.
+
+    @private.untraced
+    def _enter(self, task: int) -> None:
+        """Called with the first gradient in backward `task`."""
+        if self._round is None or self._is_between_rounds():
+            outside = self.current_plan.hooks.outside_hooks
+            if outside.watched and outside.has_thawed():
+                self._follow_thawed()
+            self._take_part_all(task)
+        else:
+            self._end.watch(task)
+
+    @private.untraced
+    def _arrives_outside(self, param: Tensor) -> None:
+        """Called with a gradient of a parameter that the plan does not have.
+
+        A change of the plan may have it. Raises PhaseError if it is unfrozen in mid-round.
+        """
+        current_plan = self.current_plan
+        if self.is_closed or param.grad is None or is_watched(param, but=self):
+            return
+        is_between = self._is_between_rounds()
+        if is_between:
+            current_plan.is_stale = True
+            current_plan.look_again()
+        if current_plan.change is not None and id(param) in current_plan.change.ids:
+            current_plan.hooks.outside[id(param)] = param
+            if is_between:
+                self._follow_thawed()
+                self._take_part_all(private.graph_task_id())
+        elif not is_between and (name := current_plan.members.names.get(id(param))) is not None:
+            raise agreed_errors.unfrozen_in_backward(name, rank=current_plan.group.rank)
+
+    def _is_between_rounds(self) -> bool:
+        # a new backward has begun, and this round is not its own
+        if self._round is not None and not self._end.is_coming:
+            if self._round.has_ended:
+                raise agreed_errors.not_waited_for(self.progress.num_rounds)
+            self._give_up(self._round)
+        return self._round is None
+
+    def _follow_thawed(self) -> None:
+        """Called when a part of a module is trained again, because parts take turns.
+
+        Its backward needs no forward of the whole module before it.
+        """
+        self.current_plan.is_stale = True
+        self.progress.forward = max(self.progress.forward, Forward.ENDED)
+
+    def _take_part_all(self, task: int) -> None:
+        (self.siblings if self.siblings.are_several else self).take_part(task)
+        if self._round is None:
+            self._end.watch(task)
+
+    def take_part(self, task: int) -> None:
+        """Begins a round in backward `task`, unless one is under way, with or without gradients for
+        this engine."""
+        is_open = self.current_plan.is_active and not self.is_closed
+        if is_open and (self._round is None or self._is_between_rounds()):
+            private.require_eager_backward()
+            # first: a round that is open without an end to come counts as a failed backward
+            self._end.watch(task)
+            self.current_plan.look_again()
+            kind = RoundKind.REDUCE
+            if not self.synchronizes:
+                kind = RoundKind.ACCUMULATE
+            elif not (self.follows_forward or self.siblings.follow_forward):
+                # As in torch's class, a backward of the bare module does not concern the other
+                # ranks.
+                kind = RoundKind.ACCUMULATE
+                self.progress.gradients = max(self.progress.gradients, Gradients.LOCAL)
+            self._begin(kind)
+
+    def _launch_rest(self) -> None:
+        """Called at the end of backward: parameters without a gradient are unused here.
+
+        Launches the remaining buckets.
+        """
+        ending = self._round
+        if ending is None or ending.has_ended:
+            return  # a nested backward has reached the outermost end as well
+        self._end_backward(ending)
+        self._advance(ending)
+        if private.graph_task_id() != -1:
+            private.call_after_backward(self._go_on)
+
+    @private.left_alone
+    def _go_on(self) -> None:
+        """Called after the callbacks of all other engines.
+
+        With several models in one backward all launch, then all wait.
+        """
+        ending = self._round
+        if ending is None or ending.stage is None:
+            return
+        try:
+            self._advance(ending)
+        except BaseException:
+            self.siblings.complete()
+            raise
+        if ending.stage is not None:
+            private.call_after_backward(self._go_on)
+
+    # A round, from its begin to its end.
+
+    def _begin(self, kind: RoundKind, *, op: str | None = None) -> None:
+        current_plan, progress = self.current_plan, self.progress
+        # A hook that user code has registered since the forward may run after Undertow's, once, on
+        # the first gradient.
+        is_overtaken = current_plan.hooks.arrival_hooks.run_last()
+        is_synchronized = kind is not RoundKind.ACCUMULATE
+        conclude = self._conclude if is_synchronized else self._conclude_accumulation
+        opened = Round(
+            kind=kind,
+            is_last=not self.is_accumulating,
+            op=op,
+            holds_back=is_overtaken,
+            conclude=conclude,
+        )
+        if is_synchronized:
+            if progress.num_rounds == 0:
+                current_plan.open()
+            current_plan.adopt_plan()
+            progress.gradients = Gradients.INCOMPLETE
+        current_plan.hooks.arrivals.reset()
+        self._round = opened
+        self.recorder.backward_begins(generation=current_plan.compiled.generation)
+        if current_plan.change is None:
+            self._start(opened)
+
+    def _start(self, opened: Round) -> None:
+        """Starts the round under the plan in force."""
+        current_plan, progress, checks = self.current_plan, self.progress, self.checks
+        hooks, steps = current_plan.hooks, progress.steps
+        is_telling = opened.kind is RoundKind.REDUCE
+        loaded = checks.loads.digest() if is_telling and checks.loads.before else 0
+        tuning = hooks.tuning
+        is_measured = (
+            tuning is not None and tuning.act is not None and tuning.is_about_to_communicate
+        )
+        is_checked = checks.are_on and checks.must_be_read(progress.num_rounds)
+        terms = Terms(
+            number=progress.num_rounds,
+            mode=None if opened.kind is RoundKind.SHADOW else steps.mode,
+            settings=steps.settings,
+            loaded=loaded,
+            digests={"settings": steps.digest, "loaded": loaded} if is_telling else {},
+            rescale=progress.rescale * (current_plan.group.num_ranks if opened.op == "sum" else 1),
+            is_read_at_once=is_measured or is_checked or loaded != 0,
+            keeps_own=progress.steps_in_shards and opened.op is None,
+        )
+        opened.start(current_plan.compiled, hooks, terms)
+
+    def _end_backward(self, ending: Round) -> None:
+        self.recorder.backward_ends()
+        if ending.has_started:
+            ending.stage = ending.send
+        elif ending.kind is RoundKind.ACCUMULATE:
+            # Gradients stay where they are until the ranks have met.
+            ending.stage = partial(self._conclude_accumulation, ending)
+        else:
+            ending.stage = self._late_stage(ending)
+        ending.has_ended = True  # last: an error before leaves a backward that has failed
+
+    def _late_stage(self, ending: Round) -> Stage:
+        """Returns the first stage of a round that has not started: it waited for a change."""
+        current_plan = self.current_plan
+        current_plan.look_again()
+        start = partial(self._start_late, ending)
+        if current_plan.change is None:
+            return start
+        hooks = current_plan.hooks
+        are_used = self.progress.has_begun or bool(
+            hooks.arrivals.arrived or hooks.arrived_before or hooks.outside
+        )
+        return self._meeting(ending.kind, are_used=are_used, then=start).begin
+
+    def _meeting(self, kind: RoundKind, *, are_used: bool, then: Stage | None = None) -> Meeting:
+        number, steps = self.progress.num_rounds, self.progress.steps
+        # A meeting that ends without agreement counts too: all ranks have run it.
+        self.progress.num_rounds += self.current_plan.changes_params
+        mode = None if kind is RoundKind.SHADOW else steps.mode
+        return Meeting(self.current_plan, number, mode=mode, are_used=are_used, then=then)
+
+    def _start_late(self, ending: Round) -> Stage:
+        """Starts the round under the plan that the ranks have agreed on."""
+        self._start(ending)
+        return ending.send()
+
+    def _conclude(self, ended: Round) -> Stage | None:
+        """Ends a synchronization that has bound its gradients.
+
+        Compares parameters before, if `load_state_dict` has changed them on some ranks only, or to
+        different values.
+        """
+        if not ended.found.readings or "loaded" not in ended.found.unlike:
+            self._judge(ended)
+            return None
+        difference = self.checks.compare_loaded(ended)
+
+        def conclude() -> None:
+            ended.found.apart = difference()
+            self._judge(ended)
+
+        return conclude
+
+    def _conclude_accumulation(self, _ended: Round) -> None:
+        hooks = self.current_plan.hooks
+        self._close_round()
+        hooks.arrived_before |= hooks.arrivals.arrived
+        self.progress.has_accumulated = True
+        self.current_plan.is_stale = True
+
+    def _judge(self, ended: Round) -> None:
+        """Ends a complete synchronization as all ranks do.
+
+        Raises the error that they have agreed on.
+        """
+        self._close_round()
+        current_plan, found = self.current_plan, ended.found
+        self.recorder.round_ends(found.busy_ms)
+        hooks, plan = current_plan.hooks, ended.compiled.plan
+        unused = hooks.names_of(plan, found.unused) if any(found.unused.values()) else ()
+        self.progress.round_ends(has_failed=ended.has_failed, is_last=ended.is_last)
+        self.progress.unused.round_ends(unused, hooks.named_params, is_last=ended.is_last)
+        if not ended.has_failed:
+            hooks.arrived_before.clear()
+            current_plan.is_stale = True
+        if self.checks.numbers.is_on:
+            self.checks.numbers.round_ends(ended, plan)
+        if found.readings or found.taken:
+            taken = ""
+            if found.taken:
+                name, param = hooks.named_params[min(found.taken)]
+                taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
+            group = current_plan.group
+            agreed_errors.require_sound(ended, rank=group.rank, places=group.watch.ask, taken=taken)
+        if found.readings:
+            current_plan.require_changed_alike(ended)
+        if ended.has_failed:
+            return  # it has left the other ranks already
+        self.progress.gradients = Gradients.SOUND
+        current_plan.round_ended()
+        if self.checks.every is not None or self.checks.loads.before:
+            self.checks.round_was_sound(ended)
+
+    def _advance(self, ending: Round) -> None:
+        """Runs the next stage; an error ends the round."""
+        try:
+            stage, ending.stage = ending.stage, None
+            if stage is not None:  # else a signal handler has run it
+                ending.stage = stage()
+        except BaseException:
+            if self._round is ending:
+                self._close_round()
+            raise
+
+    def complete(self) -> None:
+        """Waits for launched buckets and binds the gradients.
+
+        Raises the error that the ranks have agreed on.
+        """
+        ending = self._round
+        if ending is None or not ending.has_ended:
+            self._abandon()
+            return
+        # A signal handler may call this within a stage: then `stage` is None.
+        while self._round is ending and ending.stage is not None:
+            self._advance(ending)
+
+    def _close_round(self) -> None:
+        self._round = None
+        self._end.forget()
+        arrivals = self.current_plan.hooks.arrivals
+        arrivals.on_full = no_round
+        arrivals.forget_traversal()
+
+    def _abandon(self) -> None:
+        """Ends a round that an exception in backward has left open, and waits for one that was
+        launched by hand."""
+        if self._round is None or private.graph_task_id() != -1:
+            return
+        if self._round.has_ended:
+            self.complete()
+        else:
+            self._give_up(self._round)
+
+    def _give_up(self, failed: Round) -> None:
+        """Ends a round whose backward failed: the other ranks wait for this rank's buckets, and
+        drop them.
+
+        Afterwards every `.grad` is as it is now: the user may have cleared it, or another backward
+        may have begun.
+        """
+        failed.has_failed = failed.kind is not RoundKind.ACCUMULATE
+        self.progress.gradients = Gradients.INCOMPLETE
+        params = self.current_plan.all_params()
+        with gradients_aside(params) if failed.has_failed else contextlib.nullcontext():
+            self._end_backward(failed)
+            self.complete()
+
+    # An optimizer's step.
+
+    def finish_before_step(self, params: set[int]) -> None:
+        """Runs a round if one is owed before an optimizer steps on these parameters, by id, or
+        their gradients are read.
+
+        Raises PhaseError inside a backward.
+        """
+        current_plan, progress = self.current_plan, self.progress
+        if (self._round is not None or progress.is_owed) and private.graph_task_id() != -1:
+            where = f"synchronization {progress.num_rounds}, rank {current_plan.group.rank}"
+            raise agreed_errors.step_within_backward(where)
+        if self._round is not None:
+            self._abandon()
+        is_up_to_date = progress.steps.are_due_for(params) and not current_plan.members.has_new_of(
+            params
+        )
+        if not is_up_to_date:
+            # the next backward may run without a forward that finds a change
+            current_plan.is_stale = True
+            current_plan.look_again()
+            current_plan.is_stale = True
+            # parameters that no forward has found
+            progress.is_owed |= current_plan.change is not None
+        if progress.is_owed and not (is_up_to_date and current_plan.has_result):
+            self._run_outside_of_backward()
+        if self.checks.sent:
+            self.checks.require_alike()
+
+    def require_sound_gradients(self, params: set[int], *, reader: str) -> None:
+        """Called when `reader` is about to use the gradients of these parameters, by id.
+
+        Raises PhaseError if they are incomplete, and warns if they are this rank's own because no
+        forward preceded the backward.
+        """
+        progress, hooks = self.progress, self.current_plan.hooks
+        where = f"{reader}, rank {self.current_plan.group.rank}"
+        if progress.gradients is Gradients.INCOMPLETE:
+            # Whatever `.grad` holds: on the rank whose backward failed it is None, cleared or not,
+            # if its bucket had left.
+            raise agreed_errors.step_after_failure(where)
+        if progress.gradients is Gradients.LOCAL and self.current_plan.has_result:
+            local = hooks.arrived_before & hooks.indices(params)
+            if local:
+                progress.gradients = Gradients.REPORTED
+                agreed_errors.warn_of_local_gradients(hooks.named_params[min(local)][0], where)
+
+    # Calls of users.
+
+    def reduce_accumulated(self, op: str | None) -> None:
+        """Sends accumulated gradients; `complete` waits for them.
+
+        Raises PhaseError if there are none to send.
+        """
+        if not self.current_plan.is_active:
+            return
+        number, rank = self.progress.num_rounds, self.current_plan.group.rank
+        if self._round is not None and self._round.has_ended:
+            raise agreed_errors.synchronized_already(number)
+        self._abandon()
+        if not self.progress.has_accumulated:
+            raise agreed_errors.nothing_to_reduce(number, rank=rank)
+        if op is not None and self.current_plan.compiled.layout.holds_shards:
+            raise agreed_errors.shards_held(number, rank=rank)
+        self._launch_accumulated(op=op)
+
+    def finish(self) -> None:
+        """Runs a round, unless one has run since the last training forward or step.
+
+        For a rank without gradients.
+        """
+        num_rounds = self.progress.num_rounds
+        self._abandon()
+        was_abandoned = self.progress.num_rounds > num_rounds  # and its gradients may be gone
+        begins = self.is_step_empty and not was_abandoned
+        if begins:
+            self.progress.unused.so_far = None
+        if self.progress.is_owed or begins:
+            self._run_outside_of_backward()
+
+    def finish_owed(self) -> None:
+        """Runs a round if one is owed: a sibling has."""
+        if self.progress.is_owed:
+            self._run_outside_of_backward()
+
+    def shadow(self) -> None:
+        """Takes part in a round of the other ranks, without data.
+
+        Gradients that were not synchronized drop out.
+        """
+        self._abandon()
+        self.current_plan.hooks.arrived_before.clear()
+        self.current_plan.look_again()
+        if self._meets:
+            with gradients_aside(self.current_plan.all_params()):
+                self._begin(RoundKind.SHADOW)
+                self._launch_rest()
+                self.complete()
+
+    def close(self) -> None:
+        """Removes the hooks and begins no more rounds; the caller has ended the one under way."""
+        self.is_closed = True
+        self.current_plan.close()
+
+    def _run_outside_of_backward(self) -> None:
+        own = (
+            (self._launch_accumulated, self.complete) if self._meets and not self.is_closed else ()
+        )
+        self.progress.is_owed = False
+        all_of(*own, self.siblings.finish_owed)
+
+    def _launch_accumulated(self, *, op: str | None = None) -> None:
+        """Sends accumulated gradients, outside of a backward; `complete` waits for them."""
+        if self._round is not None:
+            raise agreed_errors.synchronized_already(self.progress.num_rounds)
+        self.current_plan.look_again()
+        self._begin(RoundKind.REDUCE, op=op)
+        self._launch_rest()
+
+
+class SiblingEngines:
+    """Engines whose rounds belong to the same backwards: a backward that reaches one of them is a
+    round of all.
+
+    No token of a rank may reach its experts; the ranks with the same experts wait for it in that
+    backward nevertheless. The order is the same on every rank, so that engines also wait for each
+    other in one order.
+    """
+
+    def __init__(
+        self, engines: Sequence[Engine], *, close: weakref.WeakMethod[Callable[[], None]]
+    ) -> None:
+        self._engines = [weakref.ref(engine) for engine in engines]  # which hold this object
+        self._close = close  # of the object that users hold
+        self.are_several = len(engines) > 1
+
+    @property
+    def watched_ids(self) -> set[int]:
+        """The parameters, by id, whose gradients the engines wait for."""
+        return {key for engine in self._present() for key in engine.current_plan.hooks.ids}
+
+    def close_model(self) -> None:
+        """Closes the model: a newer wrapper averages its gradients."""
+        close = self._close()
+        if close is not None:
+            close()
+
+    def take_part(self, task: int) -> None:
+        """Begins a round of every engine in backward `task`, unless it is in one."""
+        for engine in self._present():
+            engine.take_part(task)
+
+    @property
+    def follow_forward(self) -> bool:
+        """True if a forward has run since all parameters of every engine were stepped."""
+        return any(engine.follows_forward for engine in self._present())
+
+    def finish_owed(self) -> None:
+        """Called after one engine has run a round outside of backward.
+
+        The others run theirs, for which other ranks wait too.
+        """
+        all_of(*(engine.finish_owed for engine in self._present()))
+
+    def complete(self) -> None:
+        """Called after one engine has failed.
+
+        Ends the launched rounds of the others, and drops their errors.
+        """
+        for engine in self._present():
+            with contextlib.suppress(UndertowError):
+                engine.complete()
+
+    def wait_for_parameters(self) -> None:
+        """Waits for the parameters of all engines; drops errors."""
+        for engine in self._present():
+            with contextlib.suppress(RuntimeError):
+                if engine.current_plan.group.is_alive:
+                    engine.current_plan.wait_for_parameters()
+
+    def _present(self) -> Iterator[Engine]:
+        return (engine for ref in self._engines if (engine := ref()) is not None)

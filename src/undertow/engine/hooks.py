@@ -1,0 +1,396 @@
+"""The hooks on parameters, and the end of the outermost backward."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from undertow.engine.tuning import ObservedOrder, Tuning
+from undertow.plan import Groups, Plan
+from undertow.schedule.tracker import Arrivals, BucketArrivals
+from undertow.torch_private import private
+from undertow.torch_private.module_hook import ModuleHook
+from undertow.tune import Tuner
+
+_is_trained = attrgetter("requires_grad")
+
+# If a backward is compiled with the code around it, so are the Python functions that it calls
+# first.
+private.left_alone(BucketArrivals.arrive)
+
+
+class ArrivalHooks:
+    """Hooks that report every gradient of `params`, by index."""
+
+    def __init__(self, params: Sequence[Tensor], arrivals: Arrivals) -> None:
+        self._params, self._arrivals = tuple(params), arrivals
+        self._hooks: list[RemovableHandle] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Hooks anew after a regrouping, which changes the functions to call."""
+        remove_all(self._hooks)
+        # Without parameters before the start.
+        self._hooks = [
+            private.hook_gradients(*pair)
+            for pair in zip(self._params, self._arrivals.hooks, strict=False)
+        ]
+        self._num_hooks_ever = private.num_hooks_ever()
+
+    def run_last(self) -> bool:
+        """Moves these hooks after newer hooks of user code, which may change a gradient.
+
+        Returns True if there were any.
+        """
+        if self._num_hooks_ever == private.num_hooks_ever():
+            return False
+        self._num_hooks_ever = private.num_hooks_ever()
+        moved = [
+            private.run_last(param, hook)
+            for param, hook in zip(self._params, self._hooks, strict=True)
+        ]
+        return any(moved)
+
+    def remove(self) -> None:
+        remove_all(self._hooks)
+        self._params = ()
+
+
+class GradientFactor:
+    """Multiplies every new gradient by one factor, such as the one that a group of experts asks
+    for.
+
+    It applies before a gradient is added to `.grad`, so a reduction is always a mean, also of a
+    later part of a step.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self.is_one = factor == 1
+        self._params: dict[Tensor, None] | None = None  # tensors are keys by identity
+        # each with a node that must stay alive
+        self._hooks: list[tuple[object, RemovableHandle]] = []
+
+    @torch.no_grad()
+    def follow(self, params: Iterable[Tensor]) -> None:
+        """Applies to the gradients of these parameters only, frozen ones included: they may be
+        unfrozen for a backward.
+
+        Gradients of parameters that are new since the last call arrived before anybody followed
+        them.
+        """
+        before = self._params
+        self._params = dict.fromkeys(filter(private.may_train, params))
+        if before is not None:
+            for param in self._params:
+                if param not in before and param.grad is not None:
+                    param.grad.mul_(self._factor)
+        for _, hook in self._hooks:
+            hook.remove()
+        self._hooks = [private.scale_gradients(param, self._factor) for param in self._params]
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """The functions of `owner` that hooks on parameters call."""
+
+    owner: object
+    on_backward: Callable[[int], object]  # with a backward whose first gradient arrives
+    # with a parameter that got a gradient and is not in the plan
+    on_outside: Callable[[Tensor], object]
+
+
+class OutsideHooks:
+    """Hooks on parameters of a module that are not in the plan, which call `then(param)` when a
+    gradient arrives after all."""
+
+    def __init__(self, then: Callable[[Tensor], object]) -> None:
+        self._then = then
+        self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
+
+    def watch(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Makes these the watched parameters, except those that can never be trained.
+
+        Returns those that are new.
+        """
+        wanted = {id(param): param for param in params}
+        for key in self.watched.keys() - wanted.keys():
+            self.watched.pop(key)[1].remove()
+        new = [wanted[key] for key in wanted.keys() - self.watched.keys()]
+        for param in new:
+            with contextlib.suppress(RuntimeError):  # it can never be trained
+                self.watched[id(param)] = param, private.hook_gradients(param, self._then)
+        return new
+
+    def has_thawed(self) -> bool:
+        """Returns True if one of them is trained now, and no engine waits for its gradient."""
+        params = [param for param, _ in self.watched.values()]
+        # Runs in every round, hence a loop in C; most models have no frozen parameters.
+        return any(map(_is_trained, params)) and any(
+            param.requires_grad and not is_watched(param) for param in params
+        )
+
+
+class ParamHooks:
+    """Hooks on `named_params` until `close`, and the measurements of these parameters by them.
+
+    `arrivals` counts their gradients. `order` and `tuning` measure them, and `groups` is the plan
+    that follows. `outside_hooks` are on parameters outside of the plan: frozen and new ones.
+    """
+
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, Tensor]],
+        plan: Plan,
+        listeners: Listeners,
+    ) -> None:
+        self.named_params = tuple(named_params)
+        self.ids = frozenset(id(param) for _, param in named_params)
+        self.arrivals = Arrivals(
+            [bucket.params for bucket in plan.buckets],
+            self.params,
+            on_full=no_round,
+            traversal=private.graph_task_id,
+            on_traversal=listeners.on_backward,
+        )
+        self.arrivals.owner = listeners.owner
+        self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
+        # by id, parameters outside of the plan that have got a gradient
+        self.outside: dict[int, Tensor] = {}
+        self.groups: Groups | None = None  # of the plan to which a sharded optimizer moves
+        self.order: ObservedOrder | None = None
+        self.tuning: Tuning | None = None  # if there are rounds
+        self.arrival_hooks = ArrivalHooks([], self.arrivals)
+        self.outside_hooks = OutsideHooks(listeners.on_outside)
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [param for _, param in self.named_params]
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """The measurements of these parameters."""
+        return None if self.tuning is None else self.tuning.tuner
+
+    def start(self) -> None:
+        """Registers the hooks."""
+        self.arrival_hooks = ArrivalHooks(self.params, self.arrivals)
+
+    def watch(self, params: Sequence[Tensor], *, may_have_arrived: bool) -> None:
+        """Hooks the parameters of a module that are outside of the plan.
+
+        The gradients of new ones count if they `may_have_arrived` before their hooks.
+        """
+        for param in self.outside_hooks.watch(
+            [param for param in params if id(param) not in self.ids]
+        ):
+            if may_have_arrived and param.grad is not None:
+                self.outside[id(param)] = param
+
+    def regroup(self, plan: Plan) -> None:
+        """Switches to the buckets of another plan."""
+        self.arrivals.regroup([bucket.params for bucket in plan.buckets])
+        self.arrival_hooks.renew()
+
+    def close(self) -> None:
+        """Removes the hooks; a second call does nothing."""
+        self.arrival_hooks.remove()
+        self.outside_hooks.watch(())
+        self.arrivals.on_full = no_round  # it may be in the middle of an arrival
+        self.arrivals.owner = None
+        for other in (self.order, self.tuning):
+            if other is not None:
+                other.close()
+
+    def not_arrived(self, bucket: Sequence[int], missing: Collection[int]) -> list[int]:
+        """Returns the positions in `bucket` of the `missing` parameters without a gradient since
+        the last synchronization."""
+        absent = set(missing) - self.arrived_before
+        return (
+            [position for position, param in enumerate(bucket) if param in absent] if absent else []
+        )
+
+    def ids_of(self, indices: Iterable[int]) -> set[int]:
+        """Returns the ids of parameters given by index."""
+        return {id(self.named_params[index][1]) for index in indices}
+
+    def indices(self, tensors: set[int]) -> set[int]:
+        """Returns the indices of parameters given by id."""
+        return {index for index, param in enumerate(self.params) if id(param) in tensors}
+
+    def names_of(self, plan: Plan, places: Mapping[int, Collection[int]]) -> tuple[str, ...]:
+        """Returns the names of parameters given by their positions in each bucket, in the order of
+        the plan."""
+        params = [
+            plan.buckets[bucket].params[place]
+            for bucket in sorted(places)
+            for place in places[bucket]
+        ]
+        return tuple(self.named_params[param][0] for param in params)
+
+
+def no_round(_bucket: int) -> None:
+    """Called with a full bucket while no round runs that could send it."""
+
+
+def remove_all(hooks: list[RemovableHandle]) -> None:
+    """Removes these hooks and empties the list."""
+    while hooks:
+        hooks.pop().remove()
+
+
+def earlier_watchers(
+    named_params: Iterable[tuple[str, Tensor]], *, but: object = None
+) -> dict[str, Any]:
+    """Returns the engines that watch these parameters, each with the name of one.
+
+    Not the engine `but`.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+    for name, param in named_params:
+        for engine in _watchers_of(param):
+            if engine is not but:
+                found.setdefault(id(engine), (name, engine))
+    return dict(found.values())
+
+
+def is_watched(param: Tensor, *, but: object = None) -> bool:
+    """Returns True if an engine other than `but` waits for the gradient of `param`."""
+    return any(engine is not but for engine in _watchers_of(param))
+
+
+def users_hooks(param: Tensor) -> list[str]:
+    """Returns the names of the functions that user code has put on the parameter as post-accumulate
+    hooks."""
+    hooks = [
+        hook
+        for hook in private.post_accumulate_hooks(param)
+        if not hasattr(getattr(hook, "__self__", None), "arrivals")
+    ]
+    return [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks]
+
+
+def call_at_registration(then: Callable[..., None]) -> Callable[[], None]:
+    """Calls `then`, with torch's arguments, when any module gets a parameter or submodule.
+
+    Returns a function that ends this.
+    """
+    return partial(
+        remove_all,
+        [
+            register_module_parameter_registration_hook(then),
+            register_module_module_registration_hook(then),
+        ],
+    )
+
+
+def _watchers_of(param: Tensor) -> Iterator[Any]:
+    for hook in private.post_accumulate_hooks(param):
+        arrivals = getattr(getattr(hook, "__self__", None), "arrivals", None)
+        if isinstance(arrivals, Arrivals):
+            yield arrivals.owner
+
+
+def is_outermost_forward() -> bool:
+    """Returns False in a recomputation inside a backward and in an evaluation, for which no other
+    rank waits."""
+    return private.graph_task_id() == -1 and torch.is_grad_enabled()
+
+
+def warn_of_late_backward(module: nn.Module, params: Iterable[Tensor]) -> None:
+    """Warns once if a gradient arrives before the next forward of `module`.
+
+    Its own forward ran before `close()`.
+    """
+    # not the module: parameters' hooks would hold it, and the garbage collector does not see them
+    name = type(module).__name__
+    hooks: list[RemovableHandle] = []
+
+    def arrives(_param: Tensor) -> None:
+        remove_all(hooks)
+        warnings.warn(
+            "this backward averages nothing: the model was closed between its forward and this "
+            "backward.\n"
+            f"  {name}\n  Call close() after the last backward.",
+            stacklevel=2,
+        )
+
+    hooks.append(module.register_forward_pre_hook(ModuleHook(module, partial(remove_all, hooks))))
+    with private.as_plain_tensors():  # parameters in flight may never arrive
+        hooks.extend(param.register_post_accumulate_grad_hook(arrives) for param in params)  # type: ignore[no-untyped-call]
+
+
+class OutermostEnd:
+    """Calls `on_end` at the end of the outermost of nested backwards; a reentrant checkpoint runs
+    one inside another.
+
+    Calls `on_gone` when a watched backward is gone before its end: an exception has ended it.
+    """
+
+    def __init__(self, on_end: Callable[[], None], on_gone: Callable[[], None]) -> None:
+        self.on_end = on_end
+        self.on_gone = on_gone
+        self._watches: dict[int, weakref.ref[_BackwardEnd]] = {}  # by backward
+
+    @property
+    def is_coming(self) -> bool:
+        """True if a watched backward still runs.
+
+        A backward that an exception has ended does not, and never reaches its end.
+        """
+        return any(watch() is not None for watch in self._watches.values())
+
+    def watch(self, task: int) -> None:
+        """Called from a hook that runs in backward `task`; once per task is enough."""
+        if task not in self._watches:
+            watch = _BackwardEnd(self)
+            self._watches[task] = weakref.ref(watch, lambda _: self.on_gone())
+            private.call_after_backward(watch)
+
+    def forget(self) -> None:
+        """Forgets the backwards of this round, including those that an exception ended."""
+        self._watches.clear()
+
+
+class _BackwardEnd:
+    """The callback at the end of a backward.
+
+    Only that backward holds it, so it is gone as soon as the backward is.
+    """
+
+    __slots__ = ("__weakref__", "_outermost")
+
+    def __init__(self, outermost: OutermostEnd) -> None:
+        self._outermost = outermost
+
+    @private.left_alone  # if a whole step is compiled, so are the hooks of its backward
+    def __call__(self) -> None:
+        node = private.enclosing_node()
+        if node is None:
+            self._outermost.on_end()
+            return
+
+        # as it is if that node raises: then no end is to come, though this object may stay
+        self._outermost.on_gone()
+
+        # The task ran inside a node of an outer one: when that node is done, wait for the end of
+        # the outer task.
+        def climb(*_gradients: Any) -> None:  # holds this object until then
+            handle.remove()
+            self._outermost.watch(private.graph_task_id())
+
+        handle = node.register_hook(climb)

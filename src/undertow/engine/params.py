@@ -1,0 +1,367 @@
+"""Finds the trained parameters of a module, and detects when they change."""
+
+import weakref
+from collections.abc import Collection, Container, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, call, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from undertow.errors import ConfigError
+from undertow.plan import ParamSpec
+from undertow.ranks.facts import Agreement, CommonBuffers, Place, why_not_sent
+from undertow.ranks.group import OwnGroup
+from undertow.torch_private import private, tables
+
+_children_of = attrgetter("_modules")
+_is_trained = attrgetter("requires_grad")
+_Named = Sequence[tuple[str, Tensor]]
+
+
+class _Census:
+    """A snapshot of a module's parameters that is fast to compare with a later state.
+
+    The comparison runs at every forward, for thousands of parameters, so every line of `_now` is a
+    loop in C, without Python frames.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = [part for _, part in tables.named_modules(module)]
+        self._parameters = [part._parameters.values for part in modules]
+        # Weak, unlike the tables of parameters: a child may refer to its parent and keep it alive
+        # forever.
+        self._modules = list(map(weakref.ref, modules))
+        self.params = self.present()  # held, so that no other tensor gets the same id
+        # Without sparse and uninitialized ones, which only ignored parameters may be.
+        self._dense = [
+            param for param in self.params if param.layout is torch.strided and not is_lazy(param)
+        ]
+        # Of ordinary modules without a search for the method.
+        is_usual = all(isinstance(part._modules, dict) for part in modules)
+        self._values_of = dict.values if is_usual else methodcaller("values")
+        self._then = self._now()
+
+    def present(self) -> list[Tensor]:
+        """Returns the parameters that these modules have now."""
+        return [
+            param for param in chain.from_iterable(map(call, self._parameters)) if param is not None
+        ]
+
+    def has_other_modules(self) -> bool:
+        try:
+            return self._ids_of_children() != self._then[0]
+        except AttributeError:  # a module is gone
+            return True
+
+    def has_changed(self) -> bool:
+        try:
+            return self._now() != self._then
+        except AttributeError:  # a module is gone
+            return True
+
+    def _ids_of_children(self) -> list[int]:
+        return _ids(map(self._values_of, map(_children_of, map(call, self._modules))))
+
+    def _now(self) -> tuple[Sequence[object], ...]:
+        return (
+            self._ids_of_children(),
+            _ids(map(call, self._parameters)),
+            list(map(_is_trained, self.params)),
+            list(map(Tensor.data_ptr, self._dense)),  # new dtypes and layouts need new data
+            # Two casts in turn may end at the same address.
+            [(param.device, param.dtype) for param in self.params[:1]],
+        )
+
+
+class ModuleParams:
+    """The tensors of `module` that are synchronized: all except the names in `ignored`, and those
+    `elsewhere`.
+
+    Narrower parameters accumulate their gradients in `reduce_dtype`, if it is not None. `close`
+    undoes this.
+    """
+
+    _seen: _Census  # all parameters, at the last look
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ignored: Container[str],
+        *,
+        elsewhere: Container[str] = (),
+        reduce_dtype: str | None = None,
+    ) -> None:
+        # Weak, because parameters' hooks refer to this object, and the garbage collector does not
+        # see through those.
+        self._module = weakref.ref(module)
+        self._ignored = ignored
+        self._elsewhere = elsewhere  # names that another object of this class has
+        self._wide: torch.dtype | None = (
+            None if reduce_dtype is None else getattr(torch, reduce_dtype)
+        )
+        self.common_buffers = CommonBuffers()
+        self.common_frozen: list[tuple[str, Tensor]] = []  # as of the last comparison between ranks
+
+    def trained(self, *, also: Collection[int] = ()) -> list[tuple[str, Tensor]]:
+        """Returns the parameters to synchronize, by name, and resets `has_changed`.
+
+        Parameters of the module whose ids are in `also` are included even if they are frozen.
+        """
+        named_params = self._see(self._present_module)
+        if self._wide is not None:
+            _accumulate_in(self._wide, named_params)
+        return [
+            (name, param)
+            for name, param in named_params
+            if param.requires_grad or id(param) in also
+        ]
+
+    def trained_now(self) -> list[tuple[str, Tensor]]:
+        """Returns the trained parameters without resetting `has_changed`.
+
+        Empty if the module is gone.
+        """
+        return [(name, param) for name, param in self.named_params() if param.requires_grad]
+
+    def frozen(self) -> list[tuple[str, Tensor]]:
+        """Returns the parameters that are not trained now."""
+        return [(name, param) for name, param in self.named_params() if not param.requires_grad]
+
+    def named_params(self) -> list[tuple[str, Tensor]]:
+        """Returns all current parameters, frozen ones included; empty if the module is gone."""
+        module = self._module()
+        return [] if module is None else self._synchronized(tables.named_parameters(module))
+
+    def _synchronized(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        return [
+            (name, it)
+            for name, it in named
+            if name not in self._ignored and name not in self._elsewhere
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first trained parameter, or the CPU if no parameter is trained."""
+        return next((param.device for _, param in self.trained_now()), torch.device("cpu"))
+
+    def close(self) -> None:
+        """Gives gradients the dtype of their parameters again."""
+        with private.as_plain_tensors():  # parameters in flight may never arrive
+            for _, param in () if self._wide is None else self.named_params():
+                if private.gradient_dtype(param) != param.dtype:
+                    grad, param.grad = param.grad, None
+                    private.set_gradient_dtype(param, param.dtype)
+                    param.grad = None if grad is None else grad.to(param.dtype)
+
+    def has_changed(self) -> bool:
+        """Returns True if a parameter was added, removed, replaced, frozen or unfrozen, or changed
+        dtype, size or device."""
+        with private.as_plain_tensors():  # this reads no values
+            if not self.is_unseen and not self._seen.has_changed():
+                return False
+            return not self.are_lent() and not self._is_elsewhere()
+
+    def are_lent(self) -> bool:
+        """Returns True during a call of torch.func.functional_call: its replacements are tensors,
+        not parameters.
+
+        A copy or a loaded module of TorchScript has tensors too, from the first look on.
+        """
+        known = set(map(id, self._seen.params))
+        added = (param for param in self._seen.present() if id(param) not in known)
+        return not all(isinstance(param, nn.Parameter) for param in added)
+
+    def has_more(self) -> bool:
+        """Returns True if modules are others, or parameters more, than at the last look.
+
+        A call of torch.func.functional_call only exchanges parameters, so that the change is meant
+        to last.
+        """
+        return self._seen.has_other_modules() or len(self._seen.present()) != len(self._seen.params)
+
+    def _is_elsewhere(self) -> bool:
+        """Returns True if only ignored parameters have changed.
+
+        They may be experts of another group, which this group's ranks need not know about.
+        """
+        module = self._module()
+        if (
+            self.is_unseen
+            or module is None
+            or self._seen.has_other_modules()
+            or _kinds(self.named_params()) != self._kinds
+        ):
+            return False
+        self._seen = _Census(module)
+        return True
+
+    def has_new_of(self, tensors: set[int]) -> bool:
+        """Returns True if one of these (by id) was added, or unfrozen, in a change that has not
+        been looked at yet."""
+        # This runs at every optimizer step: known parameters need no look.
+        if self.ids >= tensors or not self.has_changed():
+            return False
+        return not tensors.isdisjoint({id(param) for _, param in self.trained_now()} - self.ids)
+
+    def specs(self, named_params: Sequence[tuple[str, Tensor]]) -> list[ParamSpec]:
+        """Returns the planner's description of the parameters."""
+        module = self._module()
+        sparse = set() if module is None else sparse_params(module)
+        return [spec_of(name, param, is_sparse=id(param) in sparse) for name, param in named_params]
+
+    def compare(
+        self,
+        group: OwnGroup,
+        specs: Sequence[ParamSpec],
+        params: Sequence[Tensor],
+        settings: dict[str, Any],
+        *,
+        new: Sequence[str],
+    ) -> Agreement:
+        """Starts to compare on all ranks these parameters and settings, frozen parameters and
+        buffers."""
+        buffers = self._synchronized(tables.named_buffers(self._present_module))
+        return Agreement(
+            group,
+            settings=settings,
+            params=[_description(spec, param) for spec, param in zip(specs, params, strict=True)],
+            others=[
+                *(_description(spec_of(name, param), param) for name, param in self.frozen()),
+                *(_description_of_buffer(name, buffer) for name, buffer in buffers),
+            ],
+            new=new,
+        )
+
+    def ranks_agree(self) -> None:
+        """Records that all ranks have the same buffers and frozen parameters as this one now."""
+        self.common_frozen = self.frozen()
+        places: list[Place] = []
+        for prefix, part in tables.named_modules(self._present_module):
+            table = tables.own_buffers(part)
+            for key in table:
+                name = tables.joined(prefix, key)
+                if name not in self._ignored and name not in self._elsewhere:
+                    places.append((table, key, name))
+        self.common_buffers = CommonBuffers(places)
+
+    @property
+    def _present_module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None  # a forward of it runs, or its optimizer steps
+        return module
+
+    def _see(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        with private.as_plain_tensors():
+            self._seen = _Census(module)
+        self.is_unseen: bool = False  # if set, the module counts as changed until the next look
+        named_params = self.named_params()
+        # As of this look: optimizers of other parameters are not this object's concern.
+        self.names = {id(param): name for name, param in named_params}
+        self.ids = self.names.keys()
+        self._kinds = _kinds(named_params)
+        return named_params
+
+
+def _kinds(named_params: _Named) -> list[tuple[object, ...]]:
+    """Returns every property of the synchronized parameters that may change, frozen parameters
+    included."""
+    return [
+        (
+            name,
+            id(param),
+            param.requires_grad,
+            param.dtype,
+            param.shape,
+            param.stride(),
+            param.device,
+        )
+        for name, param in named_params
+    ]
+
+
+def first_change(before: Sequence[ParamSpec], after: Sequence[ParamSpec]) -> str:
+    """Describes the first parameter that differs."""
+    old, new = {spec.name: spec for spec in before}, {spec.name: spec for spec in after}
+    for name in (*old, *new):
+        if name not in new:
+            return f"parameter {name!r} is not trained any more"
+        if name not in old:
+            return f"parameter {name!r} is trained now"
+        if old[name] != new[name]:
+            return f"parameter {name!r} was {_text(old[name])} and is {_text(new[name])}"
+    return "a parameter was replaced"
+
+
+def _text(spec: ParamSpec) -> str:
+    return f"{spec.shape} {spec.dtype} on {spec.device}"
+
+
+def _ids(owned: Iterable[Iterable[object]]) -> list[int]:
+    return list(map(id, chain.from_iterable(owned)))
+
+
+def _accumulate_in(wide: torch.dtype, named_params: Sequence[tuple[str, Tensor]]) -> None:
+    for name, param in named_params:
+        wanted = (
+            wide
+            if param.dtype.is_floating_point and param.dtype.itemsize < wide.itemsize
+            else param.dtype
+        )
+        if private.gradient_dtype(param) == wanted or (
+            param.grad is not None and not param.requires_grad
+        ):
+            continue
+        if param.grad is not None:
+            raise ConfigError(
+                f"parameter {name!r} has a gradient of {param.grad.dtype}, and reduce_dtype asks "
+                f"for {wanted}.",
+                where="SyncConfig(reduce_dtype=...)",
+                remedy="Clear gradients with zero_grad() before the model is wrapped, and before "
+                "a parameter changes its dtype.",
+            )
+        private.set_gradient_dtype(param, wanted)
+
+
+def sparse_params(module: nn.Module) -> set[int]:
+    """Returns the ids of parameters in layers that are declared to produce sparse gradients."""
+    embeddings = (
+        layer
+        for _, layer in tables.named_modules(module)
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+    )
+    return {id(layer.weight) for layer in embeddings if layer.sparse}
+
+
+def _description_of_buffer(name: str, buffer: Tensor) -> dict[str, Any]:
+    kind = why_not_sent(buffer)
+    return {"name": name, "shape": kind} if kind else _description(spec_of(name, buffer), buffer)
+
+
+def _description(spec: ParamSpec, tensor: Tensor) -> dict[str, Any]:
+    """Returns the properties of a tensor that must be the same on every rank."""
+    axes = (
+        [axis for axis, size in enumerate(spec.shape) if size > 1]
+        if tensor.layout is torch.strided
+        else []
+    )
+    if len(axes) > 1 and not tensor.is_contiguous():
+        axes.sort(key=lambda axis: -tensor.stride()[axis])
+    # Of the device without the index, which may differ.
+    return {**spec.to_dict(), "device": tensor.device.type, "axes in memory": axes}
+
+
+def spec_of(name: str, tensor: Tensor, *, is_sparse: bool = False) -> ParamSpec:
+    """Returns the planner's description of `tensor`."""
+    dtype = private.gradient_dtype(tensor)
+    return ParamSpec(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
+        device=str(tensor.device),
+        is_sparse=is_sparse,
+        own_dtype=None if dtype == tensor.dtype else str(tensor.dtype).removeprefix("torch."),
+    )

@@ -1,0 +1,240 @@
+"""The state of an engine that outlives a round."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import IntEnum, auto
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from undertow.engine import agreed_errors
+from undertow.engine.round import Settings
+
+# Settings that choose an implementation: ranks may differ in them.
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+_PLAIN = {bool, int, float, str, type(None)}
+
+
+class Forward(IntEnum):
+    """The last forward that a backward may follow, if it ran since all parameters were stepped."""
+
+    NONE = auto()
+    ENDED = auto()
+    RUNNING = auto()  # a training loop inside of it may step
+
+
+class Gradients(IntEnum):
+    """The state of the gradients since the last synchronization that succeeded.
+
+    A worse one replaces a better one.
+    """
+
+    SOUND = auto()
+    LOCAL = auto()  # a backward that followed no forward has added to this rank's
+    REPORTED = auto()  # the same, and a warning says so
+    INCOMPLETE = auto()  # a backward or a synchronization has failed, or is under way
+
+
+class Unused:
+    """Names of the parameters without a gradient on this rank, over the synchronizations of a
+    step."""
+
+    def __init__(self) -> None:
+        self.last: tuple[str, ...] = ()  # in the last step
+        self.so_far: tuple[str, ...] | None = None  # in the synchronizations of this one
+        self._is_last_run = True  # of the step, which adds up no more gradients
+
+    def forward_begins(self) -> None:
+        """Called before a training forward."""
+        self.last = ()
+        if self._is_last_run:
+            self.so_far = None
+
+    def round_ends(
+        self, unused: tuple[str, ...], params: Sequence[tuple[str, Tensor]], *, is_last: bool
+    ) -> None:
+        """Called after a round that found parameters with these names, of `params`, unused."""
+        before = self.so_far
+        if before is not None and unused:
+            # so an earlier gradient counts no more
+            cleared = {name for name, param in params if param.grad is None}
+            unused = tuple(name for name in unused if name in before or name in cleared)
+        self.so_far, self._is_last_run = unused, is_last
+        if is_last:
+            self.last = unused
+
+
+class Steps:
+    """The steps of optimizers since the last round."""
+
+    def __init__(self) -> None:
+        self.settings: Settings = ()
+        # by id, those that were updated; None before the first round
+        self._params: set[int] | None = None
+        self._have_ever_been = False
+
+    @property
+    def are_due(self) -> bool:
+        """True if no optimizer has stepped since the last round."""
+        return self._params is not None and not self._params
+
+    @property
+    def mode(self) -> int | None:
+        """Part of the signature: ranks differ if one has stepped since the last round and another
+        has not.
+
+        None, which accepts the others' mode, on a rank that leaves steps to another one, or steps
+        without torch's optimizers.
+        """
+        return int(self._params == set()) if self._have_ever_been else None
+
+    @property
+    def digest(self) -> int | None:
+        """The same on ranks that have stepped with the same settings.
+
+        None, which accepts the others', on a rank that has not.
+        """
+        return agreed_errors.digest_of(self.settings) if self.settings else None
+
+    def are_due_for(self, params: Collection[int]) -> bool:
+        """Returns True if these parameters, by id, have not stepped on the last round's result
+        yet."""
+        return self._params is not None and self._params.isdisjoint(params)
+
+    def add(self, params: set[int], settings: Settings) -> set[int]:
+        """Adds a step of these parameters, by id, with these settings.
+
+        Returns all that have stepped since the last round.
+        """
+        # Otherwise this is an optimizer inside one that has told its settings, or a further step.
+        if not self._params or self._params.isdisjoint(params):
+            self.settings += settings
+        stepped = self._params | params if self._params else params
+        if self._params is not None:
+            self._params = stepped
+        self._have_ever_been = True
+        return stepped
+
+    def round_ends(self) -> None:
+        self._params, self.settings = set(), ()
+
+    def join_ends(self) -> None:
+        self._params, self.settings = None, ()
+
+
+class Progress:
+    """The state of an engine that outlives a round.
+
+    A rank owes a round when a training forward ran and no round has followed: the other ranks may
+    be waiting in theirs. An optimizer whose parameters have not stepped since the last round steps
+    on what that round has brought; a forward in between was for something else. A backward that
+    follows no forward since all parameters were stepped is this rank's own.
+    """
+
+    def __init__(self) -> None:
+        self.num_rounds = 0  # synchronized ones
+        # factor for the mean over all ranks, if some of them have run out of data
+        self.rescale = 1.0
+        self.is_owed = False
+        self.num_forwards = 0  # training forwards since the last synchronization
+        self.num_forwards_before = 1  # training forwards between the last one and the one before
+        self.forward = Forward.NONE
+        self.gradients = Gradients.SOUND
+        self.has_accumulated = False  # since the last synchronization
+        self.steps_in_shards = False  # a sharded optimizer steps, or is going to
+        self.are_buffers_due = True  # before the next training forward, unless it continues a step
+        self.unused = Unused()
+        self.steps = Steps()
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a training forward has run since the last synchronization."""
+        return self.num_forwards > 0
+
+    def forward_begins(self, *, synchronizes: bool, is_last: bool) -> None:
+        """Called before a training forward."""
+        self.unused.forward_begins()
+        self.is_owed = synchronizes
+        self.num_forwards += 1
+        self.has_accumulated |= not synchronizes
+        self.are_buffers_due = is_last
+
+    def round_ends(self, *, has_failed: bool, is_last: bool) -> None:
+        """Called after a round; gradients stay accumulated if it was not the last one of the step.
+
+        They are reduced already.
+        """
+        self.num_rounds += 1
+        self.is_owed = False
+        self.num_forwards_before, self.num_forwards = self.num_forwards, 0
+        self.are_buffers_due = is_last
+        self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
+        self.steps.round_ends()
+
+    def optimizer_steps(
+        self, params: set[int], settings: Settings, *, of: frozenset[int], has_closure: bool
+    ) -> None:
+        """Called before an optimizer updates these parameters, by id, with these settings.
+
+        `of` are all that are trained.
+        """
+        stepped = self.steps.add(params, settings)
+        # After a step with a closure, its backward is still to come.
+        if self.forward is Forward.ENDED and stepped >= of and not has_closure:
+            self.forward = Forward.NONE
+        self.unused.so_far = None
+
+    def join_ends(self) -> None:
+        """Called when all ranks contribute again, and are at the same place as before the first
+        round."""
+        self.rescale = 1.0
+        self.are_buffers_due = True
+        self.steps.join_ends()
+
+
+def params_of(optimizer: Optimizer) -> Iterator[Any]:
+    return chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
+
+
+def settings_of(
+    optimizer: Optimizer, names: Mapping[int, str], trained: frozenset[int] | set[int]
+) -> Settings:
+    """Returns the settings of each group with `trained` parameters, by id; ranks that step alike
+    have the same.
+
+    A group is named by its number and by the first of its parameters in alphabetical order: another
+    optimizer may have a group of the same number, and the ranks may step the two in another order.
+
+    Left out are tensors on devices, for which the host would wait, and settings that only choose an
+    implementation.
+    """
+    kind = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
+    settings: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
+    for group in optimizer.param_groups:
+        here = trained.intersection(map(id, group["params"]))
+        if not here:
+            continue
+        first = min(map(names.__getitem__, here))
+        of_group = []
+        for name in getattr(optimizer, "defaults", ()):
+            value = group.get(name)
+            if type(value) not in _PLAIN:
+                value = _plain(value)
+            if value is not None and name not in _IMPLEMENTATION:
+                of_group.append((name, value))
+        settings.append((f"group {len(settings)} of {kind} with {first!r}", tuple(of_group)))
+    return tuple(settings)
+
+
+def _plain(value: object) -> object:
+    """Returns a number of numpy's or on the host, or a sequence of plain values, as Python has it.
+
+    None for anything else.
+    """
+    if isinstance(value, Tensor):
+        return value.item() if value.is_cpu and value.dim() == 0 else None
+    if isinstance(value, tuple | list):
+        return tuple(value) if _PLAIN.issuperset(map(type, value)) else None
+    return float(value) if isinstance(value, float) else None

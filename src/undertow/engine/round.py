@@ -1,0 +1,328 @@
+"""One round: a synchronization, or a backward that only accumulates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any, ClassVar, TypeAlias, Union
+
+import torch
+from torch import Tensor
+
+from undertow.buckets.bucket import LiveBucket
+from undertow.buckets.trailer import Facts, Reading
+from undertow.engine.compiled_plan import Acts, CompiledPlan
+from undertow.engine.hooks import ParamHooks, users_hooks
+from undertow.errors import ReplicaMismatch
+from undertow.plan import Bucket, signature_of
+from undertow.schedule import OpKind, Releases
+from undertow.torch_private import private
+
+# For each group of an optimizer that has stepped: its name, and its settings by name.
+Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+# A part of a round between two waits for other ranks; returns the next part.
+Stage: TypeAlias = Callable[[], Union["Stage", None]]
+
+# by trailers; a codec keeps the bits that it has written, and need not keep more
+_NUM_STEPS_TOLD_APART = 64
+
+_gradient_of = attrgetter("grad")
+
+
+class RoundKind(Enum):
+    """The treatment of gradients in a round."""
+
+    ACCUMULATE = auto()  # packs them, or leaves them in place, and sends nothing
+    REDUCE = auto()
+    SHADOW = auto()  # contributes none: this rank has run out of data
+    # the last one under a plan before its parameters, or its communication hook, change
+    RETIRE = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The conditions of a round, as its start decides them."""
+
+    number: int = 0  # of the synchronization
+    # must be the same on every rank; None on a rank that accepts the mode of the others
+    mode: int | None = None
+    settings: Settings = ()  # of optimizers that have stepped since the last synchronization
+    loaded: int = 0  # digest of parameters that `load_state_dict` has changed here; 0 without any
+    # facts that must be the same on every rank
+    digests: Mapping[str, int | None] = field(default_factory=dict)
+    rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
+    is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
+    # buckets keep this rank's gradients, because shards are to be reduced from them
+    keeps_own: bool = False
+
+
+@dataclass(slots=True)
+class Findings:
+    """The findings of this rank in a round, and the reports of all ranks."""
+
+    # parameters whose gradient arrived and was gone when its bucket left
+    taken: set[int] = field(default_factory=set)
+    # bucket -> positions unused on this rank
+    unused: dict[int, list[int]] = field(default_factory=dict)
+    keeps_earlier: bool = False  # the results are added to earlier ones of the step
+    readings: list[Reading] = field(default_factory=list)  # of trailers
+    # bucket -> positions, on any rank
+    nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)
+    busy_ms: tuple[float, ...] = ()  # of each rank
+    apart: ReplicaMismatch | None = None  # the error, if load_state_dict has made replicas differ
+
+    @property
+    def late_buckets(self) -> list[int]:
+        """Buckets with a gradient, on some rank, that arrived after they had been launched."""
+        return self.reported("late", overdue=False)
+
+    @property
+    def unlike(self) -> set[str]:
+        """The digests that differ between ranks."""
+        return {fact for reading in self.readings for fact in reading.unlike}
+
+    def reported(self, fact: str, *, overdue: bool = True) -> list[int]:
+        """Returns the ranks, or buckets, with this flag.
+
+        With or without trailers of earlier rounds.
+        """
+        readings = [reading for reading in self.readings if overdue or not reading.is_overdue]
+        return sorted({marked for reading in readings for marked in reading.flags.get(fact, ())})
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Round:
+    """A round that is under way.
+
+        opened ──> started under a plan ──> send ──> wait ──> [_add_late ──>] `conclude`
+                   buckets leave as they fill
+
+    It is open from its first gradient on. It starts at once, or after a meeting of the ranks that
+    changes the plan. `send`, `wait` and `_add_late` are stages: a stage ends before the next wait
+    for other ranks, and returns the next stage, or None. The last one calls `conclude`, which may
+    return further ones.
+    """
+
+    kind: RoundKind
+    is_last: bool = True  # of the step, which adds up no more gradients
+    op: str | None = None  # of a reduction by hand, if it is not the mean
+    holds_back: bool = False  # no bucket leaves before the end of backward
+    conclude: Callable[[Round], Stage | None] | None = None  # the end; a meeting has its own
+    stage: Stage | None = None  # the next one; None while backward runs, and while one runs
+    has_ended: bool = False  # its backward has ended
+    has_failed: bool = False  # on this rank
+    found: Findings = field(default_factory=Findings)
+    terms: Terms = Terms()
+    has_started: bool = False  # then there are:
+    compiled: CompiledPlan = field(init=False)
+    releases: Releases = field(init=False)
+    hooks: ParamHooks | None = None  # that follow its gradients; a meeting has none
+
+    def start(self, compiled: CompiledPlan, hooks: ParamHooks | None, terms: Terms) -> None:
+        """Starts it under a plan."""
+        self.compiled, self.hooks, self.terms = compiled, hooks, terms
+        self.releases = compiled.synchronizing
+        if self.kind is RoundKind.ACCUMULATE:
+            self.releases = compiled.accumulating
+        elif not self.is_last and compiled.strategy.reduces_micro_batches:
+            self.releases = compiled.adding_up_shards  # and nothing more
+        self.releases.reset()
+        if hooks is not None:
+            hooks.arrivals.on_full = self._fill
+        self.has_started = True
+        self.found.readings += compiled.round_begins(
+            is_synchronized=self.kind is not RoundKind.ACCUMULATE
+        )
+
+    @private.untraced
+    def _fill(self, bucket: int) -> None:
+        """Called when all gradients of a bucket have arrived.
+
+        It leaves, if the buckets before it have left.
+        """
+        if not self.holds_back:
+            self.compiled.issue(self.releases.happen(self.releases.fills[bucket]), self.acts, self)
+
+    def send(self) -> Stage:
+        """Called at the end of backward: sends the remaining buckets."""
+        if self.hooks is not None and not self.has_failed:
+            arrivals = self.hooks.arrivals
+            absent = arrivals.absent
+            if absent:  # what something other than autograd has written into `.grad` counts as well
+                arrivals.note(self.compiled.written(absent - self.hooks.arrived_before))
+        self.compiled.issue(self.releases.happen(self.releases.end), self.acts, self)
+        return self.wait
+
+    def wait(self) -> Stage | None:
+        """Waits for the buckets, and binds `.grad` to them.
+
+        Sends gradients again that arrived late on any rank.
+        """
+        self.compiled.issue(self.releases.happen(self.releases.join), self.acts, self)
+        if self.conclude is None:
+            return None
+        late_buckets = self.found.late_buckets if self.found.readings else ()
+        if not late_buckets:
+            return self.conclude(self)
+        for index in late_buckets:
+            self.compiled.buckets[index].launch_late()
+        return self._add_late
+
+    def _add_late(self) -> Stage | None:
+        """Waits for these gradients, and adds them."""
+        for bucket in self.compiled.buckets:
+            values = bucket.wait_for_late()
+            if values is None:
+                continue
+            bad = (
+                None
+                if self.compiled.finite is None
+                else self.compiled.finite.bad_slots(values, bucket.layout)
+            )
+            # Late gradients have no trailer, but their reduced values are the same on all ranks.
+            if bad is not None and bool(bad.any()):
+                found, index = self.found.nonfinite, bucket.layout.index
+                found[index] = frozenset(bad.nonzero().flatten().tolist()) | found.get(
+                    index, frozenset()
+                )
+            self._rescale(values)
+            bucket.binding.add_late(values)
+        assert self.hooks is not None  # only a round of gradients gets here
+        assert self.conclude is not None
+        self.hooks.arrivals.learn_repeats()
+        return self.conclude(self)
+
+    def _pack(self, bucket: LiveBucket) -> None:
+        binding, layout = bucket.binding, bucket.layout
+        if self.kind is RoundKind.ACCUMULATE:
+            if not binding.has_graph():
+                bucket.is_packed = True
+                binding.pack_local()
+            return
+        recorder, hooks = self.compiled.recorder, self.hooks
+        bucket.marks = recorder.ready(
+            layout.index, num_bytes=bucket.wire_bytes, kind=bucket.reduction
+        )
+        has_all = hooks is not None and hooks.arrivals.buckets[layout.index].is_full
+        not_arrived = () if has_all else self._not_arrived(layout)
+        unused = self.found.unused[layout.index] = binding.pack(not_arrived)
+        if hooks is not None and len(unused) > len(not_arrived) and not self.has_failed:
+            # Without a hook of the user's, the gradient that arrived was undefined, as of a
+            # function that returns None for it.
+            gone = set(map(layout.params.__getitem__, unused)) - hooks.arrivals.missing(
+                layout.index
+            )
+            self.found.taken.update(
+                param for param in gone if users_hooks(self.compiled.params[param])
+            )
+        self.found.keeps_earlier |= bool(binding.live)
+        signature = signature_of(
+            generation=self.compiled.generation,
+            mode=self.terms.mode,
+            has_other_op=self.op is not None,
+        )
+        bucket.trailer.write(
+            unused=unused,
+            signature=signature,
+            step=self.terms.number % _NUM_STEPS_TOLD_APART,
+            facts=self._facts() if layout.trailer.facts else None,
+        )
+
+    def _not_arrived(self, layout: Bucket) -> Sequence[int]:
+        """Returns the positions without a gradient since the last synchronization, on this rank."""
+        if self.hooks is None:
+            return range(len(layout.params))
+        return self.hooks.not_arrived(layout.params, self.hooks.arrivals.missing(layout.index))
+
+    def _launch(self, bucket: LiveBucket) -> None:
+        # At the end of the backward of one model, a single bucket is waited for at once.
+        is_alone = len(self.compiled.buckets) == 1 and len(self.compiled.recorder.in_backward) <= 1
+        bucket.launch(
+            keeps_own=self.terms.keeps_own,
+            is_apart=self.has_failed or self.kind is RoundKind.RETIRE,
+            is_awaited_at_once=is_alone and private.graph_task_id() != -1,
+        )
+
+    def _all_reduce(self, bucket: LiveBucket) -> None:
+        # On a mesh it is the second collective of a sharded bucket.
+        if bucket.reduction is OpKind.ALL_REDUCE:
+            self._launch(bucket)
+        else:
+            bucket.launch_across()
+
+    def _facts(self) -> Facts:
+        # No `.grad` holds anything except late gradients, from autograd or written by some
+        # function, which no hook reports. This includes the last bucket, just packed.
+        compiled = self.compiled
+        has_late = self.hooks is not None and self.hooks.arrivals.has_repeats
+        # a single bucket has just taken all that has arrived
+        if not has_late and len(compiled.buckets) > 1:
+            has_late = any(map(is_not, map(_gradient_of, compiled.params), repeat(None)))
+        here = (compiled.reducer.group.rank,)
+        return Facts(
+            digests=self.terms.digests,
+            flags={
+                "failed": here if self.has_failed else (),
+                "taken": here if self.found.taken else (),
+                "changed": here if self.kind is RoundKind.RETIRE else (),
+                "late": [
+                    each.layout.index for each in compiled.buckets if each.binding.catch_late()
+                ]
+                if has_late
+                else (),
+            },
+            numbers={"busy_ms": compiled.recorder.busy_ms()},
+        )
+
+    def _bind(self, bucket: LiveBucket) -> None:
+        if not bucket.handles:
+            if bucket.is_packed:
+                bucket.is_packed = False
+                bucket.binding.bind_local()
+            return
+        with self.compiled.group.watch.waiting(bucket.label):
+            bucket.wait()
+            self._rescale(bucket.binding.values())
+            bucket.binding.bind(self._used_elsewhere(bucket))
+
+    def _used_elsewhere(self, bucket: LiveBucket) -> frozenset[int]:
+        """Reads the trailer.
+
+        Returns the positions to bind that are unused here and were used on another rank.
+        """
+        index, found = bucket.layout.index, self.found
+        must_know = bool(found.unused[index]) or self.terms.is_read_at_once
+        if not (bucket.binding.storage.flat.is_cpu or must_know or self.compiled.is_learning):
+            # the host does not wait for a device
+            self.compiled.snapshots.append(bucket.trailer.snapshot())
+            return frozenset()
+        if bucket.layout.trailer.facts:  # the last bucket
+            found.busy_ms = bucket.trailer.numbers("busy_ms")
+        # torch's name for it
+        with (
+            torch.profiler.record_function("search_unused_parameters")
+            if self.compiled.is_profiling
+            else nullcontext()
+        ):
+            reading = bucket.trailer.read()
+        if reading is None:
+            return frozenset()
+        found.readings.append(reading)
+        if reading.nonfinite:
+            found.nonfinite[index] = reading.nonfinite
+        return frozenset() if self.kind is RoundKind.RETIRE else reading.used
+
+    def _rescale(self, values: Sequence[Tensor]) -> None:
+        for value in values if self.terms.rescale != 1.0 else ():
+            value.mul_(self.terms.rescale)
+
+    acts: ClassVar[Acts[Round]] = {
+        OpKind.PACK: _pack,
+        OpKind.REDUCE_SCATTER: _launch,
+        OpKind.ALL_REDUCE: _all_reduce,
+        OpKind.BIND: _bind,
+    }

@@ -1,0 +1,261 @@
+"""The process's one thread that watches: it sleeps until a neighbor sends or dies, and looks at all
+waits now and then.
+
+watch_over     makes the watch of a new model; the first one of these ranks connects them
+over_users     context: a wait over a group of the user's
+Guard          the rings of this process, their connections, and the ends of a process
+"""
+
+import atexit
+import contextlib
+import json
+import logging
+import multiprocessing.util
+import os
+import selectors
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from undertow.config import SyncConfig
+from undertow.errors import RankLost, UndertowError
+from undertow.ranks import faults, patience
+from undertow.ranks.connections import connect_ring
+from undertow.ranks.faults import Activity
+from undertow.ranks.threads import end_workers
+from undertow.ranks.watch import NullWatch, Ring, Watch
+from undertow.torch_private import private
+
+_log = logging.getLogger("undertow")
+
+
+def watch_over(
+    ranks: tuple[int, ...], rank: int, limits: SyncConfig, here: Activity, *, within_s: float
+) -> Watch | NullWatch:
+    """Registers a new model of `ranks` of the world; this is rank `rank` of them. A collective
+    call.
+
+    Returns a NullWatch if the ranks cannot connect. Raises RankLost if a rank has died earlier, and
+    StallTimeout if one does not arrive in time.
+    """
+    ring = GUARD.ring_of(ranks) or _new_ring(
+        ranks, rank, limits, min(limits.stall_timeout_s, within_s)
+    )
+    if ring.is_apart:
+        return NullWatch()
+    watch = ring.join(limits, here)
+    watch.check()
+    return watch
+
+
+@contextlib.contextmanager
+def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None]:
+    """Context for a wait over a group of the user's: it ends with the reason if a rank is gone.
+
+    This works if a model is synchronized over the same ranks. Without a name in `what`, the wait
+    may take any time and no rank counts as late.
+    """
+    ring = None if group is None else GUARD.ring_of(tuple(dist.get_process_group_ranks(group)))
+    watch = None if ring is None else next(iter(ring.watches.values()), None)
+    if group is None or watch is None:
+        yield
+        return
+
+    def interrupt() -> Callable[[], None]:
+        return partial(private.interrupt, group)
+
+    watch.interrupts.append(interrupt)
+    try:
+        watch.check()
+        with watch.waiting(what):
+            yield
+    finally:
+        watch.interrupts.remove(interrupt)
+
+
+def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, patience_s: float) -> Ring:
+    where = f"the making of a process group, rank {rank}"
+    began_s = time.monotonic()
+    told_s = 0.0
+
+    def look(late: Sequence[int]) -> None:
+        """Raises if one of the ranks that have not arrived is gone, or the time has passed."""
+        nonlocal told_s
+        waited_s = time.monotonic() - began_s
+        for other in late:
+            if private.is_gone(ranks[other]):
+                raise faults.lost(other).error(where)
+        if waited_s > patience_s and not store.check([over]):
+            # tells ranks that arrive later that the others have given up
+            store.set(over, json.dumps(list(late)))
+        if store.check([over]):
+            raise faults.never_came(json.loads(store.get(over)), patience_s).error(where)
+        if waited_s > told_s + limits.stall_warning_s:
+            told_s = waited_s
+            named = ", ".join(map(str, late))
+            faults.tell(
+                f"rank {rank} has waited {waited_s:.0f} s for rank {named} to synchronize a model."
+            )
+
+    try:
+        store, name = private.default_store(), f"undertow/ring/{'_'.join(map(str, ranks))}"
+        key = f"{name}/{store.add(f'{name}/tries/{rank}', 1)}"
+        over = f"{key}/over"
+        look(())
+        neighbors = connect_ring(store, key, rank=rank, num_ranks=len(ranks), look=look)
+    except UndertowError:
+        raise
+    except ConnectionError as error:
+        neighbors = []
+        _warn(rank, error)
+    except RuntimeError as error:  # from the store
+        raise RankLost(
+            "the store that connects the ranks is gone, most likely because the rank that served "
+            "it has ended.",
+            where=where,
+            remedy="Find out why that process ended, often rank 0's, and start again.",
+        ) from error
+    ring = Ring(neighbors, rank=rank, num_ranks=len(ranks))
+    GUARD.adopt(ranks, ring, dist.group.WORLD)
+    return ring
+
+
+def _warn(rank: int, error: ConnectionError) -> None:
+    """Says once, on rank 0, that the ranks train on without a watch."""
+    if rank == 0:
+        faults.tell(
+            f"the ranks do not watch over each other: {error}.\n"
+            "  Training continues, and lost ranks are found by the backend and its timeout alone.\n"
+            "  Allow TCP connections between all ranks, on any port, or name the interface that "
+            "connects them in GLOO_SOCKET_IFNAME."
+        )
+
+
+class Guard:
+    """All rings of this process, and the single thread that listens to them."""
+
+    def __init__(self) -> None:
+        # Each ring ends with torch.distributed's default group.
+        self._rings: dict[tuple[int, ...], tuple[Ring, weakref.ref[Any]]] = {}
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+
+    def ring_of(self, ranks: tuple[int, ...]) -> Ring | None:
+        """Returns the ring of these ranks, or None if torch.distributed was initialized again since
+        it was made."""
+        ring, of_world = self._rings.get(ranks, (None, None))
+        return ring if of_world is not None and of_world() is dist.group.WORLD else None
+
+    def adopt(self, ranks: tuple[int, ...], ring: Ring, world: object) -> None:
+        if self._thread is None:
+            self._begin()
+        self._end(ranks)
+        self._rings[ranks] = ring, weakref.ref(world, lambda _: self._end(ranks))
+
+    def leave(self, error: BaseException | None) -> None:
+        for ring, _ in list(self._rings.values()):
+            ring.leave(error)
+
+    def _end(self, ranks: tuple[int, ...]) -> None:
+        """Leaves a ring because its process groups are gone or the process is about to end."""
+        # Without the weak reference, which would call this at interpreter exit, after modules are
+        # gone.
+        ring, _ = self._rings.pop(ranks, (None, None))
+        if ring is None:
+            return
+        ring.leave(faults.raised())
+        with ring.condition:
+            neighbors, ring.neighbors = ring.neighbors, []
+        for neighbor in neighbors:
+            neighbor.finish(patience.FLUSH_S)
+
+    def _begin(self) -> None:
+        thread = threading.Thread(target=self._listen, name="undertow-guard", daemon=True)
+        thread.start()
+        self._thread = thread
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+        # multiprocessing may end a process without atexit; its finalizers still run.
+        multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
+        atexit.register(self._at_exit)
+        self._leave_before_end()
+
+    def _leave_before_end(self) -> None:
+        """Leaves with an exception that ends the process or a thread that was the last to train or
+        create a model."""
+        of_process, of_threads = sys.excepthook, threading.excepthook
+
+        def process_ends(kind: type[BaseException], error: BaseException, trace: Any) -> object:
+            self.leave(error)
+            return of_process(kind, error, trace)
+
+        def thread_ends(args: Any) -> object:
+            trains = any(
+                args.thread is not None and watch.here.thread == args.thread.ident
+                for watch in self._watches()
+            )
+            if args.exc_value is not None and trains:
+                self.leave(args.exc_value)
+            return of_threads(args)
+
+        sys.excepthook, threading.excepthook = process_ends, thread_ends
+
+    def _at_exit(self) -> None:
+        end_workers()
+        self.leave(faults.raised())
+        self._is_over = True
+        for ranks in list(self._rings):
+            self._end(ranks)  # this wakes the thread
+        if self._thread is not None:
+            self._thread.join(patience.FLUSH_S)
+
+    def _forget(self) -> None:
+        """Closes all connections in a child process, which would keep them open after its parent
+        has ended."""
+        for ring, _ in self._rings.values():
+            for neighbor in ring.neighbors:
+                neighbor.close()
+            ring.neighbors = []
+        self.__init__()  # type: ignore[misc]  # the thread does not exist in the child
+
+    def _watches(self) -> list[Watch]:
+        return [
+            watch for ring, _ in list(self._rings.values()) for watch in list(ring.watches.values())
+        ]
+
+    def _listen(self) -> None:
+        while not self._is_over:
+            try:
+                self._listen_once()
+            except Exception:
+                _log.exception("the thread that listens to other ranks continues after an error.")
+                time.sleep(patience.ANSWERS_S)
+
+    def _listen_once(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for ring, _ in list(self._rings.values()):
+                for neighbor in tuple(ring.neighbors):
+                    neighbor.flush()
+                    events = selectors.EVENT_READ | (
+                        selectors.EVENT_WRITE if neighbor.has_unsent else 0
+                    )
+                    with contextlib.suppress(ValueError):  # another thread has closed it
+                        selector.register(neighbor, events, (ring, neighbor))
+            ready = selector.select(patience.LOOK_S)
+        for key, _ in ready:
+            ring, neighbor = key.data
+            messages, is_there = neighbor.receive()
+            if not is_there:
+                neighbor.close()
+            ring.hear(neighbor, messages, is_there)
+        for watch in self._watches():
+            watch.look()
+
+
+GUARD = Guard()  # one for the process, like sys.excepthook

@@ -1,0 +1,81 @@
+"""Threads that may be stuck in gloo after another rank is lost, and that cannot keep a process from
+exiting."""
+
+import atexit
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from undertow.ranks import patience
+
+
+class WorkerThread(threading.Thread):
+    """A daemon, which the interpreter does not join at exit.
+
+    `end_workers` does, before other ranks are told of the exit.
+    """
+
+    def __init__(self, name: str, is_broken: Callable[[], bool]) -> None:
+        super().__init__(name=name, daemon=True)
+        self.work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.is_broken = is_broken
+
+    def run(self) -> None:
+        while (item := self.work.get()) is not None:
+            item()
+            del item  # otherwise its tensors would stay alive until the next task
+        _running.discard(self)
+
+
+class Worker:
+    """A worker thread that starts at the first `submit`. The process waits for its task at exit,
+    unless `is_broken`.
+
+    A gloo send that is partly in the socket never returns after its connection breaks, whatever is
+    tried. The executors of the standard library would wait for it forever.
+    """
+
+    def __init__(self, name: str, *, is_broken: Callable[[], bool]) -> None:
+        self._name = name
+        self._is_broken = is_broken
+        self._thread: WorkerThread | None = None
+        self._is_over = False
+
+    def submit(self, work: Callable[..., object], *args: Any) -> None:
+        """Runs `work(*args)`, which must not raise, after all earlier tasks.
+
+        Raises RuntimeError after `shutdown`.
+        """
+        if self._is_over:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        if self._thread is None:
+            thread = WorkerThread(self._name, self._is_broken)
+            thread.start()  # before it is noted: joining a thread that could not start would fail
+            _running.add(thread)
+            self._thread = thread
+            weakref.finalize(self, thread.work.put, None).atexit = False
+        self._thread.work.put(partial(work, *args))
+
+    def shutdown(self) -> None:
+        """Ends the thread after its last task; does not wait."""
+        self._is_over = True
+        if self._thread is not None:
+            self._thread.work.put(None)
+
+
+@atexit.register
+def end_workers() -> None:
+    """Waits until all workers have done their tasks, except workers whose groups are broken."""
+    while threads := list(_running):  # a worker may start another one
+        for thread in threads:
+            thread.work.put(None)
+            while thread.is_alive() and not thread.is_broken():
+                thread.join(patience.LOOK_S)
+            thread.join(patience.EXIT_S)
+            _running.discard(thread)
+
+
+_running: set[WorkerThread] = set()

@@ -1,0 +1,430 @@
+"""A rank's watch over the other ranks of a model: it knows which are alive, and which wait.
+
+    NullWatch   knows nothing: of one rank alone, or where ranks cannot connect
+    Watch       the ranks of one model: the wait of this rank, and the reason why it cannot continue
+    Ring        the ranks of a process group: messages of its models beside the collectives
+
+        rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        a TCP connection each; two ranks have one
+
+When a process ends for any reason, the kernel closes its connections, over every backend: a
+connection that ends is a lost rank, unless the rank has said before that it leaves.
+
+The ring is a ring because a rank then has two connections, of however many ranks; no rank is
+special, so that any may be lost; and one cut link or one rank lost leaves the others connected. Two
+lost ranks cut it in parts, and each part has a neighbor of a lost rank. News needs half a round: of
+1,000 ranks, 500 hops of a fraction of a millisecond.
+
+A message is a JSON object with its `kind`, the rank that says it (`from`), that rank's number of it
+(`id`), and, if it is about one model, the `number` of the model. It goes both ways round. A rank
+forwards a new message to its other neighbor before it acts on it, because the message may end it.
+
+    kind     from whom, when                                  a rank that receives it
+    fails    a rank that raises, or whose neighbor is lost    latches the error, ends its waits
+    leaves   a rank that closes a model, or ends              fails if it waits for that rank
+    asks     a rank that has waited for long                  says `does`, and reports all answers
+    does     a rank that was asked, with its activity         keeps it for the report
+    tells    a rank that calls `ask`, with its text           keeps it for its own `ask`
+
+Nothing is said while nobody waits for long. A fault is latched before groups are interrupted, so
+that a thread whose collective breaks finds the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import re
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from reprlib import repr as brief
+from typing import Any
+
+from undertow.config import SyncConfig
+from undertow.errors import PeerFailed, UndertowError
+from undertow.foreign import parsed_json
+from undertow.ranks import faults, patience
+from undertow.ranks.connections import Connection
+from undertow.ranks.faults import Activity, Answer, Fault
+from undertow.ranks.threads import WorkerThread
+
+Message = dict[str, Any]
+# a weak reference to a method that ends every wait over a group
+Interrupt = Callable[[], Callable[[], None] | None]
+
+_log = logging.getLogger("undertow")
+_MAX_SEEN = 256  # messages of one rank on their way at a time
+_MAX_EARLY = 64  # messages about models that other ranks have created and this one has not
+# Timeouts of a collective (also of one whose connections another collective's timeout has closed:
+# of several in flight, either may report first), of the stores that groups are made through, and of
+# connecting. The kernel's messages about a connection are worded differently.
+_TIME_IS_OVER = re.compile(
+    r"time(d )?out waiting|operation timed out!|application timeout caused|(wait|socket|connect) "
+    r"timeout",
+    re.IGNORECASE,
+)
+# Words of transports (gloo, NCCL, the store) when a connection breaks. Other errors are raised
+# without waiting for a reason.
+_OF_TRANSPORTS = re.compile(
+    r"connection|closed|reset|broken pipe|time.?out|timed "
+    r"out|socket|gloo|nccl|peer|abort",
+    re.IGNORECASE,
+)
+
+
+class NullWatch:
+    """The watch of a rank that has no other ranks, or is connected to none."""
+
+    fault: Fault | None = None  # why no collective can succeed
+
+    def __init__(self) -> None:
+        self.interrupts: list[Interrupt] = []
+
+    def waiting(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """Context for a wait for other ranks; an error inside it is replaced by its reason if that
+        is known.
+
+        `name` names the wait in reports. Without one, the wait may take any time. Worker threads
+        have none, because a rank reports one wait at a time, the training thread's.
+        """
+        return contextlib.nullcontext()
+
+    def check(self) -> None:
+        """Raises if a rank is gone or has failed."""
+
+    def fail(self, reason: Fault | BaseException) -> None:
+        """Makes all ranks give up.
+
+        By a fault, or by an error of this rank, whose reason is raised if that is known.
+        """
+
+    def ask(self, text: str, *, topic: str = "", within_s: float | None = None) -> dict[int, str]:
+        """Tells all ranks a text, and returns the texts of all ranks that call this with the same
+        topic.
+
+        Waits for them for a second. With `within_s`, waits for so long, and fails if one does not
+        call it.
+        """
+        return {}
+
+    def leave(self, error: BaseException | None) -> None:
+        """Leaves the model; with an error, tells the ranks that wait for this one."""
+
+
+class Ring:
+    """This rank's view of the ranks of a group."""
+
+    def __init__(self, neighbors: Sequence[Connection], *, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.neighbors = list(neighbors)
+        self.condition = threading.Condition(threading.RLock())
+        self.fault: Fault | None = None  # of every model
+        self.watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
+        # ranks whose process has ended without an error that is fatal to the others
+        self.left: dict[int, Fault] = {}
+        self._num_watches = 0  # models that this rank has created
+        self._early: list[Message] = []  # about models that this rank has not created yet
+        self._said = itertools.count()
+        self._seen: defaultdict[int, deque[int]] = defaultdict(partial(deque, maxlen=_MAX_SEEN))
+
+    @property
+    def is_apart(self) -> bool:
+        """True if the ranks could not connect, and train without a watch."""
+        return not (self.neighbors or self.fault or self.left)
+
+    def join(self, limits: SyncConfig, here: Activity | None = None) -> Watch:
+        """Registers a new model of these ranks; each of them calls it, in the same order."""
+        with self.condition:
+            watch = self.watches[self._num_watches] = Watch(
+                self, self._num_watches, limits, here or Activity()
+            )
+            self._num_watches += 1
+            early, self._early = self._early, []
+            for message in early:
+                self._handle(message)
+        return watch
+
+    def say(self, kind: str, **content: Any) -> None:
+        """Tells every rank, including this one. A message about one model has its `number`."""
+        self._spread({"kind": kind, "from": self.rank, "id": next(self._said), **content})
+
+    def say_failed(self, error: BaseException) -> None:
+        self.say("fails", **faults.failed(self.rank, error).content())
+
+    def hear(self, source: Connection, messages: Sequence[bytes], is_there: bool) -> None:
+        """Handles the messages of a neighbor, and the end of the connection to it."""
+        for message in messages:
+            try:
+                self._spread(parsed_json(message), source)
+            except Exception as error:  # a malformed message can raise any exception
+                reason = f"{type(error).__name__}: {brief(str(error))}"
+                _log.warning(
+                    "a message of another rank made no sense and is dropped (%s): %s",
+                    reason,
+                    brief(message),
+                )
+        with self.condition:
+            if is_there or source not in self.neighbors:  # this rank has left the ring
+                return
+            self.neighbors.remove(source)
+        if source.rank not in self.left and self.fault is None:
+            self.say("fails", **faults.lost(source.rank).content())
+
+    def _spread(self, message: Message, source: Connection | None = None) -> None:
+        """Forwards a new message before handling it, because this process may not live long."""
+        rank, number = message["from"], message["id"]
+        with self.condition:
+            if number in self._seen[rank]:
+                return
+            self._seen[rank].append(number)
+        encoded = json.dumps(message).encode()
+        for neighbor in tuple(self.neighbors):
+            if neighbor is not source:
+                neighbor.send(encoded)
+        self._handle(message)
+        with self.condition:
+            self.condition.notify_all()
+
+    def _handle(self, message: Message) -> None:
+        kind, rank, number = message["kind"], message["from"], message.get("number")
+        # `join` must not create the model between the look for it and the note
+        with self.condition:
+            watches = [
+                watch for watch in list(self.watches.values()) if number in (None, watch.number)
+            ]
+            is_early = number is not None and number >= self._num_watches
+            if is_early and kind != "asks" and len(self._early) < _MAX_EARLY:
+                self._early.append(message)
+        # so that a waiting rank learns that this one has not created the model
+        if is_early and kind == "asks":
+            threads = [watch.here.thread for watch in list(self.watches.values())]
+            answer = faults.without_model(
+                self.rank, threads[0] if threads else threading.main_thread().ident or 0
+            )
+            self.say("does", number=number, **asdict(answer))
+        elif number is None and kind == "fails":
+            self.fault = self.fault or faults.fault_from(message)
+        elif number is None:
+            self.left[rank] = faults.fault_from(message)
+        for watch in watches:
+            watch.handle(kind, rank, message)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Sends this rank's last message before the process ends, once."""
+        if self.fault is not None or self.rank in self.left:
+            return
+        # All ranks are about to raise an UndertowError themselves, so it is fatal only if a rank
+        # waits for this one.
+        if error is not None and not isinstance(error, UndertowError):
+            self.say_failed(error)
+        else:
+            num_steps = max(
+                (watch.here.num_steps() for watch in list(self.watches.values())), default=0
+            )
+            self.say("leaves", **faults.left(self.rank, error, num_steps).content())
+
+
+class Watch(NullWatch):
+    """This rank's knowledge of the other ranks of a model, and its messages to them."""
+
+    def __init__(self, ring: Ring, number: int, limits: SyncConfig, here: Activity) -> None:
+        super().__init__()
+        self.ring = ring
+        self.number = number  # the same on every rank
+        self.limits = limits
+        self.here = here
+        self.fault = ring.fault
+        self.interrupt_s = math.inf  # when waits over the groups are interrupted
+        self.left = dict(ring.left)  # ranks that have closed the model, or ended
+        self.asked_s = -math.inf  # when a rank that had waited for long asked
+        self.answers: dict[int, Answer] = {}  # to that
+        self.told = -math.inf, ""  # time and text of the last report
+        self._texts: defaultdict[str, dict[int, str]] = defaultdict(dict)  # by topic and rank
+
+    def waiting(self, name: str) -> Waiting:
+        return Waiting(self, name)
+
+    def check(self) -> None:
+        if self.fault is not None:
+            raise self.last_error(self.fault)
+
+    def fail(self, reason: Fault | BaseException) -> None:
+        if isinstance(reason, Fault):
+            self.say("fails", **reason.content())
+            return
+        self.explain(reason)
+        if self.fault is None:
+            # The other ranks would take the next message for one that is missing, and gloo ends a
+            # process for that.
+            self.ring.say_failed(reason)
+
+    def ask(self, text: str, *, topic: str = "", within_s: float | None = None) -> dict[int, str]:
+        self.say("tells", topic=topic, text=text)
+        texts = self._texts[topic]
+        patience_s = patience.ANSWERS_S if within_s is None else within_s
+        self._wait_for(lambda: len(texts) == self.ring.num_ranks, patience_s)
+        late = [rank for rank in range(self.ring.num_ranks) if rank not in texts]
+        if late and within_s is not None and self.fault is None:
+            self.fail(faults.never_came(late, within_s))
+        return self._texts.pop(topic)
+
+    def leave(self, error: BaseException | None) -> None:
+        if self.fault is None:
+            self.say(
+                "leaves", **faults.left(self.ring.rank, error, self.here.num_steps()).content()
+            )
+        elif self.interrupt_s < math.inf:  # from now on nobody looks at this model
+            self.interrupt()
+        self.ring.watches.pop(self.number, None)
+
+    def say(self, kind: str, **content: Any) -> None:
+        self.ring.say(kind, number=self.number, **content)
+
+    def handle(self, kind: str, rank: int, message: Message) -> None:
+        match kind:
+            case "fails":
+                self.latch(faults.fault_from(message))
+            # a model's last message tells its progress
+            case "leaves" if "number" in message or rank not in self.left:
+                self.left[rank] = faults.fault_from(message)
+            case "tells":
+                self._texts[str(message["topic"])][rank] = str(message["text"])
+            case "asks" if self.has_answers():  # several ranks may ask at once
+                self.asked_s, self.answers = time.monotonic(), {}
+                self.say("does", **asdict(self.here.answer(self.ring.rank)))
+            case "does":
+                self.answers[rank] = faults.answer_from(message)
+
+    def latch(self, fault: Fault) -> None:
+        """Notes the first fault.
+
+        The guard's thread interrupts waits over the groups a little later.
+        """
+        if self.fault is None:
+            self.fault = fault
+            self.interrupt_s = time.monotonic() + patience.GRACE_S
+
+    def _wait_for(self, arrived: Callable[[], object], patience_s: float) -> None:
+        """Waits until a message makes `arrived` true or brings a fault."""
+        with self.ring.condition:
+            self.ring.condition.wait_for(lambda: self.fault or arrived(), timeout=patience_s)
+
+    def last_error(self, fault: Fault) -> UndertowError:
+        """Ends waits of Undertow's threads over these groups first, because the script may do
+        anything after this error."""
+        self.interrupt()
+        return fault.error(f"synchronization {self.here.num_steps()}, rank {self.ring.rank}")
+
+    def explain(self, error: BaseException) -> None:
+        """Raises the reason of an error in a wait for other ranks, if it is known."""
+        if isinstance(error, UndertowError) or not isinstance(error, RuntimeError):
+            return
+        if self.fault is None and not _OF_TRANSPORTS.search(str(error)):
+            return
+        fault = self.reason(error)
+        if fault is not None:
+            # a transport's error says less; it stays the `__context__`
+            raise self.last_error(fault) from None
+
+    def reason(self, error: BaseException) -> Fault | None:
+        """Returns why a collective failed with `error` and tells all ranks, or None if the reason
+        is not known."""
+        is_over = _TIME_IS_OVER.search(str(error)) is not None
+        # After a timeout no rank need be gone. It must be reported before ranks speak whose
+        # connections the timeout has closed.
+        self._wait_for(lambda: self.left, patience.ANSWERS_S if is_over else patience.VERDICT_S)
+        # A message that a rank exited normally cannot be overtaken by one that says it did not.
+        fault = self.fault or next(iter(self.left.values()), None)
+        if fault is None and is_over:
+            told_s, text = self.told
+            waits_for, since_s = self.here.wait
+            fault = faults.timed_out(self.ring.rank, text if waits_for and told_s > since_s else "")
+        if fault is None:
+            self.ring.say_failed(error)
+        elif self.fault is None:
+            self.fail(fault)
+        return fault
+
+    def has_answers(self) -> bool:
+        """Returns True if the ranks have had their time to answer."""
+        return time.monotonic() > self.asked_s + patience.ANSWERS_S
+
+    def look(self) -> None:
+        """Interrupts groups that cannot continue.
+
+        Otherwise checks whether this rank has waited too long.
+        """
+        now_s, waited_s = time.monotonic(), self.here.waited_s()
+        if self.fault is not None:
+            if now_s >= self.interrupt_s:
+                self.interrupt_s = math.inf
+                self.interrupt()
+            return
+        # This rank may be about to raise the same error, and the failed process may take long to
+        # end.
+        failed = next((fault for fault in self.left.values() if fault.kind is PeerFailed), None)
+        if failed is not None and min(waited_s, now_s - failed.known_s) > patience.ENDS_S:
+            self.fail(failed)
+        if self.told[0] < self.asked_s and self.has_answers():
+            self.told = now_s, self.report()
+            if self.told[1]:
+                faults.tell(self.told[1])
+        self._look_at_stall(now_s, waited_s)
+
+    def _look_at_stall(self, now_s: float, waited_s: float) -> None:
+        warning_s = self.limits.stall_warning_s
+        is_over = waited_s > self.limits.stall_timeout_s
+        if waited_s < warning_s and not is_over:
+            return
+        pause_s = 2 * patience.ANSWERS_S
+        if now_s > self.asked_s + (pause_s if is_over else max(warning_s, pause_s)):
+            self.say("asks")
+        elif self.has_answers():
+            late = faults.late_ranks(self.answers, num_ranks=self.ring.num_ranks)
+            # if others are late, the wait may be for another rank
+            if self.left and late <= self.left.keys():
+                self.fail(next(iter(self.left.values())))
+            elif is_over:
+                self.fail(faults.stalled(self.report()))
+
+    def report(self) -> str:
+        """Returns each rank's wait or activity, or an empty text if no rank waits any more."""
+        gone = {rank: fault.what for rank, fault in self.left.items()}
+        return faults.stall_text(self.answers, gone, num_ranks=self.ring.num_ranks)
+
+    def interrupt(self) -> None:
+        """Interrupts every wait over one of the groups."""
+        for of_group in tuple(self.interrupts):
+            interrupt = of_group()
+            if interrupt is not None:
+                interrupt()
+
+
+class Waiting:
+    """The context that `Watch.waiting` returns."""
+
+    def __init__(self, watch: Watch, name: str) -> None:
+        self._watch = watch
+        self._name = "" if name and isinstance(threading.current_thread(), WorkerThread) else name
+
+    def __enter__(self) -> None:
+        if self._name:
+            here = self._watch.here
+            self._before, here.wait = here.wait, (self._name, time.monotonic())
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            if error is not None:
+                self._watch.explain(error)
+        finally:
+            # Only now: while it looks for the reason, this rank still counts as waiting, not late.
+            if self._name:
+                self._watch.here.wait = self._before

@@ -1,1 +1,0 @@
-"""Undertow's process groups, collectives, and agreements between ranks."""

@@ -1,1 +1,0 @@
-"""The module: its trained, ignored and replaced parameters."""

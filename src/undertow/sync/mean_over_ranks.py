@@ -1,0 +1,97 @@
+"""The mean of a number over ranks, which is on its way while the forward runs."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from undertow.buckets.trailer import to_device
+from undertow.config import refused
+from undertow.engine.agreed_errors import require_outside_of_backward
+from undertow.engine.engine import Engine
+from undertow.errors import WrongType, all_of, require
+from undertow.ranks.group import OwnGroup
+from undertow.ranks.handles import Handle
+from undertow.torch_private import private
+
+_WHERE = "mean_over_ranks(number)"
+_ASK = "Give the number of tokens, or samples, that the loss of this rank is summed over."
+
+
+class MeanOverRanks:
+    """The mean of a number over ranks, as `GradientSync.mean_over_ranks` returns it."""
+
+    def __init__(self, group: OwnGroup, number: Tensor) -> None:
+        """Starts to replace `number` by its mean; a collective call.
+
+        [] float64, on the group's device
+        """
+        self._group, self._mean = group, number
+        self._handle: Handle | None = None  # one rank has its mean already
+        if group.num_ranks > 1:
+            self._start()
+
+    def _start(self) -> None:
+        with self._group.waiting():
+            divide = partial(self._mean.div_, self._group.num_ranks)
+            self._handle = self._group.all_reduce_async(self._mean, finish=divide)
+
+    @private.untraced
+    def wait(self) -> Tensor:
+        """Returns the mean, the same tensor each time.
+
+        On an accelerator, the host does not wait for it.
+        """
+        if self._handle is not None:
+            with self._group.waiting("the mean over ranks"):
+                self._handle.wait()
+        return self._mean
+
+
+def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
+    """Starts GradientSync.mean_over_ranks, over the ranks of the first engine.
+
+    The others are of its experts.
+    """
+    current_plan = engines[0].current_plan
+    group = current_plan.group
+    mean = _checked(number, group.device)
+    require_outside_of_backward(
+        "mean_over_ranks()",
+        where=f"{_WHERE}, rank {group.rank}",
+        remedy="Call it before the forward: during a backward, ranks may run in different orders.",
+    )
+    if "join" in group.borrowers:
+        raise refused("join", "mean_over_ranks", where=f"{_WHERE}, rank {group.rank}")
+    # if a backward has failed here, the others still wait in its round
+    all_of(*(engine.complete for engine in engines))
+    current_plan.open()
+    return MeanOverRanks(group, mean)
+
+
+def _checked(number: object, device: torch.device) -> Tensor:
+    """Returns the number as a new tensor. [] float64"""
+    is_tensor = isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex()
+    is_number = is_tensor or (isinstance(number, Real) and not isinstance(number, bool))
+    found = (
+        (f"a tensor of shape {tuple(number.shape)}")
+        if isinstance(number, Tensor)
+        else type(number).__name__
+    )
+    require(
+        is_number,
+        f"number must be a real number, got {found}.",
+        where=_WHERE,
+        remedy=_ASK,
+        error=WrongType,
+    )
+    number = number.detach().reshape(()) if isinstance(number, Tensor) else number
+    # reading it would make the host wait
+    if isinstance(number, Tensor) and number.device.type != "cpu":
+        return torch.empty((), dtype=torch.float64, device=device).copy_(number, non_blocking=True)
+    value = float(number)  # type: ignore[arg-type]  # checked above
+    require(math.isfinite(value), f"number must be finite, got {value}.", where=_WHERE, remedy=_ASK)
+    return to_device(torch.tensor(value, dtype=torch.float64), torch.float64, device)

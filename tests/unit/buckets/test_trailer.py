@@ -1,0 +1,93 @@
+"""What one rank writes into a trailer, all ranks read in the sum."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from support.strategies import spec
+from undertow.buckets.binding import BucketStorage
+from undertow.buckets.trailer import Facts, Reading, TrailerCodec
+from undertow.plan import plan_from_groups, signature_of
+from undertow.plan.facts import FACTS, FactKind
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def reduced(facts: Sequence[Facts], *, dtype: torch.dtype = torch.float32, divides: bool = True) -> tuple[Reading | None, Any]:
+    """What rank 0 reads when each of the ranks has written its facts, and its codec."""
+    num_ranks = len(facts)
+    name = str(dtype).removeprefix("torch.")
+    plan = plan_from_groups([spec("weight", 6, dtype=name)], ((0,),), num_ranks=num_ranks)
+    layout = plan.buckets[0]
+    codecs = []
+    for rank, own in enumerate(facts):
+        storage = BucketStorage(layout, [torch.zeros(6, dtype=dtype)])
+        codec = TrailerCodec(layout, storage, divisor=num_ranks if divides else 1, rank=rank)
+        codec.write(unused=(), signature=signature_of(generation=1, mode=0), step=3, facts=own)
+        codecs.append((codec, storage))
+    total = torch.stack([storage.flat for _, storage in codecs]).sum(dim=0)
+    codecs[0][1].flat.copy_(total / num_ranks if divides else total)
+    return codecs[0][0].read(), codecs[0][0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("divides", [True, False])
+@pytest.mark.parametrize("fact", [name for name, kind in FACTS.items() if kind is FactKind.RANK_FLAGS])
+def test_ranks_that_set_a_flag_are_known_to_all(fact: str, divides: bool, dtype: torch.dtype) -> None:
+    facts = [Facts(flags={fact: (rank,) if rank in (1, 2) else ()}) for rank in range(4)]
+    reading, _ = reduced(facts, dtype=dtype, divides=divides)
+    assert reading is not None
+    assert {name: marked for name, marked in reading.flags.items() if marked} == {fact: (1, 2)}
+
+
+def test_usual_trailers_say_nothing() -> None:
+    assert reduced([Facts(digests={"settings": 7, "loaded": 0}, numbers={"busy_ms": 2.0})] * 3)[0] is None
+
+
+@pytest.mark.parametrize("fact", [name for name, kind in FACTS.items() if kind is FactKind.DIGEST])
+@pytest.mark.parametrize(
+    ("digests", "differ"), [((5, 5, 5), False), ((5, None, 5), False), ((5, 5, 4), True), ((None, 1, 2), True)]
+)
+def test_digests_that_differ_are_named(fact: str, digests: tuple[int | None, ...], differ: bool) -> None:
+    reading, _ = reduced([Facts(digests={fact: digest}) for digest in digests])
+    assert (() if reading is None else reading.unlike) == ((fact,) if differ else ())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_rank_learns_the_numbers_of_all(dtype: torch.dtype) -> None:
+    _, codec = reduced([Facts(numbers={"busy_ms": ms}) for ms in (4.0, 8.0, 1e9, 0.5)], dtype=dtype)
+    assert codec.numbers("busy_ms") == pytest.approx((4.0, 8.0, 60_000.0, 0.5), rel=2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("kind", FactKind)
+def test_a_new_fact_is_one_line(kind: FactKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FACTS, "tired", kind)  # type: ignore[arg-type]  # a dict
+    values: dict[FactKind, list[dict[str, Any]]] = {
+        FactKind.DIGEST: [{"digests": {"tired": 1}}, {"digests": {"tired": 2}}],
+        FactKind.RANK_FLAGS: [{"flags": {"tired": (0,)}}, {}],
+        FactKind.BUCKET_FLAGS: [{}, {"flags": {"tired": (0,)}}],
+        FactKind.NUMBERS: [{"numbers": {"tired": 3.0}}, {"numbers": {"tired": 5.0}}],
+    }
+    reading, codec = reduced([Facts(**own) for own in values[kind]])
+    if kind is FactKind.NUMBERS:
+        assert (reading, codec.numbers("tired")) == (None, (3.0, 5.0))
+    elif kind is FactKind.DIGEST:
+        assert reading is not None
+        assert reading.unlike == ("tired",)
+    else:
+        assert reading is not None
+        assert reading.flags["tired"] == (0,)
+
+
+def test_a_digest_that_is_left_out_accepts_the_others_again() -> None:
+    plan = plan_from_groups([spec("weight", 6)], ((0,),), num_ranks=2)
+    storage = BucketStorage(plan.buckets[0], [torch.zeros(6)])
+    codec = TrailerCodec(plan.buckets[0], storage, divisor=2)
+    written = []
+    for facts in (Facts(), Facts(digests={"settings": 5}), Facts()):
+        codec.write(unused=(), signature=signature_of(generation=1, mode=0), step=3, facts=facts)
+        written.append(storage.trailer[0].clone())
+    assert torch.equal(written[0], written[2])
+    assert not torch.equal(written[0], written[1])

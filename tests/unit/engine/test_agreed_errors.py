@@ -1,0 +1,141 @@
+"""Readings of a round become errors."""
+
+from typing import Any
+
+import pytest
+
+from support.errors import text_of
+from undertow.buckets.trailer import Reading
+from undertow.engine.agreed_errors import changed_unlike, loaded_apart, require_sound, settings_differ
+from undertow.engine.agreed_errors import text_of as text_of_settings
+from undertow.engine.round import Round, RoundKind, Terms
+from undertow.errors import Desync, PeerFailed, PlanMismatch
+
+
+def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
+    result = Round(kind=RoundKind.REDUCE, terms=Terms(number=5, mode=0), has_failed=has_failed)
+    result.found.readings += [Reading(**{"used": frozenset(), "ranks_differ": False, **said}) for said in readings]
+    return result
+
+
+DIFFERENT = "ranks are not in the same step.\n"
+OVERDUE = "gradients arrived again after their bucket was sent, and were left out.\n"
+FAILED = "backward failed on rank 0, 2.\n"
+SETTINGS = "ranks step with different settings of an optimizer.\n"
+TEXTS = {
+    DIFFERENT: "  synchronization 5, rank 1\n"
+    "  Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish().",
+    OVERDUE: "  synchronization 5, rank 1, or the one before\n"
+    "  Let the first two steps use parameters as often as later ones do, or set overlap=False.",
+    FAILED: "  synchronization 5, rank 1\n"
+    "  The gradients of this step are incomplete on every rank: drop them, and see the log of that rank.",
+    SETTINGS: "  synchronization 5, rank 1\n"
+    "  Give every rank the same settings. A scheduler must follow a number that all ranks have, such as the mean of "
+    "their losses.",
+}
+
+
+@pytest.mark.parametrize(
+    ("readings", "error", "what"),
+    [
+        ([{}, {"ranks_differ": True}], Desync, DIFFERENT),
+        ([{"flags": {"late": (1,)}, "is_overdue": True}], Desync, OVERDUE),
+        ([{"flags": {"failed": (2,)}}, {"flags": {"failed": (0, 2)}}], PeerFailed, FAILED),
+        ([{"flags": {"failed": (0, 2)}, "ranks_differ": True}], Desync, DIFFERENT),
+        ([{"flags": {"failed": (0, 2), "late": (0,)}, "is_overdue": True}], Desync, OVERDUE),
+        ([{"unlike": ("settings",)}], PlanMismatch, SETTINGS),
+        ([{"unlike": ("settings",), "flags": {"failed": (0, 2)}}], PeerFailed, FAILED),
+        ([{"unlike": ("settings",), "ranks_differ": True}], Desync, DIFFERENT),
+    ],
+    ids=[
+        "another step",
+        "late and overdue",
+        "failed",
+        "failed in another step",
+        "failed and overdue",
+        "other settings",
+        "failed and other settings",
+        "other settings in another step",
+    ],
+)
+def test_what_some_rank_reports_is_raised(readings: list[dict[str, Any]], error: type[Exception], what: str) -> None:
+    assert text_of(error, lambda: require_sound(round_with(*readings), rank=1)) == what + TEXTS[what]
+
+
+@pytest.mark.parametrize(
+    "readings",
+    [[], [{"used": frozenset({0})}], [{"flags": {"late": (2,)}}], [{"is_overdue": True}], [{"flags": {"changed": (0,)}}]],
+    ids=["nothing", "uses", "late in time", "overdue without late parts", "changes"],
+)
+def test_a_round_without_trouble_is_sound(readings: list[dict[str, Any]]) -> None:
+    require_sound(round_with(*readings), rank=1)
+
+
+def test_a_rank_that_has_failed_itself_is_not_told_so() -> None:
+    require_sound(round_with({"flags": {"failed": (1,)}}, has_failed=True), rank=1)
+    with pytest.raises(Desync):
+        require_sound(round_with({"ranks_differ": True}, has_failed=True), rank=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"), [("", ""), ("parameter 'w' is trained now", ": parameter 'w' is trained now")], ids=["no word", "word"]
+)
+def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, where: str) -> None:
+    error = changed_unlike(
+        round_with({"flags": {"changed": (3,)}}, {"flags": {"changed": (1,)}}), rank=1, num_ranks=4, change=change
+    )
+    assert (type(error), str(error)) == (
+        PlanMismatch,
+        "the parameters, or the communication hook, have changed on rank 1, 3 and not on rank 0, 2.\n"
+        f"  synchronization 5, rank 1{where}\n"
+        "  Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank.",
+    )
+
+
+@pytest.mark.parametrize("changed", [[], [(0, 1)], [(0,), (1,)]], ids=["nowhere", "everywhere", "everywhere, in two buckets"])
+def test_parameters_that_changed_on_all_ranks_or_none_are_fine(changed: list[tuple[int, ...]]) -> None:
+    assert changed_unlike(round_with(*({"flags": {"changed": ranks}} for ranks in changed)), rank=0, num_ranks=2) is None
+
+
+def test_late_buckets_are_those_of_this_round() -> None:
+    readings = [{"flags": {"late": (4, 1)}}, {"flags": {"late": (1, 2)}}, {"flags": {"late": (0,)}, "is_overdue": True}]
+    assert (round_with(*readings).found.late_buckets, round_with().found.late_buckets) == ([1, 2, 4], [])
+
+
+def test_where_all_ranks_stand_is_said_by_rank() -> None:
+    this_round = round_with({"ranks_differ": True})
+    text = text_of(Desync, lambda: require_sound(this_round, rank=1, places=lambda mine: {1: mine, 0: "synchronization 4"}))
+    assert text.splitlines()[1:4] == [
+        "  synchronization 5, rank 1",
+        "  rank 0: synchronization 4",
+        "  rank 1: synchronization 5, after an optimizer step",
+    ]
+
+
+def test_the_first_setting_that_differs_is_named_with_the_values_of_all_ranks() -> None:
+    texts = [
+        text_of_settings((("group 0 of SGD", (("lr", 0.1), *more)),)) for more in ((), (("momentum", 0.5),), (("momentum", 1),))
+    ]
+    error = settings_differ(dict(enumerate(texts)), where="save_checkpoint")
+    assert str(error).splitlines()[1:3] == [
+        "  save_checkpoint",
+        "  first difference: momentum of group 0 of SGD is not set on rank 0, 0.5 on rank 1, 1 on rank 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.1 + 0.2, "0.3"), (1e-8, "1e-08"), (1.0, "1"), (True, "True"), ((0.9, 0.999), "(0.9, 0.999)"), ("l1", "l1")],
+)
+def test_settings_are_shown_with_six_digits(value: object, shown: str) -> None:
+    assert text_of_settings((("group 1 of SGD", (("x", value),)),)) == f"x of group 1 of SGD: {shown}"
+
+
+@pytest.mark.parametrize(("loaded", "what"), [(0xABC, "parameters, fingerprint 000abc"), (0, "no parameter")])
+def test_each_rank_says_what_it_has_loaded(loaded: int, what: str) -> None:
+    result = Round(kind=RoundKind.REDUCE, terms=Terms(number=5, loaded=loaded))
+    assert str(loaded_apart(result, rank=1, places=lambda mine: {1: mine, 0: "it has changed no parameter"})) == (
+        "load_state_dict has changed parameters on some ranks only, or to different values.\n  synchronization 5, rank 1\n"
+        f"  rank 0: it has changed no parameter\n  rank 1: it has changed {what}\n"
+        "  Load the same values on every rank, or call broadcast_parameters() on every rank after a load on rank 0."
+    )

@@ -1,0 +1,129 @@
+"""A step that is skipped changes nothing."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from support.checkpoints import require_equal
+from support.errors import text_of
+from support.strategies import spec
+from undertow.buckets.trailer import Reading
+from undertow.engine.checks import NonFinite
+from undertow.engine.round import Round, RoundKind, Terms
+from undertow.errors import NonFiniteGradient
+from undertow.plan import plan_from_groups
+
+PLAN = plan_from_groups([spec("weight", 6)], ((0,),), num_ranks=2)
+# LBFGS needs a closure, with which a step cannot be skipped.
+OPTIMIZERS = sorted(
+    name
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+)
+
+
+class Counting(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "steps": 0, "total": torch.zeros(())})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        self.calls += 1
+        (group,) = self.param_groups
+        group["steps"] += 1
+        group["total"] += 1
+        for param in group["params"]:
+            self.state[param]["steps"] = group["steps"]
+
+
+def numbers(policy: str = "skip", *, is_found: bool) -> NonFinite:
+    judge = NonFinite(policy, rank=1, look=lambda: None, names=range(2))
+    judge.round_ends(a_round(is_found), PLAN)
+    return judge
+
+
+def a_round(is_found: bool, *, number: int = 4, ranks: tuple[int, ...] = (1,), keeps_earlier: bool = False) -> Round:
+    this = Round(kind=RoundKind.REDUCE, terms=Terms(number=number))
+    this.found.keeps_earlier = keeps_earlier
+    if is_found:
+        this.found.nonfinite[0] = frozenset({0})
+        this.found.readings.append(Reading(used=frozenset({0}), ranks_differ=False, flags={"nonfinite": ranks}))
+    return this
+
+
+def stepped(optimizer: torch.optim.Optimizer, judge: NonFinite) -> None:
+    """With the hook that every optimizer of our parameters has."""
+    handle = optimizer.register_step_pre_hook(judge.before_step)
+    optimizer.step()
+    handle.remove()
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.randn(3))], lr=0.1)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_every_optimizer_of_torchs_is_left_as_it_was(name: str, num_steps: int) -> None:
+    param, more = nn.Parameter(torch.randn(3, 2)), {"momentum": 0.9, "weight_decay": 0.1} if name in ("SGD", "RMSprop") else {}
+    optimizer = getattr(torch.optim, name)([param], lr=0.1, **more)
+    param.grad = torch.ones_like(param).to_sparse(1) if name == "SparseAdam" else torch.ones_like(param)
+    for _ in range(num_steps):
+        optimizer.step()
+    before = copy.deepcopy({"param": param.detach(), "optimizer": optimizer.state_dict()})
+    stepped(optimizer, numbers(is_found=True))
+    require_equal({"param": param.detach(), "optimizer": optimizer.state_dict()}, before)
+    stepped(optimizer, numbers(is_found=False))
+    assert not torch.equal(param, before["param"])
+
+
+def test_steps_that_an_optimizer_counts_elsewhere_are_not_counted() -> None:
+    param = nn.Parameter(torch.randn(3))
+    param.grad, optimizer = torch.ones(3), Counting([param])
+    optimizer.step()
+    stepped(optimizer, numbers(is_found=True))
+    (group,) = optimizer.param_groups
+    assert (optimizer.calls, group["steps"], float(group["total"]), optimizer.state[param]["steps"], group["params"]) == (
+        1,
+        1,
+        1.0,
+        1,
+        [param],
+    )
+
+
+def test_a_scheduler_does_not_take_a_skipped_step_for_none() -> None:
+    optimizer = sgd()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    stepped(optimizer, numbers(is_found=True))
+    scheduler.step()  # would warn, and warnings are errors here
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)  # 0.1 * 0.1 in doubles
+
+
+def test_a_step_with_found_inf_is_the_scalers() -> None:
+    optimizer = sgd()
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]  # as torch's GradScaler does
+    assert not any(numbers(policy, is_found=True).skips(optimizer) for policy in ("raise", "skip"))
+
+
+def test_what_was_found_counts_until_a_round_that_does_not_add_to_it() -> None:
+    optimizer, judge = sgd(), numbers(is_found=True)
+    assert [judge.skips(optimizer), judge.skips(optimizer)] == [True, True]
+    skips = []
+    for this in (a_round(False, keeps_earlier=True), a_round(False), a_round(True)):
+        judge.round_ends(this, PLAN)
+        skips.append((judge.skips(optimizer), judge.num_skipped))
+    assert skips == [(True, 1), (False, 1), (True, 2)]  # the first round belongs to the step that was counted
+
+
+def test_the_first_of_several_rounds_of_a_step_is_named() -> None:
+    optimizer, judge = sgd(), numbers("raise", is_found=True)
+    judge.round_ends(a_round(True, number=5, ranks=(0, 1), keeps_earlier=True), PLAN)  # with the mean of the one before
+    text = "the gradient of 'weight' is not finite (NaN or Inf) on rank 1.\n  synchronization 4, bucket 0\n"
+    assert text_of(NonFiniteGradient, lambda: judge.skips(optimizer)).startswith(text)
+    judge.round_ends(a_round(True, number=6), PLAN)
+    assert "on rank 1.\n  synchronization 6," in text_of(NonFiniteGradient, lambda: judge.skips(optimizer))

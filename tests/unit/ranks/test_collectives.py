@@ -1,0 +1,179 @@
+"""Reduce-scatter, all-gather and an all-reduce in rank order, posted and native, beside a chain of adds on one rank."""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from itertools import count, takewhile
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support.inside import before_lines, opened_group
+from support.models import noise
+from support.ranks import in_ranks
+from support.sharded import chain
+from undertow.ranks.collectives import BackendCollectives, Collectives, P2PCollectives
+from undertow.ranks.group import GroupRef, OwnGroup
+from undertow.ranks.handles import Handle, ThreadWork
+
+KINDS: dict[str, tuple[Any, bool]] = {  # and whether they add up in rank order
+    "posted": (P2PCollectives, True),
+    "native in order": (BackendCollectives, True),  # what NCCL would be asked for, asked of gloo
+    "native": (BackendCollectives, False),
+}
+
+
+def wait_with_a_handler(number: int) -> bool:
+    """Returns True if a signal handler has waited before line `number` of a wait: what follows the work was done then."""
+    done, found = list[str](), list[bool]()
+    handle = Handle(mock.Mock(), finish=partial(done.append, "finished"))
+
+    def handler() -> None:
+        handle.wait()
+        found.append(bool(done))
+
+    with before_lines(Handle, handler, number=number):
+        handle.wait()
+    assert False not in found
+    return bool(found)
+
+
+def test_what_follows_the_work_is_done_for_a_signal_handler_that_waits_too() -> None:
+    assert sum(takewhile(bool, map(wait_with_a_handler, count(1)))) > 5
+
+
+@contextlib.contextmanager
+def exchanging(kind: str) -> Iterator[Collectives]:
+    group = opened_group()
+    make, in_order = KINDS[kind]
+    exchanges = make(group, in_order=in_order, divisor=group.num_ranks)
+    yield exchanges
+    exchanges.close()  # with the threads that call back
+    group.close()
+
+
+def of_ranks(numel: int, step: int, dtype: torch.dtype) -> list[Tensor]:
+    """What each rank gives; two flags at the end: some set the first, all set the second."""
+    found = [noise(numel + 2, step=step, rank=peer).to(dtype) for peer in range(dist.get_world_size())]
+    for peer, storage in enumerate(found):
+        storage[-2:] = torch.tensor([peer == 0, 1])
+    return found
+
+
+def chain_of_adds(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return chain([part.to(torch.float32 if dtype.itemsize == 2 else dtype) for part in parts])
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*(("posted", it) for it in (torch.float64, torch.bfloat16)), *((kind, torch.float32) for kind in KINDS)]
+)
+def test_a_shard_is_the_mean_added_up_in_rank_order_and_every_rank_gets_every_part(kind: str, dtype: torch.dtype) -> None:
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    started, done = [], list[object]()
+    with exchanging(kind) as exchanges:
+        for index, numel in enumerate([5, 1, 1000, 0]):
+            given = of_ranks(num_ranks * numel + 1, index, dtype)
+            wanted = chain_of_adds([storage[rank * numel : (rank + 1) * numel] for storage in given], dtype) / num_ranks
+            shard, trailer = torch.empty_like(wanted), range(num_ranks * numel + 1, num_ranks * numel + 3)
+            handle = exchanges.reduce_scatter(given[rank], shard, trailer=trailer)
+            handle.on_done(done.append)
+            started.append((handle, given[rank], shard, wanted))
+        for handle, storage, shard, wanted in started:
+            handle.wait()
+            assert storage[-2:].tolist() == [1.0, num_ranks]
+            assert handle.is_completed()
+            # Without an order the backend's own: an ulp of a sum of three values.
+            assert torch.equal(shard, wanted) if kind != "native" else torch.allclose(shard, wanted, rtol=1e-6, atol=1e-6)
+        parts = [noise(7, rank=peer).to(dtype) for peer in range(num_ranks)]
+        flat = torch.zeros(7 * num_ranks, dtype=dtype)
+        flat.view(num_ranks, 7)[rank] = parts[rank]
+        handle = exchanges.all_gather(flat, number=0, then=lambda: done.append("then"))
+        handle.on_done(done.append)
+        handle.wait()
+        assert torch.equal(flat, torch.cat(parts))
+    assert len(done) == 6
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("kind", ["posted", "native in order"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_is_added_up_in_rank_order(kind: str, dtype: torch.dtype) -> None:
+    rank, num_ranks, started = dist.get_rank(), dist.get_world_size(), []
+    with exchanging(kind) as exchanges:
+        for index, numel in enumerate([7, 1, 1000, 0]):
+            given = [noise(numel, step=index, rank=peer).to(dtype) for peer in range(num_ranks)]
+            wanted = (chain_of_adds(given, dtype) / num_ranks).to(dtype)
+            started.append((exchanges.all_reduce(given[rank]), given[rank], wanted))
+        for handle, tensor, wanted in started:
+            handle.wait()
+            assert torch.equal(tensor, wanted)
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("make", [P2PCollectives, BackendCollectives])
+def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in_order: bool, dtype: torch.dtype) -> None:
+    across, rank = opened_group(), dist.get_rank()
+    inside = OwnGroup(GroupRef((rank,), "gloo", None), device=across.device)
+    inside.open()
+    first, second = make(inside, in_order=in_order, divisor=1), make(across, in_order=in_order, divisor=5)
+    started = []
+    for index, numel in enumerate([5, 0, 1000]):
+        given = of_ranks(numel, index, dtype)
+        wanted = chain_of_adds([storage[:numel] for storage in given], dtype) / 5
+        storage, shard = given[rank], torch.empty(numel)
+        started.append(
+            (
+                second.all_reduce_behind(
+                    first.reduce_scatter(storage, shard, trailer=range(numel, numel + 2)),
+                    shard,
+                    trailer=storage[numel:],
+                ),
+                shard,
+                storage,
+                wanted,
+            )
+        )
+    for handle, shard, storage, wanted in started:
+        handle.wait()
+        assert storage[-2:].tolist() == [1.0, dist.get_world_size()]
+        # Without an order what travels is rounded to what it came in, the sum once more than its summands; where the backend
+        # adds up in the dtype itself, once for each summand.
+        rounded = wanted if in_order else wanted.to(dtype).float()
+        torch.testing.assert_close(
+            shard,
+            rounded,
+            rtol=0.0,
+            atol=0.0 if in_order or make is P2PCollectives else dist.get_world_size() * torch.finfo(dtype).eps * 8,
+        )
+    for exchanges, of in ((first, inside), (second, across)):
+        exchanges.close()
+        of.close()
+
+
+@in_ranks(2)
+def test_what_is_behind_a_failure_fails_with_it() -> None:
+    with exchanging("posted") as exchanges:
+
+        def fail() -> None:
+            raise ZeroDivisionError("while packing")
+
+        handle = exchanges.all_reduce_behind(
+            exchanges.reduce_scatter(torch.zeros(8), torch.zeros(2), trailer=range(6, 8), pack=fail),
+            torch.zeros(2),
+            trailer=torch.zeros(2),
+        )
+        with pytest.raises(ZeroDivisionError, match="while packing"):
+            handle.wait()
+        late = ThreadWork()
+        after_end = exchanges.all_reduce_behind(Handle(late), torch.zeros(2), trailer=torch.zeros(2))
+        exchanges.close()
+        late.run(int)
+        with pytest.raises(RuntimeError, match="shutdown"):
+            after_end.wait()

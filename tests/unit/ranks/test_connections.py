@@ -1,0 +1,366 @@
+"""Connections of neighbors, among threads of one process."""
+
+import contextlib
+import os
+import random
+import re
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, Mock, patch
+
+import pytest
+import torch.distributed as dist
+
+from undertow.ranks import connections as module
+from undertow.ranks import patience
+from undertow.ranks.connections import Connection, connect_ring, host_of, own_address
+
+Made = list[tuple[list[Connection], str]]
+
+
+@pytest.fixture(autouse=True)
+def over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, Connection]]:
+    first, second = socket.socketpair()
+    connections = Connection(first, 1), Connection(second, 0)
+    yield connections
+    for connection in connections:
+        connection.close()
+
+
+def made(num_ranks: int, *, ranks: Sequence[int] | None = None, look: Any = lambda _: None) -> Made:
+    """What every rank gets that comes, or each of `ranks`."""
+    path = Path(tempfile.mkdtemp()) / "store"
+
+    def rank(number: int) -> tuple[list[Connection], str]:
+        store = dist.FileStore(str(path), num_ranks)
+        try:
+            return connect_ring(store, "ring", rank=number, num_ranks=num_ranks, look=look), ""
+        except ConnectionError as error:
+            return [], str(error)
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(rank, range(num_ranks) if ranks is None else ranks))
+
+
+def require_rings(rings: Made) -> None:
+    """Every rank hears what the one before it says, and connections end."""
+    num_ranks = len(rings)
+    for rank, (neighbors, reason) in enumerate(rings):
+        # Two ranks are neighbors on both sides, by one connection.
+        expected = [(rank + 1) % num_ranks, (rank - 1) % num_ranks][: num_ranks - 1]
+        assert ([neighbor.rank for neighbor in neighbors], reason) == (expected, "")
+        neighbors[0].send(b"%d" % rank)
+    for rank, (neighbors, _) in enumerate(rings):
+        assert received(neighbors[-1], 1) == [b"%d" % ((rank - 1) % num_ranks)]
+    for neighbors, _ in rings:
+        for neighbor in neighbors:
+            neighbor.close()
+
+
+def received(connection: Connection, number: int) -> list[bytes]:
+    messages = list[bytes]()
+    while len(messages) < number:
+        parts, is_there = connection.receive()
+        assert is_there
+        messages += parts
+    return messages
+
+
+def until_the_end(connection: Connection) -> list[bytes]:
+    messages, is_there = list[bytes](), True
+    while is_there:
+        parts, is_there = connection.receive()
+        messages += parts
+    return messages
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_every_rank_is_connected_to_the_next_and_the_one_before(num_ranks: int) -> None:
+    require_rings(made(num_ranks))
+
+
+def test_ranks_connect_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setattr(module, "own_address", lambda _: "::1")
+    require_rings(made(3))
+
+
+# Where ranks cannot connect, no rank has a ring, and all know why.
+
+
+def test_a_port_that_cannot_be_opened_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_listening", Mock(side_effect=OSError("Address already in use")))
+    for neighbors, reason in made(2):
+        assert neighbors == []
+        assert reason.endswith(" cannot listen for other ranks: Address already in use")
+
+
+def nobody_listens() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_an_address_that_nobody_listens_at_leaves_all_without_a_ring(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, port = socket.create_connection, nobody_listens()
+    monkeypatch.setattr(socket, "create_connection", lambda at, within_s: connect((at[0], port), within_s))
+    for neighbors, reason in made(num_ranks):
+        assert neighbors == []
+        assert re.fullmatch(r"rank (\d) cannot connect to rank \d at 127\.0\.0\.1 port \d+: .*Connection refused", reason)
+
+
+def test_a_firewall_that_drops_everything_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError("timed out")))
+    for neighbors, reason in made(2):
+        assert neighbors == []
+        assert re.fullmatch(r"rank 0 cannot connect to rank 1 at 127\.0\.0\.1 port \d+: timed out", reason)
+
+
+def test_a_rank_that_nobody_reaches_waits_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "CONNECT_S", 0.05)
+    monkeypatch.setattr(module, "_connected", lambda _: MagicMock())  # it is taken, and never arrives
+    for neighbors, reason in made(2):
+        assert neighbors == []
+        assert re.fullmatch(r"rank 1 is not reached at 127\.0\.0\.1 port \d+ by the rank before it", reason)
+
+
+# What is not a rank of this run, and reaches a port that a rank has opened, or is found where a rank should be.
+
+
+@contextlib.contextmanager
+def visited(visit: Callable[[tuple[str, int]], object]) -> Iterator[list[object]]:
+    """Calls `visit` with the address of each socket that listens, before a rank knows of it."""
+    listen, kept = module._listening, list[object]()
+
+    def listening(address: str) -> socket.socket:
+        listener = listen(address)
+        kept.append(visit(listener.getsockname()))
+        return listener
+
+    with patch.object(module, "_listening", listening):
+        yield kept
+
+
+def says(words: bytes, at: tuple[str, int]) -> socket.socket:
+    link = socket.create_connection(at)
+    link.sendall(words)
+    return link
+
+
+def says_and_leaves(words: bytes, at: tuple[str, int]) -> None:
+    says(words, at).close()
+
+
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 32, random.Random(0).randbytes(100)], ids=repr)
+@pytest.mark.parametrize("stranger", [says, says_and_leaves])
+def test_a_stranger_is_dropped_and_keeps_nobody(
+    stranger: Callable[..., Any], words: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "PROOF_S", 0.05)
+    with visited(partial(stranger, words)) as kept:
+        require_rings(made(3))
+    for link in filter(None, kept):
+        link.settimeout(10.0)
+        with contextlib.suppress(ConnectionError):
+            assert link.recv(100) == b""
+        link.close()
+
+
+def test_several_strangers_keep_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PROOF_S", 0.05)
+
+    def crowd(at: tuple[str, int]) -> list[socket.socket]:
+        return [says(b"", at) for _ in range(4)]
+
+    with visited(crowd) as kept:
+        require_rings(made(2))
+    for link in kept[0] + kept[1]:
+        link.close()
+
+
+def test_another_service_at_the_address_of_a_rank_is_no_neighbor(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = socket.create_connection
+    monkeypatch.setattr(patience, "CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        monkeypatch.setattr(socket, "create_connection", lambda _, within_s: connect(service.getsockname(), within_s))
+        ends = made(2)
+    for neighbors, reason in ends:
+        assert neighbors == []
+        assert re.fullmatch(r"rank 1 is not reached at 127\.0\.0\.1 port \d+ by the rank before it", reason)
+
+
+# How ranks meet.
+
+
+def give_up(late: Sequence[int]) -> None:
+    raise TimeoutError(str(list(late)))
+
+
+def test_ranks_that_have_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PROBE_S", 0.0)
+    with pytest.raises(TimeoutError, match=r"\[1, 2\]"):  # now and then
+        made(3, ranks=[0], look=give_up)
+
+
+def test_a_store_is_asked_for_nothing_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A rank that waits inside of the store cannot be woken when another one is gone.
+    stores, file_store = list[Mock](), dist.FileStore
+    monkeypatch.setattr(patience, "PROBE_S", 0.0)
+    monkeypatch.setattr(module, "host_of", lambda _: "")
+    monkeypatch.setattr(dist, "FileStore", lambda *given: stores.append(Mock(wraps=file_store(*given))) or stores[-1])
+    with pytest.raises(TimeoutError):  # all may come at once below, and nobody look who is missing
+        made(2, ranks=[0], look=give_up)
+    require_rings(made(3))
+    assert {name for store in stores for name, *_ in store.method_calls} == {"set", "add", "check", "get"}
+
+
+def test_the_ports_are_closed_when_all_have_connected() -> None:
+    ports = list[tuple[str, int]]()
+    with visited(ports.append):
+        require_rings(made(2))
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(port)
+
+
+# Which address a rank gives.
+
+
+ROUTES = {"": "", "node-0": "10.0.0.7", "own-name": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("host", "default", "expected"),
+    [
+        pytest.param("node-0", "192.168.1.7", "10.0.0.7", id="on the way to the store"),
+        pytest.param("own-name", "192.168.1.7", "192.168.1.7", id="a name of its own that only it reaches"),
+        pytest.param("own-name", "", "127.0.0.1", id="without a network"),
+        pytest.param("localhost", "192.168.1.7", "127.0.0.1", id="one machine, by name"),
+        pytest.param("127.0.0.1", "192.168.1.7", "127.0.0.1", id="one machine"),
+        pytest.param("", "192.168.1.7", "192.168.1.7", id="a store without a host"),
+        pytest.param("", "", "127.0.0.1", id="neither"),
+    ],
+)
+def test_the_address_is_the_one_on_the_way_to_the_store(
+    host: str, default: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(module, "_address_towards", lambda name: ROUTES.get(name, default))
+    assert own_address(host) == expected
+
+
+@pytest.mark.parametrize(
+    ("gloo", "nccl", "expected"),
+    [
+        ("lo", "", "127.0.0.1"),
+        ("lo,eth7", "=eth7", "127.0.0.1"),
+        ("", "lo", "127.0.0.1"),
+        ("", "=lo", "127.0.0.1"),
+        ("", "^lo,docker0", "10.0.0.7"),
+        ("eth71", "", "10.0.0.7"),
+        ("", "", "10.0.0.7"),
+    ],
+)
+def test_a_variable_names_the_interface(gloo: str, nccl: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
+    monkeypatch.setattr(module, "_address_towards", lambda _: "10.0.0.7")
+    assert own_address("node-0") == expected
+
+
+def test_the_host_of_a_store_is_found_behind_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    assert host_of(dist.PrefixStore("a", dist.PrefixStore("b", server))) == "127.0.0.1"
+    assert host_of(dist.HashStore()) == "node-0"
+
+
+# Messages.
+
+
+def test_messages_come_whole_and_in_order(pair: tuple[Connection, Connection]) -> None:
+    sent = [b"%d" % number * 5000 for number in range(10)]
+    for message in sent:
+        pair[0].send(message)
+    assert received(pair[1], len(sent)) == sent
+    assert pair[1].receive() == ([], True)
+
+
+def test_the_end_of_a_connection_is_read_after_its_last_words(pair: tuple[Connection, Connection]) -> None:
+    first, second = pair
+    first.send(b"x" * 60_000)
+    first.finish(30.0)
+    assert until_the_end(second) == [b"x" * 60_000]
+    assert second.receive() == ([], False)
+    second.send(b"a")  # is dropped
+    assert not second.has_unsent
+
+
+def test_a_neighbor_that_does_not_read_misses_messages_and_no_more(pair: tuple[Connection, Connection]) -> None:
+    first, second = pair
+    sent = [b"%d" % number * 10_000 for number in range(100, 1100)]
+    for message in sent:
+        first.send(message)
+    assert len(first._unsent) < module._MAX_UNSENT + 100_000
+    messages = list[bytes]()
+    while first.has_unsent:
+        first.flush()
+        messages += second.receive()[0]
+    first.send(b"the last")
+    while messages[-1:] != [b"the last"]:
+        messages += second.receive()[0]
+    assert messages[:-1] == sent[: len(messages) - 1]
+    assert len(messages) < len(sent)
+
+
+def test_a_message_in_the_middle_of_another_one_follows_it(pair: tuple[Connection, Connection]) -> None:
+    """As where a garbage collection in the middle of a send frees a group, whose ring says that it leaves."""
+    first, second = pair
+    link = first._link
+    first._link = Mock(wraps=link)
+
+    def send(data: bytearray) -> int:
+        first._link.send.side_effect = link.send
+        num_sent = link.send(bytes(data[:3]))
+        first.send(b"in between")
+        return num_sent
+
+    first._link.send.side_effect = send
+    first.send(b"first")
+    assert received(second, 2) == [b"first", b"in between"]
+
+
+def test_a_child_that_closes_its_copy_leaves_the_connection_open(pair: tuple[Connection, Connection]) -> None:
+    first, second = pair
+    if (child := os.fork()) == 0:
+        first.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    first.send(b"still here")
+    assert received(second, 1) == [b"still here"]
+
+
+def test_a_program_that_a_rank_starts_has_no_copy(pair: tuple[Connection, Connection]) -> None:
+    assert not os.get_inheritable(pair[0].fileno())
+
+
+def test_the_kernel_keeps_a_silent_connection_alive() -> None:
+    for neighbors, _ in made(2):
+        link = neighbors[0]._link
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+        neighbors[0].close()

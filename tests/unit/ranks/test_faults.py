@@ -1,0 +1,178 @@
+"""Faults of other ranks as text."""
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from support.pages import snippets
+from support.project import ROOT
+from undertow import PeerFailed, RankLost, StallTimeout
+from undertow.engine.checks import Finding, mismatch
+from undertow.ranks import faults
+from undertow.ranks.faults import Answer
+
+
+def waiting(rank: int, waited_s: float, waits_for: str = "bucket 2 ('a', 'b')") -> Answer:
+    return Answer(waits_for, waited_s, f"rank {rank}: synchronization 7, waits for {waits_for}")
+
+
+LATE = Answer("", 0.0, "rank 1: synchronization 7, loading data\n    train.py, line 4, in rows")
+WAITING = {0: waiting(0, 31.4), 2: waiting(2, 30.0)}
+
+
+def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
+    assert faults.stall_text({1: LATE, **WAITING}, {4: "rank 4 has left: so it is."}, num_ranks=5) == (
+        "rank 0 has waited 31 s for bucket 2 ('a', 'b'): rank 1, 3 has not come.\n"
+        "  rank 0: synchronization 7, waits for bucket 2 ('a', 'b')\n"
+        "  rank 1: synchronization 7, loading data\n"
+        "    train.py, line 4, in rows\n"
+        "  rank 2: synchronization 7, waits for bucket 2 ('a', 'b')\n"
+        "  rank 3: no answer; it is stopped, out of reach, or in a call that keeps Python from running\n"
+        "  rank 4 has left: so it is."
+    )
+
+
+def test_a_report_says_where_all_wait_for_different_things() -> None:
+    told = "rank 0 has waited 31 s for bucket 2 ('a', 'b'): all ranks wait, for different things.\n"
+    answers = {0: WAITING[0], 1: waiting(1, 9.0, "the norm of all gradients")}
+    assert faults.stall_text(answers, {}, num_ranks=2).startswith(told)
+
+
+def test_there_is_no_report_where_no_rank_waits_any_more() -> None:
+    assert faults.stall_text({1: LATE}, {}, num_ranks=2) == ""
+
+
+PAGE = ROOT / "docs" / "reliability.md"
+FRAME = re.findall(r"^    (\S+, line \d+, in \w+)$", PAGE.read_text(), re.M)[0]
+TOLD = faults.stall_text(
+    {
+        0: Answer("bucket 0 ('last.bias')", 30.0, "rank 0: synchronization 3, waits for bucket 0 ('last.bias')"),
+        1: Answer("", 0.0, f"rank 1: synchronization 3, in the forward of 'norm'\n    {FRAME}"),
+    },
+    {},
+    num_ranks=2,
+)
+WRITTEN = {
+    "where": "synchronization 199; 1 of 6 parameters differ",
+    "remedy": "Look for what writes to parameters, or steps, on some ranks only; broadcast_parameters() makes them equal again.",
+}
+# What docs/reliability.md quotes.
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TOLD,
+        f"PeerFailed: {faults.failed(1, ValueError('row 7 has no label')).error('synchronization 118, rank 0')}",
+        f"StallTimeout: {faults.timed_out(0, TOLD).error('synchronization 3, rank 0')}",
+        f"NonFiniteGradient: {Finding(params=('last.bias',), ranks=(1,), where='synchronization 118, bucket 0').error()}",
+        f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, **WRITTEN)}",
+    ],
+    ids=lambda text: text.partition(":")[0],
+)
+def test_what_the_page_quotes_is_ours(text: str) -> None:
+    assert text in [snippet.code.rstrip("\n") for snippet in snippets(PAGE)]
+
+
+def test_an_error_of_a_fault_has_three_parts() -> None:
+    error = faults.stalled("rank 0 has waited.\n  rank 1: loading data").error("synchronization 7, rank 2")
+    assert (type(error), str(error)) == (
+        StallTimeout,
+        "rank 0 has waited.\n"
+        "  synchronization 7, rank 2\n"
+        "  rank 1: loading data\n"
+        "  Find out why the late ranks are late, or set stall_timeout_s higher if such waits are expected.",
+    )
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(faults.failed(1, KeyError("x")), PeerFailed), (faults.lost(1), RankLost)])
+def test_every_error_of_a_fault_is_a_new_one(fault: faults.Fault, kind: type[Exception]) -> None:
+    first, second = fault.error("here"), fault.error("here")
+    assert (type(first), type(second), first is second) == (kind, kind, False)
+
+
+def test_a_long_message_of_an_exception_is_cut() -> None:
+    assert (
+        faults.failed(1, ValueError("x" * 100_000)).what == f"rank 1 has failed: ValueError: {'x' * (2000 - len('ValueError: '))}"
+    )
+
+
+class Asked(nn.Module, IterableDataset):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.inner = nn.Linear(2, 2), nn.Identity()
+        self.said: dict[str, str] = {}
+        self.inner.register_forward_hook(lambda *_: self.note("forward"))
+        self.layer.weight.register_hook(lambda _: self.note("backward"))
+        self.optimizer = torch.optim.SGD(self.parameters())
+        self.optimizer.register_step_pre_hook(lambda *_: self.note("step"))
+
+    def note(self, when: str) -> None:
+        self.said[when] = faults.activity(
+            faults.frames_of(threading.get_ident()), {id(module): name for name, module in self.named_modules()}
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.layer(x))
+
+    def __iter__(self) -> Iterator[None]:
+        self.note("data")
+        yield
+
+
+def test_what_a_thread_does_is_told_from_its_stack() -> None:
+    asked, found = Asked(), dict[str, Any]()
+    asked(torch.ones(1, 2)).sum().backward()
+    asked.optimizer.step()
+    next(iter(DataLoader(asked, batch_size=None)))
+    asked.note("elsewhere")
+    # A rank that waits at a barrier of its own, while others wait for it.
+    path = os.path.join(os.path.dirname(torch.__file__), "distributed", "distributed_c10d.py")
+    exec(compile("def barrier(ask):\n    return ask()", path, "exec"), found)
+    found["barrier"](lambda: asked.note("barrier"))
+    assert asked.said == {
+        "forward": "in the forward of 'inner'",
+        "backward": "in backward",
+        "step": "in the optimizer",
+        "data": "loading data",
+        "elsewhere": "in code outside of the model",
+        "barrier": "in barrier of torch.distributed",
+    }
+
+
+def test_a_stack_has_places_and_no_values() -> None:
+    secret, lines = "swordfish", faults.stack_lines(faults.frames_of(threading.get_ident()))
+    assert lines[-2].endswith(", in test_a_stack_has_places_and_no_values")
+    assert not any(secret in line for line in lines)
+    assert len(lines) <= 12
+
+
+@pytest.mark.parametrize("broken", [{}, {"waits_for": "", "waited_s": "x", "text": ""}])
+def test_what_is_no_answer_is_refused(broken: dict[str, object]) -> None:
+    with pytest.raises((KeyError, ValueError)):
+        faults.answer_from(broken)
+
+
+def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
+    idle = [faults.Activity(steps=partial(tuple, (number, False))) for number in (118, 0)]
+    assert [here.answer(1).text.splitlines()[0].rpartition(", ")[2] for here in idle] == [
+        "no training forward since synchronization 118",
+        "no training forward yet",
+    ]
+
+
+def test_what_ranks_say_does_not_steer_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    fault = faults.fault_from({"error": "RankLost", "what": "\x1b[2Jgone\u202e\r", "remedy": "mend", "told": "a.py,\tline 3"})
+    assert str(fault.error("here")) == "\\x1b[2Jgone\\u202e\\r\n  here\n  a.py,\\tline 3\n  mend"
+    with caplog.at_level(logging.WARNING, "undertow"):
+        faults.tell("waits for \x1b[2J\ud800 [/bold]\nand more")
+    assert caplog.messages == ["waits for \\x1b[2J\\ud800 [/bold]\nand more"]

@@ -1,0 +1,121 @@
+"""The ring of ranks alone, among processes without a process group: it does not depend on any backend."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from support.processes import Ended, Rank, run_ranks
+from undertow import SyncConfig
+from undertow.ranks.connections import connect_ring
+from undertow.ranks.guard import GUARD
+from undertow.ranks.watch import Ring, Watch
+
+WITHIN_S = 5.0  # on a machine that does much else; some hundredths of a second otherwise
+GONE = ["RankLost", "rank 1 is gone: its process has ended without a word, or was killed."]
+
+
+def joined(rank: Rank, **limits: float) -> Watch:
+    """This rank's watch in a ring with the others."""
+    store = dist.FileStore(str(rank.directory / "store"), rank.num_ranks)
+    neighbors = connect_ring(store, "ring", rank=rank.number, num_ranks=rank.num_ranks, look=lambda _: None)
+    ring = Ring(neighbors, rank=rank.number, num_ranks=rank.num_ranks)
+    GUARD.adopt(tuple(range(rank.num_ranks)), ring, store)
+    watch = ring.join(SyncConfig(**limits))
+    watch.ask("", topic="group 1", within_s=10.0)
+    vars(watch)["store"] = store  # with which the ring would end
+    return watch
+
+
+def found_by(watch: Watch) -> list[str]:
+    """The fault that this rank learns of."""
+    with watch.ring.condition:
+        watch.ring.condition.wait_for(lambda: watch.fault, timeout=10.0)
+    return [] if watch.fault is None else [watch.fault.kind.__name__, watch.fault.what]
+
+
+def in_the_ring(act: Callable[[Rank, Watch], object], limits: dict[str, float], rank: Rank) -> list[str]:
+    """Rank 1 acts, and the other ranks wait for it."""
+    watch = joined(rank, **limits)
+    if rank.number != 1:
+        with watch.waiting("bucket 3"):
+            found = found_by(watch)
+        rank.tell("knows")
+        return found
+    rank.say(fault=time.monotonic())
+    act(rank, watch)
+    return []
+
+
+def told_of(
+    act: Callable[[Rank, Watch], object], num_ranks: int, *, stays: Sequence[int] = (), **limits: float
+) -> Iterator[list[str]]:
+    """The fault that each other rank has learned of, in time."""
+    ends: list[Ended] = run_ranks(partial(in_the_ring, act, limits), num_ranks, stays=stays)
+    for rank in (*ends[:1], *ends[2:]):
+        assert rank.words["at"] - ends[1].words["fault"] < WITHIN_S
+        yield rank.words["value"]
+
+
+def is_killed(_rank: Rank, _watch: Watch) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])  # of five, rank 3 and 4 are no neighbors of rank 1
+def test_a_killed_rank_is_named_on_every_other_rank(num_ranks: int) -> None:
+    assert list(told_of(is_killed, num_ranks)) == [GONE] * (num_ranks - 1)
+
+
+def is_killed_and_has_a_child(rank: Rank, watch: Watch) -> None:
+    neighbors, thread = list(watch.ring.neighbors), threading.current_thread()
+    if os.fork() == 0:
+        is_clean = [neighbor.fileno() for neighbor in neighbors] == [-1, -1]
+        is_clean &= threading.enumerate() == [thread] and GUARD._thread is None
+        if is_clean:  # otherwise it ends, and no rank is told of the killed one in time
+            rank.tell("is clean")
+            time.sleep(2 * WITHIN_S)
+        os._exit(0)
+    rank.waits_for("is clean", [1])
+    is_killed(rank, watch)
+
+
+def test_a_forked_child_keeps_no_connection_and_runs_no_thread() -> None:
+    assert list(told_of(is_killed_and_has_a_child, 3)) == [GONE] * 2
+
+
+def is_stopped(_rank: Rank, _watch: Watch) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_stopped_rank_is_named_by_the_others_which_say_what_they_wait_for() -> None:
+    for kind, what in told_of(is_stopped, 3, stays=[1], stall_warning_s=0.2, stall_timeout_s=0.5):
+        assert kind == "StallTimeout"
+        assert re.fullmatch(r"rank [02] has waited \d+ s for bucket 3: rank 1 has not come\.", what)
+
+
+def raises(rank: Rank, watch: Watch) -> None:
+    watch.fail(ValueError("row 7 has no label"))
+    rank.waits_for("knows", [0, 2])
+
+
+def test_the_last_words_of_a_rank_are_told_to_all() -> None:
+    failed = ["PeerFailed", "rank 1 has failed: ValueError: row 7 has no label"]
+    assert list(told_of(raises, 3)) == [failed] * 2
+
+
+def leaves(rank: Rank, watch: Watch) -> None:
+    watch.leave(None)
+    rank.waits_for("knows", [0, 2])  # the connections stay
+
+
+def test_a_rank_that_has_left_is_a_fault_of_those_that_wait_for_it() -> None:
+    left = "rank 1 has left: it has finished after 0 synchronizations, and others wait for it."
+    told: list[Any] = list(told_of(leaves, 3, stall_warning_s=0.2))
+    assert told == [["RankLost", left]] * 2

@@ -1,0 +1,259 @@
+"""Threads beside the one that trains: what the guard hears, what a rank waits for, and workers."""
+
+import atexit
+import json
+import logging
+import multiprocessing.util
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch.distributed as dist
+
+from undertow import RankLost, StallTimeout, SyncConfig
+from undertow.ranks import comm_hook, faults, patience
+from undertow.ranks.connections import Connection
+from undertow.ranks.guard import Guard
+from undertow.ranks.threads import Worker, end_workers
+from undertow.ranks.watch import NullWatch, Ring, Watch
+
+WORLD = dist.HashStore()  # a ring ends with it
+CANNOT_START = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+
+
+@pytest.fixture
+def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What has been registered to be called when the process ends, by either way of ending."""
+    calls: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", calls.append)
+    monkeypatch.setattr(atexit, "unregister", lambda _call: None)
+    # What it returns may be cancelled, as if it had been called.
+    monkeypatch.setattr(multiprocessing.util, "Finalize", lambda _owner, call, exitpriority: calls.append(call) or Mock())
+    return calls
+
+
+def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
+    monkeypatch.setattr(Guard, "_leave_before_end", lambda _: None)
+    guard, ring = Guard(), Ring([], rank=0, num_ranks=2)
+    with CANNOT_START, pytest.raises(RuntimeError, match="can't start new thread"):
+        guard.adopt((0, 1), ring, WORLD)
+    assert at_exit == []
+    guard.adopt((0, 1), ring, WORLD)
+    assert guard._thread.is_alive()
+    guard._is_over = True
+    guard._thread.join(10.0)
+
+
+GOOD = {"kind": "tells", "from": 0, "id": 1, "number": 3, "topic": "group 1", "text": ""}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"kind": None}, id="without a kind"),
+        pytest.param({"from": [1]}, id="from no rank"),
+        pytest.param({"number": [1]}, id="of a number that is a list"),
+        pytest.param({"kind": "fails", "number": None}, id="of a failure without a text"),
+        pytest.param({"kind": "leaves", "number": None, **faults.lost(0).content(), "error": "int"}, id="of a fault of no kind"),
+        *("no json", "[1]", "[" * 1500 + "]" * 1500, '{"a":' * 600, "1" * 4400, '{"a": 1, "a": 2}', "\udcff{}", "\ufeff{}"),
+    ],
+    ids=lambda line: ascii(line)[:9],
+)
+def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplog: pytest.LogCaptureFixture) -> None:
+    ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection)
+    line = change if isinstance(change, str) else json.dumps({**GOOD, **change})
+    with caplog.at_level(logging.WARNING, "undertow"):
+        ring.hear(source, [line.encode("utf-8", "surrogateescape")], is_there=True)
+    assert (ring.fault, ring.left, len(ring._early)) == (None, {}, change == {"kind": None})
+    # One without a kind is of a later version, which says more than this one knows.
+    assert change == {"kind": None} or "made no sense" in caplog.messages[0]
+    ring.hear(source, [json.dumps({**GOOD, "id": 2}).encode()], is_there=True)
+    assert ring._early[-1] == {**GOOD, "id": 2}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    monkeypatch.setattr(patience, "ANSWERS_S", 0.0)
+    monkeypatch.setattr(patience, "VERDICT_S", 0.0)
+    return Ring([], rank=1, num_ranks=2).join(SyncConfig())
+
+
+def test_a_message_is_handled_once_whatever_way_it_comes() -> None:
+    ring, source, other = Ring([], rank=1, num_ranks=3), Mock(spec=Connection), Mock(spec=Connection)
+    ring.neighbors = [source, other]
+    watch = ring.join(SyncConfig())
+    said = [json.dumps({**GOOD, "id": number, "number": 0}).encode() for number in (1, 0, 1, 0)]
+    ring.hear(source, said, is_there=True)
+    ring.hear(other, said, is_there=True)
+    assert ([call.args[0] for call in other.send.call_args_list], source.send.call_count) == (said[:2], 0)
+    assert watch._texts == {"group 1": {0: ""}}
+
+
+def test_the_end_of_a_connection_is_a_lost_rank_unless_it_has_left() -> None:
+    ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection, rank=0, has_unsent=False)
+    for has_left in (True, False):
+        ring.neighbors, ring.left = [source], {0: faults.left(0, None, 7)} if has_left else {}
+        ring.hear(source, [], is_there=False)
+        assert (ring.fault, ring.neighbors) == (None if has_left else faults.lost(0), [])
+
+
+def test_a_watch_that_knows_nothing_has_what_a_watch_has() -> None:
+    null = NullWatch()
+    with null.waiting("bucket 3"):
+        null.check()
+    null.fail(ValueError("row 7 has no label"))
+    null.leave(None)
+    assert (null.ask("here"), null.fault) == ({}, None)
+
+
+def test_what_is_said_of_a_model_before_it_is_made_counts() -> None:
+    ring, fault = Ring([], rank=1, num_ranks=2), faults.lost(0)
+    about: dict[str, Any] = {"from": 0, "number": 0}
+    for message in (
+        {"kind": "tells", "topic": "group 1", "text": "here"},
+        {"kind": "leaves", **faults.left(0, None, 7).content()},
+        {"kind": "fails", **fault.content()},
+    ):
+        ring._handle({**about, **message})
+    watch = ring.join(SyncConfig())
+    assert watch.ask("there", topic="group 1", within_s=0.0) == {0: "here", 1: "there"}
+    assert (watch.fault, watch.left, ring.fault) == (fault, {0: faults.left(0, None, 7)}, None)
+    later = ring.join(SyncConfig())
+    later.ask("there", topic="group 1", within_s=0.0)
+    assert later.fault == faults.never_came([0], 0.0)
+
+
+# Words of gloo and the stores for a time that is over, and of the kernel for a connection that is lost.
+WORDS = {
+    "[unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete": True,
+    "Application timeout caused pair closure": True,
+    "Operation timed out!": True,
+    "Operation timed out! The link has not carried it after 0.001 s.": True,
+    "wait timeout after 2000ms, keys: /1//cpu//0": True,
+    "Timeout waiting for key: default_pg/0//cpu//0/0 after 2000 ms": True,
+    "Socket Timeout": True,
+    "[pair.h:311] Connect timeout [127.0.0.1]:4711": True,
+    "Connection closed by peer [127.0.0.1]:4711": False,
+    "readv: Connection timed out": False,
+    "Operation timed out": False,
+}
+
+
+@pytest.mark.parametrize("text", WORDS)
+def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: Watch) -> None:
+    fault = alone.reason(RuntimeError(text))
+    assert fault == alone.fault or not WORDS[text]
+    expected = (StallTimeout, "rank 1 has waited for the whole timeout of the process group.")
+    assert (fault and (fault.kind, fault.what)) == (expected if WORDS[text] else None)
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "since_s", "told"),
+    [("bucket 3", 70.0, "rank 1 has waited 30 s."), ("bucket 4", 101.0, ""), ("", 0.0, "")],
+    ids=["this wait", "a later wait", "no wait"],
+)
+def test_the_last_report_is_told_with_the_wait_that_it_is_about(waits_for: str, since_s: float, told: str, alone: Watch) -> None:
+    alone.told = 100.0, "rank 1 has waited 30 s."
+    alone.here.wait = waits_for, since_s
+    assert alone.reason(RuntimeError("Operation timed out!")).told == told
+
+
+def test_a_rank_whose_process_has_ended_is_the_reason(alone: Watch) -> None:
+    alone.ring._handle({"kind": "leaves", "from": 0, **faults.left(0, None, 7).content()})
+    fault: Any = alone.reason(RuntimeError("Connection closed by peer"))
+    left = "rank 0 has left: it has finished after 7 synchronizations, and others wait for it."
+    assert (fault.kind, fault.what) == (RankLost, left)
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Ring([], rank=1, num_ranks=2).join(SyncConfig())
+
+
+def wait_here(watch: Watch, name: str, begins: threading.Event, ends: threading.Event) -> None:
+    with watch.waiting(name):
+        begins.set()
+        assert ends.wait(10.0)
+
+
+@pytest.mark.parametrize("which_ends_first", ["the worker's", "the trainer's"])
+def test_a_thread_of_ours_takes_no_name(which_ends_first: str, watch: Watch) -> None:
+    begins, ends, is_over = threading.Event(), threading.Event(), Future[None]()
+    worker = Worker("undertow-test", is_broken=bool)
+    worker.submit(wait_here, watch, "the sum of all ranks' weights", begins, ends)
+    worker.submit(is_over.set_result, None)
+    worker.shutdown()
+    assert begins.wait(10.0)
+    said = [watch.here.wait[0]]
+    with watch.waiting("bucket 3"):
+        said.append(watch.here.wait[0])
+        if which_ends_first == "the worker's":
+            ends.set()
+            is_over.result(10.0)
+        said.append(watch.here.wait[0])
+    ends.set()
+    is_over.result(10.0)
+    assert (said, watch.here.wait) == (["", "bucket 3", "bucket 3"], ("", 0.0))
+
+
+def test_any_other_thread_may_be_the_one_that_trains(watch: Watch) -> None:
+    begins, ends = threading.Event(), threading.Event()
+    with ThreadPoolExecutor() as threads:
+        threads.submit(wait_here, watch, "bucket 3", begins, ends)
+        assert (begins.wait(10.0), watch.here.wait[0]) == (True, "bucket 3")
+        ends.set()
+    assert watch.here.wait[0] == ""
+
+
+def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Others would count it as late.
+    waits_for = []
+    monkeypatch.setattr(watch, "reason", lambda _error: waits_for.append(watch.here.wait[0]))
+    with pytest.raises(RuntimeError, match="Connection closed"), watch.waiting("bucket 3"):
+        raise RuntimeError("Connection closed by peer")
+    assert (waits_for, watch.here.wait[0]) == (["bucket 3"], "")
+
+
+def test_a_process_waits_at_its_end_for_tasks_and_for_workers_that_these_start() -> None:
+    one, other = Worker("undertow-test", is_broken=bool), Worker("undertow-test", is_broken=bool)
+    begins, done = threading.Event(), list[str]()
+
+    def task() -> None:
+        assert begins.wait(10.0)
+        other.submit(done.append, "the task of another worker")
+
+    one.submit(task)
+    threading.Timer(0.05, begins.set).start()
+    end_workers()
+    assert done == ["the task of another worker"]
+
+
+def test_a_process_does_not_wait_at_its_end_for_a_worker_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "EXIT_S", 0.0)
+    ends = threading.Event()
+    worker = Worker("undertow-test", is_broken=lambda: True)
+    worker.submit(ends.wait, 10.0)
+    end_workers()
+    ends.set()
+
+
+def test_a_worker_that_cannot_start_is_not_waited_for() -> None:
+    with CANNOT_START, pytest.raises(RuntimeError, match="can't start new thread"):
+        Worker("undertow-test", is_broken=bool).submit(int)
+    end_workers()
+
+
+class Lost:
+    is_broken = True
+
+
+def test_hooks_are_not_called_behind_one_that_may_be_stuck() -> None:
+    first, lost = comm_hook._thread_beside_this_one(), Lost()
+    assert comm_hook._thread_beside_this_one() is first
+    first.groups.add(lost)
+    assert comm_hook._thread_beside_this_one() is not first

@@ -1,0 +1,103 @@
+"""Parameters in the memory of their bucket, and placeholders of gradients."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from support.errors import text_of
+from support.strategies import spec
+from undertow import ShardedGradientError
+from undertow.plan import plan_from_groups
+from undertow.sharded.bucket import GradientPlaceholder
+from undertow.sharded.shards import FlatParams
+from undertow.torch_private import private
+
+
+def test_a_parameter_is_shared_while_another_tensor_has_its_memory() -> None:
+    (bucket,) = plan_from_groups([spec("weight", 8)], ((0,),), num_ranks=2).buckets
+    flat = FlatParams(bucket, [nn.Parameter(torch.ones(8))], rank=0, num_ranks=2)
+    assert not private.are_shared(flat.addresses)
+    kept = flat.params[0].data
+    assert private.are_shared(flat.addresses)
+    del kept
+    assert not private.are_shared(flat.addresses)
+
+
+REMEDY = "Clip with optimizer.clip_grad_norm_(), look at all of it with model.full_gradient(param), or zero_grad() first."
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    for name, param in layer.named_parameters():
+        param.grad = GradientPlaceholder(param, name=name)
+    return layer
+
+
+def test_it_looks_like_the_gradient() -> None:
+    grad = linear().weight.grad
+    assert (grad.shape, grad.dtype, grad.device.type, repr(grad)) == (
+        (2, 3),
+        torch.float32,
+        "cpu",
+        "GradientPlaceholder('weight', shape=(2, 3), dtype=torch.float32): a shard of it is here",
+    )
+    assert grad.detach() is grad
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda layer: layer.weight.grad.norm(), id="norm"),
+        pytest.param(lambda layer: nn.utils.clip_grad_norm_(layer.parameters(), 1.0), id="clipping"),
+        pytest.param(lambda layer: nn.utils.clip_grad_value_(layer.parameters(), 1.0), id="clipping of values"),
+        pytest.param(lambda layer: layer.weight.grad.mul_(2), id="scaling"),
+        pytest.param(lambda layer: layer.weight.grad.add_(layer.weight.grad), id="adding two"),
+        pytest.param(lambda layer: layer.weight.grad.clone(), id="copy"),
+        pytest.param(lambda layer: layer.weight.grad[0, 0].item(), id="item"),
+        pytest.param(lambda layer: torch.optim.SGD(layer.parameters(), lr=0.1).step(), id="optimizer"),
+        pytest.param(lambda layer: torch.optim.AdamW(layer.parameters(), fused=True).step(), id="fused optimizer"),
+    ],
+)
+def test_every_use_raises_with_the_way_out(use: Callable[[nn.Linear], object]) -> None:
+    layer = linear()
+    before = layer.weight.detach().clone()
+    with pytest.raises(ShardedGradientError, match=rf"is sharded: no rank has all of it\.\n.*\n  {re.escape(REMEDY)}\n"):
+        use(layer)
+    assert torch.equal(layer.weight, before)
+
+
+def test_the_error_names_the_parameter_and_the_operation() -> None:
+    assert text_of(ShardedGradientError, lambda: linear().bias.grad.sum()) == (
+        f"the gradient of 'bias' is sharded: no rank has all of it.\n  aten.sum.default\n  {REMEDY}"
+    )
+
+
+def test_a_later_backward_adds_to_it() -> None:
+    layer, bare = linear(), nn.Linear(3, 2)
+    bare.load_state_dict(layer.state_dict())
+    held = layer.weight.grad
+    for model in (layer, bare):
+        for scale in (1.0, 2.0):
+            model(torch.full((1, 3), scale)).sum().backward()
+    assert (layer.weight.grad is held, torch.equal(held.added, bare.weight.grad)) == (True, True)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_zeroing_clears_it(foreach: bool) -> None:
+    layer = linear()
+    layer(torch.ones(1, 3)).sum().backward()
+    torch.optim.SGD(layer.parameters(), foreach=foreach).zero_grad(set_to_none=False)
+    assert (layer.weight.grad.is_cleared, layer.weight.grad.added) == (True, None)
+
+
+def test_a_scaler_unscales_the_parts() -> None:
+    layer, part = linear(), torch.tensor([4.0, 8.0])
+    layer.weight.grad.parts[0] = part
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(torch.optim.SGD(layer.parameters()))
+    assert part.tolist() == [1.0, 2.0]

@@ -1,0 +1,276 @@
+"""What we rely on of torch's private parts: if one of these fails, a version of torch has changed it."""
+
+import functools
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from undertow.engine.hooks import ArrivalHooks
+from undertow.schedule import Arrivals, tracker
+from undertow.torch_private import private
+
+
+def ones(num: int = 2) -> torch.Tensor:
+    return torch.ones(num, requires_grad=True)
+
+
+def with_gradient() -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    return param
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_graph_task_id_is_the_same_for_all_hooks_of_one_backward_and_new_for_the_next() -> None:
+    params, seen = [ones() for _ in range(3)], list[int]()
+    for param in params:
+        param.register_post_accumulate_grad_hook(lambda _: seen.append(private.graph_task_id()))
+    for _ in range(2):
+        sum(param.sum() for param in params).backward()
+    assert (seen, len({-1, private.graph_task_id(), *seen})) == ([seen[0]] * 3 + [seen[3]] * 3, 3)  # it is -1 outside of backward
+
+
+def test_a_callback_queued_from_a_callback_runs_after_those_already_queued() -> None:
+    param, order = ones(), []
+
+    def launch(name: str) -> None:
+        order.append(f"launch {name}")
+        private.call_after_backward(lambda: order.append(f"wait {name}"))
+
+    def queue(_: torch.Tensor) -> None:
+        for name in "ab":
+            private.call_after_backward(functools.partial(launch, name))
+        # There is no enclosing node at the end of the outermost backward.
+        private.call_after_backward(lambda: order.append(private.enclosing_node()))
+
+    param.register_post_accumulate_grad_hook(queue)
+    param.sum().backward()
+    assert order == ["launch a", "launch b", None, "wait a", "wait b"]
+
+
+def test_the_largest_of_each_keeps_what_is_not_finite() -> None:
+    huge = torch.finfo(torch.float32).max
+    tensors = [torch.tensor(values) for values in ([1.0, -3.0], [huge, huge], [[1.0], [torch.inf]], [torch.nan, 1.0])]
+    assert [float(it) for each in (tensors, [torch.tensor([3 + 4j])]) for it in private.largest_of_each(each)] == pytest.approx(
+        [3.0, huge, torch.inf, torch.nan, 5.0], rel=0, nan_ok=True
+    )
+
+
+def test_elements_share_memory_in_an_expanded_tensor_only() -> None:
+    tensors = [torch.zeros(3).expand(2, 3), torch.zeros(3).expand(1, -1), torch.zeros(2, 3).t(), torch.zeros(0)]
+    assert list(map(private.has_shared_elements, tensors)) == [True, False, False, False]
+
+
+def test_an_untraced_function_is_called_as_it_is() -> None:
+    seen: list[bool] = []
+
+    @private.untraced
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    compiled = torch.compile(lambda x: look(x) * 2, backend="eager")
+    assert ([compiled(torch.ones(1)).item() for _ in range(3)], seen) == ([4.0] * 3, [False] * 3)
+
+
+def test_a_hook_that_is_left_alone_is_not_compiled_with_the_backward_that_calls_it() -> None:
+    from torch._dynamo.convert_frame import input_codes
+
+    @private.left_alone
+    def look(_param: torch.Tensor) -> None:
+        called()
+
+    def called() -> None:
+        seen.append(torch.compiler.is_compiling())
+
+    seen: list[bool] = []
+    param = ones(1)
+    param.register_post_accumulate_grad_hook(look)
+    torch.compile(lambda: torch.autograd.backward(param * 2), backend="eager")()
+    compiled = {code for ref in input_codes.seen if (code := ref()) is not None}
+    assert (seen, compiled & {look.__code__, called.__code__}) == ([False], set())
+
+
+def test_the_hooks_of_gradients_are_not_compiled_with_the_backward_that_calls_them() -> None:
+    from torch._dynamo.convert_frame import input_codes
+
+    full: list[int] = []
+    param = ones(1)
+    arrivals = Arrivals([[0]], [param], on_full=full.append, traversal=lambda: 0, on_traversal=lambda _: None)
+    hooks = ArrivalHooks([param], arrivals)
+    torch.compile(lambda: torch.autograd.backward(param * 2), backend="eager")()
+    hooks.remove()
+    compiled = {code for ref in input_codes.seen if (code := ref()) is not None}
+    names = [code.co_name for code in compiled if code.co_filename == tracker.__file__]
+    assert (full, names) == ([0], [])
+
+
+def test_a_group_says_how_long_its_collectives_may_take(one_rank: Any) -> None:
+    # What is no real group does not say it.
+    assert [private.timeout_of(group) for group in (one_rank, object())] == [timedelta(seconds=77), None]
+
+
+def test_a_hook_on_the_accumulating_node_runs_after_the_gradient_is_there() -> None:
+    param = ones()
+    with torch.no_grad():
+        node = private.accumulating_node(param)
+    seen: list[list[float]] = []
+    node.register_hook(lambda *_: seen.append(param.grad.tolist()))
+    (3 * param).sum().backward()
+    assert (seen, private.accumulating_node(param)) == ([[3.0, 3.0]], node)
+
+
+def test_arguments_of_a_forward_keep_their_structure_when_they_are_moved() -> None:
+    x = torch.ones(2)
+    inputs, kwargs = private.moved_to_device((x, [x, 3], "text"), {"a": {"b": x}}, torch.device("meta"))
+    assert (
+        (inputs[0].device.type, inputs[1][0].device.type, kwargs["a"]["b"].device.type),
+        inputs[1][1],
+        inputs[2],
+        len(inputs),
+        list(kwargs),
+    ) == (("meta",) * 3, 3, "text", 3, ["a"])
+
+
+@pytest.mark.parametrize(("inputs", "kwargs"), [((), {}), ((torch.ones(1),), {}), ((), {"x": torch.ones(1)})])
+def test_arguments_of_a_forward_may_be_missing(inputs: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+    moved, moved_kwargs = private.moved_to_device(inputs, kwargs, torch.device("meta"))
+    assert ([x.device.type for x in moved], list(moved_kwargs)) == (["meta"] * len(inputs), list(kwargs))
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        pytest.param(lambda: ones().register_hook(lambda _: None), id="on a tensor"),
+        pytest.param(lambda: ones().register_post_accumulate_grad_hook(lambda _: None), id="after accumulation"),
+        pytest.param(lambda: nn.Linear(1, 1).register_forward_hook(lambda *_: None), id="on a module"),
+    ],
+)
+def test_every_hook_counts(register: Callable[[], object]) -> None:
+    before = private.num_hooks_ever()
+    assert private.num_hooks_ever() == before
+    register()
+    assert private.num_hooks_ever() > before
+
+
+def test_a_hook_can_be_made_to_run_last() -> None:
+    param, order = ones(), []
+    ours, *others = [
+        param.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name)) for name in ("ours", "a", "b")
+    ]
+    for _ in range(2):  # a second time changes nothing
+        private.run_last(param, ours)
+        param.sum().backward()
+    ours.remove()
+    param.sum().backward()
+    assert (order, len(others)) == (["a", "b", "ours", "a", "b", "ours", "a", "b"], len(private.post_accumulate_hooks(param)))
+
+
+def test_rpc_and_the_profiler_are_seen_only_if_they_run() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert (private.is_profiling(), private.is_rpc_running()) == (True, False)
+    assert not private.is_profiling()
+
+
+def test_without_a_context_of_distributed_autograd_there_are_no_gradients_in_it() -> None:
+    assert (private.autograd_context(), private.gradients_in(0)) == (None, {})
+
+
+def test_a_module_is_found_inside_of_a_compiled_one() -> None:
+    module = nn.Linear(1, 1)
+    assert private.unwrapped(module) is private.unwrapped(torch.compile(module, backend="eager")) is module
+
+
+def test_scaled_gradients_are_scaled_before_each_addition_and_not_where_nothing_is_added() -> None:
+    param = ones().requires_grad_(False)
+    node, handle = private.scale_gradients(param, 0.5)
+    assert not param.requires_grad
+    param.requires_grad_(True)
+    assert torch.autograd.grad((3 * param).sum(), param)[0].tolist() == [3.0, 3.0]
+    for _ in range(2):
+        (3 * param + param).sum().backward()
+    assert param.grad.tolist() == [4.0, 4.0]
+    handle.remove()
+    (3 * param).sum().backward()
+    assert (param.grad.tolist(), private.accumulating_node(param)) == ([7.0, 7.0], node)
+
+
+def test_rows_of_a_table_are_scaled() -> None:
+    table = nn.Embedding(2, 1, sparse=True)
+    _alive = private.scale_gradients(table.weight, 0.5)
+    table(torch.tensor([1, 1])).sum().backward()
+    assert table.weight.grad.to_dense().tolist() == [[0.0], [1.0]]
+
+
+def test_an_optimizer_steps_without_the_hooks_of_all_and_with_its_own() -> None:
+    called: list[str] = []
+    param = with_gradient()
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    with (
+        register_optimizer_step_pre_hook(lambda *_: called.append("before any")),
+        register_optimizer_step_post_hook(lambda *_: called.append("after any")),
+    ):
+        private.step_unwatched(optimizer)
+        assert (called, param.tolist()) == ([], [-1.0, -1.0])
+        optimizer.register_step_post_hook(lambda *_: called.append("after"))
+        private.step_unwatched(optimizer)
+    assert (called, param.tolist()) == (["before any", "after", "after any"], [-2.0, -2.0])
+
+
+def test_a_step_that_is_wrapped_once_more_is_taken_as_a_whole() -> None:
+    class Twice(torch.optim.SGD):
+        @functools.wraps(torch.optim.SGD.step)  # whose attributes say that torch has hooked it
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            return super().step(closure)
+
+    param = with_gradient()
+    torch.optim.SGD([param], lr=1.0)  # with which its step is hooked
+    private.step_unwatched(Twice([param], lr=1.0))
+    assert param.tolist() == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize("how", ["unscale_", "step", "fused step"])
+def test_what_is_around_unscaling_is_called_wherever_a_scaler_looks(how: str) -> None:
+    param, seen = torch.ones(2, requires_grad=True), list[str]()
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=how == "fused step")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def around(name: str, looking: torch.optim.Optimizer, look: private.Look) -> private.Found:
+        seen.append(f"{name} begins with {'it' if looking is optimizer else 'another'}")
+        found = look()
+        seen.append(f"{name} ends")
+        return {device: torch.ones_like(value) for device, value in found.items()}
+
+    original = torch.amp.GradScaler._unscale_grads_
+    undo = [private.around_unscaling(partial(around, name)) for name in ("first", "second")]
+    scaler.scale(param.sum()).backward()
+    if how == "unscale_":
+        scaler.unscale_(optimizer)
+        assert param.grad.tolist() == [1.0, 1.0]
+    scaler.step(optimizer)
+    scaler.update()
+    # Skipped, for they have said so.
+    assert (seen, param.tolist(), scaler.get_scale()) == (
+        ["first begins with it", "second begins with it", "second ends", "first ends"],
+        [1.0, 1.0],
+        2.0,
+    )
+    for each in undo:
+        assert torch.amp.GradScaler._unscale_grads_ is not original
+        each()
+    assert torch.amp.GradScaler._unscale_grads_ is original
