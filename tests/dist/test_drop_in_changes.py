@@ -740,3 +740,23 @@ def test_a_sharded_optimizer_that_is_left_behind_raises(change: Callable[[nn.Seq
             f"  ShardedOptimizer, parameter {which}\n"
             "  Make the optimizer after the change."
         )
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_rank_without_data_follows_a_freeze_in_finish(strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    with wrapped(model, strategy=strategy) as ddp:
+        sgd = torch.optim.SGD
+        opt = sgd(ddp.parameters(), lr=0.5) if strategy == "ddp" else ShardedOptimizer(sgd, ddp, lr=0.5)
+        for is_frozen in (False, True, True, False):
+            opt.zero_grad()
+            model[0].requires_grad_(not is_frozen)
+            if dist.get_rank() == 0:
+                ddp(torch.ones(1, 2)).sum().backward()
+            else:
+                ddp.finish()
+            wanted = (model[0](torch.ones(1, 2)).detach() / 2).expand(2, 2)  # the other rank adds zeros
+            assert torch.equal(ddp.full_gradient(model[1].weight), wanted)
+            assert (ddp.full_gradient(model[0].weight) is None) == is_frozen
+            opt.step()

@@ -551,16 +551,20 @@ class Engine:
         self._launch_accumulated(op=op)
 
     def finish(self) -> None:
-        """Runs a round, unless one has run since the last training forward or step.
+        """Runs a round, unless one has run since the last training forward or step, or backwards
+        only accumulate.
 
         For a rank without gradients.
         """
         num_rounds = self.progress.num_rounds
         self._abandon()
+        if not self.synchronizes:
+            return  # no other rank communicates
         was_abandoned = self.progress.num_rounds > num_rounds  # and its gradients may be gone
         begins = self.is_step_empty and not was_abandoned
         if begins:
             self.progress.unused.so_far = None
+            self.current_plan.look_at_forward()  # in place of the forward that others ran
         if self.progress.is_owed or begins:
             self._run_outside_of_backward()
 

@@ -273,7 +273,7 @@ class GradientSync:
         """Joins the other ranks' synchronization if this rank's backward reached no parameter.
 
         Call it also if this rank has no data. It does nothing if a synchronization has run since
-        this rank's last training forward or optimizer step. After a training forward, an optimizer
+        this rank's last training forward or optimizer step, nor where backwards only accumulate. After a training forward, an optimizer
         that holds one of the parameters calls it automatically before it steps.
 
         Args:
@@ -281,9 +281,11 @@ class GradientSync:
                 other ranks' forwards copied them; None copies none.
         """
         self._require_open("finish()")
-        is_due = self._engine.is_step_empty and self._engine.progress.are_buffers_due
+        engine = self._engine
         if (
-            is_due
+            engine.synchronizes
+            and engine.is_step_empty
+            and engine.progress.are_buffers_due
             and buffers_follow is not None
             and self._config.buffers != "off"
             and self._module.training
