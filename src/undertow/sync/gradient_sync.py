@@ -273,8 +273,9 @@ class GradientSync:
         """Joins the other ranks' synchronization if this rank's backward reached no parameter.
 
         Call it also if this rank has no data. It does nothing if a synchronization has run since
-        this rank's last training forward or optimizer step, nor where backwards only accumulate. After a training forward, an optimizer
-        that holds one of the parameters calls it automatically before it steps.
+        this rank's last training forward or optimizer step, nor where backwards only accumulate.
+        After a training forward, an optimizer that holds one of the parameters calls it
+        automatically before it steps.
 
         Args:
             buffers_follow: The rank whose buffers are copied if no forward ran here, because the
