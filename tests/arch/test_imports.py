@@ -83,6 +83,60 @@ def test_nothing_of_ours_opens_sockets() -> None:
     assert [path.name for path in SOURCES if opens.search(path.read_text())] == ["connections.py"]
 
 
+# Calls of torch.distributed that communicate or make groups, and methods of its groups that do.
+COLLECTIVES = re.compile(
+    r"(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|gather|scatter|broadcast|reduce|barrier|monitored_barrier)(_\w+)?"
+    r"|i?(send|recv)(_\w+)?|batch_isend_irecv|new_group|split_group|new_subgroups(_\w+)?|init_process_group|init_device_mesh"
+)
+METHODS = {"allreduce", "allgather", "alltoall", "recv_anysource", "monitored_barrier"}
+COMMUNICATE = {
+    "ranks/transport.py",
+    "torch_private/private.py",  # `new_group`, which the transport calls; a probe of a rank, and the end of a broken group
+    "emulation/link.py",  # a backend below the transport
+    "demo/rank.py",  # a script as a user writes it, with plain torch beside the library
+}
+
+
+def collectives_in(tree: ast.AST) -> list[str]:
+    """What a file has of them: names of the module, methods of groups, messages to a rank, and imports."""
+    found = list[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=owner, attr=name) if ast.unparse(owner) in ("dist", "torch.distributed"):
+                found += [name] * bool(COLLECTIVES.fullmatch(name))
+            case ast.Attribute(value=ast.Name(id="private"), attr="new_group"):
+                found.append("new_group")
+            case ast.Attribute(attr=name) if name in METHODS:
+                found.append(name)
+            case ast.Call(func=ast.Attribute(attr="send" | "recv" as name), args=[ast.List(), _, _]):
+                found.append(name)
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("torch.distributed"):
+                found += [alias.name for alias in names if COLLECTIVES.fullmatch(alias.name)]
+    return found
+
+
+def test_only_the_transport_communicates() -> None:
+    root = ROOT / "src" / "undertow"
+    callers = {path.relative_to(root).as_posix() for path in SOURCES if collectives_in(ast.parse(path.read_text()))}
+    assert callers == COMMUNICATE
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("dist.all_reduce(tensor)", ["all_reduce"]),
+        ("start = torch.distributed.all_gather_into_tensor", ["all_gather_into_tensor"]),
+        ("from torch.distributed import broadcast_object_list", ["broadcast_object_list"]),
+        ("work = group.allreduce([tensor])", ["allreduce"]),
+        ("group.send([part], peer, tag)", ["send"]),
+        ("private.new_group(ranks, backend, timeout)", ["new_group"]),
+        ("dist.get_rank()\nneighbor.send(message)\ngroup.all_reduce(tensor, name)\ndist.ReduceOp.SUM", []),
+    ],
+)
+def test_communication_is_found(text: str, found: list[str]) -> None:
+    assert collectives_in(ast.parse(text)) == found
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'undertow' has no attribute 'nonsense'"):
         importlib.import_module("undertow").nonsense  # noqa: B018
@@ -205,7 +259,7 @@ def test_a_file_does_not_reach_inside(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("from undertow.ranks.group import OwnGroup", ["1: OwnGroup"]),
+        ("from undertow.ranks.transport import OwnGroup", ["1: OwnGroup"]),
         ("import undertow.engine", ["1: undertow.engine"]),
         ("from undertow.sync.gradient_sync import _private", ["1: _private"]),
         ("ddp.sync._engine.plan", ["1: _engine"]),

@@ -36,10 +36,10 @@ from undertow.engine.engine import Engine
 from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.plan import ParamSpec
 from undertow.ranks import connections, facts, patience
-from undertow.ranks.collectives import P2PCollectives
 from undertow.ranks.comm_hook import HookedBucket as HookedBucket
-from undertow.ranks.group import GroupRef, OwnGroup
-from undertow.ranks.handles import ThreadWork
+from undertow.ranks.exchanges import P2PCollectives
+from undertow.ranks.group import GroupRef
+from undertow.ranks.transport import OwnGroup, _ThreadWork
 from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind
 from undertow.sharded.bucket import GradientPlaceholder
@@ -185,8 +185,8 @@ INNER_CALLS: dict[str, tuple[Any, str]] = {
     "mean": (MeanOverRanks, "_start"),
     "reduce": (Reducer, "reduce"),
     "checkpoint": (checkpoint_files, "write_tensors"),
-    "post": (ThreadWork, "run"),  # in threads, of exchanges that are made of sends and receives
-    "complete": (ThreadWork, "run"),
+    "post": (_ThreadWork, "run"),  # in threads, of exchanges that are made of sends and receives
+    "complete": (_ThreadWork, "run"),
 }
 
 
@@ -237,7 +237,8 @@ def opened_group() -> OwnGroup:
 
 
 def cloned_group() -> dist.ProcessGroup:
-    return GroupRef.of(dist.group.WORLD).clone()
+    world = GroupRef.of(dist.group.WORLD)
+    return private.new_group(world.ranks, world.backend, world.timeout)
 
 
 @contextlib.contextmanager
@@ -316,7 +317,7 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
         mark(bucket, moment)
 
     recorder.mark_gather = noted  # type: ignore[method-assign]
-    late_calls(_sharding_after_a_step(model).groups.shard, "_send", seconds=seconds, rank=0)
+    late_calls(_sharding_after_a_step(model).groups.shard.group, "send", seconds=seconds, rank=0)
     return waited
 
 
@@ -374,10 +375,10 @@ def shorten_patience(factor: float) -> None:
 CODE_OF_GATHERS, CODE_OF_ROUNDS, CODE_OF_SHARDS = Gathers, Engine, FlatParams
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
 _PLACES = {
-    "sends": ("shard", "_send"),
+    "sends": ("shard", "send"),
     "gathers": ("shard", "_post_all_gather"),
     "reductions": ("shard", "_exchange"),
-    "sends across": ("replicate", "_send"),
+    "sends across": ("replicate", "send"),
     "reductions across": ("replicate", "_exchange"),
 }
 
@@ -385,7 +386,8 @@ _PLACES = {
 def call_before(model: Model, place: str, call: Callable[[], object]) -> None:
     """Has `call` made first, in the thread that does it, at every one of these under the present plan."""
     axis, name = _PLACES[place]
-    owner = getattr(sharding_of(model).groups, axis)
+    exchanges = getattr(sharding_of(model).groups, axis)
+    owner = exchanges.group if name == "send" else exchanges
     setattr(owner, name, _after(call, getattr(owner, name)))
 
 
@@ -418,7 +420,7 @@ def post(model: Model, work: Callable[[], object]) -> None:
 
 
 def over_collectives() -> contextlib.AbstractContextManager[object]:
-    return mock.patch("undertow.ranks.group._BACKENDS_OVER_GLOO", ())
+    return mock.patch("undertow.ranks.transport._BACKENDS_OVER_GLOO", ())
 
 
 def without_averaging_backends() -> contextlib.AbstractContextManager[object]:

@@ -27,8 +27,7 @@ from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig
 from undertow.engine.engine import Engine, SiblingEngines
 from undertow.engine.params import ModuleParams
-from undertow.ranks.group import Pending
-from undertow.ranks.handles import Handle
+from undertow.ranks.transport import Handle
 from undertow.ranks.watch import NullWatch
 
 PATIENCE_S = 20.0
@@ -113,6 +112,9 @@ class FakeGroup:
     def waiting(self, _what: str = "") -> Iterator[None]:
         yield
 
+    def all_reduce(self, tensor: Tensor, _name: str, op: Any = None) -> Handle:
+        return self.all_reduce_async(tensor, op)
+
     def all_reduce_async(self, tensor: Tensor, op: Any = None, *, finish: Callable[[], object] | None = None) -> Handle:
         def take(brought: list[Tensor]) -> None:
             stacked = torch.stack(brought)
@@ -124,14 +126,14 @@ class FakeGroup:
             tensor.fill_(torch.nan)  # nobody may read it before the wait
         return Handle(work, complete=self.complete, finish=finish)
 
-    def all_gather(self, tensor: Tensor, what: str) -> Pending[list[Tensor]]:
-        received: list[Tensor] = []
-        work = self._start(f"all-gather for {what}", tensor, received.extend)
-        return Pending(self, work, received, what)  # type: ignore[arg-type]
+    def all_gather(self, tensor: Tensor, name: str) -> Handle:
+        received = tensor.new_empty(self.num_ranks, *tensor.shape)
+        work = self._start(f"all-gather for {name}", tensor, lambda brought: received.copy_(torch.stack(brought)))
+        return Handle(work, complete=self.complete, result=received)
 
-    def broadcast(self, tensor: Tensor, what: str, *, source: int = 0) -> Pending[Tensor]:
-        work = self._start(f"broadcast for {what}", tensor, lambda brought: tensor.copy_(brought[source]))
-        return Pending(self, work, tensor, what)  # type: ignore[arg-type]
+    def broadcast(self, tensor: Tensor, name: str, *, source: int = 0) -> Handle:
+        work = self._start(f"broadcast for {name}", tensor, lambda brought: tensor.copy_(brought[source]))
+        return Handle(work, complete=self.complete, result=tensor)
 
     def complete(self, work: FakeWork) -> None:
         with torch.no_grad():

@@ -16,8 +16,7 @@ from undertow.buckets.trailer import TrailerCodec
 from undertow.errors import listed
 from undertow.plan import Bucket, Plan
 from undertow.ranks.comm_hook import HookedBucket
-from undertow.ranks.group import OwnGroup
-from undertow.ranks.handles import Handle
+from undertow.ranks.transport import Handle, OwnGroup
 from undertow.schedule import DDP, OpKind, Strategy
 
 

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 
-from undertow.ranks.group import OwnGroup
-from undertow.ranks.handles import Handle
+from undertow.ranks.transport import Handle, OwnGroup
 from undertow.schedule import Op
 from undertow.trace import BucketRecord, StepRecord
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.errors import require
 from undertow.plan import Bucket
-from undertow.ranks.collectives import (
+from undertow.ranks.comm_hook import CommHook
+from undertow.ranks.exchanges import (
     Collectives,
     accumulation_dtype,
     cast_for_wire,
@@ -21,9 +22,7 @@ from undertow.ranks.collectives import (
     travels_narrower,
     wire_of,
 )
-from undertow.ranks.comm_hook import CommHook
-from undertow.ranks.group import OwnGroup
-from undertow.ranks.handles import Handle
+from undertow.ranks.transport import Handle, OwnGroup
 
 
 @dataclass(frozen=True)

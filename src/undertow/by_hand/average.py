@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undertow.errors import PhaseError, PlanMismatch, WrongType, require
 from undertow.ranks.group import GroupRef, user_group, warn_of_lone_rank
-from undertow.ranks.handles import Handle, all_reduce_async
+from undertow.ranks.transport import Handle, all_reduce_over
 from undertow.torch_private import private
 
 _WHERE = "average_gradients(gradients, parameters)"
@@ -113,8 +113,8 @@ def _bits(fingerprint: str) -> list[bool]:
 
 def _started(flat: Tensor, group: dist.ProcessGroup, reference: GroupRef) -> Handle:
     if reference.can_average:
-        return all_reduce_async(flat, group, dist.ReduceOp.AVG)
-    return all_reduce_async(flat.div_(group.size()), group)
+        return all_reduce_over(flat, group, dist.ReduceOp.AVG)
+    return all_reduce_over(flat.div_(group.size()), group)
 
 
 def _results(

@@ -12,7 +12,7 @@ from undertow.engine.params import spec_of
 from undertow.errors import PhaseError, require
 from undertow.plan import SizeCaps, group_by_size, largest_first
 from undertow.ranks.group import user_group
-from undertow.ranks.handles import Handle, all_reduce_async
+from undertow.ranks.transport import Handle, all_reduce_over
 from undertow.torch_private import private
 
 
@@ -128,7 +128,7 @@ class GradientBucket:
             remedy="Call prepare() after every backward, and reduce once.",
             error=PhaseError,
         )
-        self.reduction_handle = all_reduce_async(self.bucket_tensor, user_group(process_group), op)
+        self.reduction_handle = all_reduce_over(self.bucket_tensor, user_group(process_group), op)
         self._is_prepared = False
         return self.reduction_handle
 

@@ -22,9 +22,9 @@ from undertow.engine.progress import settings_of
 from undertow.errors import CheckpointError
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.ranks.facts import gather_bytes
-from undertow.ranks.group import GroupRef, OwnGroup
+from undertow.ranks.group import GroupRef
 from undertow.ranks.guard import over_users
-from undertow.ranks.handles import all_gather
+from undertow.ranks.transport import OwnGroup, all_gather_over
 from undertow.torch_private import private, tables
 
 _Result = TypeVar("_Result")
@@ -230,7 +230,7 @@ class _Ranks:
         """Returns the texts of all ranks."""
         if self.group is None:
             return [text]
-        gather = partial(all_gather, group=self.group)
+        gather = partial(all_gather_over, group=self.group)
         with over_users(self.group, waits_for):
             texts = gather_bytes(text.encode(), gather, self.device)
         return [text.decode() for text in texts]

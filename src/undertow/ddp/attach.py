@@ -30,7 +30,8 @@ from undertow.engine.agreed_errors import part_of_another
 from undertow.engine.hooks import earlier_watchers
 from undertow.errors import WrongType, require
 from undertow.ranks.faults import Fault
-from undertow.ranks.group import GroupRef, OwnGroup, chosen_group, warn_of_lone_rank
+from undertow.ranks.group import GroupRef, chosen_group, warn_of_lone_rank
+from undertow.ranks.transport import OwnGroup
 from undertow.sync.gradient_sync import GradientSync
 from undertow.sync.ignore import names_to_ignore
 from undertow.torch_private import private, tables
@@ -336,8 +337,8 @@ def _alike_on_all_ranks(
     on_any = torch.stack(
         [torch.zeros((), device=device), *(each.to(device) for each in found.values())]
     ).amax()
-    with sync._group.waiting("whether all ranks' gradients are finite"):
-        sync._group.all_reduce(on_any, dist.ReduceOp.MAX)
+    what = "whether all ranks' gradients are finite"
+    sync._group.all_reduce(on_any, what, dist.ReduceOp.MAX).wait()
     # If none of a rank's experts was used it has checked nothing, which scalers reject.
     return {device: on_any.to(device, copy=True) for device in found or (sync._group.device,)}
 

@@ -135,7 +135,7 @@ def _exchange(
     said = torch.tensor(
         [-1 if source is None else source, synchronizes, is_in_context], device=sync._group.device
     )
-    with sync._group.waiting("all ranks, to learn which of them still train"):
-        sync._group.all_reduce(said, dist.ReduceOp.MAX)
+    what = "all ranks, to learn which of them still train"
+    sync._group.all_reduce(said, what, dist.ReduceOp.MAX).wait()
     highest, any_synchronizes, any_is_in_context = said.tolist()
     return None if highest < 0 else highest, bool(any_synchronizes), bool(any_is_in_context)

@@ -24,7 +24,7 @@ from undertow.engine.round import Round, RoundKind
 from undertow.errors import NonFiniteGradient, ReplicaMismatch, listed
 from undertow.plan import Plan
 from undertow.ranks import faults
-from undertow.ranks.group import Pending
+from undertow.ranks.transport import Handle
 from undertow.torch_private import private
 from undertow.torch_private.tables import named_modules, named_parameters
 
@@ -40,7 +40,7 @@ _WRITES = (
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Synchronization, names of parameters, and for each rank whether it counts, whether it has loaded,
 # and its fingerprints.
-_Sent = tuple[int, Sequence[str], Pending[list[Tensor]]]
+_Sent = tuple[int, Sequence[str], Handle]
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,9 +356,9 @@ class Checks:
                 raise error
 
     def _difference(
-        self, number: int, names: Sequence[str], received: Pending[list[Tensor]]
+        self, number: int, names: Sequence[str], received: Handle
     ) -> ReplicaMismatch | None:
-        rows = torch.stack(received.take()).tolist()
+        rows = received.take().tolist()
         of_ranks = {rank: row[2:] for rank, row in zip(self._names, rows, strict=True) if row[0]}
         differing = [
             index

@@ -18,8 +18,8 @@ from undertow.buckets.trailer import Reading, Snapshot
 from undertow.engine.tuning import Present
 from undertow.errors import UndertowError
 from undertow.plan import Plan
-from undertow.ranks.collectives import P2PCollectives
-from undertow.ranks.group import OwnGroup
+from undertow.ranks.exchanges import P2PCollectives
+from undertow.ranks.transport import OwnGroup
 from undertow.schedule import (
     Op,
     OpKind,

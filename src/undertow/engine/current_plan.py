@@ -32,10 +32,10 @@ from undertow.engine.round import Round, RoundKind
 from undertow.engine.tuning import ObservedOrder, Tuning, why_fixed
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, groups_in_order, plan_from_groups, plan_in_order
-from undertow.ranks.collectives import Collectives
 from undertow.ranks.comm_hook import CommHook
+from undertow.ranks.exchanges import Collectives
 from undertow.ranks.facts import Agreement, surroundings
-from undertow.ranks.group import OwnGroup
+from undertow.ranks.transport import OwnGroup
 from undertow.tune import Tuner
 
 

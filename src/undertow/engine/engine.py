@@ -22,7 +22,7 @@ from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Forward, Gradients, Progress
 from undertow.engine.round import Round, RoundKind, Stage, Terms
 from undertow.errors import UndertowError, all_of
-from undertow.ranks.group import OwnGroup
+from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from undertow.buckets.binding import gradients_aside
 from undertow.buckets.fingerprints import fingerprints
@@ -13,7 +12,7 @@ from undertow.engine.agreed_errors import require_sound, started_unlike
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.round import Round, RoundKind, Stage, Terms
 from undertow.ranks.facts import Agreement, send_in_place
-from undertow.ranks.group import Pending
+from undertow.ranks.transport import Handle
 
 
 class Meeting:
@@ -86,13 +85,13 @@ class Meeting:
         values = fingerprints([param for _, param in self._new], device=self._group.device)
         # [1 + number of parameters] int64
         mine = torch.cat((torch.full_like(values[:1], self._are_used), values))
-        self._fingerprints: Pending[list[Tensor]] = self._group.all_gather(
+        self._fingerprints: Handle = self._group.all_gather(
             mine, "the comparison of new parameters"
         )
         return self._require_equal
 
     def _require_equal(self) -> Stage | None:
-        are_used_by, *of_ranks = torch.stack(self._fingerprints.take()).T.tolist()
+        are_used_by, *of_ranks = self._fingerprints.take().T.tolist()
         differing = [index for index, values in enumerate(of_ranks) if len(set(values)) > 1]
         if not differing:
             return self._end()

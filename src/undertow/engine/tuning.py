@@ -12,8 +12,7 @@ from undertow.buckets.recorder import Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.config import SyncConfig
 from undertow.plan import Groups, Plan, observed
-from undertow.ranks.group import OwnGroup, Pending
-from undertow.ranks.handles import Handle
+from undertow.ranks.transport import Handle, OwnGroup
 from undertow.schedule import Arrivals
 from undertow.trace import StepRecord
 from undertow.tune import (
@@ -47,7 +46,7 @@ class ObservedOrder:
         self._arrivals, self._num_params, self._group = arrivals, num_params, group
         self._seen: list[int] = []
         arrivals.at_each = self._seen.append
-        self.sent: Pending[Tensor] | None = None
+        self.sent: Handle | None = None
 
     def send(self) -> None:
         """Ends the watch and sends what rank 0 has seen; a second call does nothing.
@@ -108,7 +107,7 @@ class Tuning:
         may_move: bool,
     ) -> None:
         self.decision: Decision | None = None
-        self.sent: tuple[Present, Pending[Tensor]] | None = None  # a decision in flight
+        self.sent: tuple[Present, Handle] | None = None  # a decision in flight
         self.tuner = tuner
         self._arrivals, self._recorder, self._group = arrivals, recorder, group
         self._may_move = may_move
@@ -167,7 +166,7 @@ class Tuning:
         latest = torch.from_numpy(
             array_of_records(records, present.plan, num_steps=NUM_STEPS_MEASURED)
         ).to(self._group.device)
-        handle = self._group.all_reduce_async(latest, dist.ReduceOp.MAX)
+        handle = self._group.all_reduce(latest, "the times of all ranks", dist.ReduceOp.MAX)
         self._exchange = _Exchange(present, records, latest, handle)
         self.act = self._decide
 
@@ -175,8 +174,7 @@ class Tuning:
         """Learns from the times of all ranks. If the plan may move, rank 0 decides."""
         exchange, self._exchange, self.act = self._exchange, None, None
         assert exchange is not None  # it was started in the round before
-        with self._group.waiting("the times of all ranks"):
-            exchange.handle.wait()
+        exchange.handle.wait()
         measured = exchange.measured
         measurement = measurement_from_array(
             exchange.latest.cpu().numpy(), exchange.records, measured.plan

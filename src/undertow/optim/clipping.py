@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undertow.errors import NonFiniteGradient, PhaseError, require
-from undertow.ranks.group import OwnGroup
+from undertow.ranks.transport import OwnGroup
 from undertow.sharded.bucket import GradientPlaceholder
 from undertow.sharded.steps import finish_before_look
 from undertow.sync.gradient_sync import GradientSync, sync_of
@@ -136,8 +136,8 @@ def _norm_over_ranks(counted: Iterable[Tensor], norm_type: float, group: OwnGrou
         own = torch.linalg.vector_norm(values, norm_type, dtype=wide).to(norm)
         norm = torch.maximum(norm, own) if is_largest else norm + own**norm_type
     if group.num_ranks > 1:
-        with group.waiting("the norm of all gradients"):
-            group.all_reduce(norm, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
+        op = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+        group.all_reduce(norm, "the norm of all gradients", op).wait()
     if not is_largest:
         norm = norm ** (1.0 / norm_type)
     return norm.to(torch.float32)

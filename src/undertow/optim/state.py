@@ -16,7 +16,7 @@ from torch import Tensor
 from undertow.boxes import Box, boxes_of_range
 from undertow.buckets.binding import strides_of_gradient
 from undertow.errors import CheckpointError
-from undertow.ranks.collectives import accumulation_dtype
+from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.facts import gather_json
 from undertow.sharded.layout import Sharding
 from undertow.sharded.shards import ShardPart, in_memory_order

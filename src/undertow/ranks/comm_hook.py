@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from undertow.errors import WrongType, require
-from undertow.ranks.group import OwnGroup, are_left
-from undertow.ranks.handles import Handle, ThreadWork
 from undertow.ranks.threads import Worker
+from undertow.ranks.transport import Handle, OwnGroup, are_left
 
 
 class HookedBucket:
@@ -99,9 +98,8 @@ class CommHook:
             return self._call(bucket)
         self._thread = _thread_beside_this_one()
         self._thread.groups.add(group)
-        queued = ThreadWork()
-        self._thread.worker.submit(queued.run, partial(self._call_in_turn, bucket, self._failures))
-        return Handle(queued, complete=group.complete)
+        call = partial(self._call_in_turn, bucket, self._failures)
+        return Handle.in_threads(call, self._thread.worker, complete=group.complete)
 
     def close(self) -> None:
         """Releases the thread; it ends after the pending calls of the last hook that uses it."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from undertow.errors import PlanMismatch, require
 from undertow.ranks.comm_hook import CommHook
-from undertow.ranks.group import OwnGroup, Pending
+from undertow.ranks.transport import Handle, OwnGroup
 from undertow.torch_private import private
 from undertow.version import __version__
 
@@ -53,18 +53,19 @@ _NOT_SENT: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
 def gather_json(group: OwnGroup, value: object, *, waits_for: str = _COMPARISON) -> list[Any]:
     """Gathers a value of every rank as JSON, in rank order. Reports name the wait `waits_for`."""
     text = json.dumps(value, sort_keys=True).encode()
-    received = gather_bytes(
-        text, lambda tensor: group.all_gather(tensor, waits_for).take(), group.device
-    )
-    return [json.loads(of_rank) for of_rank in received]
+
+    def all_gather(tensor: Tensor) -> Tensor:
+        return group.all_gather(tensor, waits_for).take()
+
+    return list(map(json.loads, gather_bytes(text, all_gather, group.device)))
 
 
 def gather_bytes(
-    mine: bytes, all_gather: Callable[[Tensor], list[Tensor]], device: torch.device
+    mine: bytes, all_gather: Callable[[Tensor], Tensor], device: torch.device
 ) -> list[bytes]:
     """Gathers the bytes of every rank, in rank order. Pickled objects would run the sender's
     code."""
-    sizes = list(map(int, all_gather(torch.tensor([len(mine)], device=device))))
+    sizes = all_gather(torch.tensor(len(mine), device=device)).tolist()
     padded = torch.frombuffer(bytearray(mine.ljust(max(1, *sizes), b"\0")), dtype=torch.uint8)
     rows = all_gather(padded.to(device))
     return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
@@ -100,11 +101,11 @@ class Agreement:
         self._group = group
         text = json.dumps(self._described, sort_keys=True).encode()
         mine = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
-        self._digests = group.all_gather(mine.to(group.device), _COMPARISON)
+        self._digests: Handle = group.all_gather(mine.to(group.device), _COMPARISON)
 
     def require(self) -> None:
         """Waits, and raises PlanMismatch on every rank if ranks differ."""
-        digests = [bytes(digest.tolist()).hex() for digest in self._digests.take()]
+        digests = [bytes(digest).hex() for digest in self._digests.take().tolist()]
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is None:
             return
@@ -238,9 +239,13 @@ def synchronize_buffers(
         has_mean = averages and (buffer.tensor.is_floating_point() or buffer.tensor.is_complex())
         (averaged if has_mean else of_source).append(buffer)
     for chunk in _chunks(averaged):
-        _replace([(item, mean.to(item.tensor.dtype)) for item, mean in _means(chunk, group).take()])
+        handle, means = _means(chunk, group)
+        handle.wait()
+        _replace([(item, mean.to(item.tensor.dtype)) for item, mean in means])
     for chunk in _chunks(of_source):
-        _replace(_sent(chunk, group, source).take())
+        handle, values = _sent(chunk, group, source)
+        handle.wait()
+        _replace(values)
 
 
 @torch.no_grad()
@@ -250,7 +255,9 @@ def broadcast_in_place(tensors: Iterable[Tensor], group: OwnGroup, *, source: in
     Used for parameters, which must stay the same tensors.
     """
     for chunk in _chunks([_Item(tensor) for tensor in tensors]):
-        _write(_sent(chunk, group, source).take())
+        handle, values = _sent(chunk, group, source)
+        handle.wait()
+        _write(values)
 
 
 @torch.no_grad()
@@ -266,8 +273,9 @@ def send_in_place(
 
     @torch.no_grad()
     def write() -> None:
-        for pending in on_their_way:
-            _write(pending.take())
+        for handle, values in on_their_way:
+            handle.wait()
+            _write(values)
 
     return write
 
@@ -307,7 +315,7 @@ def _replace(arrived: _Values) -> None:
         item.tensor = own
 
 
-def _means(chunk: Sequence[_Item], group: OwnGroup) -> Pending[_Values]:
+def _means(chunk: Sequence[_Item], group: OwnGroup) -> tuple[Handle, _Values]:
     """Starts to average a chunk; the means are in double precision."""
     # Buffers are averaged again in every step. In fp64, values that are the same on every rank,
     # such as tables of constants, come back bit-identical; rounding in their own dtype would change
@@ -315,26 +323,25 @@ def _means(chunk: Sequence[_Item], group: OwnGroup) -> Pending[_Values]:
     # lowest number. Buffers are small, so the extra bytes do not matter.
     flat = torch.cat([item.tensor.to_dense().flatten() for item in chunk])
     wide = flat.to(torch.promote_types(flat.dtype, torch.float64)).div_(group.num_ranks)
-    with group.waiting():
-        handle = group.all_reduce_async(wide)
+    handle = group.all_reduce(wide, "the mean of buffers or gradients")
     parts = torch.split(wide, [item.tensor.numel() for item in chunk])
     means = [(item, part.view(item.tensor.shape)) for item, part in zip(chunk, parts, strict=True)]
-    return Pending(group, handle.works[0], means, "the mean of buffers or gradients")
+    return handle, means
 
 
-def _sent(chunk: Sequence[_Item], group: OwnGroup, source: int = 0) -> Pending[_Values]:
+def _sent(chunk: Sequence[_Item], group: OwnGroup, source: int = 0) -> tuple[Handle, _Values]:
     """Starts to send a chunk; rank `source` itself gets no values."""
     # As bytes, so that every dtype works, including ones that the backend does not support.
     flat = torch.cat([_bytes(item.tensor) for item in chunk])
-    sent = group.broadcast(flat, "parameters or buffers of another rank", source=source)
+    handle = group.broadcast(flat, "parameters or buffers of another rank", source=source)
     if group.rank == source:
-        return Pending(group, sent.work, [], sent.what)
+        return handle, []
     parts = torch.split(flat, [item.tensor.nbytes for item in chunk])
     values = [
         (item, part.view(item.tensor.dtype).view(item.tensor.shape))
         for item, part in zip(chunk, parts, strict=True)
     ]
-    return Pending(group, sent.work, values, sent.what)
+    return handle, values
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from undertow.buckets.binding import BucketStorage, DenseBinding, has_values
 from undertow.buckets.bucket import LiveBucket, Shared
 from undertow.errors import ShardedGradientError
 from undertow.plan import Bucket
-from undertow.ranks.collectives import accumulation_dtype
-from undertow.ranks.group import OwnGroup
+from undertow.ranks.exchanges import accumulation_dtype
+from undertow.ranks.transport import OwnGroup
 from undertow.schedule import OpKind
 from undertow.sharded.groups import ShardGroups
 from undertow.sharded.shards import FlatParams
@@ -123,8 +123,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
         of_dtype = [part for part in parts if part.dtype == dtype]
         torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, inv_scale)
     if group is not None:
-        with group.waiting("whether gradients are finite"):
-            group.all_reduce(found_inf, dist.ReduceOp.MAX)
+        group.all_reduce(found_inf, "whether gradients are finite", dist.ReduceOp.MAX).wait()
 
 
 def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:

@@ -28,9 +28,9 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.buckets.recorder import Recorder
 from undertow.errors import PhaseError, UndertowError, require
-from undertow.ranks.collectives import Collectives
-from undertow.ranks.handles import Handle, ThreadWork
+from undertow.ranks.exchanges import Collectives
 from undertow.ranks.threads import WorkerThread
+from undertow.ranks.transport import Handle
 from undertow.sharded.shards import FlatParams
 from undertow.torch_private import private, tables
 from undertow.torch_private.module_hook import ModuleHook
@@ -177,9 +177,7 @@ class Gathers:
         """Called if gathers could not be started after a step."""
         for bucket in range(len(self.flats)):
             if bucket not in self.in_flight:
-                work = ThreadWork()
-                work.set_exception(self._torn(bucket))
-                handle = Handle(work, complete=self._exchanges.group.complete)
+                handle = Handle.failed(self._torn(bucket))
                 self._recorder.gather_launches(bucket, num_bytes=0)
                 self._watch(bucket, handle)
 

@@ -7,8 +7,8 @@ replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, all-redu
 """
 
 from undertow.config import SyncConfig
-from undertow.ranks.collectives import Collectives, exchanges_over
-from undertow.ranks.group import OwnGroup
+from undertow.ranks.exchanges import Collectives, exchanges_over
+from undertow.ranks.transport import OwnGroup
 
 
 class ShardGroups:

@@ -13,8 +13,8 @@ from undertow.buckets.recorder import Recorder
 from undertow.config import refused
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import Bucket, Plan
-from undertow.ranks.collectives import accumulation_dtype
-from undertow.ranks.group import OwnGroup
+from undertow.ranks.exchanges import accumulation_dtype
+from undertow.ranks.transport import OwnGroup
 from undertow.schedule import Strategy
 from undertow.sharded.bucket import GradientPlaceholder, ShardedBinding, ShardedBucket
 from undertow.sharded.gathers import Gathers

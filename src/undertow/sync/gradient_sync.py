@@ -38,7 +38,8 @@ from undertow.plan import Plan
 from undertow.profile import Profile
 from undertow.ranks.comm_hook import CommHook
 from undertow.ranks.facts import broadcast_in_place, synchronize_buffers
-from undertow.ranks.group import GroupRef, OwnGroup, chosen_group
+from undertow.ranks.group import GroupRef, chosen_group
+from undertow.ranks.transport import OwnGroup
 from undertow.schedule import DDP
 from undertow.sharded.steps import (
     ShardedSteps,

@@ -13,8 +13,7 @@ from undertow.config import refused
 from undertow.engine.agreed_errors import require_outside_of_backward
 from undertow.engine.engine import Engine
 from undertow.errors import WrongType, all_of, require
-from undertow.ranks.group import OwnGroup
-from undertow.ranks.handles import Handle
+from undertow.ranks.transport import Handle, OwnGroup
 from undertow.torch_private import private
 
 _WHERE = "mean_over_ranks(number)"
@@ -35,9 +34,8 @@ class MeanOverRanks:
             self._start()
 
     def _start(self) -> None:
-        with self._group.waiting():
-            divide = partial(self._mean.div_, self._group.num_ranks)
-            self._handle = self._group.all_reduce_async(self._mean, finish=divide)
+        divide = partial(self._mean.div_, self._group.num_ranks)
+        self._handle = self._group.all_reduce(self._mean, "the mean over ranks", finish=divide)
 
     @private.untraced
     def wait(self) -> Tensor:
@@ -46,8 +44,7 @@ class MeanOverRanks:
         On an accelerator, the host does not wait for it.
         """
         if self._handle is not None:
-            with self._group.waiting("the mean over ranks"):
-                self._handle.wait()
+            self._handle.wait()
         return self._mean
 
 

@@ -14,7 +14,7 @@ from undertow.engine.hooks import ParamHooks
 from undertow.engine.tuning import why_fixed
 from undertow.errors import PhaseError
 from undertow.profile import Profile
-from undertow.ranks.group import OwnGroup
+from undertow.ranks.transport import OwnGroup
 from undertow.tune import Explanation, Outcome, explanation
 
 _SIZES = tuple(4096 * 4**power for power in range(8))  # bytes: 4 KiB to 64 MiB
@@ -100,7 +100,8 @@ def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
     for row, num_bytes in zip(times, _SIZES, strict=True):
         part = tensor[: num_bytes // 4]
         for at in range(-1, _NUM_TIMES):  # the first one allocates memory for the others
-            group.all_reduce(times[0, 0].to(group.device))  # all begin at the same time
+            # all begin at the same time
+            group.all_reduce_async(times[0, 0].to(group.device)).wait()
             began_s = time.perf_counter()
             reducer.reduce(part).wait()
             if group.device.type == "cuda":
@@ -108,7 +109,7 @@ def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
             if at >= 0:
                 row[at] = (time.perf_counter() - began_s) * 1e6
     latest = times.to(group.device)
-    group.all_reduce(latest, dist.ReduceOp.MAX)
+    group.all_reduce_async(latest, dist.ReduceOp.MAX).wait()
     return tuple(
         (float(num_bytes), median(row))
         for num_bytes, row in zip(_SIZES, latest.tolist(), strict=True)

@@ -53,14 +53,6 @@ largest_of_each: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = part
     torch._foreach_norm, ord=float("inf")
 )
 
-# The backend's own collectives on one tensor; torch < 2.13 has the second names.
-reduce_scatter: Callable[..., dist.Work] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
-all_gather: Callable[..., dist.Work] = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
-
 _c10d: Any = torch.distributed.distributed_c10d
 # The store through which the ranks of the default group have met.
 default_store: Callable[[], Any] = _c10d._get_default_store

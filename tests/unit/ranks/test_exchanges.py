@@ -16,9 +16,9 @@ from support.inside import before_lines, opened_group
 from support.models import noise
 from support.ranks import in_ranks
 from support.sharded import chain
-from undertow.ranks.collectives import BackendCollectives, Collectives, P2PCollectives
-from undertow.ranks.group import GroupRef, OwnGroup
-from undertow.ranks.handles import Handle, ThreadWork
+from undertow.ranks.exchanges import BackendCollectives, Collectives, P2PCollectives
+from undertow.ranks.group import GroupRef
+from undertow.ranks.transport import Handle, OwnGroup, _ThreadWork
 
 KINDS: dict[str, tuple[Any, bool]] = {  # and whether they add up in rank order
     "posted": (P2PCollectives, True),
@@ -171,7 +171,7 @@ def test_what_is_behind_a_failure_fails_with_it() -> None:
         )
         with pytest.raises(ZeroDivisionError, match="while packing"):
             handle.wait()
-        late = ThreadWork()
+        late = _ThreadWork()
         after_end = exchanges.all_reduce_behind(Handle(late), torch.zeros(2), trailer=torch.zeros(2))
         exchanges.close()
         late.run(int)

@@ -16,15 +16,11 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.errors import require
-from undertow.ranks.group import OwnGroup
-from undertow.ranks.handles import Handle, ThreadWork, Work
-from undertow.ranks.threads import Worker
-from undertow.torch_private import private
+from undertow.ranks.transport import Handle, OwnGroup, Stage, Work
 
 _GATHER_TAG = 1 << 24  # ranks may start gathers in different orders: a number identifies each
 _NUM_EXCHANGES = 1 << 16  # far more than may be in flight
 
-_Stage = Callable[[], object]
 _Arriving = tuple[Sequence[Tensor], Sequence[Work]]  # a part of every rank, and the messages
 
 
@@ -50,7 +46,6 @@ class P2PCollectives:
         self._in_order = in_order
         self._divisor = divisor
         self._wire = wire
-        self._peers = [peer for peer in range(group.num_ranks) if peer != group.rank]
         # An exchange sends messages of up to three kinds.
         self._tags = cycle(range(0, 4 * _NUM_EXCHANGES, 4))
         # Reused memory for received parts: fresh memory costs a page fault for every 4 KiB.
@@ -62,7 +57,7 @@ class P2PCollectives:
         self._gathering = group.worker("undertow-gathers")
 
     def reduce_scatter(
-        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: _Stage | None = None
+        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Stage | None = None
     ) -> Handle:
         """Starts to write the mean over ranks of this rank's part of `storage` into `shard`.
 
@@ -76,7 +71,7 @@ class P2PCollectives:
         num_ranks = self.group.num_ranks
         tag = next(self._tags)
 
-        def post() -> _Stage:
+        def post() -> Stage:
             if pack is not None:
                 pack()
             sent = cast_for_wire(storage[: num_ranks * shard.numel()], self._wire)
@@ -93,7 +88,7 @@ class P2PCollectives:
 
             return add_up
 
-        return self._started(post, self._adding)
+        return Handle.in_threads(post, self._posting, self._adding, complete=self.group.complete)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Starts to replace `tensor` by its mean over ranks, added in rank order.
@@ -101,7 +96,9 @@ class P2PCollectives:
         Ranks of a mesh are added row by row, like exchanges inside and across its rows.
         """
         post = partial(self._post_all_reduce, tensor, tensor, self._divisor, next(self._tags))
-        return self._started(post, self._adding, self._gathering)
+        return Handle.in_threads(
+            post, self._posting, self._adding, self._gathering, complete=self.group.complete
+        )
 
     def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
         """Starts an all-reduce of a tensor that is ready when `before` is complete.
@@ -112,7 +109,7 @@ class P2PCollectives:
         """
         tag = next(self._tags)
 
-        def post() -> _Stage:
+        def post() -> Stage:
             before.wait()
             add_up_trailer = self._post_sum(trailer, tag + 2)
             divisor = self._divisor
@@ -124,15 +121,17 @@ class P2PCollectives:
             sent = tensor if self._in_order else tensor.to(trailer.dtype)
             add_up_values = self._post_all_reduce(sent, tensor, divisor, tag)
 
-            def add_up() -> _Stage:
+            def add_up() -> Stage:
                 add_up_trailer()
                 return add_up_values()
 
             return add_up
 
-        return self._started(post, self._adding, self._gathering)
+        return Handle.in_threads(
+            post, self._posting, self._adding, self._gathering, complete=self.group.complete
+        )
 
-    def all_gather(self, flat: Tensor, *, number: int, then: _Stage | None = None) -> Handle:
+    def all_gather(self, flat: Tensor, *, number: int, then: Stage | None = None) -> Handle:
         """Starts to fill `flat`, which has this rank's part, with the parts of all ranks.
 
         `then` is called at the end. `number` identifies a gather among those in flight.
@@ -143,21 +142,16 @@ class P2PCollectives:
         # Held until the end: after the last step, the user may destroy the groups before the other
         # ranks' parts arrive.
         post = partial(self._post_all_gather, self.group.process_group, flat, then, tag)
-        return self._started(post, self._gathering)
+        return Handle.in_threads(post, self._posting, self._gathering, complete=self.group.complete)
 
     def close(self) -> None:
         """Ends the threads."""
         for thread in (self._posting, self._adding, self._gathering):
             thread.shutdown()
 
-    def _started(self, post: _Stage, *threads: Worker) -> Handle:
-        work = ThreadWork()
-        self._posting.submit(work.run, post, *threads)
-        return Handle(work, complete=self.group.complete)
-
     def _post_all_reduce(
         self, values: Tensor, target: Tensor, divisor: float, tag: int
-    ) -> Callable[[], _Stage]:
+    ) -> Callable[[], Stage]:
         group = self.group.process_group
         narrow = cast_for_wire(values, self._wire)
         parts = narrow.tensor_split(self.group.num_ranks)
@@ -166,12 +160,12 @@ class P2PCollectives:
         arriving = self._exchange(parts, tag)
         # Received into the sent parts: a peer returns a part's result only after it has received
         # the part.
-        returning = self._receive(parts, tag + 1, group)
+        returning = self.group.receive(parts, tag + 1, group)
 
-        def add_up() -> _Stage:
+        def add_up() -> Stage:
             own.copy_(self._add_up(arriving, total).div_(divisor))
             self._give_back([total])
-            returning.extend(self._send([own] * len(parts), tag + 1, group))
+            returning.extend(self.group.send([own] * len(parts), tag + 1, group))
             return widen
 
         def widen() -> None:
@@ -187,11 +181,11 @@ class P2PCollectives:
         return lambda: tensor.copy_(self._add_up(arriving, torch.empty_like(tensor)))
 
     def _post_all_gather(
-        self, group: dist.ProcessGroup, flat: Tensor, then: _Stage | None, tag: int
-    ) -> _Stage:
+        self, group: dist.ProcessGroup, flat: Tensor, then: Stage | None, tag: int
+    ) -> Stage:
         parts = flat.view(self.group.num_ranks, -1).unbind()
-        works = self._receive(parts, tag, group)
-        works += self._send([parts[self.group.rank]] * len(parts), tag, group)
+        works = self.group.receive(parts, tag, group)
+        works += self.group.send([parts[self.group.rank]] * len(parts), tag, group)
         return partial(_end_gather, works, then, group)
 
     def _exchange(self, sent: Sequence[Tensor], tag: int) -> _Arriving:
@@ -199,21 +193,17 @@ class P2PCollectives:
         group = self.group.process_group
         own = sent[self.group.rank]
         received = [own] * len(sent)
-        for peer in self._peers:
+        for peer in self.group.peers:
             received[peer] = self._taken(own.numel(), own.dtype)
-        return received, self._receive(received, tag, group) + self._send(sent, tag, group)
-
-    def _receive(self, parts: Sequence[Tensor], tag: int, group: dist.ProcessGroup) -> list[Work]:
-        return [group.recv([parts[peer]], peer, tag) for peer in self._peers]
-
-    def _send(self, parts: Sequence[Tensor], tag: int, group: dist.ProcessGroup) -> list[Work]:
-        return [group.send([parts[peer]], peer, tag) for peer in self._peers]
+        return received, self.group.receive(received, tag, group) + self.group.send(
+            sent, tag, group
+        )
 
     def _add_up(self, arriving: _Arriving, into: Tensor) -> Tensor:
         received, works = arriving
         _wait_for(works)
         sum_in_order(received, into=into, rows=self.group.user.row_places)
-        self._give_back(received[peer] for peer in self._peers)
+        self._give_back(received[peer] for peer in self.group.peers)
         return into
 
     def _taken(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -231,7 +221,7 @@ def _wait_for(works: Sequence[Work]) -> None:
         work.wait()
 
 
-def _end_gather(works: Sequence[Work], then: _Stage | None, _held: dist.ProcessGroup) -> None:
+def _end_gather(works: Sequence[Work], then: Stage | None, _held: dist.ProcessGroup) -> None:
     _wait_for(works)
     if then is not None:
         then()
@@ -259,12 +249,11 @@ class BackendCollectives:
         self._behind = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def reduce_scatter(
-        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: _Stage | None = None
+        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Stage | None = None
     ) -> Handle:
         if pack is not None:
             with torch.no_grad():
                 pack()
-        group = self.group.process_group
         values = storage[: self.group.num_ranks * shard.numel()]
         divisor = self._divisor
         if not self.divides_first:
@@ -277,7 +266,7 @@ class BackendCollectives:
                 divisor = 1
             sent = cast_for_wire(values, self._wire)
             part = shard if shard.dtype == sent.dtype else torch.empty_like(shard, dtype=sent.dtype)
-            work = private.reduce_scatter(part, sent, group=group, async_op=True)
+            work = self.group.scatter_sum(part, sent)
             parts = [part]
 
         def finish() -> None:
@@ -286,10 +275,8 @@ class BackendCollectives:
                 shard.div_(divisor)
             _used_here(sent)  # held until now, because NCCL reads it
 
-        of_trailer = dist.all_reduce(
-            storage[trailer.start : trailer.stop], group=group, async_op=True
-        )
-        return Handle(work, of_trailer, finish=finish)
+        of_trailer = self.group.all_reduce_async(storage[trailer.start : trailer.stop])
+        return Handle(work, *of_trailer.works, finish=finish)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         narrow = cast_for_wire(tensor, self._wire)
@@ -308,26 +295,23 @@ class BackendCollectives:
             tensor.copy_(_used_here(padded)[: tensor.numel()])
             _used_here(own)  # held until now, because NCCL reads it
 
-        group = self.group.process_group
-        gathering = private.all_gather(padded, own, group=group, async_op=True)
-        return Handle(gathering, finish=finish)
+        return Handle(self.group.gather_parts(padded, own), finish=finish)
 
     def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
-        group = self.group.process_group
         with torch.cuda.stream(self._behind):
             before.wait()
-            of_trailer = dist.all_reduce(trailer, group=group, async_op=True)
+            of_trailer = self.group.all_reduce_async(trailer)
             if not self.divides_first:
                 mean = self.all_reduce(tensor)
-                return Handle(of_trailer, *mean.works, finish=mean.wait)
+                return Handle(*of_trailer.works, *mean.works, finish=mean.wait)
             sent = cast_for_wire(tensor.div(self._divisor).to(trailer.dtype), self._wire)
-            work = dist.all_reduce(sent, group=group, async_op=True)
-        return Handle(of_trailer, work, finish=lambda: tensor.copy_(_used_here(sent)))
+            work = self.group.all_reduce_async(sent)
+        works = (*of_trailer.works, *work.works)
+        return Handle(*works, finish=lambda: tensor.copy_(_used_here(sent)))
 
-    def all_gather(self, flat: Tensor, *, number: int, then: _Stage | None = None) -> Handle:
+    def all_gather(self, flat: Tensor, *, number: int, then: Stage | None = None) -> Handle:
         own = flat.view(self.group.num_ranks, -1)[self.group.rank]
-        work = private.all_gather(flat, own, group=self.group.process_group, async_op=True)
-        return Handle(work, finish=then)
+        return Handle(self.group.gather_parts(flat, own), finish=then)
 
     def close(self) -> None:
         """Does nothing: there are no threads."""
@@ -335,8 +319,7 @@ class BackendCollectives:
     def _exchanged(self, sent: Tensor) -> tuple[Work, Sequence[Tensor]]:
         """Sends each rank its part of `sent`; returns the parts of all ranks that will arrive."""
         received = torch.empty_like(sent)
-        group = self.group.process_group
-        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        work = self.group.exchange(received, sent)
         return work, received.view(self.group.num_ranks, -1).unbind()
 
     def _add_up(self, parts: Sequence[Tensor], into: Tensor) -> None:

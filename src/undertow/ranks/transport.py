@@ -1,0 +1,464 @@
+"""Undertow's process groups, the collectives over them, and their handles. No other file makes
+groups or calls collectives of torch.distributed.
+
+OwnGroup                          a clone of the user's group, and the messages over it
+Handle                            a message in flight: wait for it, poll it, or await it
+all_reduce_over, all_gather_over  collectives over a group of the user's
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from functools import cache, cached_property, partial
+from operator import methodcaller
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from undertow.config import SyncConfig
+from undertow.errors import PhaseError
+from undertow.ranks import patience
+from undertow.ranks.faults import Activity, raised
+from undertow.ranks.group import GroupRef
+from undertow.ranks.guard import over_users, watch_over
+from undertow.ranks.threads import Worker
+from undertow.ranks.watch import NullWatch
+from undertow.torch_private import private
+
+Work: TypeAlias = Any  # a dist.Work, to which torch's signatures add None, or the like
+Stage = Callable[[], Any]
+
+_BACKENDS_OVER_GLOO = ("gloo", "emulated")
+_CLOSED = NullWatch()  # of groups that are closed
+# The backend's own collectives on one tensor; torch < 2.13 has the second names.
+_reduce_scatter: Callable[..., Work] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+_all_gather: Callable[..., Work] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_wait = methodcaller("wait")
+
+
+class Handle:
+    """A message in flight, and the function that follows it. Wait for it, poll it, or await it.
+
+    `complete` waits for one work and raises if it failed. `finish` is called once, by the first
+    wait, and holds the inputs of the works. A backend releases them as soon as any stream, such as
+    a clock's, waits for a work; a stream that has not waited could then overwrite the memory.
+    """
+
+    def __init__(
+        self,
+        *works: Work,
+        complete: Callable[[Work], object] = _wait,
+        finish: Callable[[], object] | None = None,
+        result: Tensor | None = None,
+    ) -> None:
+        self.works = works
+        self.is_found_complete = False  # set after the first wait or successful poll
+        self._is_waited = False
+        self._complete = complete
+        self._finish = finish
+        self._result = result
+
+    @classmethod
+    def in_threads(
+        cls, stage: Stage, *threads: Worker, complete: Callable[[Work], object]
+    ) -> Handle:
+        """Runs `stage` in the first thread, then in each other one the stage that the one before
+        has returned."""
+        work = _ThreadWork()
+        threads[0].submit(work.run, stage, *threads[1:])
+        return cls(work, complete=complete)
+
+    @classmethod
+    def failed(cls, error: BaseException) -> Handle:
+        """Returns a handle whose waits raise `error`."""
+        work = _ThreadWork()
+        work.set_exception(error)
+        return cls(work)
+
+    def wait(self) -> None:
+        """Waits until the work is complete (on CUDA: makes the current stream wait).
+
+        Raises the backend's error if it failed or timed out.
+        """
+        if self._is_waited:
+            return
+        for work in self.works:
+            self._complete(work)
+        finish = self._finish
+        if finish is not None:
+            with torch.no_grad():
+                finish()
+        self._finish = None  # only now, because another thread or a signal handler may wait too
+        self._is_waited = True
+        self.is_found_complete = True
+
+    def take(self) -> Tensor:
+        """Waits for the tensor that the message brings, and returns it."""
+        self.wait()
+        assert self._result is not None  # OwnGroup.all_gather and broadcast bring one
+        return self._result
+
+    def block_stream(self) -> None:
+        """Makes the current CUDA stream wait for the work, not the host; `wait` is still needed."""
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        self.is_found_complete = self._is_waited or all(work.is_completed() for work in self.works)
+        return self.is_found_complete
+
+    def on_done(self, callback: Callable[[object], object]) -> None:
+        """Calls `callback` when the last work is complete, from another thread or right away."""
+        self.works[-1].get_future().add_done_callback(callback)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        self.on_done(lambda _: loop.call_soon_threadsafe(arrived.set))
+        yield from arrived.wait().__await__()
+        self.wait()
+
+
+class _ThreadWork(Future[Any]):
+    """Work in stages that threads of the host run, with the methods of a dist.Work."""
+
+    is_completed = Future.done
+
+    def run(self, stage: Stage, *threads: Worker) -> None:
+        """Runs `stage`, then in each of `threads` the stage that the one before has returned.
+
+        The result of the last stage is the work's. An error is passed to those who wait.
+        """
+        try:
+            with torch.no_grad():
+                result = stage()
+            if threads:
+                threads[0].submit(self.run, result, *threads[1:])
+            else:
+                self.set_result(result)
+        except BaseException as error:
+            self.set_exception(error)
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Waits for the end; raises the error of a stage, or RuntimeError after `limit`."""
+        if limit is not None and not wait([self], timeout=limit.total_seconds()).done:
+            raise RuntimeError("the work has not ended within the time limit.")
+        self.result()
+
+    def get_future(self) -> Future[Any]:
+        return self
+
+
+class OwnGroup:
+    """A clone of the user's process group, so that Undertow's collectives never interleave with the
+    user's own.
+
+    `open` creates it. It is referenced weakly, for the reason given in `GroupRef`. A group may be
+    `within` another one that has all its ranks; then the two share faults, and a fault interrupts
+    waits over either.
+    """
+
+    def __init__(
+        self,
+        user: GroupRef,
+        *,
+        device: torch.device,
+        limits: SyncConfig | None = None,
+        within: OwnGroup | None = None,
+    ) -> None:
+        self.user = user
+        self.rank = user.rank
+        self.num_ranks = len(user.ranks)
+        self.backend = user.backend_for(device)
+        self.device = device  # of small tensors that ranks exchange
+        self.watch = NullWatch()  # over the other ranks
+        self.here = Activity()
+        # communication hooks and torch's join, as long as they use the user's group
+        self.borrowers: set[str] = set()
+        self._within = within
+        self._limits = SyncConfig() if limits is None else limits
+        # reentrant: collecting a model here may destroy the group being interrupted
+        self._destroying = threading.RLock()
+        self._group: weakref.ref[dist.ProcessGroup] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._group is not None
+
+    def open(self, *, all_meet: bool = False) -> None:
+        """Creates the clone; a collective call before any other over it.
+
+        A group `within` another one is opened after that one; `all_meet` if all ranks of that one
+        open groups at the same time.
+        """
+        if self.num_ranks == 1:
+            self._group = weakref.ref(self._clone())
+            return
+        timeout = self.user.timeout
+        within_s = patience.GROUP_S if timeout is None else timeout.total_seconds()
+        if self._within is None:
+            self.here.thread = threading.get_ident()  # until another thread trains
+            self.watch = watch_over(
+                self.user.ranks, self.rank, self._limits, self.here, within_s=within_s
+            )
+        else:
+            self.watch = self._within.watch
+        self.watch.interrupts.append(weakref.WeakMethod(self.interrupt))
+        with self.waiting("all ranks, to make a process group"):
+            if all_meet or self._within is None:  # so that no rank waits below for one that is gone
+                self.watch.ask("", topic=f"group {len(self.watch.interrupts)}", within_s=within_s)
+            self.watch.check()
+            self._group = weakref.ref(self._made())
+
+    def _made(self) -> dist.ProcessGroup:
+        """Returns the clone.
+
+        Gloo connects in a separate thread. If a rank is gone, that thread would wait forever, and
+        it is abandoned.
+        """
+        if self.backend != "gloo":
+            return self._clone()
+        made = _ThreadWork()
+        thread = self.worker("undertow-connects")
+        thread.submit(made.run, self._clone)
+        thread.shutdown()
+        self.complete(made)
+        return cast(dist.ProcessGroup, made.result())
+
+    def _clone(self) -> dist.ProcessGroup:
+        return private.new_group(self.user.ranks, self.user.backend, self.user.timeout)
+
+    def waiting(self, what: str = "") -> contextlib.AbstractContextManager[object]:
+        """Context for waiting for other ranks; if one is gone, the error says so."""
+        return self.watch.waiting(what)
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        name: str,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        *,
+        finish: Callable[[], object] | None = None,
+    ) -> Handle:
+        """Starts to reduce `tensor` in place; reports call the wait for it `name`."""
+        with self.waiting():
+            (work,) = self.all_reduce_async(tensor, op).works
+        return self._handle(work, name, tensor, finish)
+
+    def all_reduce_async(
+        self,
+        tensor: Tensor,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        *,
+        finish: Callable[[], object] | None = None,
+    ) -> Handle:
+        """Starts to reduce `tensor` in place, as part of what its waits have the name of.
+
+        Waiting for the handle raises if a rank is gone, else calls `finish`.
+        """
+        # dist.all_reduce would call this after many more lines.
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        work = self.process_group.allreduce([real], _all_reduce_options(op))
+        return Handle(work, complete=self.complete, finish=finish)
+
+    def all_gather(self, tensor: Tensor, name: str) -> Handle:
+        """Starts to gather a tensor of each rank, all of one shape and dtype.
+
+        The handle brings them in one tensor, [number of ranks, *shape]. Reports call the wait for
+        it `name`.
+        """
+        received = tensor.new_empty(self.num_ranks, *tensor.shape)
+        with self.waiting():
+            work = dist.all_gather(
+                list(received.unbind()), tensor, group=self.process_group, async_op=True
+            )
+        return self._handle(work, name, received)
+
+    def broadcast(self, tensor: Tensor, name: str, *, source: int = 0) -> Handle:
+        """Starts to write the values of rank `source` into `tensor`, which the handle brings."""
+        with self.waiting():
+            work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
+        return self._handle(work, name, tensor)
+
+    # Messages of `exchanges`. Their waits have the names of what they are part of.
+
+    def scatter_sum(self, part: Tensor, values: Tensor) -> Work:
+        """Starts to write this rank's part of the sum of all ranks' `values` into `part`."""
+        return _reduce_scatter(part, values, group=self.process_group, async_op=True)
+
+    def gather_parts(self, flat: Tensor, part: Tensor) -> Work:
+        """Starts to fill `flat` with the parts of all ranks."""
+        return _all_gather(flat, part, group=self.process_group, async_op=True)
+
+    def exchange(self, received: Tensor, sent: Tensor) -> Work:
+        """Starts to send each rank its part of `sent`, and to receive a part from each."""
+        return dist.all_to_all_single(received, sent, group=self.process_group, async_op=True)
+
+    @cached_property
+    def peers(self) -> list[int]:
+        """The other ranks of the group."""
+        return [peer for peer in range(self.num_ranks) if peer != self.rank]
+
+    def send(self, parts: Sequence[Tensor], tag: int, over: dist.ProcessGroup) -> list[Work]:
+        """Starts to send `parts[peer]` to each other rank over the process group."""
+        return [over.send([parts[peer]], peer, tag) for peer in self.peers]
+
+    def receive(self, parts: Sequence[Tensor], tag: int, over: dist.ProcessGroup) -> list[Work]:
+        """Starts to receive into `parts[peer]` from each other rank over the process group."""
+        return [over.recv([parts[peer]], peer, tag) for peer in self.peers]
+
+    def complete(self, work: Work) -> None:
+        """Waits for `work` (on a device: makes the current stream wait); raises its error if it
+        failed.
+
+        Raises RuntimeError if the work cannot complete because a rank is gone.
+        """
+        is_broken = False
+        while self.device.type == "cpu" and not work.is_completed():
+            until_s = time.monotonic() + patience.LOOK_S
+            try:
+                work.wait(timedelta(seconds=patience.LOOK_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    break
+            # Gloo fails operations when it closes a connection, except a partly sent message.
+            if is_broken:
+                raise RuntimeError(
+                    "the connection to another rank was closed in the middle of a message."
+                )
+            is_broken = self.is_broken
+            # the work may not support a time limit
+            time.sleep(max(0.0, until_s - time.monotonic()))
+        work.wait()  # returns at once, or raises the work's error
+
+    def _handle(
+        self, work: Work, name: str, result: Tensor, finish: Callable[[], object] | None = None
+    ) -> Handle:
+        def complete(work: Work) -> None:
+            with self.waiting(name):
+                self.complete(work)
+
+        return Handle(work, complete=complete, finish=finish, result=result)
+
+    def worker(self, name: str) -> Worker:
+        """Returns a worker thread that waits for other ranks.
+
+        The process does not join it at exit if one of them is lost.
+        """
+        return Worker(name, is_broken=partial(are_left, weakref.WeakSet((self,))))
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            self.open()
+        # Inline, without `existing()`, because every message asks.
+        group = self._group() if self._group is not None and dist.is_initialized() else None
+        if group is None:
+            raise PhaseError(
+                "the process group of this model has been destroyed.",
+                where=f"a message to other ranks, rank {self.rank}",
+                remedy="Call torch.distributed.destroy_process_group() after the last backward. "
+                "With a ShardedOptimizer, call it "
+                "after the last step() and state_dict().",
+            )
+        return group
+
+    def existing(self) -> dist.ProcessGroup | None:
+        """Returns the clone if it was created and torch.distributed still has it."""
+        return None if self._group is None or not dist.is_initialized() else self._group()
+
+    @property
+    def is_over_gloo(self) -> bool:
+        """True if gloo transfers these tensors.
+
+        It can send and receive host memory, and it can average.
+        """
+        return any(name in self.backend for name in _BACKENDS_OVER_GLOO)
+
+    @property
+    def is_alive(self) -> bool:
+        """True if torch.distributed still has the group and every rank is alive."""
+        return not self.is_broken and self.existing() is not None
+
+    @property
+    def is_broken(self) -> bool:
+        """True if a rank is known to be gone: the connections are closed or about to be."""
+        return self.watch.fault is not None
+
+    def close(self) -> None:
+        """Destroys the clone unless torch.distributed has done so already."""
+        watch, self.watch = self.watch, _CLOSED
+        if self._within is None:
+            watch.leave(raised())
+        with self._destroying:
+            group = self.existing()
+            if group is not None and watch.fault is not None:
+                private.interrupt(group)  # destroying would otherwise wait for operations in flight
+            if group is not None:
+                # ValueError: torch has forgotten the group, and a gather has held it until now.
+                with contextlib.suppress(ValueError):
+                    dist.destroy_process_group(group)
+
+    def interrupt(self) -> None:
+        """Interrupts the clone and the user's groups over which it waits.
+
+        Called from the thread that listens to other ranks.
+        """
+        # otherwise this thread might hold the last reference to a group and destroy it too early
+        with self._destroying:
+            group = self.existing()
+            users = self.user.group if self.borrowers else None
+            if group is not None:
+                for one in filter(None, {group, users}):
+                    private.interrupt(one)
+
+
+def are_left(groups: weakref.WeakSet[OwnGroup]) -> bool:
+    """Returns True if threads waiting for these groups need not be joined at exit.
+
+    A rank may be lost, or no group is left.
+    """
+    return not groups or any(group.watch is _CLOSED or group.is_broken for group in groups)
+
+
+@cache
+def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, True  # type: ignore[assignment]
+    return options
+
+
+def all_reduce_over(
+    tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Handle:
+    """Starts to reduce `tensor` in place over a group of the user's."""
+
+    def complete(work: Work) -> None:
+        with over_users(group, "a reduction over the process group"):
+            work.wait()
+
+    return Handle(dist.all_reduce(tensor, op=op, group=group, async_op=True), complete=complete)
+
+
+def all_gather_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gathers a tensor of each rank of the user's group, all of one shape.
+
+    [number of ranks, *shape]
+    """
+    received = tensor.new_empty(group.size(), *tensor.shape)
+    dist.all_gather(list(received.unbind()), tensor, group=group)
+    return received
