@@ -26,16 +26,15 @@ _GLANCE = (
 _LONG = 200  # characters of a reason; matrix.jsonl has all of it
 _VERDICTS = ("won", "level", "undecided", "lost")
 _RECORD = (
-    "A case is a workload on a number of ranks over a link. `matrix.jsonl` beside this page has every measurement: all systems, "
-    "their versions and notes, minimum and maximum, bytes, memory, start-up, machine load. The page *Benchmarks* has the method."
+    "`matrix.jsonl` beside this page has every measurement: all systems, their versions and notes, minimum and maximum, bytes, "
+    "memory, start-up, machine load. The page *Benchmarks* has the method."
 )
 _HOW_SURE = (
     f"All ratios are of whole steps, except the second figure. Ratios to the fastest peer have a 95 % confidence interval if "
-    f"both systems took at least {LEAST_TURNS} turns: a bootstrap over pairs of turns. A case is won or lost if all of its "
+    f"both systems took at least {LEAST_TURNS} turns: a bootstrap over pairs of turns. A case is won or lost if all of the "
     f"interval is beyond {ALIKE:.0%}, level if none of it is above {1 + ALIKE:.2f}, undecided otherwise. *Another run*: the two "
-    f"did not take turns, and the interval lacks the machine's drift between their runs. The fastest peer, the best size of its "
-    f"sweep and Undertow's fastest mode are chosen by the medians that are compared. Noise therefore favors the side with more "
-    f"to choose from."
+    f"did not take turns, and the machine may have drifted. The fastest systems are chosen by the medians that are compared, "
+    f"which favors the side with more to choose from."
 )
 
 
