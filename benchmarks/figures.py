@@ -214,14 +214,19 @@ def _model_size(parts: Mapping[str, Any]) -> Table:
 
 def _targets(parts: Mapping[str, Any]) -> Table:
     return [
-        ["figure", "measured", "target", "met", "date"],
+        ["figure", "measured", "target", "date"],
         *(
-            [f"{name}: {it['figure']}", it["measured"], it["target"], it["met"], part["date"]]
+            [f"{name}: {it['figure']}", _judged(it), it["target"], part["date"]]
             for name, part in parts.items()
             for it in part["figures"]
             if it["target"] != "-"
         ),
     ]
+
+
+def _judged(figure: Mapping[str, str]) -> str:
+    """Returns the measured value, marked if it misses its target."""
+    return f"**missed**: {figure['measured']}" if figure["met"] == "NO" else figure["measured"]
 
 
 def _guard() -> Table:

@@ -6,59 +6,44 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.matrix.catalog import BARE, MODES, OURS, OWN, PER_PARAMETER, TORCH
-from benchmarks.matrix.finished import link_of, place_of, title_of
+from benchmarks.matrix.catalog import BARE, MODES, OURS, OWN, TORCH
+from benchmarks.matrix.finished import place_of, title_of
 from benchmarks.matrix.interval import ALIKE, LEAST_TURNS, Ratio, ratio_of
 
 Row = Mapping[str, Any]
-_HEAD = (
-    "system",
-    "until averaged, ms (min-max)",
-    "whole step, ms (min-max)",
-    "limit, ms",
-    "achieved / limit",
-    "exposed ms",
-    "MB sent",
-    "MB of state",
-    "collectives",
-    "CPU ms above bare",
-    "peak MB",
-    "import, wrap, first step ms",
-)
-_SIZES = ((0, 10e6, "below 10 M"), (10e6, 100e6, "10 to 100 M"), (100e6, float("inf"), "above 100 M"))
 _TORCH = (TORCH, "torch-ddp-best")
 _GLANCE = (
-    "cell",
-    "defaults until averaged / limit",
-    "defaults / torch DDP's defaults",
-    "defaults / its best of a sweep",
+    "case",
     "defaults, ms",
-    "our fastest, ms",
+    "until averaged / limit",
+    "/ torch DDP",
+    "/ its best size",
+    "Undertow's fastest, ms",
     "fastest peer, ms",
     "defaults / peer",
-    "our fastest / peer",
+    "fastest / peer",
 )
+_LONG = 200  # characters of a reason; matrix.jsonl has all of it
 _VERDICTS = ("won", "level", "undecided", "lost")
-_HOW_SURE = (
-    f"Ratios over the fastest peer have a 95 % confidence interval: a bootstrap over pairs of turns, whose "
-    f"ratios have the median that is given. A cell is won or lost if "
-    f"all of its interval is beyond {ALIKE:.0%}, level if none of it is above {1 + ALIKE:.2f}, undecided otherwise. *Another "
-    f"run*: the two did not take turns, and the interval lacks the machine's drift between their runs. *Not in turn*: measured "
-    f"or recorded without turns, so the interval is unknown, as it is with fewer than {LEAST_TURNS} turns. The fastest peer, the "
-    f"best size of its sweep and the fastest of our modes are chosen by the medians that are compared, so noise favors the side "
-    f"that had more to choose from."
+_RECORD = (
+    "`matrix.jsonl` beside this page has every measurement: all systems, their versions and notes, minimum and maximum, bytes, "
+    "memory, start-up, machine load. The page *Benchmarks* has the method."
 )
-VALID_WITHIN = 0.05
+_HOW_SURE = (
+    f"All ratios are of whole steps, except the second figure. Ratios to the fastest peer have a 95 % confidence interval if "
+    f"both systems took at least {LEAST_TURNS} turns: a bootstrap over pairs of turns. A case is won or lost if all of the "
+    f"interval is beyond {ALIKE:.0%}, level if none of it is above {1 + ALIKE:.2f}, undecided otherwise. *Another run*: the two "
+    f"did not take turns, and the machine may have drifted. The fastest systems are chosen by the medians that are compared, "
+    f"which favors the side with more to choose from."
+)
 
 
 def markdown(header: Row, cells: Sequence[Row], *, picture: Path | None = None) -> str:
-    """The whole document: the machine, a picture, a line and a table per cell, the answers that need several, and the notes."""
-    blocks = ["# The matrix", " · ".join(f"{key} {value}" for key, value in header.items()), *_at_a_glance(cells)]
+    """Returns the page: the machine, the picture, a line for each cell, the counts, and every system without a figure."""
+    blocks = ["# The matrix", " · ".join(f"{key} {value}" for key, value in header.items()), _RECORD]
     if picture is not None:
-        blocks.insert(2, f"![Whole steps of every cell as multiples of torch DDP's]({picture.name})")
-    for cell in cells:
-        blocks += [_cell_heading(cell), markdown_table(_HEAD, (_cells_of(row) for row in cell["rows"])), *_errors(cell["rows"])]
-    blocks += [*_by_size(cells), *_validation(cells), *_notes(cells)]
+        blocks.append(f"![Whole steps of every cell as multiples of torch DDP's]({picture.name})")
+    blocks += [*_at_a_glance(cells), *_validation(cells), *_not_measured(cells), *_divided(cells)]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -94,123 +79,95 @@ def validation_rows(cells: Sequence[Row]) -> list[dict[str, Any]]:
     return rows
 
 
-def _cell_heading(cell: Row) -> str:
-    heading = f"## {title_of(cell)}"
-    speed, small = (cell["link_measured"][name] for name in ("megabytes_per_s", "small_ms"))
-    if speed is None:
-        return heading
-    measured = f"an all-reduce carries {speed} MB/s, a small one takes {small} ms"
-    about = f"{cell['workload_title']}; {cell['num_params'] / 1e6:.1f} M parameters. On this link {measured}."
-    conditions = cell["conditions"]
-    load = " to ".join(f"{conditions[key]:.1f}" for key in ("load_average", "load_average_after"))
-    commit = f", commit {conditions['commit']}" if conditions.get("commit") else ""
-    reasons = [" ".join(why.split()) for why in cell.get("divided", ())]
-    divided = "".join(f"\n\nMeasured one by one, for a run that they shared failed: {why}" for why in reasons)
-    return f"{heading}\n\n{about} {conditions['date']}{commit}, load average {load}.{_timed(conditions)}{divided}"
-
-
-def _timed(conditions: Row) -> str:
-    """How, where it is not as `turns` says."""
-    if "steps_per_turn" in conditions:
-        return ""
-    return " Timed one step a turn; our sharded systems and Megatron-core's distributed optimizer in the middle of four."
-
-
-def _cells_of(row: Row) -> list[str]:
-    title = f"{row['title']} ({row['variant'].partition('@')[2]})" if row["variant"] else row["title"]
-    if "kept_from" in row:
-        title += f", of {row['kept_from']}"
-    if row["error"] is not None:
-        return [title, "could not be measured", *[""] * (len(_HEAD) - 2)]
-    is_bare = row["system"] == BARE
-    start_up = [row.get(name) for name in ("import_ms", "wrap_ms", "first_step_ms")]
-    return [
-        title,
-        _spread(row["backward_ms"]),
-        _spread(row["step_ms"]),
-        "" if is_bare else _limit(row),
-        _number(row["over_limit"], 3),
-        "" if is_bare else _number(row["exposed_ms"], 0),
-        _number(row["sent_mb"], 1),
-        _number(row["state_mb"], 1),
-        _number(row["collectives"], 0),
-        "" if is_bare else _number(row["host_cpu_ms"], 1),
-        _number(_peak_mb(row), 0),
-        "" if None in start_up else ", ".join(f"{value:.0f}" for value in start_up),
+def _not_measured(cells: Sequence[Row]) -> list[str]:
+    """A line for each system that has no figure, with the last line of its error."""
+    lines = [
+        [title_of(cell), row["title"], row["error"].strip().splitlines()[-1].strip()]
+        for cell in cells
+        for row in cell["rows"]
+        if row["error"] is not None
     ]
+    return ["## Not measured", markdown_table(("case", "system", "error"), lines)] if lines else []
 
 
-def _peak_mb(row: Row) -> float | None:
-    """Of the device, where the model was on one; that of the host is in matrix.jsonl."""
-    on_device: float | None = row.get("peak_device_mb")
-    return row.get("peak_rss_mb") if on_device is None else on_device
-
-
-def limit_ms(row: Row) -> float:
-    """What a system is held to: until gradients are averaged, or of the whole step."""
-    return float(row["barrier_limit_ms" if row["is_sharded"] else "limit_ms"])
-
-
-def _limit(row: Row) -> str:
-    return f"{limit_ms(row):.0f}{' (step)' if row['is_sharded'] else ''}"
-
-
-def _errors(rows: Sequence[Row]) -> list[str]:
-    return [f"{row['title']}:\n\n```\n{row['error']}\n```" for row in rows if row["error"] is not None]
+def _divided(cells: Sequence[Row]) -> list[str]:
+    """A line for each run that failed for systems together, which were then measured one by one."""
+    reasons = [(cell, " ".join(why.split())) for cell in cells for why in cell.get("divided", ())]
+    lines = [f"- {title_of(cell)}: {why if len(why) < _LONG else why[:_LONG] + ' ...'}" for cell, why in reasons]
+    return ["## Measured one by one, because a shared run failed", "\n".join(lines)] if lines else []
 
 
 def _at_a_glance(cells: Sequence[Row]) -> list[str]:
-    """A line for each cell in which both something of ours and a peer were measured."""
-    found = [(cell, fastest) for cell in cells if (fastest := _fastest(cell)) is not None]
-    if not found:
+    """A line for each cell in which Undertow was measured, and the counts of the cells that have all peers."""
+    lines = [_glance(cell) for cell in cells if _modes(cell)]
+    if not lines:
         return []
-    table = markdown_table(_GLANCE, (_glance(cell, *fastest) for cell, fastest in found))
-    compared = [(cell, *of_cell) for cell, of_cell in found if _is_compared(cell)]
-    return ["## At a glance (but for the first figure, whole steps)", table, _HOW_SURE, *(_count(compared) if compared else ())]
+    compared = [cell for cell in cells if _is_compared(cell)]
+    return ["## Whole steps", markdown_table(_GLANCE, lines), _HOW_SURE, *(_count(compared) if compared else ())]
 
 
 def may_be_lost(cell: Row) -> bool:
-    """True if our defaults are slower than the fastest peer, or if that is undecided."""
-    ours, fastest = _defaults(cell), _fastest(cell)
-    return ours is not None and fastest is not None and _is_compared(cell) and ratio_of(ours, fastest[1]).may_be_lost
+    """True if Undertow's defaults are slower than the fastest peer, or if that is undecided."""
+    ours = _defaults(cell)
+    return ours is not None and _is_compared(cell) and ratio_of(ours, _fastest(_peers(cell))).may_be_lost
 
 
-def _fastest(cell: Row) -> tuple[Row, Row] | None:
-    """Of ours and of the peers, by whole steps; None where either has no figure."""
-    found = [row for row in cell["rows"] if row["error"] is None and row["system"] != BARE]
-    own = [row for row in found if row["system"] in MODES]
-    peers = [row for row in found if row["system"] not in OWN]
-    return (min(own, key=_step_ms), min(peers, key=_step_ms)) if own and peers else None
+def _modes(cell: Row) -> list[Row]:
+    return [row for row in cell["rows"] if row["error"] is None and row["system"] in MODES]
+
+
+def _peers(cell: Row) -> list[Row]:
+    return [row for row in cell["rows"] if row["error"] is None and row["system"] not in (BARE, *OWN)]
+
+
+def _fastest(rows: Sequence[Row]) -> Row:
+    return min(rows, key=_step_ms)
 
 
 def _defaults(cell: Row) -> Row | None:
-    return next((row for row in cell["rows"] if row["system"] == OURS and row["error"] is None), None)
+    return next((row for row in _modes(cell) if row["system"] == OURS), None)
 
 
 def _is_compared(cell: Row) -> bool:
-    """True but for the emulated link, and for cells that are measured with some systems only."""
-    has_all_peers = any(row["system"] == _TORCH[1] and row["error"] is None for row in cell["rows"])
+    """False for the emulated link, and for cells that were measured with some systems only."""
+    has_all_peers = any(row["system"] == _TORCH[1] for row in _peers(cell))
     return cell["kind"] != "emulated" and has_all_peers and _defaults(cell) is not None
 
 
-def _glance(cell: Row, own: Row, peer: Row) -> list[str]:
-    of_torch = {row["system"]: row for row in cell["rows"] if row["system"] in _TORCH and row["error"] is None}
-    over_limit, *ratios, defaults_ms, over_peer = [""] * 5
-    if (defaults := _defaults(cell)) is not None:
-        over_limit, defaults_ms = _number(defaults["over_limit"], 3), f"{_step_ms(defaults):.0f}"
+def _glance(cell: Row) -> list[str]:
+    own, peers = _fastest(_modes(cell)), _peers(cell)
+    of_torch = {row["system"]: row for row in peers if row["system"] in _TORCH}
+    of_defaults = [""] * 4
+    over_peer = [""] * 2
+    peer = _fastest(peers) if peers else None
+    if peer is not None:
+        over_peer[1] = _ratio(ratio_of(own, peer))
+    defaults = _defaults(cell)
+    if defaults is not None:
         ratios = [f"{_step_ms(defaults) / _step_ms(of_torch[it]):.2f}" if it in of_torch else "" for it in _TORCH]
-        over_peer = str(ratio_of(defaults, peer))
-    names = [f"{row['variant'] or row['system']} {_step_ms(row):.0f}" for row in (own, peer)]
-    return [title_of(cell), over_limit, *ratios, defaults_ms, *names, over_peer, str(ratio_of(own, peer))]
+        of_defaults = [f"{_step_ms(defaults):.0f}", _number(defaults["over_limit"], 3), *ratios]
+        over_peer[0] = "" if peer is None else _ratio(ratio_of(defaults, peer))
+    return [title_of(cell), *of_defaults, _named(own), "" if peer is None else _named(peer), *over_peer]
 
 
-def _count(compared: Sequence[tuple[Row, Row, Row]]) -> list[str]:
-    """How many cells ours wins and loses by the interval, and those without an interval by the ratio alone."""
+def _named(row: Row) -> str:
+    kept = f", of {row['kept_from']}" if "kept_from" in row else ""
+    return f"{row['variant'] or row['system']} {_step_ms(row):.0f}{kept}"
+
+
+def _ratio(ratio: Ratio) -> str:
+    """The interval and the verdict if there is an interval; else the ratio alone."""
+    return f"{ratio.value:.2f}" if ratio.interval is None else str(ratio)
+
+
+def _count(compared: Sequence[Row]) -> list[str]:
+    """How many cells Undertow wins and loses by the interval, and those without an interval by the ratio alone."""
+    peers = [_fastest(_peers(cell)) for cell in compared]
     ratios = {
-        "our defaults": [ratio_of(_defaults(cell) or own, peer) for cell, own, peer in compared],
-        "the fastest of our modes": [ratio_of(own, peer) for _, own, peer in compared],
+        "Undertow's defaults": [ratio_of(_defaults(cell) or {}, peer) for cell, peer in zip(compared, peers, strict=True)],
+        "its fastest mode": [ratio_of(_fastest(_modes(cell)), peer) for cell, peer in zip(compared, peers, strict=True)],
     }
-    head = (f"whole steps, {len(compared)} cells", *_VERDICTS, f"no interval: {ALIKE:.0%} faster, alike, {ALIKE:.0%} slower")
+    head = (f"whole steps, {len(compared)} cases", *_VERDICTS, f"no interval: {ALIKE:.0%} faster, alike, {ALIKE:.0%} slower")
     return [markdown_table(head, ([name, *_counts(of_cells)] for name, of_cells in ratios.items()))]
 
 
@@ -225,49 +182,17 @@ def _step_ms(row: Row) -> float:
     return float(row["step_ms"]["median"])
 
 
-def _by_size(cells: Sequence[Row]) -> list[str]:
-    lines = []
-    for low, high, name in _SIZES:
-        for cell in cells:
-            ours = _defaults(cell)
-            if ours is None or ours["speedup_over_per_parameter"] is None or not low <= cell["num_params"] < high:
-                continue
-            place = (cell["workload"], str(cell["ranks"]), link_of(cell))
-            speedups = (ours["speedup_over_per_parameter"], ours["speedup_over_torch"])
-            lines.append([name, *place, *(_number(speedup, 2) for speedup in speedups)])
-    if not lines:
-        return []
-    head = ("parameters", "workload", "ranks", "link", f"times faster than {PER_PARAMETER}", "than torch DDP's default")
-    return ["## How much faster than one reduction per parameter (whole steps)", markdown_table(head, lines)]
-
-
 def _validation(cells: Sequence[Row]) -> list[str]:
+    """Says how far the emulated link is from the shaped one, if both were measured."""
     rows = validation_rows(cells)
     if not rows:
         return []
-    head = ("workload", "ranks", "link", "system", "shaped ms", "emulated ms", "difference", f"within {VALID_WITHIN:.0%}")
-    lines = [
-        [
-            *(str(row[key]) for key in ("workload", "ranks", "link", "system")),
-            f"{row['shaped_ms']:.0f}",
-            f"{row['emulated_ms']:.0f}",
-            f"{row['difference']:+.1%}",
-            "yes" if abs(row["difference"]) <= VALID_WITHIN else "NO",
-        ]
-        for row in rows
+    worst = max(rows, key=lambda row: abs(row["difference"]))
+    place = f"{worst['system']} in {worst['workload']} on {worst['ranks']} ranks over {worst['link']}"
+    return [
+        f"Over the emulated link, steps differ from the shaped link by at most {abs(worst['difference']):.1%} "
+        f"({place}; {len(rows)} pairs)."
     ]
-    return ["## The emulated link beside the shaped one", markdown_table(head, lines)]
-
-
-def _notes(cells: Sequence[Row]) -> list[str]:
-    versions = {row["title"]: row["version"] for cell in cells for row in cell["rows"] if row.get("version")}
-    told = [*((title, f"version {version}.") for title, version in versions.items())]
-    told += [(row["title"], row["note"]) for cell in cells for row in cell["rows"] if row["note"]]
-    return ["## Notes", "\n".join(f"- {title}: {note}" for title, note in dict.fromkeys(told))] if told else []
-
-
-def _spread(times: Row) -> str:
-    return f"{times['median']:.0f} ({times['min']:.0f}-{times['max']:.0f})"
 
 
 def _number(value: float | None, num_decimals: int) -> str:
