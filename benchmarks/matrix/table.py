@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.matrix.catalog import BARE, MODES, OURS, OWN, PER_PARAMETER, TORCH
+from benchmarks.matrix.catalog import BARE, OURS, OWN, PER_PARAMETER, TORCH
 from benchmarks.matrix.finished import link_of, place_of, title_of
 from benchmarks.matrix.interval import ALIKE, LEAST_TURNS, Ratio, ratio_of
 
@@ -51,11 +50,9 @@ _HOW_SURE = (
 VALID_WITHIN = 0.05
 
 
-def markdown(header: Row, cells: Sequence[Row], *, picture: Path | None = None) -> str:
-    """The whole document: the machine, a picture, a line and a table per cell, the answers that need several, and the notes."""
+def markdown(header: Row, cells: Sequence[Row]) -> str:
+    """The whole document: the machine, a line and a table per cell, the answers that need several, and the notes."""
     blocks = ["# The matrix", " · ".join(f"{key} {value}" for key, value in header.items()), *_at_a_glance(cells)]
-    if picture is not None:
-        blocks.insert(2, f"![Whole steps of every cell as multiples of torch DDP's]({picture.name})")
     for cell in cells:
         blocks += [_cell_heading(cell), markdown_table(_HEAD, (_cells_of(row) for row in cell["rows"])), *_errors(cell["rows"])]
     blocks += [*_by_size(cells), *_validation(cells), *_notes(cells)]
@@ -118,8 +115,6 @@ def _timed(conditions: Row) -> str:
 
 def _cells_of(row: Row) -> list[str]:
     title = f"{row['title']} ({row['variant'].partition('@')[2]})" if row["variant"] else row["title"]
-    if "kept_from" in row:
-        title += f", of {row['kept_from']}"
     if row["error"] is not None:
         return [title, "could not be measured", *[""] * (len(_HEAD) - 2)]
     is_bare = row["system"] == BARE
@@ -169,16 +164,10 @@ def _at_a_glance(cells: Sequence[Row]) -> list[str]:
     return ["## At a glance (but for the first figure, whole steps)", table, _HOW_SURE, *(_count(compared) if compared else ())]
 
 
-def may_be_lost(cell: Row) -> bool:
-    """True if our defaults are slower than the fastest peer, or if that is undecided."""
-    ours, fastest = _defaults(cell), _fastest(cell)
-    return ours is not None and fastest is not None and _is_compared(cell) and ratio_of(ours, fastest[1]).may_be_lost
-
-
 def _fastest(cell: Row) -> tuple[Row, Row] | None:
     """Of ours and of the peers, by whole steps; None where either has no figure."""
     found = [row for row in cell["rows"] if row["error"] is None and row["system"] != BARE]
-    own = [row for row in found if row["system"] in MODES]
+    own = [row for row in found if row["system"] in OWN]
     peers = [row for row in found if row["system"] not in OWN]
     return (min(own, key=_step_ms), min(peers, key=_step_ms)) if own and peers else None
 

@@ -86,7 +86,6 @@ PLAIN, SHARDED, ALONE = report(record()), report(record(gathers=GATHERS)), repor
             {"processors_ms": 1.0, "exposed_ms": 0.0},
             id="packing takes processors",
         ),
-        pytest.param(report(record(cpu_us=12_000)), {"processors_ms": 12.0}, id="so do copies and additions in the waits"),
         pytest.param(
             report(record(busy_ms=(50.0, 65.0))),
             {"late_rank_ms": 15.0, "slowest_rank": 1},
@@ -128,13 +127,10 @@ def test_the_worst_bucket_is_the_one_waited_for_longest(found: StepReport, index
 @pytest.mark.parametrize(
     ("rows", "wires"),
     [
-        ([(30, 50), (35, 80)], [((30, 50), 20), (((50, 80)), 30)]),
-        ([(30, 95), (60, 80)], [((30, 95), 45), ((60, 80), 20)]),
-        ([(30, 95), (40, 95)], [((30, 95), 65), ((95, 95), 0)]),
         ([(0, 80), (10, 100), (20, 50), (30, 60)], [((0, 80), 40), ((80, 100), 20), ((20, 50), 30), ((50, 60), 10)]),
         ([(51, 50)], [((50, 50), 0)]),
     ],
-    ids=["one that queued", "one that overtook another", "two that ended together", "all of these", "a clock that jumped"],
+    ids=["all of these", "a clock that jumped"],
 )
 def test_the_link_works_on_the_bucket_that_ends_first(rows: list[tuple[int, int]], wires: list[tuple[Any, int]]) -> None:
     assert wires_of([row(0, launched, done, (0, 0)) for launched, done in rows]) == wires
@@ -149,13 +145,6 @@ def test_times_on_the_link_add_up_however_buckets_end(drawn: list[tuple[int, int
     assert all(0 <= wire <= stop - at for (at, stop), wire in wires)
     pairs = [(one, two) for (one, _), (two, _) in combinations(sorted(wires), 2)]
     assert all(one[1] <= two[0] or two[1] <= one[1] or one[0] == two[0] for one, two in pairs)
-
-
-def test_a_bucket_that_overtakes_another_has_time_in_the_table_and_a_bar_in_the_picture() -> None:
-    rows = row(0, 30_000, 95_000, (60_000, 95_000)), row(1, 60_000, 80_000, (95_000, 95_000))
-    found = report(record(buckets=rows))
-    assert ([it.wire_ms for it in found.buckets], found.communication_ms, found.limit_ms) == ([45, 20], 65, 95)
-    assert [(it.bucket, it.duration_us) for it in found.events if it.lane == "comm.dp"] == [(0, 65_000), (1, 20_000)]
 
 
 def test_to_dict_is_plain_enough_for_json() -> None:
@@ -232,28 +221,10 @@ def six(**changes: Any) -> StepReport:
             'another link with undertow simulate, or send less with SyncConfig(wire_dtype="bfloat16").',
         ),
         (
-            six(buckets=tuple(replace(it, num_bytes=it.num_bytes // 2) for it in CROWDED)),
-            "The network is the limit: communication of gradients takes 50.0 ms, longer than the 40.0 ms of backward: simulate "
-            "another link with undertow simulate.",
-        ),
-        (
             six(buckets=CROWDED, busy_ms=(50.0, 55.0)),
             "The network is the limit: communication of gradients takes 50.0 ms, 5.0 ms of it for a late rank, longer than the "
             "40.0 ms of backward: simulate another link with undertow simulate, or send less with "
             'SyncConfig(wire_dtype="bfloat16").',
-        ),
-        (
-            six(
-                buckets=(CROWDED[0], row(1, 60_000, 78_000, (60_000, 78_000))),
-                busy_ms=(50.0, 58.5),
-            ),
-            "Gradients leave as soon as these buckets are full, and the last of 2 is full when backward ends: explain() gives "
-            'the reasons for these buckets, or send less with SyncConfig(wire_dtype="bfloat16").',
-        ),
-        (
-            six(buckets=tuple(replace(it, num_bytes=0) for it in record().buckets)),  # a hook sends them as it likes
-            "Gradients leave as soon as these buckets are full, and the last of 2 is full when backward ends: explain() gives "
-            "the reasons for these buckets.",
         ),
         (
             six(buckets=(row(0, 60_000, 70_000, (60_000, 70_000), ready_us=30_000), row(1, 60_000, 80_000, (70_000, 80_000)))),
@@ -278,9 +249,12 @@ def six(**changes: Any) -> StepReport:
             "one planned bucket",
             "an embedding",
         ),
-        *("a late rank, now one and now another", "the network", "a network that is sent less already"),
-        *("a network and a late rank", "a late rank and not the network"),
-        *("a last bucket that is full when backward ends", "another plan", "parameters"),
+        *(
+            "a late rank, now one and now another",
+            "the network",
+        ),
+        *("a network and a late rank",),
+        *("another plan", "parameters"),
     ],
 )
 def test_advice_is_one_sentence_from_the_figures(found: StepReport, advice: str) -> None:
@@ -291,14 +265,9 @@ def test_advice_is_one_sentence_from_the_figures(found: StepReport, advice: str)
     ("found", "verdict"),
     [
         (six(step_us=1e6), "excellent"),
-        (six(step_us=9.9e5), "good"),
         (six(step_us=2e5), "good"),
-        (six(step_us=1.99e5), "poor"),
-        (six(buckets=(row(0, 59_000, 60_999, (60_000, 60_999)),), step_us=5e3), ""),
         (six(buckets=(row(0, 59_000, 61_000, (60_000, 61_000)),), step_us=5e3), "poor"),
-        (six(buckets=(row(0, 59_000, 60_800, (60_000, 60_800)),)), "excellent"),
         (PLAIN, ""),
-        (ALONE, ""),
         (report(), ""),
     ],
 )
@@ -423,21 +392,11 @@ def test_overlap(overlap: Overlap, expected: tuple[float | None, ...]) -> None:
     ("step", "duration_us"),
     [
         (STEP, 150),
-        (OVERLAP_SHARDED, 50),
         (trace(("compute", "optimizer", -20, -5), ("compute", "backward", 0, 100)), 120),
-        (trace(), 0),
     ],
 )
 def test_a_step_lasts_as_long_as_its_compute_lane(step: Trace, duration_us: float) -> None:
     assert step.duration_us == duration_us
-
-
-def test_events_of_a_lane_and_of_all_communication() -> None:
-    assert (
-        [event.start_us for event in STEP.on_lane("compute")],
-        STEP.communication,
-        [event.duration_us for event in STEP.communication],
-    ) == ([0, 100, 125, 130], STEP.on_lane("comm.dp"), [40, 40, 30])
 
 
 @given(st.lists(st.tuples(TIMES, TIMES), max_size=12))
@@ -492,11 +451,6 @@ LENGTHS, STALLS = (1, 2, 3, 5), [queued(SIZES[: 1 + at % 5]) for at in range(19)
     ("steps", "sizes"),
     [
         pytest.param([alone(SIZES)], SIZES, id="with pauses between them"),
-        pytest.param(
-            [queued(SIZES[:length]) for length in LENGTHS],
-            [size for length in LENGTHS for size in SIZES[:length]],
-            id="queues of several lengths",
-        ),
         # How long the link was busy says nothing of latency there: when each was through does.
         pytest.param([queued(SIZES)] * 5, SIZES * 5, id="the same queue in every step"),
         pytest.param(
@@ -514,8 +468,6 @@ LENGTHS, STALLS = (1, 2, 3, 5), [queued(SIZES[: 1 + at % 5]) for at in range(19)
             id="launched while others are under way",
         ),
         pytest.param([queued([0, 0]), queued([0, 1000, 0]), queued([0])], (0, 0, 0, 1000, 0, 0), id="without bytes the latency"),
-        pytest.param([[], []], (), id="nothing sent"),
-        pytest.param([], (), id="no steps"),
     ],
 )
 def test_what_each_costs_is_found(steps: list[list[Transfer]], sizes: Sequence[int]) -> None:
@@ -527,18 +479,6 @@ def test_two_that_share_the_link_which_makes_each_longer_cost_what_they_do_alone
     samples = cost_samples([TOGETHER, *([row] for row in alone(SIZES))])
     # The end of the first counts as well, as if the second had not been under way: that moves both by a quarter of a percent.
     assert samples[:2] == tuple((size, pytest.approx(cost_us(int(size)), rel=3e-3)) for size in (SIZES[1], SIZES[3]))
-
-
-@pytest.mark.parametrize(
-    ("steps", "samples"),
-    [
-        ([transfer(1000, 5.0, 45.0)], ((1000.0, 40.0),)),
-        ([transfer(10, 0.0, 30.0), transfer(1000, 30.0, 31.0)], ((10.0, 30.0), (1000.0, 1.0))),
-    ],
-    ids=["one is a sample by itself", "one that begins where another ends is not with it"],
-)
-def test_samples_of_one_step(steps: list[Transfer], samples: tuple[tuple[float, float], ...]) -> None:
-    assert cost_samples([steps]) == tuple((size, pytest.approx(time)) for size, time in samples)
 
 
 def test_queues_that_are_almost_the_same_in_every_step_give_what_each_costs() -> None:
@@ -556,13 +496,6 @@ def test_costs_without_a_latency_leave_something_to_one_without_bytes() -> None:
     samples = cost_samples([[transfer(1000, 0.0, 10.0), transfer(0, 0.0, 10.0)], [transfer(3000, 0.0, 30.0)]])
     assert all(time > 0 for _, time in samples)
     assert curve_from_samples(samples).us(1000) == pytest.approx(10.0, rel=1e-3)
-
-
-def test_a_link_too_fast_for_the_clock_still_gives_a_curve() -> None:
-    assert (
-        curve_from_samples(cost_samples([[transfer(1000, 5.0, 5.0), transfer(0, 6.0, 6.0), transfer(2000, 9.0, 8.9)]])).us(2000)
-        < 1.0
-    )
 
 
 times = st.floats(0, 1e6, allow_nan=False)
