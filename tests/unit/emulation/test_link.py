@@ -1,6 +1,5 @@
 """Emulated links: when one is free, and receives whose messages come when the test says so."""
 
-import math
 import threading
 import time
 from collections.abc import Iterator
@@ -137,31 +136,12 @@ LINK = Link(name="slow", hop_s=1.0, bytes_per_s=10.0)
             )
             for rest_s, passes_s in ((0.0, 0.0), (1.0, 1.0), (3.0, 3.0), (4.0, 3.0), (50.0, 3.0))
         ),
-        # A bucket that is not used up fills again and never beyond: at last a third of it is left.
-        pytest.param(
-            *(LINK, 30),
-            [
-                *[(100.0, 1.0, 0.0, (100.0, 100.0))] * 3,
-                (100.0, 1.0, 0.0, (100.0, 101.0)),
-                (103.0, 2.0, 0.0, (103.0, 103.0)),
-                (103.0, 2.0, 0.0, (103.0, 105.0)),
-                (200.0, 2.0, 0.0, (200.0, 200.0)),
-                (200.0, 2.0, 0.0, (200.0, 201.0)),
-            ],
-            id="often",
-        ),
         # Collectives that pass at once have their latencies one after another. Tokens for 3 s: 2 of them taken, 1 come, 2 taken,
         # 1 come; then 1 is lacking, and again.
         pytest.param(
             *(LINK, 30),
             [(100.0, 2.0, 1.0, stretch) for stretch in ((100.0, 101.0), (101.0, 102.0), (102.0, 104.0), (104.0, 106.0))],
             id="latencies in which the bucket fills",
-        ),
-        pytest.param(
-            Link(name="none", hop_s=0.0, bytes_per_s=math.inf),
-            30,
-            [(100.0, 0.0, 0.0, (100.0, 100.0))],
-            id="a link that costs nothing has no bucket",
         ),
     ],
 )

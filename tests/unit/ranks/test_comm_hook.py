@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from support.errors import text_of
 from undertow import ConfigError, WrongType
@@ -41,10 +41,6 @@ def with_annotations(**annotations: Any) -> Callable[..., Any]:
     return hook
 
 
-class Hook:
-    def __call__(self, state, bucket): ...
-
-
 @pytest.mark.parametrize(
     "hook",
     [
@@ -54,15 +50,9 @@ class Hook:
             with_annotations(state="object", bucket="dist.GradBucket", **{"return": "torch.futures.Future[torch.Tensor]"}),
             id="annotated by text",
         ),
-        pytest.param(with_annotations(bucket="GradBucket", **{"return": "Future[Tensor]"}), id="annotated by short text"),
-        pytest.param(Hook(), id="object"),
         pytest.param(functools.partial(lambda extra, state, bucket: None, 1), id="partial"),
-        pytest.param(lambda state, bucket, *, extra=1: None, id="more parameters"),
         pytest.param(default_hooks.allreduce_hook, id="all_reduce"),
-        pytest.param(default_hooks.fp16_compress_hook, id="fp16"),
         pytest.param(default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), id="bf16, wrapped"),
-        pytest.param(powerSGD_hook.powerSGD_hook, id="power"),
-        pytest.param(quantization_hooks.quantization_pertensor_hook, id="quantized"),
     ],
 )
 def test_a_hook_that_torch_takes_is_taken(hook: Any) -> None:
@@ -93,12 +83,6 @@ LEAVE_OUT = f"{ASK}  Annotate it so, or leave the annotation out."
             ConfigError,
             f": bucket annotation should be dist.GradBucket, got <class 'int'>.\n  {LEAVE_OUT}",
             id="bucket annotation",
-        ),
-        pytest.param(
-            with_annotations(bucket="int"),
-            ConfigError,
-            f": bucket annotation should be dist.GradBucket, got 'int'.\n  {LEAVE_OUT}",
-            id="bucket annotation by text",
         ),
         pytest.param(
             with_annotations(**{"return": int}),
@@ -132,11 +116,8 @@ def test_a_bucket_has_the_methods_of_torchs() -> None:
     "result",
     [
         pytest.param(lambda bucket: bucket.buffer().mul_(3), id="the buffer"),
-        pytest.param(lambda bucket: 3 * bucket.buffer(), id="a new tensor"),
         pytest.param(lambda bucket: [3 * bucket.buffer()], id="a list"),
-        pytest.param(lambda bucket: (3 * bucket.buffer(),), id="a tuple"),
         pytest.param(lambda bucket: (3 * bucket.buffer()).view(2, 3), id="another shape"),
-        pytest.param(lambda bucket: (3 * bucket.buffer()).half(), id="another dtype"),
         pytest.param(lambda bucket: 3 * bucket.buffer() * torch.ones(6, requires_grad=True), id="a graph"),
     ],
 )
@@ -161,8 +142,14 @@ def test_a_handle_is_complete_when_its_future_is() -> None:
 
 @pytest.mark.parametrize(
     ("value", "got"),
-    [(None, "NoneType"), (torch.zeros(5), "(5,)"), (torch.zeros(2, 2), "(2, 2)"), ([BUFFER, BUFFER], "list"), ([], "list")],
-    ids=["nothing", "too few elements", "another shape", "two tensors", "no tensor"],
+    [
+        (torch.zeros(5), "(5,)"),
+        ([BUFFER, BUFFER], "list"),
+    ],
+    ids=[
+        "too few elements",
+        "two tensors",
+    ],
 )
 def test_a_future_that_holds_something_else_is_told_so(value: object, got: str) -> None:
     assert text_of(WrongType, CommHook(None, returns(completed(value))).start(bucket(), ALONE).wait) == (
@@ -177,32 +164,3 @@ def test_an_error_of_the_future_is_raised_as_it_is() -> None:
     handle = CommHook(None, returns(future)).start(bucket(), ALONE)
     future.set_exception(ZeroDivisionError("in the hook"))
     assert text_of(ZeroDivisionError, handle.wait) == "in the hook"
-
-
-def add(amount, bucket):
-    return completed(bucket.buffer() + amount)
-
-
-def double_in_place(_state, bucket):
-    for gradient in bucket.gradients():
-        gradient.mul_(2)
-    return completed(bucket.buffer())
-
-
-def halves(_state, bucket):
-    bucket.set_buffer(bucket.buffer().half())
-    return completed([bucket.buffer() + 0.5])
-
-
-def look(seen, bucket):
-    seen.append(bucket.buffer().clone())
-    return completed(bucket.buffer())
-
-
-def wrong(_state, bucket):
-    return bucket.buffer()
-
-
-def started(hook: Callable[..., Any]) -> tuple[Tensor, Any]:
-    given = bucket()
-    return given.buffer(), CommHook(None, hook).start(given, ALONE)

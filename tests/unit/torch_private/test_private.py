@@ -87,24 +87,6 @@ def test_an_untraced_function_is_called_as_it_is() -> None:
     assert ([compiled(torch.ones(1)).item() for _ in range(3)], seen) == ([4.0] * 3, [False] * 3)
 
 
-def test_a_hook_that_is_left_alone_is_not_compiled_with_the_backward_that_calls_it() -> None:
-    from torch._dynamo.convert_frame import input_codes
-
-    @private.left_alone
-    def look(_param: torch.Tensor) -> None:
-        called()
-
-    def called() -> None:
-        seen.append(torch.compiler.is_compiling())
-
-    seen: list[bool] = []
-    param = ones(1)
-    param.register_post_accumulate_grad_hook(look)
-    torch.compile(lambda: torch.autograd.backward(param * 2), backend="eager")()
-    compiled = {code for ref in input_codes.seen if (code := ref()) is not None}
-    assert (seen, compiled & {look.__code__, called.__code__}) == ([False], set())
-
-
 def test_the_hooks_of_gradients_are_not_compiled_with_the_backward_that_calls_them() -> None:
     from torch._dynamo.convert_frame import input_codes
 
@@ -144,12 +126,6 @@ def test_arguments_of_a_forward_keep_their_structure_when_they_are_moved() -> No
         len(inputs),
         list(kwargs),
     ) == (("meta",) * 3, 3, "text", 3, ["a"])
-
-
-@pytest.mark.parametrize(("inputs", "kwargs"), [((), {}), ((torch.ones(1),), {}), ((), {"x": torch.ones(1)})])
-def test_arguments_of_a_forward_may_be_missing(inputs: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
-    moved, moved_kwargs = private.moved_to_device(inputs, kwargs, torch.device("meta"))
-    assert ([x.device.type for x in moved], list(moved_kwargs)) == (["meta"] * len(inputs), list(kwargs))
 
 
 @pytest.mark.parametrize(

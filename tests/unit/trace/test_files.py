@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from support.cli import Undertow
 from support.records import GATHERS, record, row, two_buckets
 from undertow.errors import ConfigError
 from undertow.trace import StepRecord
-from undertow.trace.files import merge, path_of_rank, trace_text, write_whole
+from undertow.trace.files import merge, path_of_rank, trace_text
 
 START_NS = 1_700_000_000_000_000_000
 
@@ -99,16 +98,6 @@ def test_a_predicted_step_lies_beside_the_last_measured_one() -> None:
     require_rules(trace)
     assert [start // 1_000_000 for start, *_ in spans(trace)[2, 1]] == [300]
     assert (trace["undertow_trace"]["prediction"], trace_of()["undertow_trace"]["prediction"]) == ("a note", "a note")
-
-
-def test_four_ranks_fifty_steps_and_twenty_buckets_are_a_small_file(tmp_path: Path) -> None:
-    many = tuple(row(index % 2, 1_000.0 * index, 1_000.0 * index + 900, (6e4 + index, 6e4 + index + 0.5)) for index in range(20))
-    for rank in range(4):
-        records = [record(step=step, buckets=many) for step in range(50)]
-        text = text_of(records, record(buckets=many), rank=rank, ranks=(0, 1, 2, 3))
-        (tmp_path / f"t-rank{rank}.json").write_text(text)
-    merge(tmp_path, tmp_path / "out.json")
-    assert (tmp_path / "out.json").stat().st_size < 20e6  # uncompressed
 
 
 def saved(folder: Path, trace: dict[str, Any], name: str = "trace-rank{}.json.gz") -> Path:
@@ -245,21 +234,6 @@ def test_a_place_that_cannot_be_written_is_an_error(out: str, folder: Path, unde
     assert (found.code, found.err.count("\n")) == (2, 3)
     assert f"'{folder.parent / out}' cannot be written: " in found.err
     assert found.err.endswith("  Name a folder with space to write.\n")
-
-
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "it.json"
-    path.write_text("earlier")
-
-    def full(partial: Path, content: bytes) -> None:
-        with partial.open("wb") as file:
-            file.write(content[:2])
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(ConfigError, match=r"cannot be written: No space left on device.\n  here\n  Name"):
-        write_whole(path, b"content", where="here")
-    assert ([it.name for it in tmp_path.iterdir()], path.read_text()) == (["it.json"], "earlier")
 
 
 def test_the_rank_is_part_of_the_name() -> None:

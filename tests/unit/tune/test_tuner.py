@@ -4,10 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from support.world import Cost, World, line, model, stairs
+from support.world import World, line, model, stairs
 from undertow.plan import ParamSpec, Plan, SizeCaps
 from undertow.profile import profile_from_file
 from undertow.report.what_if import NetworkOptions, WhatIf
@@ -47,20 +45,6 @@ def test_after_one_move_a_plan_is_about_as_fast_as_the_best_buckets_of_one_size(
     assert decision.outcome in (Outcome.MOVE, Outcome.KEEP)
     # The best of the family is 2.7 % above the best of all plans at worst.
     assert ratio(world, last) <= 1.03
-
-
-@given(seed=st.integers(0, 1000))
-def test_a_measurement_of_steps_that_differ_leads_to_a_plan_that_is_nearly_as_good(seed: int) -> None:
-    world = World(cost=NETWORKS["middling"], noise=0.02, seed=seed)
-    first = world.first_plan()
-    decision = decided(replace(world), first)
-    last = first if decision.groups is None else world.plan(decision.groups)
-    # Five steps that differ by 2 % each: their median is off by about 1 %, ready times and costs alike.
-    assert ratio(replace(world, noise=0.0), last) <= 1.06
-
-
-def slower(cost: Cost) -> Cost:
-    return lambda num_bytes: 4 * cost(num_bytes)
 
 
 def test_a_plan_that_is_nearly_the_best_is_kept() -> None:
@@ -116,12 +100,6 @@ def test_the_choice_from_a_saved_profile_is_that_of_training(
     tuner.profile(plan, strategy="zero1" if has_shards else "ddp").save(tmp_path / "profile.json")
     saved = profile_from_file(tmp_path / "profile.json")
     assert WhatIf.of(saved, None, None, NetworkOptions(), Conditions()).choice == online
-
-
-def test_the_users_order_is_kept() -> None:
-    order = list(range(len(SLOW.params)))  # the last gradient to arrive comes first
-    decision = decided(SLOW, SLOW.plan([[param] for param in order]), Tuner(order))
-    assert decision.groups is None or [param for group in decision.groups for param in group] == order
 
 
 def test_a_profile_has_what_was_learned() -> None:
