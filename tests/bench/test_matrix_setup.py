@@ -77,15 +77,6 @@ def test_ranks_with_a_device_each_talk_over_nccl_and_those_that_share_one_over_g
     ] == [("cpu:gloo,cuda:nccl", *on_machine), ("gloo", *on_machine)]
 
 
-def test_what_is_set_up_for_processors_alone_says_so(ran: list[tuple[Job, Network]]) -> None:
-    peers = ("megatron-ddp", "megatron-distopt", "deepspeed-zero1", "deepspeed-zero2")
-    why = "set up for cpu alone, not for cuda: see Peers in docs/benchmarks.md"
-    assert (measure("bare", "ours", *peers, num_ranks=2), [[system.name for system in job.systems] for job, _ in ran]) == (
-        dict.fromkeys(peers, why),
-        [["bare", "ours"]],
-    )
-
-
 NOBODY = 2**22 + 1  # above every process id of Linux
 LEFT = [f"{links.PREFIX}{NOBODY}-0-{end}" for end in ("0", "1", "hub")]
 
@@ -265,14 +256,6 @@ def test_a_peer_that_cannot_be_made_does_not_stop_the_others(elsewhere: Path, ca
     )
 
 
-def test_an_environment_is_made_once(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert install.main(["good"]) == 0
-    monkeypatch.setattr(install, "commands_for", None)  # nothing is asked for
-    assert (install.main(["good"]), f"good: {elsewhere}/good is up to date" in capsys.readouterr().out) == (0, True)
-
-
 def half_made() -> None:
     environments.interpreter_of("good").parent.mkdir(parents=True)
     environments.interpreter_of("good").touch()
@@ -302,10 +285,3 @@ ABSENT = {
 def test_an_environment_that_is_not_whole_is_absent(make: Callable[[], None]) -> None:
     make()
     assert (environments.python_of("good"), ABSENT[make] in (None, environments.why_absent("good"))) == (None, True)
-
-
-def test_an_unknown_peer_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (install.main(["megatorn"]), "there is no peer 'megatorn'. Did you mean 'megatron'?" in capsys.readouterr().err) == (
-        2,
-        True,
-    )

@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from benchmarks.matrix import links, run
 from benchmarks.matrix.catalog import SYSTEMS, SystemSpec
 from benchmarks.matrix.cell import Effort
 from benchmarks.matrix.environments import peers, python_of, why_absent
-from benchmarks.matrix.links import PREFIX, remove_abandoned, shaped_network
+from benchmarks.matrix.links import PREFIX, remove_abandoned
 from benchmarks.ranks import run_ranks
 
 from support.project import ROOT
@@ -45,34 +43,9 @@ def _one_raises(rank: int) -> None:
     dist.barrier()
 
 
-def _waits(rank: int, folder: Path) -> None:
-    (folder / str(rank)).touch()
-    time.sleep(600)
-
-
 def test_a_rank_that_raises_ends_the_others() -> None:
     with pytest.raises(RuntimeError, match=r"rank 1:\n(.|\n)*ValueError: not on this rank"):
         run_ranks(_one_raises, 2)
-    assert _ranks() == []
-
-
-def test_ranks_do_not_outlive_an_interruption(tmp_path: Path) -> None:
-    is_over = threading.Event()
-
-    def interrupt() -> None:
-        while not is_over.wait(0.05):
-            if all((tmp_path / str(rank)).exists() for rank in range(2)):
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_ranks(_waits, 2, tmp_path)
-    finally:
-        is_over.set()
-        thread.join()
     assert _ranks() == []
 
 
@@ -212,32 +185,6 @@ def test_a_shaped_link_counts_what_each_rank_sends(measure: Measure) -> None:
     assert ({row["error"] for row in rows.values()}, namespaces_of(os.getpid())) == ({None}, [])
     # An all-reduce of 0.48 MB between two ranks sends it once each; headers and acknowledgements come on top.
     assert rows["bare"]["sent_mb"] <= 0.01 < 0.48 <= rows["ours"]["sent_mb"] <= 0.60
-
-
-@pytest.mark.root
-@pytest.mark.usefixtures("needs_namespaces")
-def test_a_rank_that_dies_leaves_nothing(measure: Measure) -> None:
-    rows = measure("bare", "per-parameter", bad("dies"), kind="shaped")
-    assert (
-        "rank 1 was killed by SIGKILL" in rows["dies"]["error"],
-        rows["per-parameter"]["error"],
-        namespaces_of(os.getpid()),
-        workers_of(psutil.Process()),
-    ) == (True, None, [], [])
-
-
-def fail_inside() -> None:
-    with shaped_network("5gbit", 2):
-        assert len(namespaces_of(os.getpid())) == 3
-        raise ZeroDivisionError
-
-
-@pytest.mark.root
-@pytest.mark.usefixtures("needs_namespaces")
-def test_an_exception_inside_leaves_nothing() -> None:
-    with pytest.raises(ZeroDivisionError):
-        fail_inside()
-    assert namespaces_of(os.getpid()) == []
 
 
 @pytest.mark.root

@@ -23,8 +23,7 @@ from undertow.schedule import (
     lower_data_parallel,
 )
 from undertow.simulate import DEFAULTS, IDEAL, Conditions, simulate
-from undertow.trace import StepRecord, Trace, summarize
-from undertow.trace.record import wires_of
+from undertow.trace import StepRecord, Trace
 
 # Times are multiples of a microsecond, or end in clocks that add up a few hundred of them: what remains is rounding.
 ROUNDING_US = 1e-6
@@ -117,12 +116,6 @@ def test_a_reduction_over_two_axes_is_in_both_one_after_the_other(costs: Costs, 
     assert traces[0] == traces[1]
 
 
-def test_across_go_the_bytes_of_a_shard() -> None:
-    record = simulated(HYBRID, NodeCosts(inside=FREE, across=lines((0, 1)), per_node=4, is_mesh=True), num_ranks=8)
-    assert [wire_us for _, wire_us in wires_of(record.buckets)] == [sent.num_bytes / 4 for sent in record.buckets]
-    assert record.buckets[0].num_bytes >= 400
-
-
 @pytest.mark.parametrize(
     ("simulate_it", "look", "expected"),
     [
@@ -171,14 +164,6 @@ def test_a_step_by_hand(
     simulate_it: Callable[[], StepRecord], look: Callable[[StepRecord], tuple[float, ...]], expected: tuple[float, ...]
 ) -> None:
     assert look(simulate_it()) == pytest.approx(expected, rel=0, abs=ROUNDING_US)
-
-
-def test_the_report_tells_the_wire_from_a_late_rank() -> None:
-    plan = plan_from_groups(TWO.params, [[1], [0]], num_ranks=2)
-    fast = summarize([simulated(DDP, skew=0.1)], plan, rank=0)
-    # It waits 8 us for its last bucket, and the 35 us of computing times both deviations.
-    assert (fast.exposed_ms - fast.late_rank_ms, fast.slowest_rank) == (pytest.approx(0.008), 1)
-    assert fast.late_rank_ms == pytest.approx(0.035 * 2 * (SLOW - 1))
 
 
 # Random steps: gradient sizes, ready times and where buckets end, and a line of costs per kind.

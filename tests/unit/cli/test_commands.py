@@ -12,14 +12,13 @@ import sys
 import time
 from dataclasses import replace
 from importlib import metadata
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 
 import undertow as library
-from support.cli import EXAMPLE, MEASURED, SMALL, TABLE, Undertow, rows_of, what_if
+from support.cli import MEASURED, SMALL, TABLE, Undertow, rows_of, what_if
 from support.project import ROOT
 from support.schedules import schedule_from_text
 from support.strategies import spec
@@ -30,9 +29,8 @@ from undertow.cost import LINKS, CostCurve
 from undertow.demo import DemoSettings
 from undertow.errors import ConfigError
 from undertow.plan import plan_from_groups
-from undertow.profile import Profile, profile_from_json, source_from_file
+from undertow.profile import source_from_file
 from undertow.report.what_if import PLANNED, NetworkOptions, WhatIf
-from undertow.schedule import STRATEGIES, Strategy
 from undertow.simulate import Conditions
 
 
@@ -186,16 +184,6 @@ def test_a_command_shows(line: str, undertow: Undertow) -> None:
     assert (code, shown in printed, hidden in printed) == (0, True, False)
 
 
-def test_a_plan_for_nodes_shows_what_crosses_and_the_shards_of_a_node(undertow: Undertow) -> None:
-    _, printed, _ = undertow("plan small.json --link 1gbit --per-node 2 --bucket-cap-mb 40 --strategy hybrid --schedule")
-    assert "comm.across" in printed
-    of_buckets = [row for row in rows_of(printed.split("\n\n")[0]) if row[0].isdigit()]
-    assert len(of_buckets) > 1
-    for row in of_buckets:  # of the two ranks of a node
-        assert float(row[-1]) == pytest.approx(float(row[-2]) / 2, abs=0.011)
-    assert "Network: 1gbit between nodes of 2 ranks, 2400gbit,3us inside; 4 ranks" in printed
-
-
 def test_the_plan_of_a_profile_is_the_one_that_training_would_choose(undertow: Undertow) -> None:
     _, printed, _ = undertow("plan small.json --link 10gbit,20us")
     small = what_if()
@@ -203,20 +191,6 @@ def test_the_plan_of_a_profile_is_the_one_that_training_would_choose(undertow: U
     step_us = small.outcome("", small.planned).step_us
     assert f"│ {step_us / 1e3:.1f} │".replace(" ", "") in printed.replace(" ", "")
     assert "Network: 10gbit,20us, 4 ranks\n" in printed
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-def test_the_schedule_shown_is_the_one_that_is_simulated(strategy: Strategy, undertow: Undertow) -> None:
-    nodes = "" if strategy.crossing is None else "--per-node 2 --node-link 100gbit,1us"
-    _, printed, _ = undertow(f"plan small.json --schedule --link 10gbit,20us --strategy {strategy.name} {nodes}")
-    schedule = schedule_from_text(printed.split("\n\n")[1])
-    small = what_if(strategy=strategy.name)
-    gathers_last = sorted(
-        [(event.kind, event.bucket) for event in small.outcome("", small.planned).trace.communication],
-        key=lambda sent: sent[0] == "all_gather",
-    )
-    kinds = {strategy.reduction, strategy.gather}
-    assert [(op.kind, op.bucket) for op in schedule.ops if op.kind in kinds] == gathers_last
 
 
 RATE = '--sweep bandwidth varies the rate of --link.\n  undertow simulate\n  Give a rate, such as --link "100gbit,5us".\n'
@@ -306,34 +280,6 @@ def test_a_sweep_says_of_every_method_what_is_exposed_and_hidden_in_80_columns(u
     _, printed, _ = undertow(f"simulate small.json --ranks 2 --link 8gbit,10us --sweep ranks {PLAIN}", columns=80)
     table = printed[printed.index("By ") :]
     assert "".join(f"{line.rstrip()}\n" for line in table.splitlines()) == SWEEP_TABLE
-
-
-def test_a_step_on_nodes_takes_what_its_schedule_has_on_each_axis(undertow: Undertow) -> None:
-    _, printed, _ = undertow(
-        f"simulate small.json --link 8gbit,10us --per-node 2 --node-link 8gbit,10us --strategy hybrid {PLAIN}"
-    )
-    (step_ms,) = (float(row[2]) for row in rows_of(printed) if row[0] == "40 MB buckets")
-    # In one bucket: 37.75 MB at 1 / 0.956 ns a byte, of which a ring of two sends half, inside twice and across all of a shard
-    # once; four hops.
-    assert step_ms == pytest.approx(46 + 3 * 37.753 / 2 / 0.956 + 4 * 0.01, abs=0.051)
-
-
-def test_the_example_is_what_its_arithmetic_says() -> None:
-    text = EXAMPLE.read_text(encoding="utf-8")
-    profile = profile_from_json(text, "gpt2.json")
-    assert profile.to_json() == text
-    numels = {param.name: param.numel for param in profile.params}
-    assert sum(numels.values()) == 124_439_808  # GPT-2 small as published
-    # Forward 2, backward 4 operations per token and parameter that it is multiplied with, of 8192 tokens at 50 TFLOP/s.
-    are_multiplied = [len(param.shape) == 2 and param.name != "wpe.weight" for param in profile.params]
-    times_us = [4 * 8192 * numel / 50e6 * is_used for numel, is_used in zip(numels.values(), are_multiplied, strict=True)]
-    # Layers come in reverse; the embedding, which is the head as well, is complete only when the first layer has had its turn.
-    ready_us = [sum(times_us), *list(accumulate(times_us[:0:-1], initial=times_us[0]))[:0:-1]]
-    assert profile.ready_us == tuple(round(time_us, 1) for time_us in ready_us)
-    # AdamW reads and writes 28 bytes of a parameter, at 1 TB/s.
-    assert [profile.forward_us, profile.backward_us, profile.update_us] == [
-        round(time_us, 1) for time_us in (sum(times_us) / 2, sum(times_us), 28 * sum(numels.values()) / 1e6)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -458,13 +404,6 @@ def test_the_environment_is_shown_if_torch_cannot_be_imported(undertow: Undertow
     assert code == 0
     (reason,) = json.loads(printed)["torch"].values()
     assert reason.startswith("ModuleNotFoundError: import of torch halted")
-
-
-@pytest.mark.parametrize("profile", [SMALL, replace(MEASURED, spread=0.02, groups=((3, 2), (1, 0)))])
-def test_a_step_has_a_band_and_no_step_is_all_efficient_for_sure(profile: Profile) -> None:
-    for it in what_if(profile, link="none").outcomes():
-        assert it.limit_us <= it.band_us[0] <= it.step_us < it.band_us[1]
-        assert it.efficiency_band[0] < it.efficiency_band[1] <= 1
 
 
 def test_a_model_without_parameters_is_refused() -> None:

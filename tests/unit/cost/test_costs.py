@@ -202,14 +202,6 @@ def test_a_larger_payload_never_costs_less(measured: CostCurve, sizes: list[floa
 
 
 @pytest.mark.parametrize(
-    "point",
-    [(-1, 1), (math.nan, 1), (math.inf, 1), (1, -1), (1, math.nan), (1, math.inf), (1,), (1, 2, 3), 5, ("a", 1), (1, 10**400)],
-)
-def test_a_point_that_is_no_size_and_time_is_refused(point: Any) -> None:
-    assert refusal(lambda: CostCurve(points=(point,))).startswith("point 0 of a cost curve is impossible: ")
-
-
-@pytest.mark.parametrize(
     ("samples", "points"),
     [
         ([(200, 40), (100, 9), (100, 500), (100, 10)], ((100, 10), (200, 40))),

@@ -22,7 +22,7 @@ from undertow.demo.run import comparison_table
 from undertow.demo.settings import NUM_WARM_UP_STEPS, WayDone
 from undertow.emulation.link import Carried
 from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
-from undertow.trace import Event, Trace, overlap_of
+from undertow.trace import Event, Trace
 
 TRACE = Trace(
     rank=0,
@@ -114,21 +114,6 @@ def recorded(*rows: tuple[str, str, int | None, float, float]) -> Trace:
 
 def rounded(trace: Trace, lane: str) -> list[tuple[str, int, int]]:
     return [(event.kind, round(event.start_us), round(event.stop_us)) for event in trace.events if event.lane == lane]
-
-
-def test_a_step_becomes_phases_and_the_transfers_that_it_launched() -> None:
-    transfers = [
-        sent("all_reduce", 9.9, 9.9, 9.95),  # of the step before
-        sent("all_reduce", 10.2, 10.25, 10.34),
-        sent("all_reduce", 10.4, 10.45, 10.5),  # of the next step
-    ]
-    trace = trace_of(phases(10.35, 10.36), transfers)
-    assert [event.kind for event in trace.on_lane("compute")] == ["forward", "backward", "wait", "optimizer"]
-    (collective,) = trace.communication
-    assert (trace.rank, trace.step, collective.num_bytes) == (1, 3, 8)
-    overlap = overlap_of(trace)
-    # Differences of doubles near 10 s are right to about 2e-9 s.
-    assert (overlap.total_us, overlap.exposed_us) == pytest.approx((90_000, 50_000), abs=0.01)
 
 
 def test_a_step_in_shards_begins_with_the_optimizer_and_waits_for_parameters_in_its_forward() -> None:

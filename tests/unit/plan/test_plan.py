@@ -88,20 +88,6 @@ def test_the_slots_of_a_plan(plan: Plan, slots: list[list[tuple[int, ...]]]) -> 
     assert plan.buckets[-1].trailer.facts
 
 
-@pytest.mark.parametrize(("is_sparse", "room"), [(False, 24), (True, 0)])
-def test_a_sparse_parameter_takes_no_room_and_a_saved_plan_knows(is_sparse: bool, room: int) -> None:
-    param = spec("rows", 6, is_sparse=is_sparse)
-    assert (param.numel, param.slot_numel * param.itemsize, param.num_bytes, param.kind) == (
-        6,
-        room,
-        room,
-        ("float32", "cpu", is_sparse, None),
-    )
-    plan = planned([(0,)], (param,))
-    read = Plan.from_json(plan.to_json())
-    assert (read, read.params[0].is_sparse, read.buckets[0].is_sparse) == (plan, is_sparse, is_sparse)
-
-
 def test_parameters_of_two_dtypes_do_not_share_a_bucket_where_their_gradients_have_one() -> None:
     assert (
         len(group_by_size(NARROW, (0, 1), SizeCaps(cap_bytes=1e6))),
@@ -122,23 +108,6 @@ def test_any_plan(plan: Plan) -> None:
     for param, param_spec in enumerate(plan.params):
         (slot,) = [slot for bucket in plan.buckets for slot in bucket.slots if slot.param == param]
         assert slot.numel == param_spec.slot_numel
-
-
-OTHERS = {
-    "slots": planned([(0, 1), (2,)]),
-    "buckets": planned([(2,), (1, 0)]),
-    "grouping": planned([(1,), (0,), (2,)]),
-    "ranks": planned(num_ranks=3),
-    "name": planned(params=(spec("other", 6), *PARAMS[1:])),
-    "shape": planned(params=(spec("weight", 7), *PARAMS[1:])),
-    "dtype": planned(params=(*PARAMS[:2], spec("half", 3, dtype="float16"))),
-    "device": planned(params=(*PARAMS[:2], spec("half", 3, dtype="bfloat16", device="cuda"))),
-    "sparse": planned(params=(*PARAMS[:2], spec("half", 3, dtype="bfloat16", is_sparse=True))),
-}
-
-
-def test_plans_that_differ_are_saved_differently() -> None:
-    assert len({PLAN.to_json(), *(plan.to_json() for plan in OTHERS.values())}) == 1 + len(OTHERS)
 
 
 EACH_ONCE = "a plan must hold each of its 3 parameters exactly once.\n  first difference: "
@@ -302,13 +271,6 @@ def test_a_table_is_parameters_whose_size_comes_from_their_dtype(tmp_path: Path)
         ParamSpec(name="a", shape=(2, 3), dtype="bfloat16", itemsize=2),
         ParamSpec(name="b", shape=(), dtype="complex128", itemsize=16),
     )
-
-
-def test_a_saved_plan_is_read_as_it_was(tmp_path: Path) -> None:
-    saved = plan_from_groups([spec("a", 5), spec("b", 7), spec("c", 9)], [(1,), (2, 0)], num_ranks=4)
-    (tmp_path / "plan.json").write_text(saved.to_json() + "\n")
-    source = source_from_file(tmp_path / "plan.json")
-    assert source == source_plan(source) == saved
 
 
 @pytest.mark.parametrize(

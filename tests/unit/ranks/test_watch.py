@@ -19,7 +19,7 @@ from undertow.ranks import comm_hook, faults, patience
 from undertow.ranks.connections import Connection
 from undertow.ranks.guard import Guard
 from undertow.ranks.threads import Worker, end_workers
-from undertow.ranks.watch import NullWatch, Ring, Watch
+from undertow.ranks.watch import Ring, Watch
 
 WORLD = dist.HashStore()  # a ring ends with it
 CANNOT_START = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
@@ -56,9 +56,7 @@ GOOD = {"kind": "tells", "from": 0, "id": 1, "number": 3, "topic": "group 1", "t
     "change",
     [
         pytest.param({"kind": None}, id="without a kind"),
-        pytest.param({"from": [1]}, id="from no rank"),
         pytest.param({"number": [1]}, id="of a number that is a list"),
-        pytest.param({"kind": "fails", "number": None}, id="of a failure without a text"),
         pytest.param({"kind": "leaves", "number": None, **faults.lost(0).content(), "error": "int"}, id="of a fault of no kind"),
         *("no json", "[1]", "[" * 1500 + "]" * 1500, '{"a":' * 600, "1" * 4400, '{"a": 1, "a": 2}', "\udcff{}", "\ufeff{}"),
     ],
@@ -100,15 +98,6 @@ def test_the_end_of_a_connection_is_a_lost_rank_unless_it_has_left() -> None:
         ring.neighbors, ring.left = [source], {0: faults.left(0, None, 7)} if has_left else {}
         ring.hear(source, [], is_there=False)
         assert (ring.fault, ring.neighbors) == (None if has_left else faults.lost(0), [])
-
-
-def test_a_watch_that_knows_nothing_has_what_a_watch_has() -> None:
-    null = NullWatch()
-    with null.waiting("bucket 3"):
-        null.check()
-    null.fail(ValueError("row 7 has no label"))
-    null.leave(None)
-    assert (null.ask("here"), null.fault) == ({}, None)
 
 
 def test_what_is_said_of_a_model_before_it_is_made_counts() -> None:

@@ -153,15 +153,6 @@ def test_what_began_before_the_forward_is_inside_the_picture(monkeypatch: pytest
     )
 
 
-def test_gathers_have_a_color_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    legends = [drawn({"way": trace}, monkeypatch).axes[0].get_legend() for trace in (OVERLAPPED, SHARDED)]
-    of_plain, of_sharded = ([text.get_text() for text in legend.get_texts()] for legend in legends if legend is not None)
-    assert (of_plain, of_sharded) == (
-        ["forward", "backward", "waiting for the network", "optimizer", "gradients sent"],
-        [*of_plain, "parameters gathered"],
-    )
-
-
 def test_a_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     assert refusal(require_matplotlib) == (

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.schedules import schedule_from_text
 from support.strategies import lowerings, plans
 from undertow.plan import Plan
 from undertow.schedule import (
@@ -18,20 +17,10 @@ from undertow.schedule import (
     OpKind,
     Releases,
     Schedule,
-    lower_accumulation,
     lower_data_parallel,
 )
 from undertow.schedule.op import EXTERNAL
 
-FILLS_BACKWARDS = """
-id  lane     kind  bucket  reads     writes    after
-00  compute  fill  b1      -         grad[b1]  -
-01  compute  fill  b0      -         grad[b0]  -
-02  compute  pack  b0      grad[b0]  grad[b0]  01
-03  compute  pack  b1      grad[b1]  grad[b1]  00
-04  compute  end   *       -         -         00 01
-05  compute  join  *       -         -         04
-"""
 BY_BUCKET = lower_data_parallel(3)
 WHOLE = [(1, 0), (2,), (3,)]  # parameters of each bucket
 ALL_LEAVE = "end: pack b0, all_reduce b0, pack b1, all_reduce b1, pack b2, all_reduce b2"
@@ -116,15 +105,6 @@ def after(tracker: Tracker, event: str) -> str:
             WHOLE,
             ["repeats: False", "3:", ALL_LEAVE, "join: bind b0, bind b1, bind b2"],
             id="the end of backward releases what never filled and the last bucket, the join binds",
-        ),
-        pytest.param(
-            lower_accumulation(3),
-            WHOLE,
-            ["2: pack b1, bind b1", "end: pack b0, bind b0, pack b2, bind b2", "join:"],
-            id="an accumulation packs and binds each bucket when it is full",
-        ),
-        pytest.param(
-            schedule_from_text(FILLS_BACKWARDS), [(0,), (1,)], ["1: pack b1"], id="a schedule may name the fills in any order"
         ),
         pytest.param(
             BY_BUCKET,
