@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.matrix.catalog import BARE, OURS, OWN, PER_PARAMETER, TORCH
-from benchmarks.matrix.finished import link_of, place_of, title_of
+from benchmarks.matrix.catalog import BARE, OURS, OWN, TORCH
+from benchmarks.matrix.finished import place_of, title_of
 from benchmarks.matrix.interval import ALIKE, LEAST_TURNS, Ratio, ratio_of
 
 Row = Mapping[str, Any]
@@ -24,7 +24,6 @@ _HEAD = (
     "peak MB",
     "import, wrap, first step ms",
 )
-_SIZES = ((0, 10e6, "below 10 M"), (10e6, 100e6, "10 to 100 M"), (100e6, float("inf"), "above 100 M"))
 _TORCH = (TORCH, "torch-ddp-best")
 _GLANCE = (
     "cell",
@@ -55,7 +54,7 @@ def markdown(header: Row, cells: Sequence[Row]) -> str:
     blocks = ["# The matrix", " · ".join(f"{key} {value}" for key, value in header.items()), *_at_a_glance(cells)]
     for cell in cells:
         blocks += [_cell_heading(cell), markdown_table(_HEAD, (_cells_of(row) for row in cell["rows"])), *_errors(cell["rows"])]
-    blocks += [*_by_size(cells), *_validation(cells), *_notes(cells)]
+    blocks += [*_validation(cells), *_notes(cells)]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -212,22 +211,6 @@ def _counts(ratios: Sequence[Ratio]) -> list[str]:
 
 def _step_ms(row: Row) -> float:
     return float(row["step_ms"]["median"])
-
-
-def _by_size(cells: Sequence[Row]) -> list[str]:
-    lines = []
-    for low, high, name in _SIZES:
-        for cell in cells:
-            ours = _defaults(cell)
-            if ours is None or ours["speedup_over_per_parameter"] is None or not low <= cell["num_params"] < high:
-                continue
-            place = (cell["workload"], str(cell["ranks"]), link_of(cell))
-            speedups = (ours["speedup_over_per_parameter"], ours["speedup_over_torch"])
-            lines.append([name, *place, *(_number(speedup, 2) for speedup in speedups)])
-    if not lines:
-        return []
-    head = ("parameters", "workload", "ranks", "link", f"times faster than {PER_PARAMETER}", "than torch DDP's default")
-    return ["## How much faster than one reduction per parameter (whole steps)", markdown_table(head, lines)]
 
 
 def _validation(cells: Sequence[Row]) -> list[str]:

@@ -117,10 +117,9 @@ SHAPED, EMULATED = cell("ours", ours=ms(100)), {**cell("ours", ours=ms(106)), "k
         pytest.param(
             [cell("bare", "per-parameter", "ours", per_parameter=ms(241), ours=ms(120))],
             [
-                "| below 10 M | replay | 2 | 1gbit (shaped) | 2.00 |  |",
                 "an all-reduce carries 20.0 MB/s, a small one takes 1.0 ms",
             ],
-            id="a reduction per parameter by size",
+            id="the speed of the link",
         ),
         pytest.param(
             [SHAPED, EMULATED],
