@@ -36,7 +36,7 @@ def test_is_lost():
 @pytest.mark.parametrize("name", ["b", "a"])
 @pytest.mark.slow(why="of the data")
 def test_has_no_data(name):
-    pytest.skip(f"{name}.json is not in data; UNDERTOW_PUBLISHED_DATA names another folder")
+    pytest.skip(f"no virtual environment {name}; make bench-peers makes it")
 """
 
 
@@ -57,7 +57,7 @@ def test_skips_are_listed_and_an_unexpected_one_fails_the_run_on_demand(tmp_path
     told = (
         "1 passed, 3 skipped",
         "    1  needs a torch of cheese  (UNEXPECTED)\n",
-        "    1  a.json is not in data; UNDERTOW_PUBLISHED_DATA names another folder\n",
+        "    1  no virtual environment a; make bench-peers makes it\n",
     )
     assert (code, [part for part in told if part not in text]) == (1, []), text
 

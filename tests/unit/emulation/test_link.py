@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.errors import text_of
 from undertow.cost import Link
 from undertow.emulation.link import EmulatedLink, LinkWork, Receives
 
@@ -89,20 +88,6 @@ def test_a_receive_waits_for_what_else_is_on_the_link(link: EmulatedLink, receiv
     post(receives, Message(1).come()).wait()
     (transfer,) = link.take_log()
     assert transfer.started_s >= free_s
-
-
-def test_a_handle_tells_its_result(receives: Receives) -> None:
-    message = Message(3)
-    work = receives.post(lambda: message, [torch.ones(2)], source=3)
-    assert (work.is_completed(), work.get_future().done()) == (False, False)
-    message.come()
-    assert (work.wait(), work.is_completed()) == (True, True)
-    assert work.get_future().value()[0].tolist() == [1, 1]
-
-
-def test_an_error_of_gloo_reaches_whoever_waits_and_the_next_receive_goes_on(receives: Receives) -> None:
-    works = [post(receives, Message(1).come(RuntimeError("connection lost"))), post(receives, Message(1).come())]
-    assert (text_of(RuntimeError, works[0].wait), works[1].wait()) == ("connection lost", True)
 
 
 def test_closing_waits_no_longer_than_it_may_for_a_message(receives: Receives) -> None:

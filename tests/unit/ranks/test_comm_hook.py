@@ -24,12 +24,6 @@ def bucket() -> HookedBucket:
     return HookedBucket(4, BUFFER.clone(), [torch.zeros(2, 2), torch.zeros(2)], is_last=True)
 
 
-def completed(value: Any) -> torch.futures.Future[Any]:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(value)
-    return future
-
-
 def returns(value: Any) -> Callable[[Any, Any], Any]:
     return lambda _state, bucket: value(bucket) if callable(value) else value
 
@@ -96,40 +90,6 @@ def test_a_hook_that_torch_refuses_is_refused(hook: Any, error: type[Exception],
     assert text_of(error, lambda: CommHook(None, hook)) == f"Communication hook{text}"
 
 
-def test_a_bucket_has_the_methods_of_torchs() -> None:
-    given, other = bucket(), torch.ones(6).half()
-    names = [name for name in dir(dist.GradBucket) if not name.startswith("_")]
-    assert (
-        [name for name in names if not callable(getattr(given, name, None))],
-        given.index(),
-        given.is_last(),
-        [param.shape for param in given.parameters()],
-        [gradient.tolist() for gradient in given.gradients()],
-    ) == ([], 4, True, [(2, 2), (2,)], [[[0, 1], [2, 3]], [4, 5]])
-    given.set_buffer(other)
-    assert given.buffer() is other
-    given.gradients()[1].zero_()  # torch's are views of whatever is the buffer; its wrappers and PowerSGD rely on that
-    assert other.tolist() == [1, 1, 1, 1, 0, 0]
-
-
-@pytest.mark.parametrize(
-    "result",
-    [
-        pytest.param(lambda bucket: bucket.buffer().mul_(3), id="the buffer"),
-        pytest.param(lambda bucket: [3 * bucket.buffer()], id="a list"),
-        pytest.param(lambda bucket: (3 * bucket.buffer()).view(2, 3), id="another shape"),
-        pytest.param(lambda bucket: 3 * bucket.buffer() * torch.ones(6, requires_grad=True), id="a graph"),
-    ],
-)
-def test_the_result_is_written_into_the_bucket(result: Callable[[HookedBucket], Any]) -> None:
-    given = bucket()
-    target = given.buffer()
-    handle = CommHook(None, returns(lambda bucket: completed(result(bucket)))).start(given, ALONE)
-    for _ in range(2):  # a second time is fine
-        handle.wait()
-    assert (torch.equal(target, 3 * BUFFER), target.requires_grad) == (True, False)
-
-
 def test_a_handle_is_complete_when_its_future_is() -> None:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     handle, told = CommHook(None, returns(future)).start(bucket(), ALONE), []
@@ -138,29 +98,3 @@ def test_a_handle_is_complete_when_its_future_is() -> None:
     future.set_result(BUFFER)
     handle.block_stream()
     assert len(told) == 1
-
-
-@pytest.mark.parametrize(
-    ("value", "got"),
-    [
-        (torch.zeros(5), "(5,)"),
-        ([BUFFER, BUFFER], "list"),
-    ],
-    ids=[
-        "too few elements",
-        "two tensors",
-    ],
-)
-def test_a_future_that_holds_something_else_is_told_so(value: object, got: str) -> None:
-    assert text_of(WrongType, CommHook(None, returns(completed(value))).start(bucket(), ALONE).wait) == (
-        f"expected the communication hook's future to hold a tensor of 6 elements, got {got}.\n"
-        "  returns.<locals>.<lambda>\n"
-        "  Let the future hold a tensor with the shape of bucket.buffer()."
-    )
-
-
-def test_an_error_of_the_future_is_raised_as_it_is() -> None:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    handle = CommHook(None, returns(future)).start(bucket(), ALONE)
-    future.set_exception(ZeroDivisionError("in the hook"))
-    assert text_of(ZeroDivisionError, handle.wait) == "in the hook"

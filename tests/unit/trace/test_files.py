@@ -219,20 +219,6 @@ def test_what_cannot_be_merged_is_said_in_three_parts(damage: Callable[[Path], N
     assert not folder.with_name("traces.json.gz").exists()
 
 
-@pytest.mark.parametrize(
-    "out",
-    [
-        "/dev/full/x.json",
-    ],
-)
-def test_a_place_that_cannot_be_written_is_an_error(out: str, folder: Path, undertow: Undertow) -> None:
-    (folder.parent / "file").write_text("")
-    found = undertow(f"trace {folder} --out {folder.parent / out}")
-    assert (found.code, found.err.count("\n")) == (2, 3)
-    assert f"'{folder.parent / out}' cannot be written: " in found.err
-    assert found.err.endswith("  Name a folder with space to write.\n")
-
-
 def test_the_rank_is_part_of_the_name() -> None:
     assert path_of_rank("a/trace.json.gz", 3) == Path("a/trace-rank3.json.gz")
     assert path_of_rank("trace.json", 3, 1) == Path("trace-2-rank3.json")
