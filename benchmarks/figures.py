@@ -178,7 +178,7 @@ def _summary(cells: Sequence[Cell]) -> Table:
         *by_link,
         line("defaults / torch DDP's best of six bucket sizes", _ratios(cells, [OURS], [_BEST])),
         line("defaults / the fastest peer", _ratios(cells, [OURS], None)),
-        line("fastest of Undertow's six modes / the fastest peer", _ratios(cells, OWN, None)),
+        line("fastest of Undertow's five modes / the fastest peer", _ratios(cells, OWN, None)),
         line(f"the same, without sharded modes in {len(fewer)} cases whose timing favored them", careful),
     ]
 

@@ -29,7 +29,8 @@ from undertow.cost import LINKS, CostCurve
 from undertow.demo import DemoSettings
 from undertow.errors import ConfigError
 from undertow.plan import plan_from_groups
-from undertow.profile import source_from_file
+from undertow.profile import Profile, source_from_file
+from undertow.report.comparison import Outcome
 from undertow.report.what_if import PLANNED, NetworkOptions, WhatIf
 from undertow.simulate import Conditions
 
@@ -417,3 +418,24 @@ def test_no_character_ends_a_command_whatever_the_encoding_is(monkeypatch: pytes
     with pytest.raises(SystemExit):
         main()
     print("слой…", flush=True)
+
+
+@pytest.mark.parametrize("profile", [SMALL, replace(MEASURED, spread=0.02, groups=((3, 2), (1, 0)))])
+def test_a_step_has_a_band_and_no_step_is_all_efficient_for_sure(profile: Profile) -> None:
+    for it in what_if(profile, link="none").outcomes():
+        assert it.limit_us <= it.band_us[0] <= it.step_us < it.band_us[1]
+        assert it.efficiency_band[0] < it.efficiency_band[1] <= 1
+
+
+def test_a_band_is_narrow_only_for_the_network_on_which_it_was_measured() -> None:
+    measured = replace(MEASURED, spread=0.001, groups=((3, 2), (1, 0)))
+
+    def own(profile: Profile, link: str | None = None) -> Outcome:
+        return WhatIf.of(profile, None, None, NetworkOptions(link=link), Conditions()).outcomes()[0]
+
+    def width(of: Outcome) -> float:
+        return of.band_us[1] / of.step_us - 1
+
+    assert width(own(measured)) < 0.05 < width(own(measured, "10gbit"))
+    slower = replace(measured, step_us=1.2 * own(measured).step_us)
+    assert width(own(slower)) == pytest.approx(1.2816 * 0.2, rel=1e-3)  # p90 of an error as large as that of its own step
