@@ -2,7 +2,6 @@
 
 python -m benchmarks matrix ...: workloads x ranks x links x systems; --help says more. `make bench` runs both.
 python -m benchmarks fidelity: the simulator beside what the matrix has measured.
-python -m benchmarks older TREE: this checkout beside another one, in turn; --help says more.
 python -m benchmarks figures: the tables of README.md and docs/benchmarks.md, from recorded results. `make figures` runs it.
 """
 
@@ -17,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks import fidelity, figures, older
+from benchmarks import fidelity, figures
 from benchmarks.figure import Part
 from benchmarks.machine import machine
 from benchmarks.matrix import run as matrix
@@ -34,8 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fidelity.main(arguments[1:])
     if arguments[:1] == ["figures"]:
         return figures.main(arguments[1:])
-    if arguments[:1] == ["older"]:
-        return older.main(arguments[1:])
     return matrix.interruptible(partial(_measure, _parser().parse_args(arguments)))
 
 

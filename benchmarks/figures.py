@@ -19,7 +19,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.matrix import guard
-from benchmarks.matrix.catalog import MODES, OURS, OWN, PER_PARAMETER, TORCH
+from benchmarks.matrix.catalog import OURS, OWN, PER_PARAMETER, TORCH
 from benchmarks.matrix.finished import read_cells
 from benchmarks.matrix.interval import ALIKE
 from benchmarks.matrix.table import markdown_table
@@ -166,8 +166,8 @@ def _summary(cells: Sequence[Cell]) -> Table:
         return [name, *map(str, counts), _range(ratios), _mean(ratios)]
 
     fewer = [cell for cell in cells if cell["workload"] in ("gpt", "resnet") and "steps_per_turn" not in cell["conditions"]]
-    whole = [mode for mode in MODES if mode in (OURS, "ours-untuned", "ours-ordered")]
-    careful = [ratio for cell in cells for ratio in _ratios([cell], whole if cell in fewer else MODES, None)]
+    whole = [mode for mode in OWN if mode in (OURS, "ours-untuned", "ours-ordered")]
+    careful = [ratio for cell in cells for ratio in _ratios([cell], whole if cell in fewer else OWN, None)]
     by_link = [
         line(f"the same, {name}", _ratios([cell for cell in cells if cell["link"] == link], [OURS], [TORCH]))
         for link, name in _LINKS.items()
@@ -178,7 +178,7 @@ def _summary(cells: Sequence[Cell]) -> Table:
         *by_link,
         line("defaults / torch DDP's best of six bucket sizes", _ratios(cells, [OURS], [_BEST])),
         line("defaults / the fastest peer", _ratios(cells, [OURS], None)),
-        line("fastest of Undertow's six modes / the fastest peer", _ratios(cells, MODES, None)),
+        line("fastest of Undertow's five modes / the fastest peer", _ratios(cells, OWN, None)),
         line(f"the same, without sharded modes in {len(fewer)} cases whose timing favored them", careful),
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import host_overhead, memory, model_size, overlap_limit, planner, recording, simulator, start_up, tuning, watching
+from benchmarks import host_overhead, memory, model_size, recording, simulator, watching
 from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell, row_where
 
 
@@ -46,40 +46,16 @@ PARTS = (
         judge=memory.judge,
     ),
     Part(
-        name="overlap-limit",
-        title="Overlap against its limit: 24 timed layers, 48 MB, emulated 1 Gb/s link",
-        measure=overlap_limit.measure,
-        judge=overlap_limit.judge,
-    ),
-    Part(
         name="model-size",
         title="Times faster than one reduction per parameter, by the size of the model: GPTs, 2 ranks, emulated 1 Gb/s link",
         measure=model_size.measure,
         judge=model_size.judge,
     ),
     Part(
-        name="planner",
-        title="Planning buckets: at most 512 atoms, 128 with shards",
-        measure=planner.measure,
-        judge=planner.judge,
-    ),
-    Part(
         name="recording",
         title="Cost of recording: 150 parameters, CPU time of the training thread",
         measure=recording.measure,
         judge=recording.judge,
-    ),
-    Part(
-        name="start-up",
-        title="Start-up: 150 parameters, 20 MB, 2 ranks, no link emulated",
-        measure=start_up.measure,
-        judge=start_up.judge,
-    ),
-    Part(
-        name="tuning",
-        title="Cost of tuning: 24 timed layers, 48 MB, emulated 1 Gb/s link, the first 100 steps",
-        measure=tuning.measure,
-        judge=tuning.judge,
     ),
     Part(
         name="simulator",

@@ -16,7 +16,6 @@ MAIN = "main"  # the project's own virtual environment
 DEVICES = ("cpu", "cuda")
 _MODULES = "benchmarks.matrix.systems"
 SWEEP_MB = (1, 2, 4, 8, 16, 25)
-FIXED_MB = (1, 2, 3, 4, 6, 8, 12, 16, 25)
 NUM_SETTLING = 40  # four looks of the tuner; they are not timed
 _MEGATRON_NOTE = (
     "Its constructors are patched to succeed without CUDA; all its collectives are asynchronous on a processor. "
@@ -42,7 +41,6 @@ class SystemSpec:
     is_averaged: bool = True
     is_sharded: bool = False  # its update communicates: the whole step is compared, not the backward
     num_settling: int = 0  # steps before the turns in which it finds its plan
-    is_study: bool = False  # too many variants for every cell: measured where it is asked for by name
     note: str = ""  # what would be unfair to conclude
 
     def jobs(self) -> list[SystemJob]:
@@ -69,14 +67,6 @@ SYSTEMS = {
             title="Undertow, sizes that follow from the model's",
             module=f"{_MODULES}.ours",
             variants={"": {"auto_tune": False}},
-        ),
-        SystemSpec(
-            name="ours-fixed-best",
-            title="Undertow, best bucket size of a sweep",
-            module=f"{_MODULES}.ours",
-            variants={f"@{size}MB": {"bucket_cap_mb": size} for size in FIXED_MB},
-            is_study=True,
-            note="The best of several medians is chosen after the fact: noise is in its favor.",
         ),
         SystemSpec(
             name="ours-ordered",
@@ -153,9 +143,7 @@ SYSTEMS = {
     )
 }
 BARE, OURS, PER_PARAMETER, TORCH = "bare", "ours", "per-parameter", "torch-ddp"
-FULL = tuple(name for name, spec in SYSTEMS.items() if not spec.is_study)
 OWN = tuple(name for name in SYSTEMS if name.startswith(OURS))  # what is not a peer
-MODES = tuple(name for name in OWN if not SYSTEMS[name].is_study)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

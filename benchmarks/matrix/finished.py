@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,20 +83,6 @@ def with_start_up_of(earlier: Document, cell: Document) -> Document:
         return cell
     of_rows = {row["system"]: {name: row[name] for name in START_UP if name in row} for row in earlier["rows"]}
     return {**cell, "rows": [{**of_rows.get(row["system"], {}), **row} for row in cell["rows"]]}
-
-
-def with_figures_of(earlier: Document, cell: Document, names: Collection[str]) -> Document:
-    """`cell`, with the earlier figures of those in `names` that have none now: no peer is missing because it is not installed.
-
-    They were not measured in turn with the others.
-    """
-    date, in_turn = earlier["conditions"]["date"], ("turns_ms", "runs")
-    kept = {
-        row["system"]: {"kept_from": date, **{key: value for key, value in row.items() if key not in in_turn}}
-        for row in earlier["rows"]
-        if row["system"] in names and row["error"] is None
-    }
-    return {**cell, "rows": [row if row["error"] is None else kept.get(row["system"], row) for row in cell["rows"]]}
 
 
 def in_order(cells: Iterable[Document]) -> list[Document]:

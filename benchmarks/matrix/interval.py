@@ -40,11 +40,6 @@ class Ratio:
             return "undecided"
         return "won" if high < 1 - ALIKE else "level"
 
-    @property
-    def may_be_lost(self) -> bool:
-        """True if it is lost or undecided; without an interval, if the value alone says lost."""
-        return self.verdict in ("lost", "undecided") or (self.interval is None and self.value > 1 + ALIKE)
-
     def __str__(self) -> str:
         limits = "" if self.interval is None else "{:.2f} to {:.2f}".format(*self.interval)
         return f"{self.value:.2f} ({', '.join(filter(None, (limits, self.remark)))}) {self.verdict}".strip()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.matrix.catalog import BARE, PER_PARAMETER, TORCH, SystemSpec
+from benchmarks.matrix.catalog import BARE, SystemSpec
 from benchmarks.matrix.limit import Compute, Wire, barrier_limit_s, limit_s, wire_from_calibration
 
 RankResult = Mapping[str, Any]
@@ -25,7 +25,6 @@ def rows_of_cell(
     rows = [_row(spec, timed, limits, errors) for spec in specs]
     for row in rows:
         row |= _start_up(start_up.get(row["system"], ()))
-    _compare(rows)
     return rows
 
 
@@ -192,12 +191,3 @@ def _start_up(ranks: Sequence[RankResult]) -> Row:
 
 def _largest(of_ranks: Sequence[float | None]) -> int | None:
     return max((round(value) for value in of_ranks if value is not None), default=None)
-
-
-def _compare(rows: Sequence[Row]) -> None:
-    """How many times faster than a reduction per parameter and than torch DDP's default, whole steps."""
-    times = {row["system"]: row["step_ms"]["median"] for row in rows if row["error"] is None}
-    for row in rows:
-        for key, other in (("speedup_over_per_parameter", PER_PARAMETER), ("speedup_over_torch", TORCH)):
-            has_both = row["error"] is None and other in times and row["system"] != BARE
-            row[key] = round(times[other] / times[row["system"]], 4) if has_both else None

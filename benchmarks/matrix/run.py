@@ -1,4 +1,4 @@
-"""python -m benchmarks matrix: workloads x ranks x links x systems, side by side; writes matrix.jsonl, .md and a picture."""
+"""python -m benchmarks matrix: workloads x ranks x links x systems, side by side; writes matrix.jsonl and matrix.md."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ from benchmarks.matrix.finished import (
     place_of,
     profile_name,
     read_cells,
-    with_figures_of,
+    title_of,
     with_start_up_of,
 )
 from benchmarks.matrix.links import remove_abandoned, what_is_missing
-from benchmarks.matrix.picture import save_picture
 from benchmarks.matrix.rows import link_of_cell, profiles_of, rows_of_cell
-from benchmarks.matrix.table import markdown, may_be_lost
+from benchmarks.matrix.table import markdown
 from benchmarks.matrix.turns import STEPS_PER_TURN, TIMED_PER_TURN
 
 FULL = Effort(num_turns=8, has_start_up=True)
@@ -62,7 +61,6 @@ class Asked:
     has_large: bool  # the workload at its full size as well
     records: bool
     resumes: bool
-    only_lost: bool  # or undecided, of the cells that an earlier run has written
     is_quick: bool
     left_out: tuple[tuple[str, int], ...]  # cells of a workload and a number of ranks
 
@@ -100,7 +98,7 @@ def _run(asked: Asked, command: str) -> int:
         _set_aside(asked.out)
     cells = {place_of(cell): cell for cell in read_cells(asked.out / "matrix.jsonl")} if asked.resumes else {}
     started = {(found["workload"], found["device"]) for found in cells.values() if _is_timed_so(found) and has_start_up(found)}
-    wanted = [cell for cell in asked_cells if _is_wanted(asked, cell, cells.get(cell.place), started)]
+    wanted = [cell for cell in asked_cells if not _is_finished(cells.get(cell.place), cell, started)]
     measured: list[Document] = []
     for number, cell in enumerate(wanted, start=1):
         _tell(f"cell {number} of {len(wanted)}")
@@ -109,23 +107,22 @@ def _run(asked: Asked, command: str) -> int:
         if earlier is not None and not _has_figures(found):
             _tell(f"{cell.title}: nothing could be measured; the figures of an earlier run are kept")
             continue
-        measured.append(found if earlier is None else _completed(found, earlier, cell))
+        measured.append(found if earlier is None else _completed(found, earlier))
         cells[cell.place] = measured[-1]
         write(asked.out, header, in_order(cells.values()))
     header["load_average_after"] = machine()["load_average"]
     if not asked.resumes:  # else it would be that of some of the cells
         header["duration_s"] = round(time.perf_counter() - began_s)
     documents = in_order(cells.values())
-    picture = save_picture(documents, asked.out)
-    write(asked.out, header, documents, picture=picture)
-    print(markdown(header, documents, picture=picture))
+    write(asked.out, header, documents)
+    print(markdown(header, documents))
     ratios = guard.ratios_of(documents)
     print(guard.report(guard.compare(ratios, guard.read_recorded(), expected=_expected(wanted))))
     print(*guard.held_to(ratios), sep="\n")
     if asked.records and (now := guard.ratios_of(measured)):
         guard.record(now, header)
         _tell(f"recorded {len(now)} ratios in {guard.RECORDED}")
-    _tell(f"written: {asked.out}/matrix.jsonl, .md and .png")
+    _tell(f"written: {asked.out}/matrix.jsonl and .md")
     return 0 if not wanted or any(map(_has_figures, measured)) else 1
 
 
@@ -144,12 +141,10 @@ def _expected(measured: Sequence[Cell]) -> set[str]:
     }
 
 
-def _completed(found: Document, earlier: Document, cell: Cell) -> Document:
-    """`found` with what an earlier run has measured and this one does not or cannot."""
-    not_here = [name for name, spec in catalog.SYSTEMS.items() if why_not_here(spec, cell.device) is not None]
-    found = with_figures_of(earlier, found, not_here)
+def _completed(found: Document, earlier: Document) -> Document:
+    """`found` with the start-up that an earlier run has measured and this one does not."""
     for system in sorted(measured_systems(earlier) - measured_systems(found)):
-        _tell(f"{cell.title}: {system} had a figure from an earlier run, and has none now")
+        _tell(f"{title_of(found)}: {system} had a figure from an earlier run, and has none now")
     return with_start_up_of(earlier, found)
 
 
@@ -161,12 +156,6 @@ def _has_figures(cell: Document) -> bool:
 def _is_timed_so(cell: Document) -> bool:
     """As this code times; what was timed in another way is not to stand beside it."""
     return bool(cell["conditions"].get("steps_per_turn") == STEPS_PER_TURN)
-
-
-def _is_wanted(asked: Asked, cell: Cell, earlier: Document | None, started: Container[tuple[str, str]]) -> bool:
-    if asked.only_lost:
-        return earlier is not None and may_be_lost(earlier)
-    return not _is_finished(earlier, cell, started)
 
 
 def _is_finished(earlier: Document | None, cell: Cell, started: Container[tuple[str, str]]) -> bool:
@@ -256,14 +245,14 @@ def _measured(cell: Cell) -> Document:
     }
 
 
-def write(out: Path, header: Document, cells: Sequence[Document], *, picture: Path | None = None) -> None:
+def write(out: Path, header: Document, cells: Sequence[Document]) -> None:
     for cell in cells:
         for system, profile in cell["profiles"].items():
             (out / "profiles").mkdir(exist_ok=True)
             (out / "profiles" / profile_name(cell, system)).write_text(profile, encoding="utf-8")
     lines = lines_of(header, cells)
     _replace(out / "matrix.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    _replace(out / "matrix.md", markdown(header, cells, picture=picture))
+    _replace(out / "matrix.md", markdown(header, cells))
 
 
 def _set_aside(out: Path) -> None:
@@ -312,7 +301,7 @@ def _asked(given: argparse.Namespace) -> Asked:
         require_known("system", system, catalog.SYSTEMS)
     workloads = given.workload or (["replay", "gpt"] if given.quick else list(catalog.WORKLOADS))
     quick_systems = [catalog.OURS, catalog.TORCH]
-    names = given.system or (quick_systems if given.quick else catalog.FULL)
+    names = given.system or (quick_systems if given.quick else catalog.SYSTEMS)
     chosen = [name for name in catalog.SYSTEMS if name in (catalog.BARE, *names)]  # the bare model is always there
     effort = QUICK if given.quick else FULL
     if given.steps is not None:
@@ -327,8 +316,7 @@ def _asked(given: argparse.Namespace) -> Asked:
         out=given.out,
         has_large=not given.workload and not given.quick,
         records=given.record,
-        resumes=given.resume or given.lost,
-        only_lost=given.lost,
+        resumes=given.resume,
         is_quick=given.quick,
         left_out=(_QUICK_LEAVES_OUT,) if given.quick and not given.workload and not given.ranks else (),
     )
@@ -348,7 +336,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="replay and gpt at 1gbit, our defaults and torch's, few steps: below 3 minutes")
     add("--record", action="store_true", help="keep the ratios of this run as those that later runs are compared with")
     add("--resume", action="store_true", help="keep the cells in --out that have all these systems, and measure the others")
-    add("--lost", action="store_true", help="measure only cells in --out in which ours is slower than a peer, or may be")
     add("--out", type=Path, default=Path("out"), metavar="DIR", help="where to write (default: out)")
     return parser
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.matrix.catalog import BARE, MODES, OURS, OWN, TORCH
@@ -38,11 +37,9 @@ _HOW_SURE = (
 )
 
 
-def markdown(header: Row, cells: Sequence[Row], *, picture: Path | None = None) -> str:
-    """Returns the page: the machine, the picture, a line for each cell, the counts, and every system without a figure."""
+def markdown(header: Row, cells: Sequence[Row]) -> str:
+    """Returns the page: the machine, a line for each cell, the counts, and every system without a figure."""
     blocks = ["# The matrix", " · ".join(f"{key} {value}" for key, value in header.items()), _RECORD]
-    if picture is not None:
-        blocks.append(f"![Whole steps of every cell as multiples of torch DDP's]({picture.name})")
     blocks += [*_at_a_glance(cells), *_validation(cells), *_not_measured(cells), *_divided(cells)]
     return "\n\n".join(blocks) + "\n"
 

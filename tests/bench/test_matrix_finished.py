@@ -86,13 +86,8 @@ GONE = {**at(), "rows": [*at()["rows"], {**at()["rows"][1], "system": "ours-as-i
     [
         pytest.param([GONE], ("ours",), [], id="nothing lacks"),
         pytest.param([GONE], ("fsdp2",), [["bare", "ours", "fsdp2"]], id="a system lacks: with those it had"),
-        pytest.param([at()], ("ours", "megatron-ddp", "deepspeed-zero1"), [], id="systems that cannot be measured here"),
-        pytest.param(
-            [at()], ("ours", "megatron-ddp", "torch-ddp"), [["bare", "ours", "torch-ddp", "megatron-ddp"]], id="one that can"
-        ),
         pytest.param([at(num_turns=run.QUICK.num_turns)], ("ours",), [["bare", "ours"]], id="other turns"),
         pytest.param([at(steps_per_turn=1)], ("ours",), [["bare", "ours"]], id="other steps"),
-        pytest.param([at(steps_per_turn=None)], ("ours",), [["bare", "ours"]], id="an older version"),
         pytest.param([at(start_up=None), at(link="none")], ("ours",), [], id="start-up is known of the workload"),
         pytest.param([at(start_up=None)], ("ours",), [["bare", "ours"]], id="a first cell without start-up"),
     ],
@@ -116,15 +111,6 @@ def test_a_cell_that_is_measured_again_has_the_systems_it_had_and_its_start_up(o
         [one["rows"][1]["backward_ms"]["median"] for one in (two, four)],
         [row.get("peak_rss_mb") for row in four["rows"]],
     ) == ({"bare": None, "ours": None, "fsdp2": "not measured"}, [99.0, 99.0], [300, 300, None])  # where it is not measured
-
-
-@pytest.mark.usefixtures("measured")
-def test_start_up_that_was_measured_in_another_way_is_not_kept(out: Path) -> None:
-    older = at(start_up=999)
-    del older["conditions"]["steps_per_turn"]
-    write(out, older)
-    start(out, "--resume", "--ranks", "2")
-    assert [row.get("first_step_ms") for row in written(out)[0]["rows"]] == [None, 100]  # the second one measured anew
 
 
 @pytest.mark.usefixtures("measured")

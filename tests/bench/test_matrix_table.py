@@ -8,9 +8,8 @@ import pytest
 from benchmarks import fidelity
 from benchmarks.matrix import guard, run
 from benchmarks.matrix.catalog import SYSTEMS
-from benchmarks.matrix.picture import ratios_of, save_picture
 from benchmarks.matrix.rows import rows_of_cell
-from benchmarks.matrix.table import markdown, may_be_lost, validation_rows
+from benchmarks.matrix.table import markdown
 
 from support.matrix import cell, played, rank_result
 from support.strategies import spec
@@ -18,7 +17,6 @@ from undertow.cost import CostCurve
 from undertow.profile import Profile
 
 PLACE = "replay, 2 ranks, 1gbit (shaped)"
-NO_IMPORT = {"error": "ModuleNotFoundError: No module named 'x'"}
 KILLED = {"fsdp2": "rank 1 was killed by SIGKILL."}
 
 
@@ -66,16 +64,10 @@ def reported(system: str, seconds: float, **changes: Any) -> dict[str, Any]:
             id="a sharded system is held to the limit with a barrier",
         ),
         pytest.param(
-            cell("ours-zero1", ours_zero1=ms(199, facts={"collectives": 2, "version": "1", "state_mb": 24.0}))["rows"][0],
-            {"state_mb": 24.0},
-            id="what the optimizer keeps",
-        ),
-        pytest.param(
             rows("ours", {"ours": ms(100, 130)}, {"ours": ms(120, 110)})[0],
             {"backward_ms": {"median": 125.0, "min": 120.0, "max": 130.0}},
             id="as long as on its slowest rank",
         ),
-        pytest.param(cell("ours", ours=NO_IMPORT)["rows"][0], NO_IMPORT, id="a system that cannot be imported"),
         pytest.param(
             cell("ours", "fsdp2", errors=KILLED, ours=ms(121))["rows"][1],
             {"error": KILLED["fsdp2"]},
@@ -86,20 +78,8 @@ def reported(system: str, seconds: float, **changes: Any) -> dict[str, Any]:
             {"import_ms": 1200, "wrap_ms": 200, "first_step_ms": 200, "peak_rss_mb": 300, "peak_device_mb": None},
             id="start-up is that of the slowest rank",
         ),
-        pytest.param(
-            rows(
-                "torch-ddp-best",
-                {"torch-ddp-best@4MB": ms(121)},
-                start_up={"torch-ddp-best": [reported("torch-ddp-best@1MB", 0.1)]},
-            )[0],
-            {"variant": "torch-ddp-best@4MB", "start_up_of": "torch-ddp-best@1MB"},
-            id="start-up of a sweep is called by the variant that was started",
-        ),
         # What is exposed of a sharded step is above the bare model's whole step: that has 20 and 21 ms.
         pytest.param(cell("ours", ours=ms(50))["rows"][0], {"exposed_ms": 30.0}, id="exposed"),
-        pytest.param(
-            cell("ours-zero1", ours_zero1=ms(50, step_s=[0.090] * 2))["rows"][0], {"exposed_ms": 69.0}, id="exposed of shards"
-        ),
     ],
 )
 def test_a_row(row: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -122,7 +102,6 @@ def test_the_best_of_a_sweep_is_one_row() -> None:
     )
 
 
-OURS = cell("ours", ours=ms(121))
 SHAPED, EMULATED = cell("ours", ours=ms(100)), {**cell("ours", ours=ms(106)), "kind": "emulated"}
 # Cells, and what their document has.
 
@@ -145,10 +124,6 @@ SHAPED, EMULATED = cell("ours", ours=ms(100)), {**cell("ours", ours=ms(106)), "k
 def test_a_document(cells: list[dict[str, Any]], lines: list[str]) -> None:
     text = markdown({"cpu": "one"}, cells)
     assert [line for line in lines if line not in text] == []
-
-
-def test_the_emulated_link_is_compared_with_the_shaped_one() -> None:
-    assert ([row["difference"] for row in validation_rows([SHAPED, EMULATED])], validation_rows([SHAPED])) == ([0.06], [])
 
 
 def test_a_line_for_each_cell_says_how_far_ours_are_from_the_fastest_peer() -> None:
@@ -189,20 +164,6 @@ def test_cells_with_all_peers_are_counted_by_interval_and_without_one_by_the_rat
     assert [may_be_lost(each) for each in cells] == [False, False, True, True, True, False, False, False]
 
 
-def test_the_picture_compares_cells_that_have_both_sides(tmp_path: Path) -> None:
-    both = cell("ours", "ours-zero1", "torch-ddp", "fsdp2", ours=ms(119), ours_zero1=ms(89), torch_ddp=ms(149), fsdp2=ms(299))
-    assert ratios_of(both) == {
-        "another system, the fastest": 2.0,
-        "Undertow, fastest mode": pytest.approx(0.6),
-        "Undertow, defaults": pytest.approx(0.8),
-    }
-    alone = cell("ours", ours=ms(119))
-    assert (ratios_of(alone), save_picture([alone], tmp_path), [*tmp_path.iterdir()]) == ({}, None, [])
-    picture = save_picture([both, {**alone, "ranks": 4}], tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["matrix-dark.png", "matrix.png"]
-    assert markdown({}, [both], picture=picture).count("multiples of torch DDP's](matrix.png)") == 1
-
-
 def test_ratios_of_a_cell() -> None:
     # A sharded system of ours is compared by whole steps and not with ours.
     ratios = guard.ratios_of(
@@ -215,16 +176,6 @@ def test_ratios_of_a_cell() -> None:
         f"{PLACE}: ours-zero1 / torch-ddp": 0.4,
     }
     assert guard.names_of(PLACE, ["bare", "ours", "ours-zero1", "torch-ddp"]) == ratios.keys()  # those that are expected
-
-
-def test_what_defaults_are_held_to_is_met_or_missed() -> None:
-    gpt = "gpt, 2 ranks, 1gbit (shaped): ours"
-    assert guard.held_to(
-        {f"{gpt} / limit": 1.05, f"{gpt} / torch-ddp-best": 1.02, "gpt, 4 ranks, 1gbit (shaped): ours / limit": 2.0}
-    ) == [
-        f"  met     {gpt} / limit: 1.050, wanted at most 1.15",
-        f"  MISSED  {gpt} / torch-ddp-best: 1.020, wanted at most 1.00",
-    ]
 
 
 LOST = {f"{PLACE}: ours / limit": 1.018, f"{PLACE}: ours / torch-ddp": 0.5}
@@ -260,26 +211,12 @@ LOST = {f"{PLACE}: ours / limit": 1.018, f"{PLACE}: ours / torch-ddp": 0.5}
             ],
             id="no figure any more",
         ),
-        pytest.param(
-            {"gpt, 2 ranks, 1gbit (emulated): ours / limit": 1.02},
-            {},
-            [],
-            ["nothing to compare with: of these cells no ratio is recorded (see benchmarks/matrix/recorded.json)"],
-            id="nothing to compare with",
-        ),
     ],
 )
 def test_ratios_are_compared_with_recorded_ones(
     measured: dict[str, float], recorded: dict[str, float], asked: list[str], lines: list[str]
 ) -> None:
     assert guard.report(guard.compare(measured, recorded, expected=guard.names_of(PLACE, asked))).splitlines() == lines
-
-
-def test_recording_keeps_what_was_not_measured_now(tmp_path: Path) -> None:
-    path = tmp_path / "recorded.json"
-    guard.record({"a": 1.0, "b": 2.0}, {"cpu": "one"}, path)
-    guard.record({"b": 3.0}, {"cpu": "two"}, path)
-    assert [guard.read_recorded(it) for it in (path, tmp_path / "absent.json")] == [{"a": 1.0, "b": 3.0}, {}]
 
 
 # Two gradients of 1 MB, ready 20 and 30 ms after the step began; a reduction of one takes 50 ms: both are there after 120.
@@ -319,27 +256,3 @@ def test_what_the_matrix_writes_is_what_is_simulated(tmp_path: Path) -> None:
         "| replay, 2 ranks, 5gbit (shaped) | ours-untuned | ours | 135.0 | 130.0 | 119.9 to 141.7 | -3.7% |",
     ]
     assert table[-1] == "From the profile of another plan: of 1 predictions 1 are within 5%, 1 bands hold the step."
-
-
-@pytest.mark.parametrize(
-    ("cells", "told"),
-    [
-        (
-            [measured("1gbit", 121.0)],
-            [
-                "has no profile of a cell in",
-                "Run the matrix with a system of ours: python -m benchmarks matrix --workload replay --system ours --out",
-            ],
-        ),
-        (None, ["Run the matrix first: python -m benchmarks matrix --out"]),
-    ],
-    ids=["no profile", "no matrix"],
-)
-def test_what_is_no_matrix_is_no_success(
-    cells: list[dict[str, Any]] | None, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if cells is not None:
-        written(tmp_path, *cells)
-    assert fidelity.main(["--out", str(tmp_path)]) == 2
-    shown = " ".join(capsys.readouterr().out.split())
-    assert ([text for text in told if text not in shown], (tmp_path / "fidelity.md").exists()) == ([], False)

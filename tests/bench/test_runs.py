@@ -1,85 +1,40 @@
 """Runs of the harness: the entry and ranks of `make bench`, cells of the matrix, and with root what shaped links carry."""
 
-import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
-from benchmarks import tuning
 from benchmarks.__main__ import main
 from benchmarks.matrix import links, run
 from benchmarks.matrix.catalog import SYSTEMS, SystemSpec
 from benchmarks.matrix.cell import Effort
 from benchmarks.matrix.environments import peers, python_of, why_absent
-from benchmarks.matrix.links import PREFIX, remove_abandoned, shaped_network
-from benchmarks.older import copy_renamed
+from benchmarks.matrix.links import PREFIX, remove_abandoned
 from benchmarks.ranks import run_ranks
 
-import undertow
 from support.project import ROOT
-from undertow import DistributedDataParallel
 
 pytestmark = pytest.mark.bench
 Measure, PATIENCE_S = Callable[..., dict[str, dict[str, Any]]], 120.0
 
 
 def test_a_part_is_measured_judged_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--only", "planner", "--quick", "--out", str(tmp_path)]) == 0
+    assert main(["--only", "simulator", "--quick", "--out", str(tmp_path)]) == 0
     machine, *lines = (json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines())
     assert machine["is_quick"]
-    assert ("data-parallel", 10_000) in {(it["form"], it["num_params"]) for it in lines if it["type"] == "measurement"}
+    assert [it["plan"] for it in lines if it["type"] == "measurement"] == ["25 MiB buckets", "per parameter"]
     figures = {line["figure"]: line["target"] for line in lines if line["type"] == "figure"}
-    assert figures["planning, data-parallel, 300 parameters"] == "< 200 ms"
+    assert figures["one step, 1200 buckets"] == "< 1.000 s"
     for told in (capsys.readouterr().out, (tmp_path / "bench.md").read_text()):
-        assert "planning, data-parallel, 10,000 parameters" in told
-
-
-def _trains_beside_itself(_rank: int, folder: str) -> list[bool]:
-    sys.path.insert(0, folder)
-    older = importlib.import_module("older_undertow")
-    models = [made(torch.nn.Linear(8, 8)) for made in (DistributedDataParallel, older.DistributedDataParallel)]
-    for model in models:
-        model(torch.ones(1, 8)).sum().backward()
-    are_apart = not isinstance(models[1], DistributedDataParallel)
-    for model in models:
-        model.close()
-    importlib.import_module("older_ours_sharded")
-    return [are_apart, older.ConfigError is not undertow.ConfigError]
-
-
-def test_another_checkout_is_imported_beside_this_one(tmp_path: Path) -> None:
-    copy_renamed(ROOT, tmp_path)
-    assert run_ranks(_trains_beside_itself, 2, str(tmp_path)) == [True, True]
-
-
-def _tunes(_rank: int) -> list[float]:
-    times: list[float] = []
-    model = DistributedDataParallel(torch.nn.Linear(8, 8))
-    with tuning._timed(times):
-        for _ in range(3):
-            model(torch.ones(1, 8)).sum().backward()
-    return times
-
-
-def test_what_tuning_does_itself_is_timed_at_both_ends_of_a_round() -> None:
-    assert [seconds > 0 for seconds in run_ranks(_tunes, 2)] == [True] * 2 * 3
-
-
-def _sum_of_ranks(rank: int, more: int) -> list[int]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, rank + more)
-    return found
+        assert "one step, 1200 buckets" in told
 
 
 def _one_raises(rank: int) -> None:
@@ -88,38 +43,9 @@ def _one_raises(rank: int) -> None:
     dist.barrier()
 
 
-def _waits(rank: int, folder: Path) -> None:
-    (folder / str(rank)).touch()
-    time.sleep(600)
-
-
-def test_ranks_bring_back_what_the_first_one_has_found() -> None:
-    assert run_ranks(_sum_of_ranks, 2, 10) == [10, 11]
-
-
 def test_a_rank_that_raises_ends_the_others() -> None:
     with pytest.raises(RuntimeError, match=r"rank 1:\n(.|\n)*ValueError: not on this rank"):
         run_ranks(_one_raises, 2)
-    assert _ranks() == []
-
-
-def test_ranks_do_not_outlive_an_interruption(tmp_path: Path) -> None:
-    is_over = threading.Event()
-
-    def interrupt() -> None:
-        while not is_over.wait(0.05):
-            if all((tmp_path / str(rank)).exists() for rank in range(2)):
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_ranks(_waits, 2, tmp_path)
-    finally:
-        is_over.set()
-        thread.join()
     assert _ranks() == []
 
 
@@ -213,11 +139,6 @@ def test_without_root_the_emulated_link_is_used_and_said(
     assert {path.name for path in tmp_path.iterdir()} == {"matrix.jsonl", "matrix.md", "profiles"}  # no ratio to draw
 
 
-def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links.shutil, "which", lambda tool: None if tool == "tc" else tool)
-    assert links.what_is_missing() == "'tc' is not installed (Debian, Ubuntu: apt-get install iproute2)"
-
-
 # Over networks of namespaces.
 
 
@@ -264,32 +185,6 @@ def test_a_shaped_link_counts_what_each_rank_sends(measure: Measure) -> None:
     assert ({row["error"] for row in rows.values()}, namespaces_of(os.getpid())) == ({None}, [])
     # An all-reduce of 0.48 MB between two ranks sends it once each; headers and acknowledgements come on top.
     assert rows["bare"]["sent_mb"] <= 0.01 < 0.48 <= rows["ours"]["sent_mb"] <= 0.60
-
-
-@pytest.mark.root
-@pytest.mark.usefixtures("needs_namespaces")
-def test_a_rank_that_dies_leaves_nothing(measure: Measure) -> None:
-    rows = measure("bare", "per-parameter", bad("dies"), kind="shaped")
-    assert (
-        "rank 1 was killed by SIGKILL" in rows["dies"]["error"],
-        rows["per-parameter"]["error"],
-        namespaces_of(os.getpid()),
-        workers_of(psutil.Process()),
-    ) == (True, None, [], [])
-
-
-def fail_inside() -> None:
-    with shaped_network("5gbit", 2):
-        assert len(namespaces_of(os.getpid())) == 3
-        raise ZeroDivisionError
-
-
-@pytest.mark.root
-@pytest.mark.usefixtures("needs_namespaces")
-def test_an_exception_inside_leaves_nothing() -> None:
-    with pytest.raises(ZeroDivisionError):
-        fail_inside()
-    assert namespaces_of(os.getpid()) == []
 
 
 @pytest.mark.root

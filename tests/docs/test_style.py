@@ -21,24 +21,13 @@ def test_sentences_of_a_page_are_short_in_the_mean(page: Path) -> None:
     [
         ("The norm is that of all ranks.", 1),
         ("Gradients are sent in place of parameters, behind the forward.", 2),
-        ("There is no rank. Which one is it? What is a bucket?", 0),
-        ("It is no number, and this is none of them.", 2),
-        ("Ranks keep what was measured.", 1),
-        ("What a bucket costs\n", 1),
-        ("Where no rank waits, the step goes on.", 2),
         ("## Where a gradient goes\n", 0),
-        ("The handover is over the wire.", 0),
         ("`what is` and\n```\nbehind what is over\n```\n", 0),
     ],
 )
 def test_phrases_are_found_in_prose_only(text: str, num_phrases: int, tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(text)
     assert len(phrases(tmp_path / "page.md")) == num_phrases
-
-
-def test_a_phrase_has_its_line(tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text("---\nsearch: 1\n---\n\n```\nbehind\n```\nThe norm of its own.\n")
-    assert phrases(tmp_path / "page.md") == ["8: of its own"]
 
 
 def test_sentences_are_split_at_ends_items_and_code() -> None:

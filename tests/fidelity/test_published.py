@@ -1,30 +1,19 @@
 """Steps that others have measured, or described, against what the simulator makes of them; docs/fidelity.md has the figures."""
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fidelity import bert_large, gpt3, published, resnet50
+from fidelity import bert_large, published, resnet50
 from support.project import ROOT
 from undertow.cost import link_from_text
-from undertow.profile import Profile
 from undertow.report.what_if import BAND
 from undertow.simulate import DEFAULTS, IDEAL, Conditions
 
+RESNET = resnet50.profile()
 PAGE = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
-
-
-@pytest.fixture
-def resnet() -> Profile:
-    """From a measurement that others have published and that is not part of this repository."""
-    folder = Path(os.environ.get("UNDERTOW_PUBLISHED_DATA") or ROOT.parent / "shared" / "data")
-    if not (folder / "resnet50.bk.log").is_file():
-        pytest.skip(f"resnet50.bk.log is not in {folder}; UNDERTOW_PUBLISHED_DATA names another folder")
-    return resnet50.profile_from_log(folder / "resnet50.bk.log")
 
 
 @pytest.mark.parametrize("num_ranks", [8, 16, 32])
@@ -35,15 +24,8 @@ def test_bandwidths_reproduce_the_rows_that_they_come_from(network: str, num_ran
     assert bert_large.fused_ms(costs, num_ranks) == pytest.approx(bert_large.FUSED_MS[network][num_ranks], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        bert_large.table,
-        bert_large.calibration_table,
-        *(pytest.param(it, marks=pytest.mark.slow) for it in (gpt3.inputs_table, gpt3.claim_table)),
-    ],
-)
-def test_the_page_has_the_tables_of_bert_large_and_of_what_the_inputs_of_gpt3_imply(table: Callable[[], str]) -> None:
+@pytest.mark.parametrize("table", [bert_large.table, bert_large.calibration_table])
+def test_the_page_has_the_tables_of_bert_large(table: Callable[[], str]) -> None:
     assert table() in PAGE
 
 
@@ -73,42 +55,26 @@ def test_links_of_the_catalogue_have_the_latency_that_was_fitted(name: str, netw
     assert link_from_text(name).hop_s == pytest.approx(published.HOPS_US[network] * 1e-6)
 
 
-def test_the_page_has_the_figures_of_gpt3_in_its_text() -> None:
-    exposed_s, planned_s = gpt3.exposed_s(), gpt3.planned_exposed_s()
-    shortest, *_, longest = (gpt3.compute_s(backward_s=backward_s) for backward_s in gpt3.BACKWARDS_S)
-    claimed_s = [gpt3.num_buckets() * milliseconds / 1e3 for milliseconds in gpt3.CLAIMED_BUCKETS_MS]
-    for text in (
-        f"hides {1 - exposed_s / gpt3.COMMUNICATION_S:.1%}",
-        f"the last matrix, {exposed_s * 1e3:.1f} ms,",
-        f"are {claimed_s[0]:.0f} to {claimed_s[1]:.0f} s for {gpt3.num_buckets():,} buckets",
-        f"in all are {gpt3.given_costs().bucket_us:.0f} us per bucket",
-        f"needs {gpt3.needed_compute_s(speedup=1.3):.1f} s of computing",
-        f"there are {shortest:.1f} to {longest:.1f} s",
-        f"exposes {planned_s * 1e3:.0f} ms (hides {1 - planned_s / gpt3.COMMUNICATION_S:.1%})",
-    ):
-        assert text in PAGE
-
-
-def test_buckets_are_those_of_torch(resnet: Profile) -> None:
+def test_buckets_are_those_of_torch() -> None:
     # Sizes count, not contents: memory that is never touched.
-    tensors = [torch.empty(resnet.params[param].numel) for param in resnet.order]
+    tensors = [torch.empty(RESNET.params[param].numel) for param in RESNET.order]
     groups, _ = dist._compute_bucket_assignment_by_size(tensors, list(resnet50.TORCH_CAPS_BYTES))
-    assert [[resnet.order[index] for index in group] for group in groups] == resnet50.torch_groups(resnet)
+    assert [[RESNET.order[index] for index in group] for group in groups] == resnet50.torch_groups(RESNET)
 
 
-def test_the_page_has_the_comparison_on_resnet50(resnet: Profile) -> None:
-    assert resnet50.table(resnet) in PAGE
+def test_the_page_has_the_comparison_on_resnet50() -> None:
+    assert resnet50.table(RESNET) in PAGE
 
 
-def test_plans_expose_at_most_one_percent_more_than_torchs_buckets(resnet: Profile) -> None:
-    assert min(resnet50.compare(resnet, link).ratio for link in resnet50.NETWORKS.values()) > 0.99
+def test_plans_expose_at_most_one_percent_more_than_torchs_buckets() -> None:
+    assert min(resnet50.compare(RESNET, link).ratio for link in resnet50.NETWORKS.values()) > 0.99
 
 
-def test_the_page_has_the_figures_of_resnet50_in_its_text(resnet: Profile) -> None:
-    ratios = {name: resnet50.compare(resnet, link).ratio for name, link in resnet50.NETWORKS.items()}
+def test_the_page_has_the_figures_of_resnet50_in_its_text() -> None:
+    ratios = {name: resnet50.compare(RESNET, link).ratio for name, link in resnet50.NETWORKS.items()}
     fast = [ratio for name, ratio in ratios.items() if not name.startswith("10 GbE")]
     slow = [100 * (ratio - 1) for name, ratio in ratios.items() if name.startswith("10 GbE")]
-    last_bytes = sum(resnet.params[param].num_bytes for param in resnet50.torch_groups(resnet)[-1])
+    last_bytes = sum(RESNET.params[param].num_bytes for param in resnet50.torch_groups(RESNET)[-1])
     for text in (
         f"here {last_bytes / 1e6:.1f} MB",
         f"exposes {min(fast):.0f} to {max(fast):.0f} times as much",

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
@@ -42,7 +42,6 @@ from undertow.ranks.group import GroupRef
 from undertow.ranks.transport import OwnGroup, _ThreadWork
 from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind
-from undertow.sharded.bucket import GradientPlaceholder
 from undertow.sharded.gathers import Gathers
 from undertow.sharded.layout import Sharding
 from undertow.sharded.shards import FlatParams
@@ -162,19 +161,6 @@ def nothing(_op: Op) -> None:
 
 def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
     return mock.patch.object(undertow.demo.run, "_run_rank", target)
-
-
-def interrupted_at_the_end_of_backward(model: Model) -> AbstractContextManager[object]:
-    """`with` it Ctrl-C comes where the end of a backward would have the rest of its ops issued."""
-    releases = assembly_of(model).synchronizing
-    happen = releases.happen
-
-    def raises_at_the_end(op_ids: tuple[int, ...]) -> Sequence[Op]:
-        if op_ids == releases.end:
-            raise KeyboardInterrupt
-        return happen(op_ids)
-
-    return mock.patch.object(releases, "happen", raises_at_the_end)
 
 
 # Calls inside of the library between which tests need a point, with the name that they have in tests.
@@ -427,10 +413,6 @@ def without_averaging_backends() -> contextlib.AbstractContextManager[object]:
     return mock.patch("undertow.ranks.group._BACKENDS_WITH_AVERAGE", ())
 
 
-def records_of(model: Model) -> Any:
-    return engine_of(model).recorder.records(generation=generation_of(model))
-
-
 def interrupted_steps() -> contextlib.AbstractContextManager[object]:
     """Optimizers' steps are interrupted when they have updated everything."""
     step = private.step_unwatched
@@ -447,10 +429,6 @@ def reads_that_wait(model: Model) -> list[str]:
     gathers, found = gathers_of(model), []
     gathers.before_read = _after(lambda: found.append("a read"), gathers.before_read)  # type: ignore[method-assign]
     return found
-
-
-def is_placeholder(gradient: object) -> bool:
-    return isinstance(gradient, GradientPlaceholder)
 
 
 @contextlib.contextmanager
@@ -481,7 +459,3 @@ def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None
         )
     ) as sync:
         sync._engine.current_plan.open()
-
-
-def rows_of(model: Model) -> Any:
-    return sync_of(model)._group.user.rows

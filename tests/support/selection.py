@@ -41,12 +41,9 @@ EXPECTED = (
         reason="shaped links cannot be made here: .* is not installed .*|.*: this user is not root", holds=_lacks_namespaces
     ),
     Expected(reason="shaped links .*: they are refused .*", holds=lambda: True),  # by the kernel
-    Expected(reason=".* UNDERTOW_PUBLISHED_DATA.*", holds=lambda: True),  # files of others, not in the repository
     Expected(reason="torchft is not installed: .*", holds=lambda: importlib.util.find_spec("torchft") is None),
     Expected(reason=".*; make bench-peers makes it", holds=lambda: True),  # gigabytes that nothing here installs by itself
     Expected(reason="needs chromium, which is not installed", holds=lambda: CHROMIUM is None),
-    Expected(reason="needs node, which is not installed", holds=lambda: shutil.which("node") is None),
-    Expected(reason="mkdocs is not installed: .*", holds=lambda: importlib.util.find_spec("mkdocs") is None),
     Expected(reason="the machine is busy, load .*", holds=lambda: True),  # the test has looked at the load itself
 )
 

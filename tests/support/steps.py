@@ -43,12 +43,6 @@ def profile_of(ready_us: Sequence[float], *, backward_us: float, numels: Sequenc
     )
 
 
-def random_profile(seed: int, num: int) -> Profile:
-    numbers = random.Random(seed)
-    ready_us = [float(numbers.randint(1, 60)) for _ in range(num)]
-    return profile_of(ready_us, backward_us=max(ready_us), numels=[numbers.randint(1, 50) for _ in range(num)], update_us=3)
-
-
 @dataclass(frozen=True)
 class TableCosts:
     """A cost in microseconds for every number of bytes, a part of a byte as a whole one, by kind of collective."""

@@ -52,10 +52,7 @@ def test_defaults() -> None:
         {"strategy": "ddp", "bucket_cap_mb": 4.5, "order": "reverse", "overlap": False},
         {"bucket_cap_mb": math.inf, "order": "reverse", "buffers": "off", "ignore": ("a", "b.c"), "record": "full"},
         {"plan": '{"format": 1}', "average_in_collective": False, "buffers": "mean", "record": "off"},
-        {"bucket_cap_mb": (0.5, 2)},
-        {"bucket_cap_mb": (math.inf,)},
         {"stall_warning_s": 5, "stall_timeout_s": math.inf},
-        {"nonfinite": "raise", "check_replicas_every": 100},
     ],
 )
 def test_settings_pass_through_json(settings: dict[str, Any]) -> None:
@@ -68,7 +65,6 @@ def test_settings_pass_through_json(settings: dict[str, Any]) -> None:
     [
         (SyncConfig(bucket_cap_mb=(1, 2.5)).bucket_cap_mb, (1, 2.5)),
         (SyncConfig(bucket_cap_mb=[1, 2.5]).bucket_cap_mb, (1, 2.5)),
-        (SyncConfig(bucket_cap_mb=[4]).bucket_cap_mb, (4,)),
         (bytes_from_mib(0.25, name="bucket_cap_mb"), 262_144),
         *((SyncConfig(wire_dtype=dtype).wire_dtype, "bfloat16") for dtype in ("bfloat16", "bf16", torch.bfloat16)),
         *((SyncConfig(reduce_dtype=dtype).reduce_dtype, "float32") for dtype in ("float32", "fp32", torch.float32)),
@@ -77,7 +73,7 @@ def test_settings_pass_through_json(settings: dict[str, Any]) -> None:
         (json.loads(json.dumps(SyncConfig(experts=[experts(divisor=4)]).to_dict()))["experts"], [{"divisor": 4, "match": "a.*"}]),
     ],
     ids=[
-        *("a tuple", "a list becomes a tuple", "of one too", "mebibytes become bytes"),
+        *("a tuple", "a list becomes a tuple", "mebibytes become bytes"),
         *(f"{kind} of {setting}" for setting in ("wire_dtype", "reduce_dtype") for kind in ("a name", "a short name", "a dtype")),
         *("names of a list", "of a set", "of a generator", "experts", "experts as text"),
     ],

@@ -75,15 +75,10 @@ def with_value(text: str, value: str) -> Iterator[str]:
     [
         pytest.param(nested(100_000), id="nested without end"),
         pytest.param(nested(900), id="nested as deep as Python reads"),
-        pytest.param('{"a":' * 5000 + "1" + "}" * 5000, id="an object nested deeply"),
         pytest.param("1" * 5000, id="a number of too many digits"),
-        pytest.param("1" * 4000, id="a number of many digits"),
         pytest.param("1e999", id="a number beyond all floats"),
-        pytest.param("1" * 2000 + ".5", id="a number of 2000 digits, with a point"),
         pytest.param("NaN", id="not a number"),
-        pytest.param("-Infinity", id="infinite"),
         pytest.param("true", id="true"),
-        pytest.param("0.5", id="half"),
         pytest.param('"3"', id="a text"),
         pytest.param('"\\ud800"', id="half a character"),
         pytest.param("null", id="nothing"),
@@ -108,8 +103,6 @@ def test_any_value_anywhere_is_read_or_a_config_error(
         pytest.param(nested(100_000), id="nested without end"),
         pytest.param("", id="nothing"),
         pytest.param("\udcff\udcfe{", id="bytes that are no text"),
-        pytest.param("\ufeff{}", id="a byte order mark"),
-        pytest.param("\0", id="a zero"),
         pytest.param('"\\ud800', id="half a character"),
         pytest.param('"\\ud800"', id="the wrong kind"),
     ],
@@ -130,16 +123,10 @@ def test_a_key_that_is_given_twice_is_a_config_error(good: str, read: Callable[[
     [
         pytest.param(PLAN, "[2, 3]", "[2, 3.0]", id="a shape with a point"),
         pytest.param(PLAN, "[2, 3]", "[true, 3]", id="a shape that is true"),
-        pytest.param(PLAN, "[2, 3]", '"23"', id="a shape that is a text"),
         pytest.param(PLAN, "[2, 3]", "[4294967296, 4294967296]", id="a shape that nothing can count"),
         pytest.param(PLAN, '"num_ranks": 2', '"num_ranks": 2.5', id="half a rank"),
-        pytest.param(PLAN, '"num_ranks": 2', '"num_ranks": "2"', id="ranks in quotes"),
         pytest.param(PLAN, "[[0]]", "[[0.7]]", id="a bucket with a point"),
-        pytest.param(PLAN, "[[0]]", '[["0"]]', id="a bucket in quotes"),
-        pytest.param(PLAN, "[[0]]", "[[false]]", id="a bucket that is false"),
-        pytest.param(PLAN, '"format": 1', '"format": true', id="a format that is true"),
         pytest.param(PLAN, '"name": "a"', '"name": 1', id="a name that is a number"),
-        pytest.param(PLAN, '"dtype": "float32"', '"dtype": 1', id="a dtype that is a number"),
     ],
 )
 def test_a_value_of_another_type_is_not_rounded_or_guessed(text: str, good: str, bad: str) -> None:
@@ -158,13 +145,10 @@ NAMES = {
     "an end of markup": "[/bold]",
     "a link": "[link=http://x]y[/link]",
     "a style with a backslash": "\\[red]z",
-    "an emoji": ":bomb:",
-    "a clearing of the screen": "\x1b[2J",
     "a title of the window": "\x1b]0;t\x07",
     "another direction": "\u202ea",
     "a second line": "a\nb\rc",
     "half of a character": "\ud800",
-    "eight bits": "\x9b2J",
 }
 each_name = pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 
@@ -213,7 +197,6 @@ def profile_of(name: str) -> Profile:
             lambda name: ("plan", json.dumps({"params": [{"name": name, "shape": [3], "dtype": "float32"}]})), id="a table"
         ),
         pytest.param(lambda name: ("plan", plan_of(name).to_json()), id="a saved plan"),
-        pytest.param(lambda name: ("plan", plan_of("a", dtype=name).to_json()), id="the dtype of a saved plan"),
         pytest.param(lambda name: ("plan", profile_of(name).to_json()), id="a profile"),
         pytest.param(lambda name: ("simulate", profile_of(name).to_json()), id="a profile that is simulated"),
     ],

@@ -194,11 +194,6 @@ BY_TORCH = "by torch.save()."
             JSON,
         ),
         (
-            lambda path: save_checkpoint(path, nn.Linear(1, 1), extra={"a": {30: 1}}),
-            "extra['a'] cannot be stored as JSON: {30: 1}.",
-            JSON,
-        ),
-        (
             lambda path: save_checkpoint(path, nn.Linear(1, 1), extra=nested(96)),
             "extra" + "[0]" * 95 + " cannot be stored as JSON: [1].",
             JSON,
@@ -206,11 +201,6 @@ BY_TORCH = "by torch.save()."
         (
             lambda path: save_checkpoint(path, with_extra_state({"scale": torch.ones(1)})),
             "state_dict['_extra_state']['scale'] cannot be stored as JSON: tensor([1.]).",
-            JSON,
-        ),
-        (
-            lambda path: save_checkpoint(path, *with_state(rows=[torch.ones(1)])),
-            "state['weight']['rows'][0] cannot be stored as JSON: tensor([1.]).",
             JSON,
         ),
         (
@@ -224,7 +214,7 @@ BY_TORCH = "by torch.save()."
             BY_TORCH,
         ),
     ],
-    ids=["a tuple", "numbers as keys", "too deep", "an extra state", "tensors in a list", "a key that is a path", "a dtype"],
+    ids=["a tuple", "too deep", "an extra state", "a key that is a path", "a dtype"],
 )
 def test_what_the_files_do_not_hold_is_refused_by_its_name(
     tmp_path: Path, save: Callable[[Path], None], what: str, remedy: str
@@ -318,58 +308,33 @@ OTHER_TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
         change_state(**{"0.weight/exp_avg[0:6]": None, "0.weight/exp_avg[0:3]": HALF}),
         "do not hold every element",
     ),
-    "a gap": (
-        change_state(**{"0.weight/exp_avg[0:6]": None, "0.weight/exp_avg[0:2]": HALF[:2], "0.weight/exp_avg[3:6]": HALF.clone()}),
-        "every element of 'exp_avg' of '0.weight'",
-    ),
     "fewer elements than the name says": (
         change_state(**{"0.weight/exp_avg[0:6]": HALF}),
         "every element of 'exp_avg' of '0.weight'",
-    ),
-    "elements in two dimensions": (change_state(**{"0.weight/exp_avg[0:6]": WHOLE.view(6, 1)}), "."),
-    "a range that ends before it starts": (
-        change_state(**{"0.weight/exp_avg[0:6]": None, "0.weight/exp_avg[6:0]": WHOLE}),
-        "every element",
     ),
     "a parameter that is not the optimizer's": (
         change_state(**{"2.weight/step": torch.tensor(1.0)}),
         "has a state of '2.weight', which",
     ),
-    "a path for a parameter": (change_state(**{"../other/step": torch.tensor(1.0)}), r"has a state of '\.\./other', which"),
-    "a number of elements beyond 64 bits": (
-        change_state(**{"0.weight/exp_avg[0:99999999999999999999]": WHOLE}),
-        "which is not a state of a parameter",
-    ),
     "another shape of the model": (
         change_tensors(MODEL, **{"0.weight": torch.zeros(2, 3)}),
         r"shape \(2, 3\), and the model's is .* \(3, 2\)",
-    ),
-    "another dtype of the model": (
-        change_tensors(MODEL, **{"0.weight": torch.zeros(3, 2, dtype=torch.complex64)}),
-        "of torch.complex64",
     ),
     "a tensor too many": (change_tensors(MODEL, more=HALF), "has 'more', which the model does not have"),
     "a tensor too few": (change_tensors(MODEL, **{"0.weight": None}), "has no '0.weight', which the model has"),
 }
 INDICES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nested deeply": (text('{"format": 2, "extra": ' + "[" * 100_000 + "]" * 100_000 + "}"), "undertow.json is not"),
-    "a number of too many digits": (text('{"format": 2, "extra": ' + "1" * 5000 + "}"), "undertow.json is not"),
     "a key twice": (text('{"format": 2, "format": 2}'), "undertow.json is not"),
-    "a byte order mark": (text('\ufeff{"format": 2}'), "undertow.json is not"),
     "huge": (
         lambda saved: os.truncate(saved / INDEX, 1 << 40),
         "undertow.json has 1,099,511,627,776 bytes",
     ),  # but not on the disk
-    "a format that is a list": (change_index(format=[2]), r"undertow.json is of format \[2\]"),
     "no optimizer": (change_index(optimizer=None), "holds no optimizer, and the optimizer is AdamW"),
     "an optimizer that steers a terminal": (change_index(optimizer="\x1b[2J\ud800"), r"the state of \\x1b\[2J\\ud800,"),
     "more files than a disk holds": (change_index(num_files=10**15), "optimizer-1.safetensors is missing"),
-    "a path for a number of files": (change_index(num_files="../other"), "it was not possible to load a checkpoint"),
     "no groups": (change_index(param_groups=[]), "the checkpoint's 0 parameter groups differ from the optimizer's 1"),
-    "groups of something else": (change_index(param_groups=[{"params": [1]}]), "the checkpoint's 1 parameter groups differ"),
     "a tensor as a value": (change_index(extra_states={"0.weight": 1}), "has '0.weight' as a value, and the model's is"),
-    "extra states of something else": (change_index(extra_states=7), "it was not possible to load a checkpoint"),
-    "axes that do not exist": (change_index(axes={"0.weight": [0, 7]}), "it was not possible to load a checkpoint"),
     "axes twice": (change_index(axes={"0.weight": [0, 0]}), "it was not possible to load a checkpoint"),
 }
 

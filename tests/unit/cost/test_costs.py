@@ -1,7 +1,6 @@
 """Costs of collectives: by formula, by measurement, over links and networks."""
 
 import math
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,6 @@ from undertow.cost.costs import line_through
 # A byte per microsecond and 10 or 100 us per hop, so that a cost shows its parts.
 LINK, SLOW = Link(name="plain", hop_s=10e-6, bytes_per_s=1e6), Link(name="slow", hop_s=100e-6, bytes_per_s=1e6)
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
-OF_KINDS = ", ".join(KINDS)
 NODES = NodeCosts(inside=RingCosts(LINK, num_ranks=4), across=RingCosts(SLOW, num_ranks=3), per_node=4)
 CURVES = {
     "all_reduce": CostCurve(points=((1000, 100), (2000, 150))),
@@ -67,13 +65,6 @@ def test_a_ring_costs_what_the_emulated_link_charges(kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("costs", [RingCosts(LINK, num_ranks=4), NODES, MeasuredCosts(CURVES)])
-def test_costs_have_the_shape_of_the_sizes(costs: Costs) -> None:
-    assert costs.collective_us("all_reduce", [[1, 2], [4, 5]]).tolist() == [
-        [us(costs, "all_reduce", size) for size in row] for row in ((1, 2), (4, 5))
-    ]
-
-
 POSITIVE, MEASURE = "Give a positive number of ranks.", "Measure it, or name a link."
 IMPOSSIBLE = "A point is a size of zero bytes or more and a time of more than zero microseconds."
 ONCE = "Sort the points by size, each size once."
@@ -87,10 +78,6 @@ REFUSALS: dict[str, tuple[Call, str]] = {
             (((1, 1), (20.5, 1), (10, 2)), f"point 2 of a cost curve has 10 bytes and follows one of 20.5.\n  {ONCE}"),
         )
     },
-    "no samples": (
-        lambda: curve_from_samples([]),
-        "a cost curve needs samples.\n  Measure one size or more.",
-    ),
     "a sample that is no number": (
         lambda: curve_from_samples([(5, 1), (1, math.nan)]),
         f"point 1 of a cost curve is impossible: (1, nan).\n  {IMPOSSIBLE}",
@@ -118,29 +105,16 @@ REFUSALS: dict[str, tuple[Call, str]] = {
         lambda: MeasuredCosts({}).collective_us("all_reduce", 1),
         f"the cost of all_reduce was not measured.\n  measured: nothing\n  {MEASURE}",
     ),
-    "what stands for nothing else": (
-        lambda: MeasuredCosts({"broadcast": CURVES["all_reduce"]}).collective_us("all_reduce", 1),
-        f"the cost of all_reduce was not measured.\n  measured: broadcast\n  {MEASURE}",
-    ),
 }
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_that_was_measured_costs_what_it_did(kind: str) -> None:
-    sizes = [0, 1000, 1500, 2000, 10**6]
-    assert MeasuredCosts(CURVES).collective_us(kind, sizes).tolist() == CURVES[kind].us(sizes).tolist()
 
 
 @pytest.mark.parametrize(
     ("measured", "kind", "expected_us"),
     [
         (("all_reduce",), "reduce_scatter", 75),
-        (("all_reduce",), "all_gather", 75),
         (("all_reduce", "reduce_scatter"), "all_gather", 90),
-        (("all_reduce", "all_gather"), "reduce_scatter", 80),
         (("reduce_scatter", "all_gather"), "all_reduce", 170),
         (("reduce_scatter",), "all_reduce", 180),
-        (("all_gather",), "all_reduce", 160),
     ],
 )
 def test_a_kind_that_was_not_measured_costs_what_its_parts_do(measured: tuple[str, ...], kind: str, expected_us: float) -> None:
@@ -178,28 +152,14 @@ curves = (
         pytest.param(
             ((100, 10), (200, 30), (400, 40)), [100, 125, 200, 300, 400], [10, 15, 30, 35, 40], id="between points linearly"
         ),
-        pytest.param(((100, 10), (200, 30)), 150, 20, id="a single size"),
         pytest.param(BENT, SIZES[-1] + 1e6, BENT[-1][1] + 1000, id="beyond the last point by the slope of all"),
-        pytest.param(
-            ((1e6, 100), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000], id="beyond the last of two sizes in proportion to it"
-        ),
-        pytest.param(((0, 50), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000], id="in proportion, one of no bytes"),
         # Three sizes, of which no three lie apart.
         pytest.param(
             ((1e6, 100), (1.4e6, 120), (2e6, 150)), [2e6, 4e6, 1e9], [150, 300, 75_000], id="in proportion, two close together"
         ),
-        # On the line of 50 us and 50 us per 1e6 bytes.
-        pytest.param(
-            ((1e6, 100), (1.5e6, 125), (2.25e6, 162.5)),
-            [1e9],
-            [50_050],
-            id="beyond the last of three that lie apart by their slope",
-        ),
         pytest.param(
             LINEAR, [0, SIZES[0] / 2], [50, affine(SIZES[0] / 2)], id="below the first point towards the latency of all"
         ),
-        pytest.param(((0, 7), (1000, 8)), [0, 500], [7, 7.5], id="a point of no bytes is the latency"),
-        pytest.param(((0, 30),), [0, 10**9], [30, 30], id="no bytes alone are any size"),
         *(
             pytest.param(
                 points,
@@ -215,35 +175,16 @@ def test_the_cost_of_a_size(points: Points, sizes: Any, expected_us: Any) -> Non
     assert CostCurve(points=points).us(sizes) == pytest.approx(np.array(expected_us), rel=1e-9)
 
 
-def test_points_and_sizes_of_any_shape_are_kept_to_the_bit() -> None:
-    measured = CostCurve(points=((100, 10), (200, 30), (400, 40)))
-    assert measured.us([[100], [125], [400]]).tolist() == [[10], [15], [40]]
-    copy = pickle.loads(pickle.dumps(measured))
-    assert (copy, copy.us(150)) == (measured, 20)
-
-
-def test_the_latency_is_never_above_the_first_time() -> None:
-    # A line through the larger sizes alone would begin at 100.
-    assert float(CostCurve(points=((100, 20), (1000, 200), (2000, 300), (4000, 500), (8000, 900), (16000, 1700))).us(0)) <= 20
-
-
 @pytest.mark.parametrize(
     ("points", "is_enough"),
     [
         (((1000, 30),), False),
-        (((1000, 30), (1200, 30)), False),
         (((1000, 29), (1499, 30)), False),
-        (((0, 30),), False),
         (((1000, 30), (1500, 40)), True),
-        (((0, 30), (1, 40)), True),
     ],
 )
 def test_sizes_that_lie_apart_are_enough(points: Points, is_enough: bool) -> None:
     assert CostCurve(points=points).is_enough == is_enough
-
-
-def test_times_that_decrease_are_evened_out() -> None:
-    assert CostCurve(points=((1, 48), (2, 116), (3, 115), (4, 180))).points == ((1, 48), (2, 115), (3, 115), (4, 180))
 
 
 @given(curves, st.lists(st.floats(0, 1e13), min_size=2, max_size=40))
@@ -261,23 +202,14 @@ def test_a_larger_payload_never_costs_less(measured: CostCurve, sizes: list[floa
 
 
 @pytest.mark.parametrize(
-    "point",
-    [(-1, 1), (math.nan, 1), (math.inf, 1), (1, -1), (1, math.nan), (1, math.inf), (1,), (1, 2, 3), 5, ("a", 1), (1, 10**400)],
-)
-def test_a_point_that_is_no_size_and_time_is_refused(point: Any) -> None:
-    assert refusal(lambda: CostCurve(points=(point,))).startswith("point 0 of a cost curve is impossible: ")
-
-
-@pytest.mark.parametrize(
     ("samples", "points"),
     [
         ([(200, 40), (100, 9), (100, 500), (100, 10)], ((100, 10), (200, 40))),
         ([(1000, 8), (1010, 9), (1020, 10), (1021, 11)], ((1010, 9), (1021, 11))),
-        ([(100, 10), (100, 1000)], ((100, 10),)),
         # Two at 100 bytes are outvoted by three at 200: the median of all five is theirs.
         ([(100, 30), (100, 31), (200, 20), (200, 21), (200, 22)], ((100, 22), (200, 22))),
     ],
-    ids=["one point at the median", "two percent are one size", "the lower in the middle", "medians that decrease are pooled"],
+    ids=["one point at the median", "two percent are one size", "medians that decrease are pooled"],
 )
 def test_samples_become_points(samples: list[tuple[float, float]], points: Points) -> None:
     assert curve_from_samples(samples).points == points
@@ -295,10 +227,6 @@ def test_the_line_of_points_on_a_line_is_found_past_an_outlier(latency_us: float
 
 def test_a_line_has_neither_a_negative_latency_nor_a_negative_slope() -> None:
     assert (line_through([(1, 10), (2, 30), (3, 50)])[0], line_through([(1, 10), (2, 9), (3, 8)])) == (0, (9, 0))
-
-
-def test_a_line_through_many_points_is_that_of_some() -> None:
-    assert line_through([(1000 * 1.01**k, affine(1000 * 1.01**k)) for k in range(1000)]) == pytest.approx((50, 1e-3), rel=1e-9)
 
 
 NETWORK_SIZES, MIB, FAST = [0.0, 1.0, 1e4, 1e8], 1024 * 1024, link_from_text("100gbit,5us")
@@ -319,21 +247,11 @@ NETWORK_NODES = {"per_node": 8, "inside": "900gbit,2us"}
             id="ranks per node mean two levels",
         ),
         pytest.param(
-            costs_for("100gbit,5us", num_ranks=32, is_mesh=True, **NETWORK_NODES),
-            NodeCosts(inside=INSIDE, across=RingCosts(FAST, num_ranks=4), per_node=8, is_mesh=True),
-            id="nodes may be replicas of each other",
-        ),
-        pytest.param(
             costs_for("100gbit", num_ranks=16, per_node=8),
             costs_for("100gbit", num_ranks=16, per_node=8, inside="2400gbit,3us"),
             id="ranks of a node have NVLink if nothing else is said",
         ),
         pytest.param(costs_for("none", num_ranks=6), RingCosts(FAST, num_ranks=1), id="no link costs nothing"),
-        pytest.param(
-            costs_for("100gbit,5us", num_ranks=6, per_node=1),
-            RingCosts(FAST, num_ranks=6),
-            id="one rank per node means the network alone",
-        ),
     ],
 )
 def test_a_name_means_these_costs(one: Costs, other: Costs) -> None:
@@ -397,26 +315,11 @@ NETWORK_REFUSALS: dict[str, tuple[Call, str]] = {
         for hop_s, rate in ((0.0, 0.0), (0.0, -1.0), (0.0, math.nan), (-1.0, 1.0), (math.nan, 1.0), (math.inf, 1.0))
     },
     **{
-        f"{num} ranks": (
-            lambda num=num: costs_for("1gbit", num_ranks=num),
-            f"a collective needs one rank or more, got {num}.\n  Give a positive number of ranks.",
-        )
-        for num in (0, -1)
-    },
-    **{
         f"{per_node} of 8 ranks on a node": (
             lambda per_node=per_node: costs_for("1gbit", num_ranks=8, per_node=per_node),
             f"8 ranks cannot be on nodes of {per_node} ranks each.\n  Give a number of ranks per node that divides 8.",
         )
         for per_node in (0, -8, 5, 16)
-    },
-    **{
-        f"no network either: {name}, {more}": (
-            lambda name=name, more=more: costs_for(name, num_ranks=8, **more),
-            refusal(lambda text=text: link_from_text(text)),
-        )
-        for text in ("0gbit", "fast", "0gbit,5us")
-        for name, more in ((text, {}), ("1gbit", {"per_node": 4, "inside": text}))
     },
     **{
         f"a curve of {points} over other ranks": (
@@ -445,9 +348,6 @@ PLAIN = Link(name="plain", hop_s=1000.0, bytes_per_s=1.0)
         ("all_reduce", 4, 6 * 1000 + 18),
         ("reduce_scatter", 4, 3 * 1000 + 9),
         ("all_gather", 4, 3 * 1000 + 9),
-        ("all_to_all", 4, 3 * 1000 + 9),
-        ("gather", 4, 3 * 1000 + 9),
-        ("scatter", 4, 3 * 1000 + 9),
         ("broadcast", 4, 2 * 1000 + 12),
         ("broadcast", 5, 3 * 1000 + 12),
         ("reduce", 4, 2 * 1000 + 12),
@@ -464,15 +364,11 @@ def test_cost_of_twelve_bytes(kind: str, num_ranks: int, seconds: float) -> None
     ("text", "hop_s", "line_rate"),
     [
         ("1gbit", 100e-6, 125e6),
-        ("5gbit", 100e-6, 625e6),
         ("2.5gbit", 100e-6, 312.5e6),
         ("200mbit", 100e-6, 25e6),
-        ("0.1mbit", 100e-6, 12.5e3),
         ("1tbit", 100e-6, 125e9),
         ("100gbit,5us", 5e-6, 12.5e9),
         ("1gbit,20ms", 20e-3, 125e6),
-        ("2.4tbit,1.5us", 1.5e-6, 300e9),
-        ("1gbit,0us", 0.0, 125e6),
     ],
 )
 def test_a_rate_names_an_ethernet_link_and_may_have_a_latency(text: str, hop_s: float, line_rate: float) -> None:

@@ -1,6 +1,5 @@
 """Emulated links: when one is free, and receives whose messages come when the test says so."""
 
-import math
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.errors import text_of
 from undertow.cost import Link
 from undertow.emulation.link import EmulatedLink, LinkWork, Receives
 
@@ -92,20 +90,6 @@ def test_a_receive_waits_for_what_else_is_on_the_link(link: EmulatedLink, receiv
     assert transfer.started_s >= free_s
 
 
-def test_a_handle_tells_its_result(receives: Receives) -> None:
-    message = Message(3)
-    work = receives.post(lambda: message, [torch.ones(2)], source=3)
-    assert (work.is_completed(), work.get_future().done()) == (False, False)
-    message.come()
-    assert (work.wait(), work.is_completed()) == (True, True)
-    assert work.get_future().value()[0].tolist() == [1, 1]
-
-
-def test_an_error_of_gloo_reaches_whoever_waits_and_the_next_receive_goes_on(receives: Receives) -> None:
-    works = [post(receives, Message(1).come(RuntimeError("connection lost"))), post(receives, Message(1).come())]
-    assert (text_of(RuntimeError, works[0].wait), works[1].wait()) == ("connection lost", True)
-
-
 def test_closing_waits_no_longer_than_it_may_for_a_message(receives: Receives) -> None:
     message = Message(1)
     work = post(receives, message)
@@ -137,31 +121,12 @@ LINK = Link(name="slow", hop_s=1.0, bytes_per_s=10.0)
             )
             for rest_s, passes_s in ((0.0, 0.0), (1.0, 1.0), (3.0, 3.0), (4.0, 3.0), (50.0, 3.0))
         ),
-        # A bucket that is not used up fills again and never beyond: at last a third of it is left.
-        pytest.param(
-            *(LINK, 30),
-            [
-                *[(100.0, 1.0, 0.0, (100.0, 100.0))] * 3,
-                (100.0, 1.0, 0.0, (100.0, 101.0)),
-                (103.0, 2.0, 0.0, (103.0, 103.0)),
-                (103.0, 2.0, 0.0, (103.0, 105.0)),
-                (200.0, 2.0, 0.0, (200.0, 200.0)),
-                (200.0, 2.0, 0.0, (200.0, 201.0)),
-            ],
-            id="often",
-        ),
         # Collectives that pass at once have their latencies one after another. Tokens for 3 s: 2 of them taken, 1 come, 2 taken,
         # 1 come; then 1 is lacking, and again.
         pytest.param(
             *(LINK, 30),
             [(100.0, 2.0, 1.0, stretch) for stretch in ((100.0, 101.0), (101.0, 102.0), (102.0, 104.0), (104.0, 106.0))],
             id="latencies in which the bucket fills",
-        ),
-        pytest.param(
-            Link(name="none", hop_s=0.0, bytes_per_s=math.inf),
-            30,
-            [(100.0, 0.0, 0.0, (100.0, 100.0))],
-            id="a link that costs nothing has no bucket",
         ),
     ],
 )

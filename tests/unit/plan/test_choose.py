@@ -159,14 +159,6 @@ def test_no_split_or_order_of_gradients_is_through_before_the_limit() -> None:
             None,
             id="dtypes that alternate travel in one bucket each",
         ),
-        pytest.param(
-            lambda: choice(
-                [spec("a", 10, dtype="uint8"), spec("rows", 10, dtype="uint8", is_sparse=True)], timing(0, 0), line(7, 1)
-            ),
-            ((0,), (1,)),
-            24.0,
-            id="sparse gradients cost a launch and no bytes",
-        ),
         # Ready 0 and 100, used 100 and 0: one bucket of 200 bytes is reduced at 100 + 105 and gathered in 105, a stall. In two,
         # the second one is reduced at 100 + 55 and gathered in 55; the first one is gathered at 110 and late by 10.
         pytest.param(
@@ -174,19 +166,6 @@ def test_no_split_or_order_of_gradients_is_through_before_the_limit() -> None:
             ((0,), (1,)),
             155 + 55,
             id="one bucket is cut if that lets the forward begin",
-        ),
-        pytest.param(
-            lambda: choice(specs_of_sizes(64, 6400), timing(0, 0, used=(0, 0)), line(5, 0.5)),
-            ((0, 1),),
-            None,
-            id="parameters that are ready and used at once share a bucket",
-        ),
-        # Each takes 11 on the link, and they come 11 apart: whatever waits for another one is late.
-        pytest.param(
-            lambda: choice(specs_of_sizes(*[10] * 64), timing(*(11.0 * i for i in range(64))), line(1, 1)),
-            tuple((param,) for param in range(64)),
-            63 * 11 + 11.0,
-            id="one bucket each if gradients come as fast as they are sent",
         ),
     ],
 )
@@ -208,29 +187,10 @@ def test_buckets_are_of_equal_bytes_except_the_last(num_buckets: int, last_share
 
 
 @pytest.mark.parametrize(
-    ("params", "groups", "when", "curve", "finished_us"),
-    [
-        pytest.param(
-            specs_of_sizes(100, 100),
-            [(0, 1)],
-            timing(0, 100, used=(100, 0)),
-            line(5, 0.5),
-            205 + 105,
-            id="one bucket that would be cut",
-        ),
-    ],
-)
-def test_groups_by_hand(params: list[ParamSpec], groups: Any, when: StepTiming, curve: Any, finished_us: float) -> None:
-    assert finish_us(params, groups, when, curve, has_shards=bool(when.used_us)) == pytest.approx(finished_us, **ROUNDING)
-
-
-@pytest.mark.parametrize(
     ("found", "num_groups", "finished_us", "share"),
     [
         # All is ready at once, so that one bucket is best: 3 + 10 + 2 * 30. The limit's cells of sizes cost it 0.3 % at most.
         (choice(specs_of_sizes(10, 20), timing(3, 3), line(10, 2)), 1, 73.0, 0.997),
-        # Messages are free, and a byte is not: 3 + 2 * 30.
-        (choice(specs_of_sizes(10, 20), timing(3, 3), line(0, 2)), 1, 63.0, 0.997),
         # 10 for up to 10 bytes and 100 above: 40 bytes in four parts. The cells of sizes cost the limit less than 1 %.
         (
             choice(specs_of_sizes(10, 10, 10, 10), timing(0, 0, 0, 0), TableCosts({"all_reduce": [10.0] * 11 + [100.0] * 40})),
@@ -239,7 +199,7 @@ def test_groups_by_hand(params: list[ParamSpec], groups: Any, when: StepTiming, 
             0.99,
         ),
     ],
-    ids=["a busy link", "a cost in proportion to bytes", "a cost that jumps, by parts below the jump"],
+    ids=["a busy link", "a cost that jumps, by parts below the jump"],
 )
 def test_the_limit_is_met(found: Choice, num_groups: int, finished_us: float, share: float) -> None:
     assert (len(found.best.groups), found.best.finish_us) == (num_groups, finished_us)

@@ -1,6 +1,5 @@
 """Groups of parameters, their order, and the plan that a configuration asks for."""
 
-import hashlib
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -43,26 +42,13 @@ def written(groups: Iterable[Iterable[int]]) -> list[str]:
     [
         ([], {"cap_bytes": 10}, []),
         ([3, 3, 3, 3], {"cap_bytes": 6}, ["0 1", "2 3"]),
-        ([3, 3, 3, 3], {"cap_bytes": math.inf}, ["0 1 2 3"]),
-        ([3, 3, 3, 3], {"cap_bytes": 1}, ["0", "1", "2", "3"]),
         ([3, 99, 3, 3], {"cap_bytes": 10}, ["0", "1", "2 3"]),
-        ([99, 0, 0, 3], {"cap_bytes": 10}, ["0", "1 2 3"]),
-        ([0, 0, 0], {"cap_bytes": 1}, ["0 1 2"]),
         ([3, 3, 3, 3, 3], {"cap_bytes": 9, "first_bytes": (3,)}, ["0", "1 2 3", "4"]),
         ([3, 3, 3, 3, 3], {"cap_bytes": 9, "last_bytes": (3,)}, ["0 1 2", "3", "4"]),
-        ([3, 3, 3, 3, 3], {"cap_bytes": 9, "last_bytes": (6,)}, ["0 1 2", "3 4"]),
         ([3, 3, 3, 3, 3], {"cap_bytes": 9, "first_bytes": (3,), "last_bytes": (3,)}, ["0", "1 2 3", "4"]),
-        ([3, 3, 3, 3, 99], {"cap_bytes": 9, "first_bytes": (3,), "last_bytes": (3,)}, ["0", "1 2 3", "4"]),
-        ([3, 3, 3], {"cap_bytes": 99, "first_bytes": (3,), "last_bytes": (12,)}, ["0 1 2"]),
         ([3] * 9, {"cap_bytes": 9, "first_bytes": (3, 6)}, ["0", "1 2", "3 4 5", "6 7 8"]),
-        ([3] * 9, {"cap_bytes": 3, "first_bytes": (9, 6)}, ["0 1 2", "3 4", "5", "6", "7", "8"]),
-        ([3] * 9, {"cap_bytes": 9, "first_bytes": (3, 6), "last_bytes": (6,)}, ["0", "1 2", "3 4 5", "6", "7 8"]),
-        ([3] * 3, {"cap_bytes": 9, "first_bytes": (3, 6, 9, 12)}, ["0", "1 2"]),
         ([3] * 9, {"cap_bytes": 9, "last_bytes": (3, 6)}, ["0 1 2", "3 4 5", "6 7", "8"]),
         ([3] * 9, {"cap_bytes": 9, "first_bytes": (3, 6), "last_bytes": (3, 6)}, ["0", "1 2", "3 4 5", "6 7", "8"]),
-        ([3] * 2, {"cap_bytes": 9, "last_bytes": (3, 6, 9)}, ["0", "1"]),
-        ([3] * 3, {"cap_bytes": 9, "first_bytes": (3,), "last_bytes": (9, 9)}, ["0 1 2"]),
-        ([99, 3, 3, 3, 3], {"cap_bytes": 9, "first_bytes": (3, 6)}, ["0", "1 2", "3 4"]),
     ],
 )
 def test_groups_are_consecutive_and_as_full_as_the_caps_allow(sizes: list[int], caps: dict[str, Any], groups: list[str]) -> None:
@@ -107,11 +93,7 @@ def test_any_grouping(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> 
 @pytest.mark.parametrize(
     ("caps", "sizes_mib"),
     [
-        (default_caps(0), [1, 1]),
-        (default_caps(1 * MIB), [1, 1]),
-        (default_caps(2 * MIB), [1, 1.5]),
         (default_caps(5 * MIB), [1, 1.5, 2.25]),
-        (default_caps(20 * MIB), [1, 1.5, 2.25, 3.375, 5.0625]),
         (default_caps(10_000 * MIB), [1, 1.5, 2.25, 3.375, 5.0625, 7.59375, 11.390625, 17.0859375, 25]),
         # Slowly where gradients are reduced to shards.
         (default_caps(10 * MIB, has_shards=True), [1, 1.2, 1.44, 1.728]),
@@ -125,20 +107,17 @@ def test_default_caps_grow_from_both_ends(caps: SizeCaps, sizes_mib: list[float]
 @pytest.mark.parametrize(
     ("order", "expected"),
     [
-        (reverse_registration(0), ()),
-        (reverse_registration(1), (0,)),
         (reverse_registration(4), (3, 2, 1, 0)),
         (observed(4, [2, 0, 3, 1]), (2, 0, 3, 1)),
         (observed(4, []), (3, 2, 1, 0)),
         (observed(4, [1]), (1, 3, 2, 0)),
-        (observed(4, [0, 2]), (0, 2, 3, 1)),
         (observed(4, [2, 2, 0, 2, 0]), (2, 0, 3, 1)),
         (largest_first(specs_of_sizes(20, 50, 20, 100, 50)), (3, 1, 4, 0, 2)),
         (largest_first([spec("short", 30, dtype="uint8"), spec("wide", 10, dtype="float64")]), (1, 0)),
     ],
     ids=[
-        *("no parameters", "one parameter", "the last one registered is ready first"),
-        *("all observed", "none observed", "one observed", "some observed", "observed repeatedly"),
+        "the last one registered is ready first",
+        *("all observed", "none observed", "one observed", "observed repeatedly"),
         *("equal sizes keep the order of registration", "size is in bytes"),
     ],
 )
@@ -178,10 +157,8 @@ REVERSE = {
             pytest.param(first(order="reverse", bucket_cap_mb=cap), buckets, id=f"in reverse by {cap} MiB")
             for cap, buckets in REVERSE.items()
         ),
-        pytest.param(first(order="observed", bucket_cap_mb=6), REVERSE[6], id="before anything is observed"),
         pytest.param(first(order="reverse"), REVERSE[1], id="without a cap the size of the model chooses"),
         pytest.param(as_observed(bucket_cap_mb=4), [(1,), (4, 3), (0,), (2,)], id="an observed order"),
-        pytest.param(as_observed(bucket_cap_mb=(1, 3, 7)), [(1,), (4, 3), (0, 2)], id="an observed order by several caps"),
         pytest.param(
             first([spec("rows", 9 * MIB, is_sparse=True), *PARAMS], order="reverse", bucket_cap_mb=100),
             [(5,), (4, 3, 2, 1), (0,)],
@@ -239,23 +216,3 @@ def test_a_pinned_plan_keeps_its_groups_on_any_number_of_ranks(num_ranks: int) -
 )
 def test_a_cap_or_a_pinned_plan_that_does_not_fit_is_refused(call: Call, text: str) -> None:
     assert refusal(call) == text
-
-
-def mixed() -> list[ParamSpec]:
-    pairs = [(spec(f"half.{i}", 512 * (600 + i), dtype="bfloat16"), spec(f"scale.{i}", 700_001)) for i in range(9)]
-    return [spec("rows", 40_000 * 64, is_sparse=True), spec("none", 0), *(param for pair in pairs for param in pair)]
-
-
-@pytest.mark.parametrize(
-    ("params", "settings", "num_ranks", "fingerprint"),
-    [
-        (mixed(), {}, 2, "ca978164"),
-        (mixed(), {"bucket_cap_mb": (1, 2, 5), "order": "reverse"}, 3, "f3bfd203"),
-    ],
-)
-def test_plans_of_whole_parameters_stay_what_they_were(
-    params: list[ParamSpec], settings: dict[str, Any], num_ranks: int, fingerprint: str
-) -> None:
-    # Plans that were saved, and ranks of another version, must still be met.
-    text = first(params, num_ranks=num_ranks, **settings).to_json()
-    assert hashlib.sha256(text.encode()).hexdigest()[:8] == fingerprint

@@ -123,13 +123,6 @@ def test_an_address_that_nobody_listens_at_leaves_all_without_a_ring(num_ranks: 
         assert re.fullmatch(r"rank (\d) cannot connect to rank \d at 127\.0\.0\.1 port \d+: .*Connection refused", reason)
 
 
-def test_a_firewall_that_drops_everything_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError("timed out")))
-    for neighbors, reason in made(2):
-        assert neighbors == []
-        assert re.fullmatch(r"rank 0 cannot connect to rank 1 at 127\.0\.0\.1 port \d+: timed out", reason)
-
-
 def test_a_rank_that_nobody_reaches_waits_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "CONNECT_S", 0.05)
     monkeypatch.setattr(module, "_connected", lambda _: MagicMock())  # it is taken, and never arrives
@@ -180,29 +173,6 @@ def test_a_stranger_is_dropped_and_keeps_nobody(
         link.close()
 
 
-def test_several_strangers_keep_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "PROOF_S", 0.05)
-
-    def crowd(at: tuple[str, int]) -> list[socket.socket]:
-        return [says(b"", at) for _ in range(4)]
-
-    with visited(crowd) as kept:
-        require_rings(made(2))
-    for link in kept[0] + kept[1]:
-        link.close()
-
-
-def test_another_service_at_the_address_of_a_rank_is_no_neighbor(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = socket.create_connection
-    monkeypatch.setattr(patience, "CONNECT_S", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as service:
-        monkeypatch.setattr(socket, "create_connection", lambda _, within_s: connect(service.getsockname(), within_s))
-        ends = made(2)
-    for neighbors, reason in ends:
-        assert neighbors == []
-        assert re.fullmatch(r"rank 1 is not reached at 127\.0\.0\.1 port \d+ by the rank before it", reason)
-
-
 # How ranks meet.
 
 
@@ -249,10 +219,7 @@ ROUTES = {"": "", "node-0": "10.0.0.7", "own-name": "127.0.1.1", "localhost": "1
         pytest.param("node-0", "192.168.1.7", "10.0.0.7", id="on the way to the store"),
         pytest.param("own-name", "192.168.1.7", "192.168.1.7", id="a name of its own that only it reaches"),
         pytest.param("own-name", "", "127.0.0.1", id="without a network"),
-        pytest.param("localhost", "192.168.1.7", "127.0.0.1", id="one machine, by name"),
         pytest.param("127.0.0.1", "192.168.1.7", "127.0.0.1", id="one machine"),
-        pytest.param("", "192.168.1.7", "192.168.1.7", id="a store without a host"),
-        pytest.param("", "", "127.0.0.1", id="neither"),
     ],
 )
 def test_the_address_is_the_one_on_the_way_to_the_store(
@@ -267,11 +234,8 @@ def test_the_address_is_the_one_on_the_way_to_the_store(
     ("gloo", "nccl", "expected"),
     [
         ("lo", "", "127.0.0.1"),
-        ("lo,eth7", "=eth7", "127.0.0.1"),
         ("", "lo", "127.0.0.1"),
-        ("", "=lo", "127.0.0.1"),
         ("", "^lo,docker0", "10.0.0.7"),
-        ("eth71", "", "10.0.0.7"),
         ("", "", "10.0.0.7"),
     ],
 )

@@ -1,13 +1,11 @@
 """The ring of ranks alone, among processes without a process group: it does not depend on any backend."""
 
 import os
-import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -88,34 +86,3 @@ def is_killed_and_has_a_child(rank: Rank, watch: Watch) -> None:
 
 def test_a_forked_child_keeps_no_connection_and_runs_no_thread() -> None:
     assert list(told_of(is_killed_and_has_a_child, 3)) == [GONE] * 2
-
-
-def is_stopped(_rank: Rank, _watch: Watch) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def test_a_stopped_rank_is_named_by_the_others_which_say_what_they_wait_for() -> None:
-    for kind, what in told_of(is_stopped, 3, stays=[1], stall_warning_s=0.2, stall_timeout_s=0.5):
-        assert kind == "StallTimeout"
-        assert re.fullmatch(r"rank [02] has waited \d+ s for bucket 3: rank 1 has not come\.", what)
-
-
-def raises(rank: Rank, watch: Watch) -> None:
-    watch.fail(ValueError("row 7 has no label"))
-    rank.waits_for("knows", [0, 2])
-
-
-def test_the_last_words_of_a_rank_are_told_to_all() -> None:
-    failed = ["PeerFailed", "rank 1 has failed: ValueError: row 7 has no label"]
-    assert list(told_of(raises, 3)) == [failed] * 2
-
-
-def leaves(rank: Rank, watch: Watch) -> None:
-    watch.leave(None)
-    rank.waits_for("knows", [0, 2])  # the connections stay
-
-
-def test_a_rank_that_has_left_is_a_fault_of_those_that_wait_for_it() -> None:
-    left = "rank 1 has left: it has finished after 0 synchronizations, and others wait for it."
-    told: list[Any] = list(told_of(leaves, 3, stall_warning_s=0.2))
-    assert told == [["RankLost", left]] * 2

@@ -42,14 +42,6 @@ ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
         pytest.param(report(), ("No step is recorded yet",), (), id="no steps"),
         pytest.param(sent(8100, 4200), (), ("sent",), id="as much as was sent, with trailers"),
         pytest.param(sent(4050, 2100), ("sent",), (), id="less than that"),
-        pytest.param(sent(0, 0), (), ("sent",), id="what a hook sends"),
-        pytest.param(report(record()), (), ("gather", "Gather"), id="no gathers"),
-        pytest.param(
-            report(record(gathers=GATHERS)),
-            ("80.0  limit 80.0: not earlier with these buckets",),
-            ("achieved",),
-            id="the limit of these buckets",
-        ),
         pytest.param(report(record(busy_ms=(50.0, 65.0))), ("15.0  in this step rank 1",), (), id="a late rank"),
         pytest.param(
             report(record(), plan_since=57),
@@ -74,10 +66,6 @@ def test_a_value_shows_itself_where_it_is_printed_and_in_a_notebook() -> None:
     assert "Where a step goes" in made._repr_html_()
 
 
-def test_a_value_has_no_blanks_at_the_ends_of_lines() -> None:
-    assert [line for line in str(report(record(gathers=GATHERS))).split("\n") if line != line.rstrip()] == []
-
-
 def test_tables_fit_80_columns_and_add_up() -> None:
     name = "module.transformer.h.11.mlp.c_proj.weight"
     long = replace(report(record()).buckets[0], largest=name, num_bytes=12_345_678_901)
@@ -89,10 +77,6 @@ def test_tables_fit_80_columns_and_add_up() -> None:
     shown = {line[:20].strip(): float(line[20:26]) for line in lines[3:11]}
     assert shown["step"] == pytest.approx(sum(shown[name] for name in ("forward", "backward", "exposed", "rest")), abs=0.2)
     assert shown["exposed"] >= shown["a late rank"]
-
-
-def test_bytes_that_were_really_sent_are_added_up() -> None:
-    assert [sent(*num_bytes).sent_bytes for num_bytes in ((8100, 4200), (4050, 2100))] == [12_300, 6150]
 
 
 def test_gathers_have_a_table() -> None:
@@ -167,20 +151,6 @@ def test_what_began_before_the_forward_is_inside_the_picture(monkeypatch: pytest
         True,
         ["136 ms", "82% hidden", "133 ms", "86% hidden"],  # the slowest is on top
     )
-
-
-def test_gathers_have_a_color_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    legends = [drawn({"way": trace}, monkeypatch).axes[0].get_legend() for trace in (OVERLAPPED, SHARDED)]
-    of_plain, of_sharded = ([text.get_text() for text in legend.get_texts()] for legend in legends if legend is not None)
-    assert (of_plain, of_sharded) == (
-        ["forward", "backward", "waiting for the network", "optimizer", "gradients sent"],
-        [*of_plain, "parameters gathered"],
-    )
-
-
-def test_waits_too_short_to_be_seen_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    more = Trace(rank=0, step=0, events=(*SHARDED.events, Event(lane="compute", kind="wait", start_us=20_000, stop_us=20_010)))
-    assert [len(drawn({"way": trace}, monkeypatch).axes[0].collections) for trace in (SHARDED, more)] == [8, 8]
 
 
 def test_a_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.schedules import schedule_from_text
 from support.strategies import lowerings, plans
 from undertow.plan import Plan
 from undertow.schedule import (
@@ -19,20 +17,10 @@ from undertow.schedule import (
     OpKind,
     Releases,
     Schedule,
-    lower_accumulation,
     lower_data_parallel,
 )
 from undertow.schedule.op import EXTERNAL
 
-FILLS_BACKWARDS = """
-id  lane     kind  bucket  reads     writes    after
-00  compute  fill  b1      -         grad[b1]  -
-01  compute  fill  b0      -         grad[b0]  -
-02  compute  pack  b0      grad[b0]  grad[b0]  01
-03  compute  pack  b1      grad[b1]  grad[b1]  00
-04  compute  end   *       -         -         00 01
-05  compute  join  *       -         -         04
-"""
 BY_BUCKET = lower_data_parallel(3)
 WHOLE = [(1, 0), (2,), (3,)]  # parameters of each bucket
 ALL_LEAVE = "end: pack b0, all_reduce b0, pack b1, all_reduce b1, pack b2, all_reduce b2"
@@ -119,55 +107,10 @@ def after(tracker: Tracker, event: str) -> str:
             id="the end of backward releases what never filled and the last bucket, the join binds",
         ),
         pytest.param(
-            lower_data_parallel(3, overlap=False),
-            WHOLE,
-            ["0:", "1:", "2:", "3:", "reset:", ALL_LEAVE],
-            id="without overlap every bucket leaves as soon as it is packed at the end",
-        ),
-        pytest.param(
-            lower_accumulation(3),
-            WHOLE,
-            ["2: pack b1, bind b1", "end: pack b0, bind b0, pack b2, bind b2", "join:"],
-            id="an accumulation packs and binds each bucket when it is full",
-        ),
-        pytest.param(
-            BY_BUCKET,
-            WHOLE,
-            [
-                "join:",
-                "join:",
-                "2: pack b1",
-                "end: pack b0, all_reduce b0, all_reduce b1, pack b2, all_reduce b2, bind b0, bind b1, bind b2",
-            ],
-            id="joining early and often binds nothing that has not left",
-        ),
-        pytest.param(
-            schedule_from_text(FILLS_BACKWARDS), [(0,), (1,)], ["1: pack b1"], id="a schedule may name the fills in any order"
-        ),
-        pytest.param(
             BY_BUCKET,
             WHOLE,
             [*AFTER_REPEATS, "0:", "missing: 1 | 2 | 3", "arrived: 0", "1:", "0: pack b0, all_reduce b0", "repeats: False"],
             id="after learning a bucket waits for the repeats of its parameters",
-        ),
-        pytest.param(
-            BY_BUCKET,
-            WHOLE,
-            [
-                *AFTER_REPEATS,
-                "0:",
-                "1:",
-                "2: pack b1",
-                "3:",
-                "end: pack b0, all_reduce b0, all_reduce b1, pack b2, all_reduce b2",
-            ],
-            id="repeats that do not come again leave the bucket to the end of backward",
-        ),
-        pytest.param(
-            BY_BUCKET,
-            WHOLE,
-            [*AFTER_REPEATS, "0:", "1:", "learn:", "reset:", "0:", "1: pack b0, all_reduce b0"],
-            id="learning from a round without repeats forgets them",
         ),
         pytest.param(
             BY_BUCKET,
@@ -305,12 +248,6 @@ CALLS: dict[str, Callable[..., Any]] = {
             ["each:", "reset:", "2: first in 7, p2, b1", "1: p1", "0: p0, b0", "state: arrived [0, 1, 2], repeats False"],
             id="noted before its bucket is full",
         ),
-        pytest.param([(0,), (1,)], ["each:", "0: first in 7, p0, b0", "reset:", "1: p1, b1"], id="told of in each round"),
-        pytest.param(
-            [(0,), (1,)],
-            ["each:", "reset:", "0: first in 7, p0, b0", "none:", "1: b1", "reset:", "0: b0"],
-            id="nobody wants to know any more",
-        ),
         pytest.param(
             [(0, 1)],
             ["each:", "reset:", "0: first in 7, p0", "0: p0", "note 1:", "state: arrived [0, 1], repeats True"],
@@ -321,7 +258,6 @@ CALLS: dict[str, Callable[..., Any]] = {
             ["each:", "reset:", "0: first in 7, p0, b0", "0: p0", "learn_repeats:", "reset:", "0: p0", "0: p0, b0"],
             id="told of each expected repeat",
         ),
-        pytest.param([(0, 1)], ["each:", "reset:", "regroup 0 1:", "1: first in 7, p1, b1"], id="noted in other buckets"),
         pytest.param(
             [(0, 1)],
             ["regroup 0 1:", "0: first in 7, b0", "1: b1", "regroup 1 0:", "0: b1", "1: b0"],
@@ -334,11 +270,6 @@ CALLS: dict[str, Callable[..., Any]] = {
                 *("enter 7:", "0: first in 7", "1:", "forget_traversal:", "1: first in 7", "0:"),
             ],
             id="a traversal is told of at the first arrival of a bucket, and when it is full",
-        ),
-        pytest.param(
-            [(0, 1)],
-            ["0: first in 7", "1: b0", "forget_traversal:", "0: first in 7", "1:"],
-            id="a forgotten traversal is told again",
         ),
     ],
 )
@@ -353,18 +284,6 @@ def test_a_round_may_be_reset_when_its_first_gradient_is_told() -> None:
     arrivals.note([1])
     arrivals.arrive(0)
     assert (arrivals.arrived, arrivals.missing(0)) == ({0}, {1})
-
-
-def test_repeats_before_the_last_gradient_are_counted_once() -> None:
-    # As in a cell under reentrant checkpoints whose embedding comes last: every arrival but the first looks.
-    full: list[int] = []
-    arrivals = arrivals_of([(0, 1)], 2, on_full=full.append)
-    counted, update = [], arrivals.buckets[0].known.update
-    with mock.patch.object(arrivals.buckets[0].known, "update", lambda ids: update(counted.append(it) or it for it in ids)):
-        for _ in range(1000):
-            arrivals.arrive(0)
-        arrivals.arrive(1)
-    assert (full, len(counted)) == ([0], 1001)
 
 
 def test_what_a_hook_of_the_users_returns_is_no_parameter() -> None:
@@ -394,13 +313,3 @@ def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
         threads.submit(arrive_elsewhere)
         arrivals.arrive(0)
     assert full == [0, 1]
-
-
-def test_rounds_in_other_orders_are_followed_as_the_first_one() -> None:
-    releases = Releases(lower_data_parallel(40))
-    for order in (range(40), range(40), [*range(20), *reversed(range(20, 40))]):
-        releases.reset()
-        ops = [op for bucket in order for op in releases.happen(releases.fills[bucket])]
-        ops += [*releases.happen(releases.end), *releases.happen(releases.join)]
-        assert [op.bucket for op in ops if op.kind is OpKind.ALL_REDUCE] == [*range(40)]
-        assert len(ops) == 3 * 40

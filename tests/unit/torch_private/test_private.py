@@ -62,19 +62,6 @@ def test_a_callback_queued_from_a_callback_runs_after_those_already_queued() -> 
     assert order == ["launch a", "launch b", None, "wait a", "wait b"]
 
 
-def test_the_largest_of_each_keeps_what_is_not_finite() -> None:
-    huge = torch.finfo(torch.float32).max
-    tensors = [torch.tensor(values) for values in ([1.0, -3.0], [huge, huge], [[1.0], [torch.inf]], [torch.nan, 1.0])]
-    assert [float(it) for each in (tensors, [torch.tensor([3 + 4j])]) for it in private.largest_of_each(each)] == pytest.approx(
-        [3.0, huge, torch.inf, torch.nan, 5.0], rel=0, nan_ok=True
-    )
-
-
-def test_elements_share_memory_in_an_expanded_tensor_only() -> None:
-    tensors = [torch.zeros(3).expand(2, 3), torch.zeros(3).expand(1, -1), torch.zeros(2, 3).t(), torch.zeros(0)]
-    assert list(map(private.has_shared_elements, tensors)) == [True, False, False, False]
-
-
 def test_an_untraced_function_is_called_as_it_is() -> None:
     seen: list[bool] = []
 
@@ -85,24 +72,6 @@ def test_an_untraced_function_is_called_as_it_is() -> None:
 
     compiled = torch.compile(lambda x: look(x) * 2, backend="eager")
     assert ([compiled(torch.ones(1)).item() for _ in range(3)], seen) == ([4.0] * 3, [False] * 3)
-
-
-def test_a_hook_that_is_left_alone_is_not_compiled_with_the_backward_that_calls_it() -> None:
-    from torch._dynamo.convert_frame import input_codes
-
-    @private.left_alone
-    def look(_param: torch.Tensor) -> None:
-        called()
-
-    def called() -> None:
-        seen.append(torch.compiler.is_compiling())
-
-    seen: list[bool] = []
-    param = ones(1)
-    param.register_post_accumulate_grad_hook(look)
-    torch.compile(lambda: torch.autograd.backward(param * 2), backend="eager")()
-    compiled = {code for ref in input_codes.seen if (code := ref()) is not None}
-    assert (seen, compiled & {look.__code__, called.__code__}) == ([False], set())
 
 
 def test_the_hooks_of_gradients_are_not_compiled_with_the_backward_that_calls_them() -> None:
@@ -144,12 +113,6 @@ def test_arguments_of_a_forward_keep_their_structure_when_they_are_moved() -> No
         len(inputs),
         list(kwargs),
     ) == (("meta",) * 3, 3, "text", 3, ["a"])
-
-
-@pytest.mark.parametrize(("inputs", "kwargs"), [((), {}), ((torch.ones(1),), {}), ((), {"x": torch.ones(1)})])
-def test_arguments_of_a_forward_may_be_missing(inputs: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
-    moved, moved_kwargs = private.moved_to_device(inputs, kwargs, torch.device("meta"))
-    assert ([x.device.type for x in moved], list(moved_kwargs)) == (["meta"] * len(inputs), list(kwargs))
 
 
 @pytest.mark.parametrize(
@@ -207,13 +170,6 @@ def test_scaled_gradients_are_scaled_before_each_addition_and_not_where_nothing_
     handle.remove()
     (3 * param).sum().backward()
     assert (param.grad.tolist(), private.accumulating_node(param)) == ([7.0, 7.0], node)
-
-
-def test_rows_of_a_table_are_scaled() -> None:
-    table = nn.Embedding(2, 1, sparse=True)
-    _alive = private.scale_gradients(table.weight, 0.5)
-    table(torch.tensor([1, 1])).sum().backward()
-    assert table.weight.grad.to_dense().tolist() == [[0.0], [1.0]]
 
 
 def test_an_optimizer_steps_without_the_hooks_of_all_and_with_its_own() -> None:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from support.cli import Undertow
 from support.records import GATHERS, record, row, two_buckets
 from undertow.errors import ConfigError
 from undertow.trace import StepRecord
-from undertow.trace.files import merge, path_of_rank, trace_text, write_whole
+from undertow.trace.files import merge, path_of_rank, trace_text
 
 START_NS = 1_700_000_000_000_000_000
 
@@ -101,16 +100,6 @@ def test_a_predicted_step_lies_beside_the_last_measured_one() -> None:
     assert (trace["undertow_trace"]["prediction"], trace_of()["undertow_trace"]["prediction"]) == ("a note", "a note")
 
 
-def test_four_ranks_fifty_steps_and_twenty_buckets_are_a_small_file(tmp_path: Path) -> None:
-    many = tuple(row(index % 2, 1_000.0 * index, 1_000.0 * index + 900, (6e4 + index, 6e4 + index + 0.5)) for index in range(20))
-    for rank in range(4):
-        records = [record(step=step, buckets=many) for step in range(50)]
-        text = text_of(records, record(buckets=many), rank=rank, ranks=(0, 1, 2, 3))
-        (tmp_path / f"t-rank{rank}.json").write_text(text)
-    merge(tmp_path, tmp_path / "out.json")
-    assert (tmp_path / "out.json").stat().st_size < 20e6  # uncompressed
-
-
 def saved(folder: Path, trace: dict[str, Any], name: str = "trace-rank{}.json.gz") -> Path:
     path = folder / name.format(trace["undertow_trace"]["rank"])
     path.write_bytes(gzip.compress(json.dumps(trace).encode()))
@@ -154,14 +143,6 @@ def test_models_of_a_rank_keep_their_distance_and_ranks_are_aligned_by_the_same_
     names = {it["pid"]: it["args"]["name"] for it in merged["traceEvents"] if it["name"] == "process_name"}
     begins = {names[it["pid"]]: it["ts"] for it in merged["traceEvents"] if it["name"] == "step 0"}
     assert begins == {"rank 0": 0.0, "rank 0, model 2": 1e6, "rank 1": 0.0, "rank 1, model 2": 1e6}
-
-
-def test_without_a_common_step_the_hosts_clocks_count(tmp_path: Path) -> None:
-    saved(tmp_path, trace_of(record()))
-    saved(tmp_path, trace_of(record(step=9), rank=1, began_ns=START_NS + 10**9))
-    merge(tmp_path, tmp_path / "all.json")
-    steps = [(it["ts"], it["name"]) for it in json.loads((tmp_path / "all.json").read_text())["traceEvents"] if it["ph"] == "X"]
-    assert [it for it in steps if it[1].startswith("step")] == [(0.0, "step 0"), (1e6, "step 9")]
 
 
 @pytest.fixture
@@ -236,30 +217,6 @@ def test_what_cannot_be_merged_is_said_in_three_parts(damage: Callable[[Path], N
     text = "\n  ".join(WRONG[damage]).format(folder=folder)
     assert undertow(f"trace {folder}") == (2, "", f"Error: {text}\n")
     assert not folder.with_name("traces.json.gz").exists()
-
-
-@pytest.mark.parametrize("out", ["file/x.json", "/dev/full/x.json", "traces"])
-def test_a_place_that_cannot_be_written_is_an_error(out: str, folder: Path, undertow: Undertow) -> None:
-    (folder.parent / "file").write_text("")
-    found = undertow(f"trace {folder} --out {folder.parent / out}")
-    assert (found.code, found.err.count("\n")) == (2, 3)
-    assert f"'{folder.parent / out}' cannot be written: " in found.err
-    assert found.err.endswith("  Name a folder with space to write.\n")
-
-
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "it.json"
-    path.write_text("earlier")
-
-    def full(partial: Path, content: bytes) -> None:
-        with partial.open("wb") as file:
-            file.write(content[:2])
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(ConfigError, match=r"cannot be written: No space left on device.\n  here\n  Name"):
-        write_whole(path, b"content", where="here")
-    assert ([it.name for it in tmp_path.iterdir()], path.read_text()) == (["it.json"], "earlier")
 
 
 def test_the_rank_is_part_of_the_name() -> None:

@@ -60,11 +60,6 @@ PLAIN, SHARDED, ALONE = report(record()), report(record(gathers=GATHERS)), repor
             id="gathers are communication and have figures of their own",
         ),
         pytest.param(
-            PLAIN,
-            {"gathers": (), "gather_ms": 0.0},
-            id="without a sharded optimizer there are no gathers",
-        ),
-        pytest.param(
             report(*(record(step=step, step_us=100_000 + us) for step, us in enumerate((0, 4_000, 90_000)))),
             {"step": 1, "step_ms": 104.0, "step_p50_ms": 104.0, "step_p95_ms": 190.0, "num_steps": 3},
             id="times are of the step that is nearest to the medians",
@@ -86,7 +81,6 @@ PLAIN, SHARDED, ALONE = report(record()), report(record(gathers=GATHERS)), repor
             {"processors_ms": 1.0, "exposed_ms": 0.0},
             id="packing takes processors",
         ),
-        pytest.param(report(record(cpu_us=12_000)), {"processors_ms": 12.0}, id="so do copies and additions in the waits"),
         pytest.param(
             report(record(busy_ms=(50.0, 65.0))),
             {"late_rank_ms": 15.0, "slowest_rank": 1},
@@ -128,13 +122,10 @@ def test_the_worst_bucket_is_the_one_waited_for_longest(found: StepReport, index
 @pytest.mark.parametrize(
     ("rows", "wires"),
     [
-        ([(30, 50), (35, 80)], [((30, 50), 20), (((50, 80)), 30)]),
-        ([(30, 95), (60, 80)], [((30, 95), 45), ((60, 80), 20)]),
-        ([(30, 95), (40, 95)], [((30, 95), 65), ((95, 95), 0)]),
         ([(0, 80), (10, 100), (20, 50), (30, 60)], [((0, 80), 40), ((80, 100), 20), ((20, 50), 30), ((50, 60), 10)]),
         ([(51, 50)], [((50, 50), 0)]),
     ],
-    ids=["one that queued", "one that overtook another", "two that ended together", "all of these", "a clock that jumped"],
+    ids=["all of these", "a clock that jumped"],
 )
 def test_the_link_works_on_the_bucket_that_ends_first(rows: list[tuple[int, int]], wires: list[tuple[Any, int]]) -> None:
     assert wires_of([row(0, launched, done, (0, 0)) for launched, done in rows]) == wires
@@ -149,13 +140,6 @@ def test_times_on_the_link_add_up_however_buckets_end(drawn: list[tuple[int, int
     assert all(0 <= wire <= stop - at for (at, stop), wire in wires)
     pairs = [(one, two) for (one, _), (two, _) in combinations(sorted(wires), 2)]
     assert all(one[1] <= two[0] or two[1] <= one[1] or one[0] == two[0] for one, two in pairs)
-
-
-def test_a_bucket_that_overtakes_another_has_time_in_the_table_and_a_bar_in_the_picture() -> None:
-    rows = row(0, 30_000, 95_000, (60_000, 95_000)), row(1, 60_000, 80_000, (95_000, 95_000))
-    found = report(record(buckets=rows))
-    assert ([it.wire_ms for it in found.buckets], found.communication_ms, found.limit_ms) == ([45, 20], 65, 95)
-    assert [(it.bucket, it.duration_us) for it in found.events if it.lane == "comm.dp"] == [(0, 65_000), (1, 20_000)]
 
 
 def test_to_dict_is_plain_enough_for_json() -> None:
@@ -177,112 +161,76 @@ def six(**changes: Any) -> StepReport:
     return report(*(record(step=step, **changes) for step in range(6)))
 
 
-@pytest.mark.parametrize(
-    ("found", "advice"),
-    [
-        (report(), "No step is recorded yet: run a training step, and leave record on."),
-        (ALONE, "Nothing is sent, so nothing is waited for: all gradients stay where they are."),
-        (PLAIN, "Too few steps to judge: 1 under this plan. Ask again after ten."),
-        (
-            six(step_us=1e6),
-            "Well hidden: the step waits for communication in 2.0% of its time. There is nothing to do.",
-        ),
-        (
-            six(buckets=(row(0, 59_000, 60_800, (60_000, 60_800)),), step_us=2_000, cpu_us=700),
-            "Too small to judge: the step waits 0.80 ms for communication, and waits below 1 ms depend on what else the "
-            "processors do.",
-        ),
-        (
-            report(*SIX),
-            "75% of the exposed time is waiting for rank 1: look at its input pipeline, and at what else runs on its machine.",
-        ),
-        (
-            six(cpu_us=12_000),
-            "Processors are the limit: packing, copying and adding gradients take 12.0 ms of a step of 100.0 ms. "
-            "Leave a core to each rank's communication, or use fewer compute threads.",
-        ),
-        (
-            replace(six(cpu_us=12_000), num_threads=1),
-            "Processors are the limit: packing, copying and adding gradients take 12.0 ms of a step of 100.0 ms. "
-            "Leave a core to each rank's communication, or use fewer ranks on this machine.",
-        ),
-        (
-            replace(ONE_BUCKET, why_fixed="bucket_cap_mb=25 was asked for"),
-            "100% of the exposed time is for bucket 0, which holds 100% of the gradients and is full late in backward. The plan "
-            "follows no measurements (bucket_cap_mb=25 was asked for): let it be planned, or choose smaller buckets.",
-        ),
-        (
-            ONE_BUCKET,
-            "Gradients leave as soon as these buckets are full, and the last of 1 is full when backward ends: explain() gives "
-            "the reasons for these buckets.",
-        ),
-        (
-            summarize([record(step=step) for step in range(6)], EMBEDDING, rank=0),
-            "100% of the exposed time is for the last bucket: the gradient of the embedding wte.weight (0.0 MB) is ready only "
-            'when backward ends, tied to the output layer or not: halve it with SyncConfig(wire_dtype="bfloat16").',
-        ),
-        (
-            report(*(record(step=step, busy_ms=(50.0, 65.0 - 30 * (step % 2))) for step in range(6))),
-            "75% of the exposed time is waiting for a late rank, which is another one from step to step: give ranks equal work, "
-            "such as batches of equal length, and look at what else runs on their machines.",
-        ),
-        (
-            six(buckets=CROWDED),
-            "The network is the limit: communication of gradients takes 50.0 ms, longer than the 40.0 ms of backward: simulate "
-            'another link with undertow simulate, or send less with SyncConfig(wire_dtype="bfloat16").',
-        ),
-        (
-            six(buckets=tuple(replace(it, num_bytes=it.num_bytes // 2) for it in CROWDED)),
-            "The network is the limit: communication of gradients takes 50.0 ms, longer than the 40.0 ms of backward: simulate "
-            "another link with undertow simulate.",
-        ),
-        (
-            six(buckets=CROWDED, busy_ms=(50.0, 55.0)),
-            "The network is the limit: communication of gradients takes 50.0 ms, 5.0 ms of it for a late rank, longer than the "
-            "40.0 ms of backward: simulate another link with undertow simulate, or send less with "
-            'SyncConfig(wire_dtype="bfloat16").',
-        ),
-        (
-            six(
-                buckets=(CROWDED[0], row(1, 60_000, 78_000, (60_000, 78_000))),
-                busy_ms=(50.0, 58.5),
-            ),
-            "Gradients leave as soon as these buckets are full, and the last of 2 is full when backward ends: explain() gives "
-            'the reasons for these buckets, or send less with SyncConfig(wire_dtype="bfloat16").',
-        ),
-        (
-            six(buckets=tuple(replace(it, num_bytes=0) for it in record().buckets)),  # a hook sends them as it likes
-            "Gradients leave as soon as these buckets are full, and the last of 2 is full when backward ends: explain() gives "
-            "the reasons for these buckets.",
-        ),
-        (
-            six(buckets=(row(0, 60_000, 70_000, (60_000, 70_000), ready_us=30_000), row(1, 60_000, 80_000, (70_000, 80_000)))),
-            "Gradients are synchronized 1.14 times as late as these buckets allow: explain() gives the reasons for this plan.",
-        ),
-        (
-            six(buckets=(), gathers=GATHERS),
-            "The step waits for parameters: let more of the forward run before it reads the first of them.",
-        ),
-    ],
-    ids=[
-        *(
-            "no steps",
-            "one rank",
-            "too few steps",
-            "well hidden",
-            "too small",
-            "a late rank",
-            "processors",
-            "processors of one thread",
-            "a bucket that a setting fixes",
-            "one planned bucket",
-            "an embedding",
-        ),
-        *("a late rank, now one and now another", "the network", "a network that is sent less already"),
-        *("a network and a late rank", "a late rank and not the network"),
-        *("a last bucket that is full when backward ends", "another plan", "parameters"),
-    ],
-)
+ADVICE: dict[str, tuple[StepReport, str]] = {
+    "no steps": (report(), "No step is recorded yet: run a training step, and leave record on."),
+    "one rank": (ALONE, "Nothing is sent, so nothing is waited for: all gradients stay where they are."),
+    "too few steps": (PLAIN, "Too few steps to judge: 1 under this plan. Ask again after ten."),
+    "well hidden": (
+        six(step_us=1e6),
+        "Well hidden: the step waits for communication in 2.0% of its time. There is nothing to do.",
+    ),
+    "too small": (
+        six(buckets=(row(0, 59_000, 60_800, (60_000, 60_800)),), step_us=2_000, cpu_us=700),
+        "Too small to judge: the step waits 0.80 ms for communication, and waits below 1 ms depend on what else the "
+        "processors do.",
+    ),
+    "a late rank": (
+        report(*SIX),
+        "75% of the exposed time is waiting for rank 1: look at its input pipeline, and at what else runs on its machine.",
+    ),
+    "processors": (
+        six(cpu_us=12_000),
+        "Processors are the limit: packing, copying and adding gradients take 12.0 ms of a step of 100.0 ms. "
+        "Leave a core to each rank's communication, or use fewer compute threads.",
+    ),
+    "processors of one thread": (
+        replace(six(cpu_us=12_000), num_threads=1),
+        "Processors are the limit: packing, copying and adding gradients take 12.0 ms of a step of 100.0 ms. "
+        "Leave a core to each rank's communication, or use fewer ranks on this machine.",
+    ),
+    "a bucket that a setting fixes": (
+        replace(ONE_BUCKET, why_fixed="bucket_cap_mb=25 was asked for"),
+        "100% of the exposed time is for bucket 0, which holds 100% of the gradients and is full late in backward. The plan "
+        "follows no measurements (bucket_cap_mb=25 was asked for): let it be planned, or choose smaller buckets.",
+    ),
+    "one planned bucket": (
+        ONE_BUCKET,
+        "Gradients leave as soon as these buckets are full, and the last of 1 is full when backward ends: explain() gives "
+        "the reasons for these buckets.",
+    ),
+    "an embedding": (
+        summarize([record(step=step) for step in range(6)], EMBEDDING, rank=0),
+        "100% of the exposed time is for the last bucket: the gradient of the embedding wte.weight (0.0 MB) is ready only "
+        'when backward ends, tied to the output layer or not: halve it with SyncConfig(wire_dtype="bfloat16").',
+    ),
+    "a late rank, now one and now another": (
+        report(*(record(step=step, busy_ms=(50.0, 65.0 - 30 * (step % 2))) for step in range(6))),
+        "75% of the exposed time is waiting for a late rank, which is another one from step to step: give ranks equal work, "
+        "such as batches of equal length, and look at what else runs on their machines.",
+    ),
+    "the network": (
+        six(buckets=CROWDED),
+        "The network is the limit: communication of gradients takes 50.0 ms, longer than the 40.0 ms of backward: simulate "
+        'another link with undertow simulate, or send less with SyncConfig(wire_dtype="bfloat16").',
+    ),
+    "a network and a late rank": (
+        six(buckets=CROWDED, busy_ms=(50.0, 55.0)),
+        "The network is the limit: communication of gradients takes 50.0 ms, 5.0 ms of it for a late rank, longer than the "
+        "40.0 ms of backward: simulate another link with undertow simulate, or send less with "
+        'SyncConfig(wire_dtype="bfloat16").',
+    ),
+    "another plan": (
+        six(buckets=(row(0, 60_000, 70_000, (60_000, 70_000), ready_us=30_000), row(1, 60_000, 80_000, (70_000, 80_000)))),
+        "Gradients are synchronized 1.14 times as late as these buckets allow: explain() gives the reasons for this plan.",
+    ),
+    "parameters": (
+        six(buckets=(), gathers=GATHERS),
+        "The step waits for parameters: let more of the forward run before it reads the first of them.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("found", "advice"), ADVICE.values(), ids=ADVICE)
 def test_advice_is_one_sentence_from_the_figures(found: StepReport, advice: str) -> None:
     assert found.advice == advice
 
@@ -291,14 +239,9 @@ def test_advice_is_one_sentence_from_the_figures(found: StepReport, advice: str)
     ("found", "verdict"),
     [
         (six(step_us=1e6), "excellent"),
-        (six(step_us=9.9e5), "good"),
         (six(step_us=2e5), "good"),
-        (six(step_us=1.99e5), "poor"),
-        (six(buckets=(row(0, 59_000, 60_999, (60_000, 60_999)),), step_us=5e3), ""),
         (six(buckets=(row(0, 59_000, 61_000, (60_000, 61_000)),), step_us=5e3), "poor"),
-        (six(buckets=(row(0, 59_000, 60_800, (60_000, 60_800)),)), "excellent"),
         (PLAIN, ""),
-        (ALONE, ""),
         (report(), ""),
     ],
 )
@@ -307,21 +250,11 @@ def test_a_verdict_is_of_the_exposed_share_if_there_is_enough_to_judge(found: St
     assert (f"hidden; {verdict}: " in str(found)) == bool(verdict)
 
 
-def test_nothing_is_shown_as_less_than_nothing() -> None:
-    buckets = tuple(replace(it, launched_ms=-0.01, ready_ms=-0.0) for it in PLAIN.buckets)
-    assert "-0.0" not in str(replace(six(step_us=1e6), buckets=buckets, exposed_ms=-1e-9))
-
-
 def test_scalars_are_flat_floats() -> None:
     found = report(*SIX).scalars()
     assert {type(value) for value in found.values()} == {float}
     some = ("step_ms", "exposed_ms", "overlap", "limit_ms", "slowest_rank", "late_rank_ms", "buckets", "sent_mb")
     assert [found[f"undertow/{name}"] for name in some] == [100.0, 20.0, 0.5, 80.0, 1.0, 15.0, 2.0, 0.012]
-
-
-def test_scalars_that_do_not_exist_are_left_out() -> None:
-    assert report().scalars() == {}
-    assert not {"undertow/overlap", "undertow/slowest_rank"} & ALONE.scalars().keys()
 
 
 def test_a_saved_report_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,32 +275,6 @@ def test_a_saved_report_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Path, "write_bytes", full)
     assert "No space left on device" in refusal(lambda: PLAIN.save(tmp_path / "it.json"))
     assert [(path.name, path.read_text() == before) for path in tmp_path.iterdir()] == [("it.json", True)]
-
-
-def test_the_trace_holds_the_lanes_of_the_step() -> None:
-    trace = record().trace()
-    assert [(event.kind, event.start_us, event.stop_us) for event in trace.on_lane("compute")] == [
-        ("forward", 0, 20_000),
-        ("backward", 20_000, 60_000),
-        ("wait", 60_000, 60_000),
-        ("wait", 60_000, 80_000),
-        ("optimizer", 80_000, 100_000),
-    ]
-    assert [event.num_bytes for event in trace.communication] == [8000, 4000]
-
-
-def test_gathers_begin_before_the_step_in_its_trace() -> None:
-    trace = record(gathers=GATHERS).trace()
-    assert [(event.kind, event.bucket, event.start_us, event.stop_us) for event in trace.communication] == [
-        ("all_gather", 1, -10_000, 5_000),
-        ("all_gather", 0, 5_000, 10_000),
-        ("all_reduce", 0, 30_000, 50_000),
-        ("all_reduce", 1, 60_000, 80_000),
-    ]
-    assert [(event.bucket, event.start_us, event.stop_us) for event in trace.on_lane("compute") if event.kind == "wait"][:2] == [
-        (1, 0, 5_000),
-        (0, 12_000, 12_000),
-    ]
 
 
 # Whole microseconds, so that sums are exact.
@@ -417,27 +324,6 @@ def test_union_is_the_number_of_microseconds_under_any_interval(spans: list[tupl
 )
 def test_overlap(overlap: Overlap, expected: tuple[float | None, ...]) -> None:
     assert (overlap.total_us, overlap.exposed_us, overlap.fraction) == expected
-
-
-@pytest.mark.parametrize(
-    ("step", "duration_us"),
-    [
-        (STEP, 150),
-        (OVERLAP_SHARDED, 50),
-        (trace(("compute", "optimizer", -20, -5), ("compute", "backward", 0, 100)), 120),
-        (trace(), 0),
-    ],
-)
-def test_a_step_lasts_as_long_as_its_compute_lane(step: Trace, duration_us: float) -> None:
-    assert step.duration_us == duration_us
-
-
-def test_events_of_a_lane_and_of_all_communication() -> None:
-    assert (
-        [event.start_us for event in STEP.on_lane("compute")],
-        STEP.communication,
-        [event.duration_us for event in STEP.communication],
-    ) == ([0, 100, 125, 130], STEP.on_lane("comm.dp"), [40, 40, 30])
 
 
 @given(st.lists(st.tuples(TIMES, TIMES), max_size=12))
@@ -492,11 +378,6 @@ LENGTHS, STALLS = (1, 2, 3, 5), [queued(SIZES[: 1 + at % 5]) for at in range(19)
     ("steps", "sizes"),
     [
         pytest.param([alone(SIZES)], SIZES, id="with pauses between them"),
-        pytest.param(
-            [queued(SIZES[:length]) for length in LENGTHS],
-            [size for length in LENGTHS for size in SIZES[:length]],
-            id="queues of several lengths",
-        ),
         # How long the link was busy says nothing of latency there: when each was through does.
         pytest.param([queued(SIZES)] * 5, SIZES * 5, id="the same queue in every step"),
         pytest.param(
@@ -514,8 +395,6 @@ LENGTHS, STALLS = (1, 2, 3, 5), [queued(SIZES[: 1 + at % 5]) for at in range(19)
             id="launched while others are under way",
         ),
         pytest.param([queued([0, 0]), queued([0, 1000, 0]), queued([0])], (0, 0, 0, 1000, 0, 0), id="without bytes the latency"),
-        pytest.param([[], []], (), id="nothing sent"),
-        pytest.param([], (), id="no steps"),
     ],
 )
 def test_what_each_costs_is_found(steps: list[list[Transfer]], sizes: Sequence[int]) -> None:
@@ -529,18 +408,6 @@ def test_two_that_share_the_link_which_makes_each_longer_cost_what_they_do_alone
     assert samples[:2] == tuple((size, pytest.approx(cost_us(int(size)), rel=3e-3)) for size in (SIZES[1], SIZES[3]))
 
 
-@pytest.mark.parametrize(
-    ("steps", "samples"),
-    [
-        ([transfer(1000, 5.0, 45.0)], ((1000.0, 40.0),)),
-        ([transfer(10, 0.0, 30.0), transfer(1000, 30.0, 31.0)], ((10.0, 30.0), (1000.0, 1.0))),
-    ],
-    ids=["one is a sample by itself", "one that begins where another ends is not with it"],
-)
-def test_samples_of_one_step(steps: list[Transfer], samples: tuple[tuple[float, float], ...]) -> None:
-    assert cost_samples([steps]) == tuple((size, pytest.approx(time)) for size, time in samples)
-
-
 def test_queues_that_are_almost_the_same_in_every_step_give_what_each_costs() -> None:
     # One step of five had a pause, and all were 2 % longer or shorter: the latency must not drown in that.
     times = np.random.default_rng(7).uniform(0.98, 1.02, size=5)
@@ -549,20 +416,6 @@ def test_queues_that_are_almost_the_same_in_every_step_give_what_each_costs() ->
     line = curve_from_samples(cost_samples(steps)).us([0, 1_000_000])
     # Sizes range over a factor of 100: the smallest costs 1.4 latencies, and its time is within 2 %, as are all others.
     assert line == pytest.approx([LATENCY_US, cost_us(1_000_000)], rel=0.05)
-
-
-def test_costs_without_a_latency_leave_something_to_one_without_bytes() -> None:
-    # A curve takes no time of zero, and training must not end over one.
-    samples = cost_samples([[transfer(1000, 0.0, 10.0), transfer(0, 0.0, 10.0)], [transfer(3000, 0.0, 30.0)]])
-    assert all(time > 0 for _, time in samples)
-    assert curve_from_samples(samples).us(1000) == pytest.approx(10.0, rel=1e-3)
-
-
-def test_a_link_too_fast_for_the_clock_still_gives_a_curve() -> None:
-    assert (
-        curve_from_samples(cost_samples([[transfer(1000, 5.0, 5.0), transfer(0, 6.0, 6.0), transfer(2000, 9.0, 8.9)]])).us(2000)
-        < 1.0
-    )
 
 
 times = st.floats(0, 1e6, allow_nan=False)
