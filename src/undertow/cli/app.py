@@ -101,7 +101,9 @@ def undertow(
 def demo(  # one argument per option
     nproc: Annotated[
         int,
-        typer.Option(help="Ranks to start on this machine, 1 to 16; each computes on one core."),
+        typer.Option(
+            min=1, max=16, help="Ranks to start on this machine; each computes on one core."
+        ),
     ] = 2,
     link: Annotated[
         str,
@@ -109,7 +111,9 @@ def demo(  # one argument per option
             help='Network to emulate: a rate such as "1gbit", "2.5gbit", "200mbit", or "none".'
         ),
     ] = "1gbit",
-    steps: Annotated[int, typer.Option(help="Measured steps per way, after ten to warm up.")] = 8,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Measured steps per way, after ten to warm up.")
+    ] = 8,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     strategy: Annotated[
         str,

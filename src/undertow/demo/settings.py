@@ -32,6 +32,7 @@ WAYS: Mapping[str, str] = {
 }
 OURS = frozenset({"undertow", "zero1", "zero2"})
 GRADIENTS = "gradients are"
+RESULTS = "results"  # the file in which rank 0 leaves them
 COMPARED = (GRADIENTS, "final loss is", "parameters are")
 
 
@@ -46,16 +47,6 @@ class DemoSettings:
     strategy: str = "ddp"  # a strategy with shards is trained as an additional variant
 
     def __post_init__(self) -> None:
-        for option, value, lowest, highest, remedy in (
-            ("--nproc", self.num_ranks, 1, 16, "Two show the most on a small machine."),
-            ("--steps", self.num_steps, 1, 10_000, "Eight are enough for a stable median."),
-        ):
-            require(
-                lowest <= value <= highest,
-                f"{option} must be {lowest} to {highest}, got {value}.",
-                where="undertow demo",
-                remedy=remedy,
-            )
         link_from_text(self.link)
         require(
             strategy_named(self.strategy).crossing is None,
@@ -88,10 +79,6 @@ class WayDone:
     wrong: Collection[str] = ()  # of COMPARED: differs from the first variant's on some rank
     # the library's profile; None for other variants, and after too few steps
     profile: Profile | None = None
-
-
-# from rank 0: a text to print, the figures of a variant's step, or a result
-Message = str | tuple[str, str] | WayDone
 
 
 def load_corpus() -> bytes:
