@@ -12,7 +12,7 @@ from fidelity import bert_large, gpt3, published, resnet50
 from support.project import ROOT
 from undertow.cost import link_from_text
 from undertow.profile import Profile
-from undertow.report.what_if import BAND
+from undertow.report.comparison import BAND
 from undertow.simulate import DEFAULTS, IDEAL, Conditions
 
 PAGE = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")

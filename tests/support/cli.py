@@ -13,11 +13,6 @@ from undertow.schedule import STRATEGIES
 from undertow.simulate import Conditions
 
 EXAMPLE, MIB = ROOT / "examples" / "profiles" / "gpt2.json", 1024 * 1024
-TABLE = """{"params": [
-  {"name": "stem.weight", "shape": [1000, 500], "dtype": "bfloat16"},
-  {"name": "head.weight", "shape": [500, 400], "dtype": "float32"},
-  {"name": "head.bias", "shape": [400], "dtype": "float32"}
-]}"""
 SMALL = Profile(
     name="small",
     params=(spec("stem", MIB), spec("body", 4 * MIB), spec("head.weight", 4 * MIB), spec("head.bias", 1000)),

@@ -79,7 +79,7 @@ class World:
         steps = [self._step(plan) for _ in range(NUM_STEPS)]
         through = np.array([end for end, _, _, _ in steps])
         ready = np.median([ready_us for _, _, _, ready_us in steps], axis=0)
-        low, middle, high = np.quantile(through, [0.25, 0.5, 0.75])
+        middle = np.median(through)
         kind = "reduce_scatter" if self.has_shards else "all_reduce"
         samples = {kind: cost_samples([sent for _, sent, _, _ in steps])}
         if self.has_shards:
@@ -92,7 +92,6 @@ class World:
             update_us=1_000.0,
             num_ranks=self.num_ranks,
             step_us=float(middle) + 1_000.0,
-            spread=float(high - low) / 1.349 / float(middle),
             processors_us=self.processors_us,
             network_us=self.network_us,
         )

@@ -8,10 +8,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from undertow.shown import cell
 from undertow.version import __version__
 
 _PACKAGES = (
@@ -27,17 +23,9 @@ _INTERFACES = Path("/sys/class/net")
 _LONGEST = 200  # characters of a value: UNDERTOW_PLAN may hold a whole plan
 
 
-def show_environment(*, is_json: bool) -> None:
-    """Prints versions, backends, devices, the machine and the variables that matter."""
-    facts = _facts()
-    if is_json:
-        print(json.dumps(facts, indent=2))
-        return
-    table = Table.grid(padding=(0, 2))
-    for name, of in facts.items():
-        for place, (part, value) in enumerate(of.items()):
-            table.add_row("" if place else name, part, cell(str(value)))
-    Console().print(table)
+def show_environment() -> None:
+    """Prints versions, backends, devices, the machine and the variables that matter, as JSON."""
+    print(json.dumps(_facts(), indent=2))
 
 
 def _facts() -> dict[str, dict[str, Any]]:

@@ -101,7 +101,7 @@ def train(settings: DemoSettings) -> list[WayDone]:
     with tempfile.TemporaryDirectory(prefix="undertow-demo-") as folder:
         # Ranks inherit the hold and never see Ctrl-C: this process ends them.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        ranks = start_processes(
+        ranks = start_processes(  # type: ignore[no-untyped-call]
             run_rank, (settings, folder), settings.num_ranks, join=False, start_method="spawn"
         )
         try:

@@ -20,7 +20,6 @@ from undertow.foreign import parsed_json
 from undertow.profile import Profile, profile_from_file
 from undertow.report.what_if import NetworkOptions, WhatIf
 from undertow.schedule import strategy_named
-from undertow.simulate import Conditions
 from undertow.trace import StepReport, overlap_of
 from undertow.trace.files import write_whole
 
@@ -85,14 +84,14 @@ def _links(profile: Profile | None) -> list[dict[str, Any]]:
 
 
 def _link(profile: Profile, rate: str | None) -> dict[str, Any]:
-    what_if = WhatIf.of(profile, None, None, NetworkOptions(link=rate), Conditions())
-    outcome = what_if.outcome(rate or "", what_if.planned)
+    what_if = WhatIf.of(profile, options=NetworkOptions(link=rate))
+    step = what_if.step(rate or "", what_if.planned)
     return {
         "name": "the measured link" if rate is None else rate.replace("gbit", " Gb/s"),
-        "step_ms": outcome.step_us / 1e3,
-        "exposed_ms": overlap_of(outcome.trace).exposed_us / 1e3,
+        "step_ms": step.step_us / 1e3,
+        "exposed_ms": overlap_of(step.trace).exposed_us / 1e3,
         "mb": [bucket.num_bytes / 1e6 for bucket in what_if.planned.buckets],
-        "events": outcome.trace.to_dict()["events"],
+        "events": step.trace.to_dict()["events"],
     }
 
 
@@ -116,16 +115,6 @@ def save_pages(folder: Path, out: Path) -> list[Path]:
     for path, page in pages.items():
         write_whole(path, page.encode(), where=f"undertow report {folder}")
     return [*pages]
-
-
-def json_of_reports(folder: Path) -> str:
-    """Returns the reports of all ranks as JSON: a list by the name of each model's page.
-
-    Raises ConfigError like `save_pages`.
-    """
-    return json.dumps(
-        {f"report{suffix}": reports for suffix, reports in _reports_of(folder).items()}, indent=2
-    )
 
 
 def _reports_of(folder: Path) -> dict[str, list[dict[str, Any]]]:

@@ -1,10 +1,10 @@
 """Explains in words and numbers why the plan was chosen."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from undertow.plan import Candidate, Plan
+from undertow.plan import Candidate, Groups, Plan
 from undertow.profile import Profile
 from undertow.shown import Shown, cell, with_experts
 from undertow.tune.messages import Decision, Outcome
@@ -112,21 +112,21 @@ def explanation(
         predicted_ms=present_us * _MS,
         limit_ms=min(choice.limit_us, present_us) * _MS,
         best_ms=min(present_us, choice.best.finish_us) * _MS,
-        plans=tuple(_row(candidates[groups], plan) for groups in sorted(candidates, key=len)),
+        plans=table_of_choice(candidates.values(), plan.groups),
     )
 
 
-def _row(candidate: Candidate, plan: Plan) -> str:
-    last = (
-        ""
-        if candidate.last_share == 1
-        else (f", the last one {candidate.last_share:g} of the others")
-    )
-    is_present = candidate.groups == plan.groups
-    buckets = _num_buckets_text(len(candidate.groups))
-    return (
-        f"{candidate.finish_us * _MS:.2f} ms: {buckets}{last}{' (this plan)' if is_present else ''}"
-    )
+def table_of_choice(candidates: Iterable[Candidate], present: Groups) -> tuple[str, ...]:
+    """Returns a line for each candidate, fewest buckets first; the present plan is marked."""
+    rows = []
+    for candidate in sorted(candidates, key=lambda candidate: len(candidate.groups)):
+        row = f"{candidate.finish_us * _MS:.2f} ms: {_num_buckets_text(len(candidate.groups))}"
+        if candidate.last_share != 1:
+            row += f", the last one {candidate.last_share:g} of the others"
+        if candidate.groups == present:
+            row += " (this plan)"
+        rows.append(row)
+    return tuple(rows)
 
 
 def _bound_text(it: Profile) -> str:

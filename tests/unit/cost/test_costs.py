@@ -24,7 +24,6 @@ from undertow.cost import (
     costs_for,
     curve_from_samples,
     link_from_text,
-    scaled_curve,
 )
 from undertow.cost.costs import line_through
 
@@ -368,15 +367,6 @@ def test_an_all_reduce_takes_the_ring_or_the_tree_and_nothing_jumps_between_numb
     assert times[62] == pytest.approx(min(ring, 1e6 * (12 * FAST.hop_s + 2 * size / FAST.bytes_per_s)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("to", [4, 8, 63])
-def test_a_measured_curve_over_other_ranks_is_the_formula_over_them(kind: str, to: int) -> None:
-    curve = curve_of(RingCosts(FAST, num_ranks=4, has_trees=False), kind)
-    scaled = scaled_curve(curve, kind, num_ranks=4, to=to, has_trees=False)
-    wanted = RingCosts(FAST, num_ranks=to, has_trees=False).collective_us(kind, NETWORK_SIZES)
-    assert scaled.us(NETWORK_SIZES) == pytest.approx(wanted, rel=1e-6)
-
-
 NO_LINKS = ["", "1", "gbit", "1GB/s", "-1gbit", "1gbitss", "1.gbit", "1pbit", "0gbit", "0.0mbit", "1gbit\n"]
 NO_LATENCIES = ["1gbit,", "1gbit,5", "1gbit,5s", "1gbit,-5us", "1gbit,us", "5us", "0gbit,5us", "none,5us"]
 NETWORK_REFUSALS: dict[str, tuple[Call, str]] = {
@@ -417,14 +407,6 @@ NETWORK_REFUSALS: dict[str, tuple[Call, str]] = {
         )
         for text in ("0gbit", "fast", "0gbit,5us")
         for name, more in ((text, {}), ("1gbit", {"per_node": 4, "inside": text}))
-    },
-    **{
-        f"a curve of {points} over other ranks": (
-            lambda points=points: scaled_curve(CostCurve(points=points), "all_gather", num_ranks=2, to=8, has_trees=False),
-            "the curve of all_gather does not show what other numbers of ranks cost: its sizes lie too close together.\n"
-            "  Let one size be at least 1.5 times another, or name a link.",
-        )
-        for points in (((1000, 60),), ((1000, 60), (1100, 70)))
     },
 }
 

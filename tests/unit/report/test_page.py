@@ -161,17 +161,6 @@ def test_the_page_has_the_measured_link_if_several_sizes_were_measured(sizes: in
     assert ('"the measured link"' in written.read_text(encoding="utf-8")) == is_there
 
 
-def test_the_command_prints_all_reports_as_json_and_writes_nothing(run: Path, undertow: Undertow) -> None:
-    shutil.copy(run / "report-rank0.json", run / "alone-rank0.json")  # not a report by its name
-    before = sorted(run.iterdir())
-    code, printed, _ = undertow("report --json", run)
-    wanted = {"report": [json.loads((run / f"report-rank{rank}.json").read_text()) for rank in range(2)]}
-    assert (code, json.loads(printed), sorted(run.iterdir())) == (0, wanted, before)
-    (run / "report-rank1.json").unlink()
-    code, printed, error = undertow("report --json", run)
-    assert (code, printed, "report-rank1.json is missing." in error) == (2, "", True)
-
-
 def test_the_command_writes_a_page_for_each_model(run: Path, undertow: Undertow) -> None:
     for rank in range(2):
         shutil.copy(run / f"report-rank{rank}.json", run / f"report-rank{rank}-2.json")

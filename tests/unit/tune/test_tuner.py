@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from support.world import Cost, World, line, model, stairs
 from undertow.plan import ParamSpec, Plan, SizeCaps
 from undertow.profile import profile_from_file
-from undertow.report.what_if import NetworkOptions, WhatIf
-from undertow.simulate import Conditions
+from undertow.report.what_if import WhatIf
 from undertow.tune import Decision, Outcome, Tuner
 
 # 24 MB: backward takes 40 ms, all bytes at once 24 ms, 96 ms, 14 ms and 24 ms; 48 parameters one by one 10, 10, 96 and 14 more.
@@ -115,7 +114,7 @@ def test_the_choice_from_a_saved_profile_is_that_of_training(
     online, _ = tuner.choice(plan, has_shards=has_shards)
     tuner.profile(plan, strategy="zero1" if has_shards else "ddp").save(tmp_path / "profile.json")
     saved = profile_from_file(tmp_path / "profile.json")
-    assert WhatIf.of(saved, None, None, NetworkOptions(), Conditions()).choice == online
+    assert WhatIf.of(saved).choice == online
 
 
 def test_the_users_order_is_kept() -> None:
