@@ -20,7 +20,6 @@ code that catches those keeps working.
 """
 
 import difflib
-import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -148,23 +147,6 @@ def require(
     """Raises `error` unless `holds` is true."""
     if not holds:
         raise error(what, where=where, remedy=remedy)
-
-
-def require_version(package: str, lowest: str, *, where: str) -> None:
-    """Raises ConfigError if the first two numbers of the installed version of `package` are below
-    `lowest`."""
-    from importlib.metadata import version  # it takes as long to import as all of this package
-
-    installed = version(package)
-    found, least = (
-        [int(number) for number in re.findall(r"\d+", text)[:2]] for text in (installed, lowest)
-    )
-    require(
-        found >= least,
-        f"{package} {installed} is not supported: {lowest} is the oldest version that is.",
-        where=where,
-        remedy=f"pip install '{package}>={lowest}'",
-    )
 
 
 def suggestion(

@@ -16,7 +16,8 @@ from support.cli import MEASURED, Undertow
 from support.errors import refusal
 from support.records import GATHERS, record, report, row
 from undertow.cost import CostCurve
-from undertow.report.page import save_pages
+from undertow.profile import Profile
+from undertow.report.page import page_of, save_pages
 from undertow.trace import StepReport
 
 NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, which is not installed")
@@ -45,6 +46,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 def text(page: Page, name: str) -> str:
     return str(page.value(f"document.getElementById('{name}').innerText"))
+
+
+def write_page(made: StepReport, path: Path, profile: Profile | None = None) -> None:
+    path.write_text(page_of([json.loads(json.dumps(made.to_dict()))], profile, where="here"), encoding="utf-8")
 
 
 @NEEDS_CHROMIUM
@@ -103,7 +108,7 @@ def test_the_page_says_if_the_simulated_step_is_far_from_the_measured_one(
 @pytest.mark.slow
 def test_a_bucket_that_overtakes_another_is_in_the_picture_and_nothing_is_below_zero(tmp_path: Path, page: Page) -> None:
     rows = row(0, 30_000, 95_000, (60_000, 95_000)), row(1, 60_000, 80_000, (95_000, 95_000), ready_us=-1)
-    of_rank(0, busy_ms=(), buckets=rows).to_html(tmp_path / "it.html")
+    write_page(of_rank(0, busy_ms=(), buckets=rows), tmp_path / "it.html")
     page.open((tmp_path / "it.html").as_uri())
     bars = "document.getElementById('step').data.find(it => it.name === 'gradients sent').x.join()"
     cells = "[...document.querySelectorAll('#t-buckets td')].map(it => it.textContent).join()"
@@ -135,7 +140,7 @@ def test_the_timeline_zooms_by_keys(run: Path, page: Page) -> None:
 def test_names_are_text(run: Path, page: Page) -> None:
     made = of_rank(0, busy_ms=())
     evil = "</script><img src=x onerror=alert(1)>\x1b"
-    replace(made, buckets=tuple(replace(it, largest=evil) for it in made.buckets)).to_html(run / "it.html")
+    write_page(replace(made, buckets=tuple(replace(it, largest=evil) for it in made.buckets)), run / "it.html")
     page.open((run / "it.html").as_uri())
     assert page.value("document.querySelectorAll('img').length") == 0
     assert page.value("document.querySelector('#t-buckets td:last-child').textContent") == evil.replace("\x1b", "\\u{1b}")
@@ -146,7 +151,7 @@ def test_names_are_text(run: Path, page: Page) -> None:
 @pytest.mark.slow
 def test_one_rank_has_a_page_that_says_that_nothing_is_sent(tmp_path: Path, page: Page) -> None:
     alone = report(*(record(step=step, buckets=(), busy_ms=()) for step in range(6)))
-    alone.to_html(tmp_path / "alone.html", profile=replace(MEASURED, num_ranks=1))
+    write_page(alone, tmp_path / "alone.html", replace(MEASURED, num_ranks=1))
     page.open((tmp_path / "alone.html").as_uri())
     assert ("Nothing is sent" in text(page, "about-step"), "Nothing is sent" in text(page, "about-links")) == (True, True)
     hidden = "['of-buckets', 'choose'].map(id => document.getElementById(id).hidden)"
@@ -202,19 +207,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another run's file": (
         lambda run: changed(run / "report-rank1.json", buckets=[]),
-        "the reports are of different runs.\n  undertow report {run}: other ranks or buckets than in report-rank0.json\n"
-        "  Give each run its own folder.",
+        "the reports are of different runs or groups of ranks.\n"
+        "  undertow report {run}: other ranks or buckets than in report-rank0.json\n"
+        "  Give each run, and each group of ranks such as a pipeline stage, its own folder.",
     ),
     "a run at another port": (
         lambda run: changed(run / "report-rank1.json", run=["none", "29500"]),
-        "the reports are of different runs.\n  undertow report {run}: other ranks or buckets than in report-rank0.json\n"
-        "  Give each run its own folder.",
-    ),
-    "two groups of ranks": (
-        lambda run: [shutil.copy(run / f"report-rank{rank}.json", run / f"report-rank{rank + 2}.json") for rank in range(2)],
-        "the reports are of several groups of ranks, such as pipeline stages.\n"
-        "  undertow report {run}: 4 files, and a group has 2 ranks\n"
-        "  Copy the files of one group into a separate folder, and report on that.",
+        "the reports are of different runs or groups of ranks.\n"
+        "  undertow report {run}: other ranks or buckets than in report-rank0.json\n"
+        "  Give each run, and each group of ranks such as a pipeline stage, its own folder.",
     ),
     "no steps": (
         lambda run: (
@@ -270,6 +271,6 @@ def test_a_page_that_cannot_be_written_is_refused_and_the_old_one_stays(run: Pat
 
 def test_a_missing_plotly_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    assert refusal(lambda: of_rank(0).to_html(tmp_path / "it.html")) == (
-        'pages need plotly, which is not installed.\n  report.to_html(path)\n  Install it with: pip install "undertow[page]"'
+    assert refusal(lambda: write_page(of_rank(0), tmp_path / "it.html")) == (
+        'pages need plotly, which is not installed.\n  here\n  Install it with: pip install "undertow[page]"'
     )

@@ -53,7 +53,7 @@ def _redirect(torchs):
 
 def _replacing():
     try:
-        from undertow.errors import require_version
+        from undertow.runner import replacing
     except ModuleNotFoundError as error:
         if error.name != "undertow":
             raise
@@ -62,9 +62,6 @@ def _replacing():
             f"  {sys.executable}\n"
             "  Install Undertow there, or start the program by the `undertow` of that environment."
         ) from error
-    require_version("torch", "2.11", where=f"undertow run, {sys.executable}")
-    from undertow.runner import replacing  # an older torch lacks what this imports
-
     return replacing
 
 
