@@ -79,7 +79,6 @@ def measure(is_quick: bool, tell: Tell) -> list[Row]:
                 "planning_ms": median(times_ms),
                 "longest_ms": max(times_ms),
                 "num_buckets": len(choice.best.groups),
-                "achieved_to_limit": choice.best.finish_us / choice.limit_us,
             }
         )
     return rows

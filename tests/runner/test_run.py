@@ -225,13 +225,13 @@ BAD: dict[str, tuple[tuple[str, ...], int, str]] = {
     "an unknown command": (
         ("torchrunn", "x.py"),
         127,
-        "torchrunn cannot be started: No such file or directory.\n  undertow run\n  Did you mean 'torchrun'?\n",
+        "torchrunn cannot be started: No such file or directory.\n  undertow run\n  Give the command as you would without `undertow run`.\n",
     ),
     "a file that is no program": (
         ("{folder}/data.txt",),
         126,
         "{folder}/data.txt cannot be started: Permission denied.\n  undertow run\n"
-        "  Make it executable, or name its interpreter.\n",
+        "  Give the command as you would without `undertow run`.\n",
     ),
     "an unknown setting": (
         ("--set", "bucket_cap=3", "python", "x.py"),
@@ -246,7 +246,7 @@ BAD: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a folder that cannot be": (
         ("--out", "{folder}/data.txt", "python", "x.py"),
         2,
-        "nothing can be written there: File exists.\n  undertow run --out {folder}/data.txt\n  Name another folder.\n",
+        "nothing can be written to '{folder}/data.txt': File exists.\n  undertow run\n  Give another directory: --out DIR.\n",
     ),
 }
 

@@ -185,8 +185,8 @@ def plan(  # noqa: PLR0913  # one argument per option
     "Simulates a step that sends one message per parameter, one with buckets of 25 MiB after "
     "a first one of 1 MiB, as torch's DistributedDataParallel has them, and one with the "
     "buckets that Undertow plans for this network. Prints what each step takes, what of its "
-    "communication is exposed, how it compares with the shortest possible step, and the scaling "
-    "efficiency, the share of the step that computing alone takes. Draws timelines in "
+    "communication is exposed, and the scaling efficiency, "
+    "the share of the step that computing alone takes. Draws timelines in "
     "OUT/simulate.png.\n\n"
     "Example: undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link "
     '"100gbit,5us"\n\n'
@@ -241,18 +241,6 @@ def simulate(  # noqa: PLR0913  # one argument per option
     )
     what_if = WhatIf.of(profile_from_file(profile), strategy, ranks, network, conditions)
     show_simulation(what_if, out=out, is_json=json)
-
-
-@app.command(
-    help="Show the facts for a bug report: versions, backends, devices, cores, memory, network "
-    "interfaces, and the variables "
-    "that change how training runs. The values of other variables are not read, nor are addresses."
-)
-def env() -> None:
-    # Not at the top: the other commands do not need it.
-    from undertow.cli.env import show_environment
-
-    show_environment()
 
 
 @app.command(

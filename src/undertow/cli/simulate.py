@@ -5,13 +5,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from undertow.errors import checked_writing, make_directory
+from undertow.errors import make_directory
 from undertow.report.comparison import print_steps
 from undertow.report.timeline import require_matplotlib, save_timeline
 from undertow.report.what_if import FIXED, PLANNED, WhatIf
 from undertow.shown import print_line
-
-_WHERE = "undertow simulate"
 
 
 def show_simulation(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
@@ -33,7 +31,7 @@ def show_simulation(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
         print(json.dumps(facts, indent=2))
         return
     require_matplotlib()
-    make_directory(out, where=_WHERE)
+    make_directory(out, where="undertow simulate")
     console = Console()
     print_line(
         console,
@@ -45,13 +43,11 @@ def show_simulation(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
     _print_assumptions(what_if, console)
     print_steps(steps, console)
     path = out / "simulate.png"
-    with checked_writing(path, where=_WHERE):
-        save_timeline(
-            {step.method: step.trace for step in steps if step.method in (FIXED, PLANNED)},
-            path,
-            conditions=f"simulated, {what_if.network}",
-            limit_us=what_if.limit_us,
-        )
+    save_timeline(
+        {step.method: step.trace for step in steps if step.method in (FIXED, PLANNED)},
+        path,
+        conditions=f"simulated, {what_if.network}",
+    )
     print_line(console, f"Picture: {path}")
 
 

@@ -99,11 +99,6 @@ class Link:
             remedy="Give a positive bandwidth and a latency of zero or more.",
         )
 
-    @property
-    def is_free(self) -> bool:
-        """True if nothing that crosses this link takes time."""
-        return math.isinf(self.bytes_per_s) and self.hop_s == 0
-
 
 def link_from_text(text: str) -> Link:
     """Parses a link from `text`; the payload is 95.6 % of any rate.

@@ -29,7 +29,6 @@ from undertow.cost import collective_seconds, link_from_text
 from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.demo.model import CONTEXT, Gpt
 from undertow.demo.settings import (
-    COMPARED,
     NUM_WARM_UP_STEPS,
     OURS,
     RESULTS,
@@ -135,7 +134,7 @@ def _train_all_ways(settings: DemoSettings, link: EmulatedLink, console: Console
             way=run.way,
             typical=run.typical(transfers),
             loss=run.loss,
-            wrong=run.differences(runs[0], is_exact=settings.is_exact),
+            is_right=run.is_like(runs[0], is_exact=settings.is_exact),
             profile=run.profile(),
         )
         results.append(done)
@@ -192,19 +191,16 @@ class WayRun:
             tolerance = 0.0 if is_exact else _GRADIENT_TOLERANCE * expected.abs().max()
             self._gradients_agree &= bool(((mine - expected).abs() <= tolerance).all())
 
-    def differences(self, right: "WayRun", *, is_exact: bool) -> list[str]:
-        """Returns the entries of COMPARED that differ from the variant `right` on some rank."""
-        agrees = torch.tensor(
-            [
-                self._gradients_agree,
-                math.isclose(self.loss, right.loss, rel_tol=0.0 if is_exact else _LOSS_TOLERANCE),
-                not is_exact
-                or all(map(torch.equal, self.model.parameters(), right.model.parameters())),
-            ],
-            dtype=torch.int32,
-        )
-        dist.all_reduce(agrees, op=dist.ReduceOp.MIN)
-        return [what for what, is_right in zip(COMPARED, agrees, strict=True) if not is_right]
+    def is_like(self, right: "WayRun", *, is_exact: bool) -> bool:
+        """Returns True if gradients, loss and, if it is exact, parameters agree on every rank."""
+        tolerance = 0.0 if is_exact else _LOSS_TOLERANCE
+        agrees = self._gradients_agree and math.isclose(self.loss, right.loss, rel_tol=tolerance)
+        if is_exact:
+            params = zip(self.model.parameters(), right.model.parameters(), strict=True)
+            agrees &= all(torch.equal(mine, expected) for mine, expected in params)
+        on_all_ranks = torch.tensor(agrees, dtype=torch.int32)
+        dist.all_reduce(on_all_ranks, op=dist.ReduceOp.MIN)
+        return bool(on_all_ranks)
 
     def step(self, batch: Tensor) -> None:
         """Runs one step of this variant; nothing is in flight before or after it.

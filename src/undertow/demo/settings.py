@@ -4,7 +4,7 @@ The variants of synchronization that it compares, and the text that it trains on
 """
 
 import sysconfig
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +31,7 @@ WAYS: Mapping[str, str] = {
     "zero2": "Undertow, ZeRO-2",
 }
 OURS = frozenset({"undertow", "zero1", "zero2"})
-GRADIENTS = "gradients are"
 RESULTS = "results"  # the file in which rank 0 leaves them
-COMPARED = (GRADIENTS, "final loss is", "parameters are")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +74,7 @@ class WayDone:
     way: str
     typical: Trace  # of the step of median duration
     loss: float  # of the last step
-    wrong: Collection[str] = ()  # of COMPARED: differs from the first variant's on some rank
+    is_right: bool = True  # agrees with the first variant on every rank
     # the library's profile; None for other variants, and after too few steps
     profile: Profile | None = None
 

@@ -15,7 +15,7 @@ from undertow.cost.costs import Costs
 from undertow.errors import require
 from undertow.plan.grouping import by_last_ready
 from undertow.plan.layout import Groups, Kind, ParamSpec
-from undertow.plan.timing import StepTiming, finish_us, limit_us
+from undertow.plan.timing import StepTiming, finish_us
 
 NUMS_OF_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 LAST_SHARES = (1.0, 0.5, 0.25, 0.1)
@@ -38,7 +38,6 @@ class Choice:
     best: Candidate
     # the fastest one of each number of buckets, fewest buckets first
     candidates: tuple[Candidate, ...]
-    limit_us: float  # lower bound: no grouping, order or splitting of gradients ends earlier
 
 
 def choose(  # noqa: PLR0913
@@ -100,7 +99,6 @@ def choose(  # noqa: PLR0913
     return Choice(
         best=next(candidate for candidate in candidates if candidate.finish_us <= least_us * SLACK),
         candidates=candidates,
-        limit_us=min(least_us, limit_us(params, timing, costs, has_shards=has_shards)),
     )
 
 

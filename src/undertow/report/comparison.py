@@ -23,7 +23,6 @@ class SimulatedStep:
     trace: Trace
     step_us: float
     compute_us: float  # of a step without communication
-    limit_us: float  # lower bound of the step time for every grouping
     # the part of the waiting caused by slower ranks instead of the network
     late_rank_us: float = 0.0
 
@@ -43,7 +42,6 @@ class SimulatedStep:
             "exposed_ms": overlap.exposed_us / 1e3,
             "late_rank_ms": self.late_rank_us / 1e3,
             "hidden": overlap.fraction,
-            "limit_ms": self.limit_us / 1e3,
             "efficiency": self.efficiency,
         }
 
@@ -51,8 +49,7 @@ class SimulatedStep:
 def print_steps(steps: Sequence[SimulatedStep], console: Console) -> None:
     """Prints one line per method; fits into 80 columns."""
     table = Table("gradients sent", padding=0)
-    names = ("buckets", "step\nms", "exposed\nms", "late\nrank", "hidden", "x the\nlimit")
-    for name in (*names, "effi-\nciency"):
+    for name in ("buckets", "step, ms", "exposed, ms", "late rank, ms", "hidden", "efficiency"):
         table.add_column(name, justify="right")
     best_us = min(step.step_us for step in steps)
     for step in steps:
@@ -64,7 +61,6 @@ def print_steps(steps: Sequence[SimulatedStep], console: Console) -> None:
             f"{overlap.exposed_us / 1e3:.1f}",
             f"{step.late_rank_us / 1e3:.1f}",
             "-" if overlap.fraction is None else f"{overlap.fraction:.0%}",
-            f"{step.step_us / step.limit_us:.3f}" if step.limit_us > 0 else "-",
             f"{step.efficiency:.0%}",
             style="bold" if step.step_us == best_us else None,
         )

@@ -153,13 +153,6 @@ class WhatIf:
         """Time of a step without communication."""
         return self.profile.forward_us + self.profile.backward_us + self.profile.update_us
 
-    @property
-    def limit_us(self) -> float:
-        """Lower bound of the step time for any grouping, on equal ranks without contention."""
-        return self.profile.update_us + max(
-            self.profile.timing.backward_end_us, self.choice.limit_us
-        )
-
     @cached_property
     def planned(self) -> Plan:
         """The best plan, which knows nothing of skew, contention and copies.
@@ -190,7 +183,6 @@ class WhatIf:
             trace=record.trace(),
             step_us=record.step_us,
             compute_us=self.compute_us,
-            limit_us=self.limit_us,
             late_rank_us=record.late_rank_us(),
         )
 

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from undertow.errors import ConfigError, UndertowError, make_directory, require, suggestion
+from undertow.errors import ConfigError, UndertowError, make_directory, require
 from undertow.runner.settings import RUN, settings_from, variables_of
 
 _SITE = str(Path(__file__).with_name("site"))
-# Commands that start trainings, for "Did you mean".
-_COMMANDS = ("accelerate", "python", "python3", "torchrun", "ray", "fabric", "deepspeed")
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -40,14 +38,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
         os.execve(program, command, environment)
     except OSError as error:
         what = f"{name} cannot be started: {error.strerror}."
-        code = 126
-        remedy = "Make it executable, or name its interpreter."
-        if isinstance(error, FileNotFoundError):
-            code = 127
-            remedy = suggestion(
-                name, _COMMANDS, instead="Give the command as you would without `undertow run`."
-            )
+        remedy = "Give the command as you would without `undertow run`."
         # Shells have the same exit codes: 127 for a command that is not found.
+        code = 127 if isinstance(error, FileNotFoundError) else 126
         _stop(ConfigError(what, where="undertow run", remedy=remedy), code=code)
 
 
@@ -101,9 +94,7 @@ def _environment(out: Path | None, assignments: Sequence[str]) -> dict[str, str]
     environment = {**os.environ, **variables_of(assignments)}
     settings_from(environment)
     if out is not None:
-        make_directory(
-            out, where=f"undertow run --out {out}", to="there", remedy="Name another folder."
-        )
+        make_directory(out, where="undertow run")
     # This one may run within another, whose folder holds.
     environment[RUN] = environment.get(RUN, "") if out is None else str(out.absolute())
     others = [

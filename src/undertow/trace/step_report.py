@@ -292,7 +292,7 @@ _CAUSES = (_late_rank, _fixed_plan, _processors, _network, _plan)
 
 # The report as tables.
 
-_WIDTH = 24  # of a parameter's name
+_WIDTH = 22  # of a parameter's name
 
 
 def _tables(report: StepReport) -> "Iterator[RenderableType]":

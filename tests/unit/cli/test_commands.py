@@ -3,20 +3,16 @@
 import importlib.util
 import io
 import json
-import os
-import platform
 import re
 import shutil
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
-import torch
 
 import undertow as library
 from support.cli import EXAMPLE, MEASURED, MIB, SMALL, Undertow, rows_of, what_if
@@ -170,7 +166,7 @@ def test_the_schedule_shown_is_the_one_that_is_simulated(strategy: Strategy, und
 
 
 NODES = '  Give the network, such as --ranks 64 --per-node 8 --link "100gbit,5us".\n'
-ELSEWHERE = "  undertow simulate\n  Give another directory for the pictures: --out DIR.\n"
+ELSEWHERE = "  undertow simulate\n  Give another directory: --out DIR.\n"
 REFUSALS = {
     "plan small.json --strategy zero3": (
         "strategy 'zero3' does not exist.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.\n"
@@ -206,7 +202,7 @@ REFUSALS = {
     # Places where no picture can be.
     "simulate small.json --link 1gbit --out file": f"nothing can be written to 'file': File exists.\n{ELSEWHERE}",
     "simulate small.json --link 1gbit --out file/below": f"nothing can be written to 'file/below': Not a directory.\n{ELSEWHERE}",
-    "simulate small.json --link 1gbit --out full": f"nothing can be written to 'full/simulate.png': Is a directory.\n{ELSEWHERE}",
+    "simulate small.json --link 1gbit --out full": "'full/simulate.png' cannot be written: Is a directory.\n",
 }
 
 
@@ -277,11 +273,11 @@ def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("link", ["1gbit", "10gbit,20us", "400gbit,2us"])
-def test_hardly_any_way_beats_the_planned_buckets_and_none_the_limit(strategy: str, link: str) -> None:
+def test_hardly_any_way_beats_the_planned_buckets(strategy: str, link: str) -> None:
     *others, optimal = what_if(profile_from_file(EXAMPLE), strategy, num_ranks=8, link=link).steps()
     assert optimal.method == PLANNED
     # The best of the family is at most 2.7 % from the best of all plans.
-    assert optimal.limit_us <= optimal.step_us <= 1.027 * min(outcome.step_us for outcome in others)
+    assert optimal.step_us <= 1.027 * min(outcome.step_us for outcome in others)
 
 
 @pytest.mark.alone  # processor time, which other processes on the same core inflate
@@ -336,7 +332,7 @@ def test_a_table_fits_into_80_columns(line: str, undertow: Undertow) -> None:
     assert (code, wide, "…" in printed) == (0, [], False)
 
 
-COMMANDS = ["", "demo", "report", "plan", "simulate", "env", "links", "trace", "run"]
+COMMANDS = ["", "demo", "report", "plan", "simulate", "links", "trace", "run"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -350,44 +346,9 @@ def test_the_module_is_the_command() -> None:
     assert (done.returncode, done.stdout) == (0, f"undertow {library.__version__}\n")
 
 
-FACTS = ["undertow", "python", "packages", "torch", "machine", "interfaces", "variables"]
-
-
-def test_the_environment_has_what_a_bug_report_needs_and_no_secrets(undertow: Undertow, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(("UNDERTOW_", "NCCL_"))]:
-        monkeypatch.delenv(name)
-    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "UNDERTOW_RECORD", "HF_TOKEN", "MY_NCCL_DEBUG", "nccl_x"):
-        monkeypatch.setenv(name, f"value of {name}")
-    monkeypatch.setenv("UNDERTOW_PLAN", "x" * 1000)
-    facts = json.loads(undertow("env").out)
-    assert list(facts) == FACTS
-    assert (facts["undertow"]["version"], facts["python"]["version"]) == (library.__version__, platform.python_version())
-    assert facts["packages"]["torch"] == metadata.version("torch")
-    assert facts["torch"]["gloo"] is torch.distributed.is_gloo_available()
-    assert facts["machine"]["cores"] >= facts["machine"]["usable cores"] >= 1
-    assert float(facts["machine"]["memory"].removesuffix(" GB")) > 0
-    assert set(facts["interfaces"].values()) <= {"up", "down", "unknown", "dormant", "lowerlayerdown", "notpresent", "testing"}
-    assert ("lo" in facts["interfaces"]) == Path("/sys/class/net/lo").exists()
-    given = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "UNDERTOW_RECORD")
-    values = {name: value for name, value in facts["variables"].items() if name in given}
-    assert values == {name: f"value of {name}" for name in given}
-    assert facts["variables"]["UNDERTOW_PLAN"] == "x" * 200 + "..."
-    text = json.dumps(facts)
-    for secret in ("value of HF_TOKEN", "MY_NCCL", "nccl_x"):
-        assert secret not in text
-
-
-def test_the_environment_is_shown_if_torch_cannot_be_imported(undertow: Undertow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    code, printed, _ = undertow("env")
-    assert code == 0
-    (reason,) = json.loads(printed)["torch"].values()
-    assert reason.startswith("ModuleNotFoundError: import of torch halted")
-
-
 def test_a_bug_report_asks_for_the_environment() -> None:
     for path in (".github/ISSUE_TEMPLATE/bug.md", "docs/troubleshooting.md", "CONTRIBUTING.md"):
-        assert "undertow env" in (ROOT / path).read_text()
+        assert "torch.utils.collect_env" in (ROOT / path).read_text()
 
 
 def test_the_buckets_of_a_profile_are_a_row() -> None:

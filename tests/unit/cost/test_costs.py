@@ -460,17 +460,13 @@ def test_cost_of_twelve_bytes(kind: str, num_ranks: int, seconds: float) -> None
 def test_a_rate_names_an_ethernet_link_and_may_have_a_latency(text: str, hop_s: float, line_rate: float) -> None:
     link = link_from_text(text)
     # Powers of ten are a rounding off.
-    assert (link.name, link.hop_s, link.bytes_per_s, link.is_free) == (
+    assert (link.name, link.hop_s, link.bytes_per_s) == (
         text,
         pytest.approx(hop_s, rel=1e-15),
         pytest.approx(line_rate * 0.956, rel=1e-15),
-        False,
     )
 
 
 def test_no_link_costs_nothing() -> None:
     link = link_from_text("none")
-    assert (
-        collective_seconds(link, "all_reduce", num_bytes=10**9, num_ranks=8),
-        [it for it in (link, PLAIN, replace(PLAIN, hop_s=0.0), replace(PLAIN, bytes_per_s=math.inf)) if it.is_free],
-    ) == (0, [link])
+    assert collective_seconds(link, "all_reduce", num_bytes=10**9, num_ranks=8) == 0
