@@ -28,6 +28,7 @@ from undertow.trace.record import COMPUTE, StepRecord, wires_of
 
 Json = dict[str, Any]
 
+_MOST_RANKS = 1 << 20
 KEY = "undertow_trace"  # the field that only Undertow's files have
 _FACTS = ("run", "rank", "ranks", "model", "began_ns", "synchronized_us")
 _ENDS = (".json", ".json.gz")
@@ -52,7 +53,8 @@ def trace_text(records: Sequence[StepRecord], about: Json) -> str:
     for row in records[0].gathers:
         begins_us += [row.ready_us, row.launched_us, row.waited[0]]
     at_us = lead_us = -min(begins_us)
-    pid = about["rank"] + 1  # 0 is the idle process
+    # another one for each rank and model; 0 is the idle process
+    pid = 1 + about["rank"] + _MOST_RANKS * about["model"]
     name = f"rank {about['rank']}"
     if about["model"]:
         name += f", model {about['model'] + 1}"
@@ -195,15 +197,10 @@ def merge(folder: Path, out: Path) -> str:
     offsets_us = _offsets_us([trace[KEY] for _, trace in traces])
     begin_us = min(offsets_us)
     events: list[Json] = []
-    pids: dict[tuple[int, int], int] = {}
-    for number, ((_, trace), offset_us) in enumerate(zip(traces, offsets_us, strict=True)):
+    for (_, trace), offset_us in zip(traces, offsets_us, strict=True):
         for event in trace["traceEvents"]:
-            # Each trace gets separate processes and arrows.
-            event["pid"] = pids.setdefault((number, event["pid"]), len(pids) + 1)
             if "ts" in event:
                 event["ts"] = round(event["ts"] + offset_us - begin_us, 3)
-            if "id" in event:
-                event["id"] = f"{number}.{event['id']}"
             events.append(event)
     ranks = {trace[KEY]["rank"] for _, trace in traces}
     missing = sorted({rank for _, trace in traces for rank in trace[KEY]["ranks"]} - ranks)
