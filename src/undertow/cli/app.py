@@ -1,5 +1,6 @@
 """Defines the commands and their options."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from undertow.cli.plan import show_plan
 from undertow.cli.simulate import show_simulation
 from undertow.cost import LINKS, NODE_LINK
 from undertow.profile import profile_from_file
-from undertow.report.what_if import NetworkOptions, WhatIf
+from undertow.report.what_if import WhatIf
 from undertow.simulate import Conditions
 from undertow.trace.files import merge
 
@@ -174,8 +175,10 @@ def plan(  # noqa: PLR0913  # one argument per option
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON only.")] = False,
 ) -> None:
-    network = NetworkOptions(link=link, per_node=per_node, node_link=node_link)
-    what_if = WhatIf.of(profile_from_file(profile), strategy, ranks, network)
+    measured = profile_from_file(profile)
+    what_if = replace(
+        WhatIf.of(measured, strategy, ranks), link=link, per_node=per_node, node_link=node_link
+    )
     show_plan(what_if, bucket_cap_mb=bucket_cap_mb, has_schedule=schedule, is_json=json)
 
 
@@ -231,7 +234,7 @@ def simulate(  # noqa: PLR0913  # one argument per option
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON, and draw nothing.")] = False,
 ) -> None:
-    network = NetworkOptions(link=link, per_node=per_node, node_link=node_link)
+    measured = profile_from_file(profile)
     conditions = Conditions(
         overlap=overlap,
         skew=skew,
@@ -239,7 +242,13 @@ def simulate(  # noqa: PLR0913  # one argument per option
         launch_us=launch_us,
         copy_us_per_mb=copy_us_per_mb,
     )
-    what_if = WhatIf.of(profile_from_file(profile), strategy, ranks, network, conditions)
+    what_if = replace(
+        WhatIf.of(measured, strategy, ranks),
+        link=link,
+        per_node=per_node,
+        node_link=node_link,
+        conditions=conditions,
+    )
     show_simulation(what_if, out=out, is_json=json)
 
 

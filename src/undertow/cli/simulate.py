@@ -60,7 +60,7 @@ def _print_assumptions(what_if: WhatIf, console: Console) -> None:
             assumed.append(f"{name} {value:g}")
     if assumed and not profile.is_measured:
         print_line(console, f"Assumed, not measured: {', '.join(assumed)}")
-    if what_if.options.link is None and profile.is_of_one_size:
+    if what_if.link is None and profile.is_of_one_size:
         print_line(
             console,
             "Warning: messages of one size were measured, and smaller ones count as no cheaper, "

@@ -10,7 +10,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from undertow.errors import ConfigError, require
 from undertow.foreign import parsed_json
 from undertow.profile import Profile, profile_from_file
-from undertow.report.what_if import NetworkOptions, WhatIf
+from undertow.report.what_if import WhatIf
 from undertow.schedule import strategy_named
 from undertow.trace import StepReport, overlap_of
 from undertow.trace.files import write_whole
@@ -47,14 +47,7 @@ def page_of(reports: Sequence[Mapping[str, Any]], profile: Profile | None, *, wh
         where=where,
         remedy="Train a few steps first, and leave record on.",
     )
-    try:
-        data = json.dumps({"reports": reports, "links": _links(profile)}, allow_nan=False).replace(
-            "<", "\\u003c"
-        )
-    except ValueError as error:
-        raise ConfigError(
-            "a time of the report is not finite (NaN or Inf).", where=where, remedy=_RUN_AGAIN
-        ) from error
+    data = json.dumps({"reports": reports, "links": _links(profile)}).replace("<", "\\u003c")
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
     begin, middle, end = (
@@ -84,7 +77,7 @@ def _links(profile: Profile | None) -> list[dict[str, Any]]:
 
 
 def _link(profile: Profile, rate: str | None) -> dict[str, Any]:
-    what_if = WhatIf.of(profile, options=NetworkOptions(link=rate))
+    what_if = replace(WhatIf.of(profile), link=rate)
     step = what_if.step(rate or "", what_if.planned)
     return {
         "name": "the measured link" if rate is None else rate.replace("gbit", " Gb/s"),

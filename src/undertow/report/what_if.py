@@ -1,7 +1,7 @@
 """Predicts the step of a model on a network that may not exist, for several groupings of its
 gradients."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
@@ -25,18 +25,28 @@ _TORCH_CAPS = SizeCaps(cap_bytes=25.0 * _MIB, first_bytes=(1.0 * _MIB,))
 _NEEDS_LINK = 'Give the network, such as --ranks 64 --per-node 8 --link "100gbit,5us".'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkOptions:
-    """The options that describe a network; all None for the network of the profile.
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """A profile under a strategy, on a number of ranks and their network.
 
-    Raises ConfigError for options without effect.
+    Raises ConfigError for a model without parameters, and for options without effect.
     """
 
-    link: str | None = None
+    profile: Profile
+    strategy: Strategy
+    num_ranks: int
+    link: str | None = None  # None: the network of the profile
     per_node: int | None = None
     node_link: str | None = None
+    conditions: Conditions = field(default_factory=Conditions)
 
     def __post_init__(self) -> None:
+        require(
+            self.profile.params,
+            "a model without parameters communicates nothing.",
+            where=f"the profile {self.profile.name!r}",
+            remedy="Give it the parameters of the model.",
+        )
         require(
             self.link is not None or self.per_node is None,
             "--per-node has no effect without --link.",
@@ -50,51 +60,27 @@ class NetworkOptions:
             remedy="Give --per-node too.",
         )
 
-
-@dataclass(frozen=True, kw_only=True)
-class WhatIf:
-    """A profile under a strategy, on a number of ranks and their network."""
-
-    profile: Profile
-    strategy: Strategy
-    num_ranks: int
-    options: NetworkOptions
-    conditions: Conditions
-
     @classmethod
     def of(
-        cls,
-        profile: Profile,
-        strategy: str | None = None,
-        num_ranks: int | None = None,
-        options: NetworkOptions | None = None,
-        conditions: Conditions | None = None,
+        cls, profile: Profile, strategy: str | None = None, num_ranks: int | None = None
     ) -> Self:
-        """Takes the profile's strategy, number of ranks and network if they are None."""
-        require(
-            profile.params,
-            "a model without parameters communicates nothing.",
-            where=f"the profile {profile.name!r}",
-            remedy="Give it the parameters of the model.",
-        )
+        """Takes the profile's strategy and number of ranks if they are None, and its network."""
         return cls(
             profile=profile,
-            strategy=strategy_named(profile.strategy if strategy is None else strategy),
-            num_ranks=profile.num_ranks if num_ranks is None else num_ranks,
-            options=options or NetworkOptions(),
-            conditions=conditions or Conditions(),
+            strategy=strategy_named(strategy or profile.strategy),
+            num_ranks=num_ranks or profile.num_ranks,
         )
 
     @cached_property
     def costs(self) -> Costs:
-        """The costs on the network of the options; without a link those of the profile.
+        """The costs on the network; without a link those of the profile.
 
         Raises ConfigError if the profile has no costs for these ranks and this strategy, and for a
         strategy over two axes on a network without nodes.
         """
-        profile, options = self.profile, self.options
+        profile = self.profile
         is_mesh = self.strategy.crossing is not None
-        if options.link is None:
+        if self.link is None:
             was_mesh = strategy_named(profile.strategy).crossing is not None
             require(
                 profile.curves and self.num_ranks == profile.num_ranks and is_mesh == was_mesh,
@@ -106,18 +92,18 @@ class WhatIf:
             )
             return profile.costs()
         require(
-            options.per_node is not None or not is_mesh,
+            self.per_node is not None or not is_mesh,
             f"the strategy {self.strategy.name!r} needs a network of nodes.",
-            where=f"--link {options.link}",
+            where=f"--link {self.link}",
             remedy="Give --per-node too.",
         )
         # Measured on processors, collectives are gloo's.
         is_gloo = profile.is_measured and all(spec.device == "cpu" for spec in profile.params)
         return costs_for(
-            options.link,
+            self.link,
             num_ranks=self.num_ranks,
             per_node=self._per_node,
-            inside=options.node_link or NODE_LINK,
+            inside=self.node_link or NODE_LINK,
             is_mesh=is_mesh,
             has_trees=not is_gloo,
         )
@@ -125,18 +111,18 @@ class WhatIf:
     @property
     def network(self) -> str:
         """Describes the network in words."""
-        link, per_node = self.options.link, self._per_node
+        link, per_node = self.link, self._per_node
         if link is None:
             return f"as measured over {self.num_ranks} ranks"
         if per_node is None:
             return f"{link}, {self.num_ranks} ranks"
-        inside = self.options.node_link or NODE_LINK
+        inside = self.node_link or NODE_LINK
         return f"{link} between nodes of {per_node} ranks, {inside} inside; {self.num_ranks} ranks"
 
     @property
     def _per_node(self) -> int | None:
         # If there are fewer ranks than a node has, all of them are on one node.
-        per_node = self.options.per_node
+        per_node = self.per_node
         return None if per_node is None else min(per_node, self.num_ranks)
 
     @cached_property

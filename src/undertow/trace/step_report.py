@@ -374,7 +374,7 @@ def _bucket_table(report: StepReport, buckets: Sequence[BucketReport]) -> "Table
     for bucket in buckets:
         largest = bucket.largest
         if len(largest) > _WIDTH:
-            largest = f"…{largest[1 - _WIDTH :]}"
+            largest = f"...{largest[3 - _WIDTH :]}"
         if len(bucket.params) > 1:
             largest += f" +{len(bucket.params) - 1}"
         table.add_row(

@@ -169,7 +169,7 @@ NODES = '  Give the network, such as --ranks 64 --per-node 8 --link "100gbit,5us
 ELSEWHERE = "  undertow simulate\n  Give another directory: --out DIR.\n"
 REFUSALS = {
     "plan small.json --strategy zero3": (
-        "strategy 'zero3' does not exist.\n  strategy\n  Use torch.distributed.fsdp.fully_shard to shard parameters.\n"
+        "strategy 'zero3' does not exist.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.\n"
     ),
     "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  docs/profiles.md has",
     "plan broken.json": "broken.json is not JSON.\n  Expecting ',' delimiter: line 1 column",  # told from a plan

@@ -233,10 +233,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "{run}/report-rank0.json cannot be read as JSON.\n  Expecting property name enclosed in double quotes: line 1 column 2 "
         f"(char 1)\n  {AGAIN}",
     ),
-    "a time that is not finite": (
-        lambda run: changed(run / "report-rank0.json", step_ms=math.inf),
-        f"a time of the report is not finite (NaN or Inf).\n  undertow report {{run}}\n  {AGAIN}",
-    ),
     "a profile's time that is not finite": (
         lambda run: changed(run / "profile.json", forward_us=math.nan),
         "{run}/profile.json is not a profile.\n  forward_us must be a number, zero or more, got nan.\n"
