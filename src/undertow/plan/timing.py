@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from undertow.cost.costs import Costs, Floats
-from undertow.errors import require
 from undertow.plan.layout import ParamSpec
 
 
@@ -34,16 +33,6 @@ class StepTiming:
     backward_end_us: float
     # by parameter: first read in forward, since forward began; only for shards
     used_us: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        for time_us in (self.backward_end_us, *self.ready_us, *self.used_us):
-            require(
-                0 <= time_us < math.inf,  # also false for NaN
-                f"a time of a step must be finite and not negative, got {time_us}.",
-                where="the timing of a step",
-                remedy="Count from the beginning of the step or of forward; "
-                "a gradient that never comes is ready when backward ends.",
-            )
 
 
 def finish_us(
@@ -61,18 +50,8 @@ def finish_us(
     Each bucket delays backward by `bucket_us` of processor time before it is sent. With shards the
     function returns the period of steps without their update: the stall of the next forward, which
     waits for gathers, plus the longer of backward and reductions. Bytes are of gradients, without
-    padding and trailers. Raises ConfigError if a parameter has no time.
+    padding and trailers.
     """
-    needed = {"ready_us": timing.ready_us}
-    if has_shards:
-        needed["used_us"] = timing.used_us
-    for name, times in needed.items():
-        require(
-            len(times) == len(params),
-            f"each of the {len(params)} parameters must have its {name}, got {len(times)} of them.",
-            where="the timing of a step",
-            remedy="Give one time for each parameter, in the order of the parameters.",
-        )
     # without parameters one empty bucket is sent
     filled = [group for group in groups if group] or [()]
     sizes = [float(sum(params[param].num_bytes for param in group)) for group in filled]

@@ -73,7 +73,7 @@ def test_costs_have_the_shape_of_the_sizes(costs: Costs) -> None:
     ]
 
 
-POSITIVE, MEASURE = "Give a positive number of ranks.", "Measure it, or name a link."
+MEASURE = "Measure it, or name a link."
 IMPOSSIBLE = "A point is a size of zero bytes or more and a time of more than zero microseconds."
 ONCE = "Sort the points by size, each size once."
 REFUSALS: dict[str, tuple[Call, str]] = {
@@ -94,16 +94,6 @@ REFUSALS: dict[str, tuple[Call, str]] = {
         lambda: curve_from_samples([(5, 1), (1, math.nan)]),
         f"point 1 of a cost curve is impossible: (1, nan).\n  {IMPOSSIBLE}",
     ),
-    **{
-        f"{name} of {num_ranks}": (
-            lambda make=make, num_ranks=num_ranks: make(num_ranks),
-            f"a collective needs one rank or more, got {num_ranks}.\n  {POSITIVE}",
-        )
-        for num_ranks in (0, -2)
-        for name, make in {
-            "a ring": lambda num: RingCosts(LINK, num_ranks=num),
-        }.items()
-    },
     **{
         f"gossip: {text}": (lambda costs=costs: costs.collective_us("gossip", 1), text)
         for costs, text in (
@@ -377,21 +367,6 @@ NETWORK_REFUSALS: dict[str, tuple[Call, str]] = {
             '"100gbit,5us", or "none" for the bare loopback.',
         )
         for text in (*NO_LINKS, *NO_LATENCIES)
-    },
-    **{
-        f"{rate} bytes/s, {hop_s} s per hop": (
-            lambda hop_s=hop_s, rate=rate: Link(name="odd", hop_s=hop_s, bytes_per_s=rate),
-            f"link 'odd' is impossible: {rate} bytes/s, {hop_s} s per hop.\n"
-            "  Give a positive bandwidth and a latency of zero or more.",
-        )
-        for hop_s, rate in ((0.0, 0.0), (0.0, -1.0), (0.0, math.nan), (-1.0, 1.0), (math.nan, 1.0), (math.inf, 1.0))
-    },
-    **{
-        f"{num} ranks": (
-            lambda num=num: costs_for("1gbit", num_ranks=num),
-            f"a collective needs one rank or more, got {num}.\n  Give a positive number of ranks.",
-        )
-        for num in (0, -1)
     },
     **{
         f"{per_node} of 8 ranks on a node": (

@@ -3,8 +3,6 @@
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 from itertools import chain
 from statistics import mean
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from support.errors import refusal
 from support.steps import (
     SHAPES,
     Case,
@@ -206,51 +203,3 @@ def test_groups_by_hand(params: list[ParamSpec], groups: Any, when: StepTiming, 
 def test_without_parameters_one_empty_bucket_leaves_at_the_end_of_backward(has_shards: bool, finish: float) -> None:
     found = choose([], [], StepTiming(ready_us=(), backward_end_us=4.0), line(2, 1), has_shards=has_shards)
     assert (found.best.groups, found.best.finish_us) == ((), finish)
-
-
-TIMES = "Give one time for each parameter, in the order of the parameters."
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        pytest.param(
-            partial(choice, specs_of_sizes(1, 2), timing(1, 2), line(math.inf, 1)),
-            "no plan has a finite time: a collective costs inf.\n  costs of all_reduce\n"
-            "  Give finite costs for all sizes up to the size of all gradients together.",
-            id="costs without end",
-        ),
-        pytest.param(
-            partial(choice, specs_of_sizes(1, 2), timing(1), line(1, 1)),
-            f"each of the 2 parameters must have its ready_us, got 1 of them.\n  the timing of a step\n  {TIMES}",
-            id="a parameter without its time",
-        ),
-        pytest.param(
-            partial(choice, specs_of_sizes(1, 2), timing(0, 0, used=(0,)), line(1, 1)),
-            f"each of the 2 parameters must have its used_us, got 1 of them.\n  the timing of a step\n  {TIMES}",
-            id="a parameter that is not used",
-        ),
-        pytest.param(
-            partial(choose, specs_of_sizes(1, 2), [0, 0], timing(1, 1), line(1, 1)),
-            "an order must hold each of the 2 parameters exactly once.\n"
-            "  got 2 indices, 1 of them different parameters\n  Give a permutation of range(len(params)).",
-            id="an order that is no permutation",
-        ),
-        *(
-            pytest.param(
-                call,
-                f"a time of a step must be finite and not negative, got {time}.\n  the timing of a step\n"
-                "  Count from the beginning of the step or of forward; a gradient that never comes is ready when backward ends.",
-                id=f"{where} at {time}",
-            )
-            for time in (-1.0, math.inf, math.nan)
-            for where, call in (
-                ("ready_us of parameter 1", partial(timing, 1.0, time, end=2.0)),
-                ("backward_end_us", partial(timing, 1.0, end=time)),
-                ("used_us of parameter 0", partial(replace, timing(1.0), used_us=(time,))),
-            )
-        ),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(call: Callable[[], object], text: str) -> None:
-    assert refusal(call) == text
