@@ -246,11 +246,9 @@ def _demo(parts: Mapping[str, Any]) -> Table:
 
 def draw() -> None:
     """Runs the demo and the simulator; writes their pictures into docs, and records the demo's figures."""
-    from rich.console import Console
-
     from benchmarks.machine import machine
     from undertow.demo import DemoSettings
-    from undertow.demo.run import _train
+    from undertow.demo.run import train
     from undertow.demo.settings import WAYS
     from undertow.report.timeline import save_timeline
     from undertow.trace import overlap_of
@@ -258,7 +256,7 @@ def draw() -> None:
     settings = DemoSettings(strategy="zero2")
     ask = ("examples/profiles/gpt2.json", "--ranks", "64", "--per-node", "8", "--link", "25gbit", "--out", "docs")
     subprocess.run([str(Path(sys.executable).parent / "undertow"), "simulate", *ask], cwd=ROOT, check=True)
-    done = _train(settings, Console())
+    done = train(settings)
     typical = {WAYS[it.way]: it.typical for it in done}
     conditions = f"{settings.num_ranks} ranks on one machine, {settings.link} emulated, typical of {settings.num_steps} steps"
     for name, ways in (("demo-zero2", list(typical)), ("demo", list(typical)[:-1])):

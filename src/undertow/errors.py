@@ -20,10 +20,8 @@ code that catches those keeps working.
 """
 
 import difflib
-import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from undertow.foreign import printable_lines
@@ -43,8 +41,6 @@ __all__ = [
     "UndertowError",
     "WrongType",
 ]
-
-_ELSEWHERE = "Give another directory for the pictures: --out DIR."
 
 
 class UndertowError(RuntimeError):
@@ -150,23 +146,6 @@ def require(
         raise error(what, where=where, remedy=remedy)
 
 
-def require_version(package: str, lowest: str, *, where: str) -> None:
-    """Raises ConfigError if the first two numbers of the installed version of `package` are below
-    `lowest`."""
-    from importlib.metadata import version  # it takes as long to import as all of this package
-
-    installed = version(package)
-    found, least = (
-        [int(number) for number in re.findall(r"\d+", text)[:2]] for text in (installed, lowest)
-    )
-    require(
-        found >= least,
-        f"{package} {installed} is not supported: {lowest} is the oldest version that is.",
-        where=where,
-        remedy=f"pip install '{package}>={lowest}'",
-    )
-
-
 def suggestion(
     name: object, known: Collection[str], *, all_known: str = "Known", instead: str = ""
 ) -> str:
@@ -197,31 +176,19 @@ def require_known(
         raise ConfigError(f"{kind} {name!r} does not exist.", where=where, remedy=remedy)
 
 
-def make_directory(path: Path, *, where: str, to: str = "", remedy: str = _ELSEWHERE) -> None:
+def make_directory(path: Path, *, where: str) -> None:
     """Creates the directory if it is missing; raises ConfigError if nothing can be written
     there."""
-    with checked_writing(path, where=where, to=to, remedy=remedy):
+    try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
-
-
-@contextmanager
-def checked_writing(
-    path: Path, *, where: str, to: str = "", remedy: str = _ELSEWHERE
-) -> Iterator[None]:
-    """Raises ConfigError, naming `path` and the reason, instead of an OSError.
-
-    `to` names it differently.
-    """
-    try:
-        yield
     except OSError as error:
-        what = (
-            f"nothing can be written {to or f'to {str(path)!r}'}: "
-            f"{error.strerror or type(error).__name__}."
-        )
-        raise ConfigError(what, where=where, remedy=remedy) from error
+        raise ConfigError(
+            f"nothing can be written to {str(path)!r}: {error.strerror}.",
+            where=where,
+            remedy="Give another directory: --out DIR.",
+        ) from error
 
 
 def all_of(*calls: Callable[[], object]) -> None:

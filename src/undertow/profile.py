@@ -6,7 +6,7 @@ Profiles are written by `Profile.save` or by hand: every error names the field o
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as brief
@@ -15,7 +15,7 @@ from typing import Any
 from undertow.cost import COLLECTIVES, CostCurve, MeasuredCosts
 from undertow.errors import ConfigError, require, suggestion
 from undertow.foreign import as_float, parsed_json
-from undertow.plan import Groups, ParamSpec, Plan, StepTiming, plan_from_groups
+from undertow.plan import Groups, ParamSpec, StepTiming, plan_from_groups
 from undertow.plan.layout import ITEMSIZES, MOST
 from undertow.plan.plan import groups_from_json
 from undertow.schedule import strategy_named
@@ -24,19 +24,20 @@ __all__ = ["Profile", "profile_from_file", "profile_from_json"]
 
 FORMAT_FIELD, FORMAT = "undertow_profile", 1  # the first entry of a file, and the format's version
 _TIMES = ("forward_us", "backward_us", "update_us")
-# The numbers that may be unknown, with the largest value that a simulation can use.
+# The numbers, with the largest value that a simulation can use. All but `_TIMES` may be unknown.
 _NUMBERS = {
+    **dict.fromkeys(_TIMES, math.inf),
     "step_us": math.inf,
     "launch_us": math.inf,
     "copy_us_per_mb": math.inf,
     "skew": 0.2,
-    "spread": math.inf,
     "contention": 0.99,
     "processors_us": math.inf,
     "network_us": math.inf,
 }
-_SIMPLE = ("name", "num_ranks", *_TIMES, "strategy", *_NUMBERS)  # fields that are one value
-_REQUIRED = (FORMAT_FIELD, "backward_us", "params")
+# the fields that are one value, in the order of a file
+_SIMPLE = tuple(dict.fromkeys(("name", "num_ranks", *_TIMES, "strategy", *_NUMBERS)))
+_REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
 FIELDS = (FORMAT_FIELD, *_SIMPLE, "params", "costs", "buckets")
 PARAM_FIELDS = ("name", "ready_us", "shape", "dtype", "device", "sparse")
 _REMEDY = "docs/profiles.md has the format and an example."
@@ -73,21 +74,17 @@ class Profile:
     launch_us: float | None = None  # computing time of a rank per collective
     copy_us_per_mb: float | None = None  # computing time of a rank to fill a bucket
     skew: float | None = None  # standard deviation of computing times between ranks, relative
-    spread: float | None = None  # standard deviation between steps, relative
     # share of its speed that computation loses while the network works
     contention: float | None = None
     processors_us: float | None = None  # time that packing and copying add to the step
     network_us: float | None = None  # time that waiting for the network adds
-    is_forward_guessed: bool = False  # as half of backward
 
     def __post_init__(self) -> None:
-        for name in _TIMES:
-            _require_number(getattr(self, name), name)
         for name, most in _NUMBERS.items():
-            if getattr(self, name) is not None:
-                _require_number(getattr(self, name), name, most=most)
-        for name in ("name", "strategy"):
-            _require(isinstance(getattr(self, name), str), name, "a text", getattr(self, name))
+            value = getattr(self, name)
+            if value is not None or name in _TIMES:
+                _require_number(value, name, most=most)
+        _require(isinstance(self.name, str), "name", "a text", self.name)
         is_whole = type(self.num_ranks) is int and 1 <= self.num_ranks <= MOST
         _require(is_whole, "num_ranks", "a whole number, 1 or more", self.num_ranks)
         require(
@@ -117,10 +114,7 @@ class Profile:
             _require_known(kind, COLLECTIVES, "costs.")
         strategy_named(self.strategy)
         if self.groups is not None:
-            try:
-                plan_from_groups(self.params, self.groups, num_ranks=self.num_ranks)
-            except ConfigError as error:
-                raise ConfigError("buckets do not fit the parameters.", where=str(error)) from error
+            plan_from_groups(self.params, self.groups, num_ranks=self.num_ranks)
 
     @property
     def is_measured(self) -> bool:
@@ -181,19 +175,19 @@ class Profile:
 
         `profile_from_json` reads it.
         """
-        texts = {FORMAT_FIELD: str(FORMAT)}
+        lines = [f'"{FORMAT_FIELD}": {FORMAT}']
         for name in _SIMPLE:
             value = getattr(self, name)
             if value is not None:
-                texts[name] = json.dumps(value)
+                lines.append(f'"{name}": {json.dumps(value)}')
         rows = [_row(spec, time) for spec, time in zip(self.params, self.ready_us, strict=True)]
-        texts["params"] = _list_text(rows)
+        lines.append(f'"params": {_list_text(rows)}')
         if self.curves:
-            texts["costs"] = json.dumps({kind: curve.points for kind, curve in self.curves.items()})
+            points = {kind: curve.points for kind, curve in self.curves.items()}
+            lines.append(f'"costs": {json.dumps(points)}')
         if self.groups is not None:
-            texts["buckets"] = _list_text(self.groups)
-        lines = ",\n".join(f"  {json.dumps(name)}: {text}" for name, text in texts.items())
-        return f"{{\n{lines}\n}}\n"
+            lines.append(f'"buckets": {_list_text(self.groups)}')
+        return "{\n  " + ",\n  ".join(lines) + "\n}\n"
 
     def save(self, path: str | Path) -> None:
         """Writes `to_json()` to `path`; `profile_from_file` reads it."""
@@ -221,7 +215,7 @@ def _row(spec: ParamSpec, ready_us: float) -> dict[str, Any]:
     return row
 
 
-def _list_text(values: Iterable[object]) -> str:
+def _list_text(values: Sequence[object]) -> str:
     return "[\n" + ",\n".join(f"    {json.dumps(value)}" for value in values) + "\n  ]"
 
 
@@ -235,51 +229,23 @@ def profile_from_file(path: str | Path) -> Profile:
     profile = profile_from_file("examples/profiles/gpt2.json")
     ```
     """
-    return _profile_of(_parsed(_contents(path), str(path)), str(path))
+    try:
+        contents = Path(path).read_bytes()
+    except OSError as error:
+        where = error.strerror or str(error)
+        raise ConfigError(f"{path} cannot be read.", where=where, remedy=_REMEDY) from error
+    return profile_from_json(contents, str(path))
 
 
-def profile_from_json(text: str, where: str) -> Profile:
+def profile_from_json(text: str | bytes, where: str) -> Profile:
     """Parses a profile from `text`.
 
     Raises ConfigError, naming its origin `where` and the field or line, if it is not a profile.
     """
-    return _profile_of(_parsed(text, where), where)
-
-
-def source_from_file(path: str | Path) -> Profile | Plan | tuple[ParamSpec, ...]:
-    """Reads a profile, a saved plan or a table of parameters from a JSON file.
-
-    Raises ConfigError for other files.
-    """
-    contents = _contents(path)
-    data = _parsed(contents, str(path))
     try:
-        if isinstance(data, dict) and "buckets" in data and FORMAT_FIELD not in data:
-            return Plan.from_json(contents.decode())
-        if isinstance(data, dict) and data.keys() == {"params"}:
-            return tuple(spec for spec, _ in _params(data["params"], ("name", "shape")))
-    except ConfigError as error:
-        what = f"{path} is neither a saved plan nor a table of parameters."
-        raise ConfigError(what, where=str(error)) from error
-    return _profile_of(data, str(path))
-
-
-def _contents(path: str | Path) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        where = error.strerror or str(error)
-        raise ConfigError(f"{path} cannot be read.", where=where, remedy=_REMEDY) from error
-
-
-def _parsed(text: str | bytes, where: str) -> Any:
-    try:
-        return parsed_json(text)
+        data = parsed_json(text)
     except ValueError as error:
         raise ConfigError(f"{where} is not JSON.", where=str(error), remedy=_REMEDY) from error
-
-
-def _profile_of(data: Any, where: str) -> Profile:
     try:
         return _profile(data)
     except ConfigError as error:
@@ -290,54 +256,38 @@ def _profile(data: Any) -> Profile:
     fields = _object(data, "", FIELDS, _REQUIRED)
     version = fields.pop(FORMAT_FIELD)
     _require(version == FORMAT and type(version) is int, FORMAT_FIELD, FORMAT, version)
-    params = _params(fields.pop("params"), ("name", "ready_us", "shape"))
-    if "forward_us" not in fields:
-        _require_number(fields["backward_us"], "backward_us")
-        fields["forward_us"] = fields["backward_us"] / 2
-        fields["is_forward_guessed"] = True
+    rows = []
+    for index, row in enumerate(_list(fields.pop("params"), "params")):
+        rows.append(_object(row, f"params[{index}]", PARAM_FIELDS, ("name", "ready_us", "shape")))
     if "buckets" in fields:
         fields["groups"] = groups_from_json(fields.pop("buckets"))
     return Profile(
-        params=tuple(spec for spec, _ in params),
-        ready_us=tuple(ready_us for _, ready_us in params),
+        params=tuple(_param(row, f"params[{index}]") for index, row in enumerate(rows)),
+        ready_us=tuple(row["ready_us"] for row in rows),
         curves=_curves(fields.pop("costs", {})),
         **fields,
     )
 
 
-def _params(rows: Any, required: Collection[str]) -> list[tuple[ParamSpec, Any]]:
-    """Returns each parameter and its ready time, which the profile checks; None without one."""
-    found = []
-    for index, fields in enumerate(_list(rows, "params")):
-        path = f"params[{index}]"
-        row = _object(fields, path, PARAM_FIELDS, required)
-        dtype = row.get("dtype", "float32")
-        if not isinstance(dtype, str) or dtype not in ITEMSIZES:
-            what = f"{path}.dtype is unknown: {brief(dtype)}."
-            raise ConfigError(what, remedy=suggestion(dtype, ITEMSIZES))
-        # or the number of elements
-        sizes = row["shape"] if isinstance(row["shape"], list) else [row["shape"]]
-        try:
-            spec = ParamSpec(
-                name=row["name"],
-                shape=tuple(sizes),
-                dtype=dtype,
-                itemsize=ITEMSIZES[dtype],
-                device=row.get("device", "cpu"),
-                is_sparse=row.get("sparse", False),
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{path} is not a parameter.", where=str(error)) from error
-        found.append((spec, row.get("ready_us")))
-    return found
+def _param(row: Mapping[str, Any], path: str) -> ParamSpec:
+    dtype = row.get("dtype", "float32")
+    _require_known(dtype, ITEMSIZES, f"{path}.dtype ")
+    shape = row["shape"]
+    return ParamSpec(
+        name=row["name"],
+        shape=tuple(shape) if isinstance(shape, list) else (shape,),  # or the number of elements
+        dtype=dtype,
+        itemsize=ITEMSIZES[dtype],
+        device=row.get("device", "cpu"),
+        is_sparse=row.get("sparse", False),
+    )
 
 
 def _curves(costs: Any) -> dict[str, CostCurve]:
     curves = {}
-    for kind, value in _object(costs, "costs", COLLECTIVES).items():
-        points = _list(value, f"costs.{kind}")
+    for kind, points in _object(costs, "costs", COLLECTIVES).items():
         try:
-            curves[kind] = CostCurve(points=tuple(points))
+            curves[kind] = CostCurve(points=tuple(_list(points, f"costs.{kind}")))
         except ConfigError as error:
             raise ConfigError(f"costs.{kind} is not a cost curve.", where=str(error)) from error
     return curves
@@ -362,8 +312,8 @@ def _object(
     return dict(data)
 
 
-def _require_known(name: str, known: Collection[str], prefix: str) -> None:
-    if name not in known:
+def _require_known(name: object, known: Collection[str], prefix: str) -> None:
+    if not isinstance(name, str) or name not in known:
         raise ConfigError(f"{prefix}{name} is unknown.", remedy=suggestion(name, known))
 
 

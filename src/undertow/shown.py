@@ -31,10 +31,7 @@ class Shown:
         # ASCII for such an encoding.
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         text = self._printed(encoding).export_text()
-        try:
-            text.encode(encoding)
-        except UnicodeEncodeError:
-            text = text.replace("\u2026", "~").encode(encoding, "backslashreplace").decode(encoding)
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         return "\n".join(line.rstrip() for line in text.splitlines())
 
     def _repr_html_(self) -> str:

@@ -9,7 +9,7 @@ from benchmarks import fidelity
 from benchmarks.matrix import guard, run
 from benchmarks.matrix.catalog import SYSTEMS
 from benchmarks.matrix.rows import rows_of_cell
-from benchmarks.matrix.table import markdown
+from benchmarks.matrix.table import markdown, may_be_lost
 
 from support.matrix import cell, played, rank_result
 from support.strategies import spec
@@ -250,9 +250,33 @@ def test_what_the_matrix_writes_is_what_is_simulated(tmp_path: Path) -> None:
     assert fidelity.main(["--out", str(tmp_path)]) == 0
     table = (tmp_path / "fidelity.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in table if line.startswith("| replay")] == [
-        "| replay, 2 ranks, 1gbit (shaped) | ours | ours | 121.0 | 120.0 | 119.9 to 130.8 | -0.8% |",
-        "| replay, 2 ranks, 5gbit (shaped) | ours | ours | 121.0 | 120.0 | 119.9 to 130.8 | -0.8% |",
-        "| replay, 2 ranks, 5gbit (shaped) | ours-untuned | ours-untuned | 135.0 | 130.0 | 119.9 to 141.7 | -3.7% |",
-        "| replay, 2 ranks, 5gbit (shaped) | ours-untuned | ours | 135.0 | 130.0 | 119.9 to 141.7 | -3.7% |",
+        "| replay, 2 ranks, 1gbit (shaped) | ours | ours | 121.0 | 120.0 | -0.8% |",
+        "| replay, 2 ranks, 5gbit (shaped) | ours | ours | 121.0 | 120.0 | -0.8% |",
+        "| replay, 2 ranks, 5gbit (shaped) | ours-untuned | ours-untuned | 135.0 | 130.0 | -3.7% |",
+        "| replay, 2 ranks, 5gbit (shaped) | ours-untuned | ours | 135.0 | 130.0 | -3.7% |",
     ]
-    assert table[-1] == "From the profile of another plan: of 1 predictions 1 are within 5%, 1 bands hold the step."
+    assert table[-1] == "From the profile of another plan: of 1 predictions 1 are within 5%."
+
+
+@pytest.mark.parametrize(
+    ("cells", "told"),
+    [
+        (
+            [measured("1gbit", 121.0)],
+            [
+                "has no profile of a cell in",
+                "Run the matrix with a system of ours: python -m benchmarks matrix --workload replay --system ours --out",
+            ],
+        ),
+        (None, ["Run the matrix first: python -m benchmarks matrix --out"]),
+    ],
+    ids=["no profile", "no matrix"],
+)
+def test_what_is_no_matrix_is_no_success(
+    cells: list[dict[str, Any]] | None, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if cells is not None:
+        written(tmp_path, *cells)
+    assert fidelity.main(["--out", str(tmp_path)]) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ([text for text in told if text not in shown], (tmp_path / "fidelity.md").exists()) == ([], False)

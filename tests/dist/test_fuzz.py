@@ -32,9 +32,8 @@ from undertow import CheckpointError, load_checkpoint, save_checkpoint
 from undertow.cli.plan import show_plan
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec, Plan, plan_from_groups
-from undertow.profile import Profile, profile_from_json
-from undertow.report.what_if import NetworkOptions
-from undertow.simulate import Conditions
+from undertow.profile import Profile, profile_from_file, profile_from_json
+from undertow.report.what_if import WhatIf
 
 _ACTS = (
     *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod", "shutil."),
@@ -162,11 +161,10 @@ def shown(text: str, folder: Path) -> None:
     """As `undertow plan` shows it."""
     path = folder / "model.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape" if "\udcff" in text else "surrogatepass"))
-    flags = {"is_json": False, "has_schedule": False}
-    options = {"strategy": None, "num_ranks": None, "bucket_cap_mb": None, "conditions": Conditions(), **flags}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), watch().only_reading(folder):
-        show_plan(path, **options, network=NetworkOptions())
+        what_if = WhatIf.of(profile_from_file(path))
+        show_plan(what_if, bucket_cap_mb=None, is_json=False, has_schedule=False)
     assert printed.getvalue().replace("\n", "").isprintable()
 
 
@@ -181,8 +179,6 @@ JSON: dict[str, tuple[str, Callable[[str, Path], None]]] = {
         PROFILE.replace('"params"', f'{CURVES}"params"', 1),
         lambda text, _: read_again(text, lambda text: profile_from_json(text, "run.json")),
     ),
-    "shown plan": (PLAN.to_json(), shown),
-    "shown table": (json.dumps({"params": [{"name": "layer.weight", "shape": [64, 3], "dtype": "float32"}] * 2}), shown),
     "shown profile": (PROFILE.replace('"params"', f'{CURVES}"params"', 1), shown),
 }
 

@@ -53,7 +53,7 @@ class Layer(nn.Module):
         return Slow.apply(self.linear(x))
 
 
-def _traced(strategy: str, folder: str, _link: EmulatedLink) -> tuple[float, int]:
+def _traced(strategy: str, folder: str, _link: EmulatedLink) -> float:
     """Returns the overlap that the report tells, and the number of predicted steps."""
     torch.manual_seed(0)
     config: Any = {"bucket_cap_mb": 0.15, "strategy": strategy}
@@ -66,17 +66,16 @@ def _traced(strategy: str, folder: str, _link: EmulatedLink) -> tuple[float, int
             optimizer.step()
         path = ddp.save_trace(f"{folder}/trace.json.gz", steps=17)
         report = ddp.report()
-    trace = json.loads(gzip.decompress(path.read_bytes()))
-    return report.overlap or 0.0, sum(it["name"] == "predicted step" for it in trace["traceEvents"])
+    assert path.exists()
+    return report.overlap or 0.0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_the_steps_of_all_ranks_are_side_by_side_in_a_merged_trace(strategy: str, tmp_path: Path) -> None:
     found = run_over_link(partial(_traced, strategy, str(tmp_path)), "100mbit")
-    for reported, num_predicted in found:
+    for reported in found:
         assert 0.1 < reported < 0.95  # neither everything nor nothing
-        assert num_predicted == 1
     assert merge(tmp_path, tmp_path / "all.json.gz") == "2 traces of 2 ranks"
     merged = json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))
     pids = {it["args"]["name"]: it["pid"] for it in merged["traceEvents"] if it["name"] == "process_name"}
@@ -123,14 +122,13 @@ def test_a_trace_asks_for_a_step_and_a_number() -> None:
 
 
 @in_ranks(2)
-def test_a_short_run_has_a_trace_without_a_prediction(tmp_path: Path) -> None:
+def test_a_short_run_has_a_trace(tmp_path: Path) -> None:
     sync = attach(model := nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
     path = sync.save_trace(tmp_path / "trace.json")
     sync.close()
-    trace = json.loads(path.read_text())
     assert path.name == f"trace-rank{dist.get_rank()}.json"
-    assert trace["undertow_trace"]["prediction"].startswith("none: nothing has been measured of this model yet.")
+    assert json.loads(path.read_text())["undertow_trace"]["rank"] == dist.get_rank()
 
 
 # How the script's model ends: left to the end of the process, closed, or dropped; or in processes of multiprocessing.

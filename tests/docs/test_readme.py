@@ -114,7 +114,7 @@ LIMITS = [" ".join(text.split()) for text in re.findall(r"^- (.*?)$(?=\n(?:- |\n
 # Words of a limit, and its tests.
 SHOWN_BY = {
     "NCCL with two or more GPUs": ["test_training_over_nccl_has_the_reference_s_bits"],
-    "ZeRO-3 and tensor parallelism": ["test_what_cannot_be_planned_is_refused", "test_a_sharded_parameter_is_refused"],
+    "ZeRO-3 and tensor parallelism": ["test_a_value_of_a_setting_is_refused", "test_a_sharded_parameter_is_refused"],
     "With experts": [
         "test_what_cannot_be_is_refused",
         "test_communication_hooks_see_the_dense_parameters_only",

@@ -29,7 +29,6 @@ TORCH = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MUL
 INSTALLED = ["python3 -m venv .venv", ".venv/bin/pip install '.[cli,page]'"]
 STARTED = [".venv/bin/torchrun --nproc-per-node=2 quickstart.py", ".venv/bin/undertow demo"]
 PLANNED = [
-    ".venv/bin/undertow plan --strategy zero2 --ranks 8",
     ".venv/bin/undertow plan examples/profiles/gpt2.json --ranks 64 --link 25gbit",
 ]
 SIMULATED = [

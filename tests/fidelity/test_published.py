@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fidelity import bert_large, published, resnet50
 from support.project import ROOT
 from undertow.cost import link_from_text
-from undertow.report.what_if import BAND
+from undertow.report.comparison import BAND
 from undertow.simulate import DEFAULTS, IDEAL, Conditions
 
 RESNET = resnet50.profile()

@@ -8,16 +8,10 @@ from support.project import ROOT
 from support.strategies import spec
 from undertow.cost import CostCurve
 from undertow.profile import Profile
-from undertow.report.what_if import NetworkOptions, WhatIf
+from undertow.report.what_if import WhatIf
 from undertow.schedule import STRATEGIES
-from undertow.simulate import Conditions
 
 EXAMPLE, MIB = ROOT / "examples" / "profiles" / "gpt2.json", 1024 * 1024
-TABLE = """{"params": [
-  {"name": "stem.weight", "shape": [1000, 500], "dtype": "bfloat16"},
-  {"name": "head.weight", "shape": [500, 400], "dtype": "float32"},
-  {"name": "head.bias", "shape": [400], "dtype": "float32"}
-]}"""
 SMALL = Profile(
     name="small",
     params=(spec("stem", MIB), spec("body", 4 * MIB), spec("head.weight", 4 * MIB), spec("head.bias", 1000)),
@@ -46,8 +40,7 @@ def what_if(profile: Profile = SMALL, strategy: str = "ddp", *, num_ranks: int =
         profile=profile,
         strategy=STRATEGIES[strategy],
         num_ranks=num_ranks,
-        options=NetworkOptions(**{"link": "10gbit,20us", **nodes, **options}),
-        conditions=Conditions(),
+        **{"link": "10gbit,20us", **nodes, **options},
     )
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import undertow.demo.run
+import undertow.demo.rank
 import undertow.sync.gradient_sync
 from undertow import GradientSync, SyncConfig
 from undertow.buckets.recorder import HostClock
@@ -160,7 +160,7 @@ def nothing(_op: Op) -> None:
 
 
 def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
-    return mock.patch.object(undertow.demo.run, "_run_rank", target)
+    return mock.patch.object(undertow.demo.rank, "run_rank", target)
 
 
 # Calls inside of the library between which tests need a point, with the name that they have in tests.

@@ -17,7 +17,7 @@ from undertow import ConfigError, UndertowError, errors
 from undertow.cost import CostCurve
 from undertow.foreign import MOST_LEVELS, parsed_json, printable, printable_lines
 from undertow.plan import ParamSpec, Plan, plan_from_groups
-from undertow.profile import Profile, profile_from_file, profile_from_json, source_from_file
+from undertow.profile import Profile, profile_from_file, profile_from_json
 from undertow.report.timeline import save_timeline
 from undertow.trace import Event, Trace, summarize
 from undertow.tune import Explanation
@@ -25,7 +25,6 @@ from undertow.tune import Explanation
 SPEC = ParamSpec(name="a", shape=(2, 3), dtype="float32", itemsize=4)
 PLAN = plan_from_groups([SPEC], [(0,)], num_ranks=2).to_json()
 PROFILE = Profile(params=(SPEC,), ready_us=(1.0,), forward_us=1.0, backward_us=2.0).to_json()
-TABLE = '{"params": [{"name": "a", "shape": [2, 3], "dtype": "float32"}]}'
 
 
 def from_file(read: Callable[[Path], Any]) -> Callable[[str, Path], Any]:
@@ -39,8 +38,6 @@ def from_file(read: Callable[[Path], Any]) -> Callable[[str, Path], Any]:
 READERS: dict[str, tuple[str, Callable[[str, Path], Any]]] = {
     "Plan.from_json": (PLAN, lambda text, _: Plan.from_json(text)),
     "profile_from_json": (PROFILE, lambda text, _: profile_from_json(text, "run.json")),
-    "a file of a plan": (PLAN, from_file(source_from_file)),
-    "a file of a table": (TABLE, from_file(source_from_file)),
     "a file of a profile": (PROFILE, from_file(profile_from_file)),
 }
 each_reader = pytest.mark.parametrize(("good", "read"), READERS.values(), ids=READERS)
@@ -193,11 +190,7 @@ def profile_of(name: str) -> Profile:
             lambda name: str(Explanation(num_ranks=2, strategy="ddp", bucket_mb=(1.0,), why=name)),
             id="an explanation",
         ),
-        pytest.param(
-            lambda name: ("plan", json.dumps({"params": [{"name": name, "shape": [3], "dtype": "float32"}]})), id="a table"
-        ),
-        pytest.param(lambda name: ("plan", plan_of(name).to_json()), id="a saved plan"),
-        pytest.param(lambda name: ("plan", profile_of(name).to_json()), id="a profile"),
+        pytest.param(lambda name: ("plan", profile_of(name).to_json()), id="a planned profile"),
         pytest.param(lambda name: ("simulate", profile_of(name).to_json()), id="a profile that is simulated"),
     ],
 )
@@ -219,9 +212,9 @@ def test_a_name_is_shown_as_it_is(
 def test_an_error_shows_names_as_they_are(name: str, undertow: Undertow, tmp_path: Path) -> None:
     error, expected = UndertowError(f"{name} is wrong.", where=name, remedy=f"Mend {name}."), printable_lines(name)
     assert str(error) == f"{expected} is wrong.\n  {expected}\n  Mend {expected}."
-    (tmp_path / "table.json").write_text(json.dumps({"params": [{"name": name, "shape": [3], "dtype": name}]}))
-    code, _, shown = undertow("plan", tmp_path / "table.json")
-    assert (code, repr(name).strip("'\"") in shown, shown.replace("\n", "").isprintable()) == (2, True, True)
+    (tmp_path / "profile.json").write_text(profile_of("a").to_json().replace('"float32"', json.dumps(name)))
+    code, _, shown = undertow("plan", tmp_path / "profile.json")
+    assert (code, expected.split("\n")[0] in shown, shown.replace("\n", "").isprintable()) == (2, True, True)
 
 
 @pytest.mark.parametrize("name", [*NAMES.values(), "$x^$", "a$b", "\\$", "$\\frac{$", "_hidden"])

@@ -1,5 +1,6 @@
 """Defines the commands and their options."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,11 +10,26 @@ from undertow import __version__
 from undertow.cli.plan import show_plan
 from undertow.cli.simulate import show_simulation
 from undertow.cost import LINKS, NODE_LINK
-from undertow.plan.layout import ITEMSIZES
-from undertow.report.what_if import NetworkOptions
+from undertow.profile import profile_from_file
+from undertow.report.what_if import WhatIf
 from undertow.simulate import Conditions
 from undertow.trace.files import merge
 
+_Profile = Annotated[
+    Path, typer.Argument(metavar="PROFILE", help="Measurements of a model.", show_default=False)
+]
+_Ranks = Annotated[
+    int | None,
+    typer.Option(min=1, help="Ranks; by default as in the profile.", show_default=False),
+]
+_Strategy = Annotated[
+    str | None,
+    typer.Option(
+        help='"ddp", "zero1", "zero2" or "hybrid", which shards inside a node; by default as '
+        "in the profile.",
+        show_default=False,
+    ),
+]
 _Link = Annotated[
     str | None,
     typer.Option(
@@ -33,33 +49,6 @@ _NodeLink = Annotated[
         show_default=False,
     ),
 ]
-
-_Skew = Annotated[
-    float | None,
-    typer.Option(
-        help="Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest rank "
-        "is shown. This and the next three are by default as measured, or else as in "
-        "docs/fidelity.md.",
-        show_default=False,
-    ),
-]
-_Contention = Annotated[
-    float | None,
-    typer.Option(
-        help="Share of its speed that computing loses while the network works.", show_default=False
-    ),
-]
-_Launch = Annotated[
-    float | None,
-    typer.Option(help="Microseconds that a rank computes per collective.", show_default=False),
-]
-_Copy = Annotated[
-    float | None,
-    typer.Option(
-        help="Microseconds that a rank computes per megabyte of a bucket.", show_default=False
-    ),
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON, and draw nothing.")]
 
 app = typer.Typer(
     name="undertow",
@@ -101,7 +90,9 @@ def undertow(
 def demo(  # one argument per option
     nproc: Annotated[
         int,
-        typer.Option(help="Ranks to start on this machine, 1 to 16; each computes on one core."),
+        typer.Option(
+            min=1, max=16, help="Ranks to start on this machine; each computes on one core."
+        ),
     ] = 2,
     link: Annotated[
         str,
@@ -109,7 +100,9 @@ def demo(  # one argument per option
             help='Network to emulate: a rate such as "1gbit", "2.5gbit", "200mbit", or "none".'
         ),
     ] = "1gbit",
-    steps: Annotated[int, typer.Option(help="Measured steps per way, after ten to warm up.")] = 8,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Measured steps per way, after ten to warm up.")
+    ] = 8,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     strategy: Annotated[
         str,
@@ -138,8 +131,7 @@ def run() -> None:
     help="Write a page about a run that any browser shows without a network: advice, the step as "
     "a timeline, each bucket, and the same model on other links.\n\n"
     "DIR has what `undertow run --out DIR` or report.save(DIR/report-rank0.json) has written. "
-    "The page is OUT/report.html; a second model of the run has report-2.html. With --json no "
-    "page is written: all reports are printed, by model and in the order of ranks.\n\n"
+    "The page is OUT/report.html; a second model of the run has report-2.html.\n\n"
     "Exit code 0: written. 2: files are missing, damaged or of different runs or groups, or the "
     "page cannot be written."
 )
@@ -152,165 +144,112 @@ def report(
         Path | None,
         typer.Option(help="Directory for the page; by default DIR.", show_default=False),
     ] = None,
-    json: _Json = False,
 ) -> None:
     # Not at the top: the other commands do not need it.
-    from undertow.report.page import json_of_reports, save_pages
+    from undertow.report.page import save_pages
 
-    if json:
-        print(json_of_reports(folder))
-        return
     for page in save_pages(folder, folder if out is None else out):
         print(f"Page: {page}")
 
 
 @app.command(
-    help="Show the buckets of a model, and with --schedule the ops of one step, without running "
-    "anything.\n\n"
-    "FILE is JSON. For a profile, the command shows its best buckets and the time of a step. For "
-    "a plan that save_plan() has written, it shows the buckets of that plan. FILE may also be a "
-    "table of parameters in the order of the model, written by hand:\n\n"
-    '{"params": [{"name": "weight", "shape": [10, 20], "dtype": "float32"}]}\n\n'
-    "with dtypes of so many bytes: "
-    f"{', '.join(f'{dtype} {itemsize}' for dtype, itemsize in ITEMSIZES.items())}. "
-    "Without FILE: the model of `undertow demo`.\n\n"
+    help="Show the buckets that Undertow plans for a model, the plans that they are chosen from, "
+    "and with --schedule the ops of one step, without running anything.\n\n"
+    "PROFILE is JSON: what save_profile() has measured, or written by hand (docs/profiles.md).\n\n"
     'Example: undertow plan examples/profiles/gpt2.json --ranks 64 --link "100gbit,5us"\n\n'
-    "Exit code 0: shown. 2: an option or FILE cannot work."
+    "Exit code 0: shown. 2: an option or PROFILE cannot work."
 )
 def plan(  # noqa: PLR0913  # one argument per option
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A profile, a saved plan or a table of parameters.", show_default=False
-        ),
-    ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            help='Strategy: "ddp", "zero1", "zero2" or "hybrid", which shards inside a node. By '
-            "default the profile's "
-            'strategy, else "ddp".',
-            show_default=False,
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            help="Ranks to lay it out for; by default as in the profile or the saved plan, else 2.",
-            show_default=False,
-        ),
-    ] = None,
-    bucket_cap_mb: Annotated[
-        float | None,
-        typer.Option(
-            help="Largest bucket in MiB; without it, saved or planned ones.", show_default=False
-        ),
-    ] = None,
-    overlap: Annotated[
-        bool, typer.Option(help="Reduce during backward, or everything at its end.")
-    ] = True,
-    schedule: Annotated[
-        bool, typer.Option("--schedule", help="Show the ops of one step in their order too.")
-    ] = False,
+    profile: _Profile,
+    ranks: _Ranks = None,
     link: _Link = None,
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
-    skew: _Skew = None,
-    contention: _Contention = None,
-    launch_us: _Launch = None,
-    copy_us_per_mb: _Copy = None,
-    json: _Json = False,
+    strategy: _Strategy = None,
+    bucket_cap_mb: Annotated[
+        float | None,
+        typer.Option(help="Largest bucket in MiB; without it, planned ones.", show_default=False),
+    ] = None,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Show the ops of one step in their order too.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON only.")] = False,
 ) -> None:
-    show_plan(
-        file,
-        strategy=strategy,
-        num_ranks=ranks,
-        bucket_cap_mb=bucket_cap_mb,
-        conditions=Conditions(
-            overlap=overlap,
-            skew=skew,
-            contention=contention,
-            launch_us=launch_us,
-            copy_us_per_mb=copy_us_per_mb,
-        ),
-        is_json=json,
-        has_schedule=schedule,
-        network=NetworkOptions(link=link, per_node=per_node, node_link=node_link),
+    measured = profile_from_file(profile)
+    what_if = replace(
+        WhatIf.of(measured, strategy, ranks), link=link, per_node=per_node, node_link=node_link
     )
+    show_plan(what_if, bucket_cap_mb=bucket_cap_mb, has_schedule=schedule, is_json=json)
 
 
 @app.command(
     help="Predict the step of a model on a network, without running anything.\n\n"
     "PROFILE is JSON: what save_profile() has measured, or written by hand (docs/profiles.md). "
-    "Simulates a step that sends one message per parameter, buckets of fixed size (25 MiB after "
-    "a first one of 1 MiB, as torch's DistributedDataParallel has them, and 40 MB), and the "
+    "Simulates a step that sends one message per parameter, one with buckets of 25 MiB after "
+    "a first one of 1 MiB, as torch's DistributedDataParallel has them, and one with the "
     "buckets that Undertow plans for this network. Prints what each step takes, what of its "
-    "communication is exposed, how it compares with the shortest possible step, and the scaling "
-    "efficiency, the share of the step that computing alone takes. Draws timelines in "
-    "OUT/simulate.png, except with --sweep.\n\n"
+    "communication is exposed, and the scaling efficiency, "
+    "the share of the step that computing alone takes. Draws timelines in "
+    "OUT/simulate.png.\n\n"
     "Example: undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link "
-    '"100gbit,5us" --sweep ranks\n\n'
+    '"100gbit,5us"\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
 )
 def simulate(  # noqa: PLR0913  # one argument per option
-    profile: Annotated[
-        Path, typer.Argument(metavar="PROFILE", help="Measurements of a model.", show_default=False)
-    ],
-    ranks: Annotated[
-        int | None, typer.Option(help="Ranks; by default as in the profile.", show_default=False)
-    ] = None,
+    profile: _Profile,
+    ranks: _Ranks = None,
     link: _Link = None,
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            help='"ddp", "zero1", "zero2" or "hybrid", which shards inside a node; by default as '
-            "in the profile.",
-            show_default=False,
-        ),
-    ] = None,
+    strategy: _Strategy = None,
     overlap: Annotated[
         bool, typer.Option(help="Reduce during backward, or everything at its end.")
     ] = True,
-    skew: _Skew = None,
-    contention: _Contention = None,
-    launch_us: _Launch = None,
-    copy_us_per_mb: _Copy = None,
-    sweep: Annotated[
-        str | None, typer.Option(help='Vary "ranks" or "bandwidth".', show_default=False)
+    skew: Annotated[
+        float | None,
+        typer.Option(
+            help="Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest "
+            "rank is shown. This and the next three are by default as measured, or else as in "
+            "docs/fidelity.md.",
+            show_default=False,
+        ),
+    ] = None,
+    contention: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of its speed that computing loses while the network works.",
+            show_default=False,
+        ),
+    ] = None,
+    launch_us: Annotated[
+        float | None,
+        typer.Option(help="Microseconds that a rank computes per collective.", show_default=False),
+    ] = None,
+    copy_us_per_mb: Annotated[
+        float | None,
+        typer.Option(
+            help="Microseconds that a rank computes per megabyte of a bucket.", show_default=False
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
-    json: _Json = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, and draw nothing.")] = False,
 ) -> None:
-    show_simulation(
-        profile,
-        strategy=strategy,
-        num_ranks=ranks,
-        network=NetworkOptions(link=link, per_node=per_node, node_link=node_link),
-        conditions=Conditions(
-            overlap=overlap,
-            skew=skew,
-            contention=contention,
-            launch_us=launch_us,
-            copy_us_per_mb=copy_us_per_mb,
-        ),
-        sweep=sweep,
-        out=out,
-        is_json=json,
+    measured = profile_from_file(profile)
+    conditions = Conditions(
+        overlap=overlap,
+        skew=skew,
+        contention=contention,
+        launch_us=launch_us,
+        copy_us_per_mb=copy_us_per_mb,
     )
-
-
-@app.command(
-    help="Show the facts for a bug report: versions, backends, devices, cores, memory, network "
-    "interfaces, and the variables "
-    "that change how training runs. The values of other variables are not read, nor are addresses."
-)
-def env(json: _Json = False) -> None:
-    # Not at the top: the other commands do not need it.
-    from undertow.cli.env import show_environment
-
-    show_environment(is_json=json)
+    what_if = replace(
+        WhatIf.of(measured, strategy, ranks),
+        link=link,
+        per_node=per_node,
+        node_link=node_link,
+        conditions=conditions,
+    )
+    show_simulation(what_if, out=out, is_json=json)
 
 
 @app.command(

@@ -17,7 +17,6 @@ from undertow.cost.costs import (
     costs_for,
     curve_from_samples,
     link_from_text,
-    scaled_curve,
 )
 
 __all__ = [
@@ -34,5 +33,4 @@ __all__ = [
     "costs_for",
     "curve_from_samples",
     "link_from_text",
-    "scaled_curve",
 ]

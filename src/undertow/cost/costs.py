@@ -82,27 +82,11 @@ _LINK_TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A full-duplex link of each rank to the network.
-
-    Raises ConfigError for a bandwidth of zero or a negative latency.
-    """
+    """A full-duplex link of each rank to the network."""
 
     name: str
     hop_s: float  # latency of one message between two ranks
     bytes_per_s: float  # payload, per direction; infinity for a link that costs nothing
-
-    def __post_init__(self) -> None:
-        require(
-            self.bytes_per_s > 0 and math.isfinite(self.hop_s) and self.hop_s >= 0,
-            f"link {self.name!r} is impossible: {self.bytes_per_s} bytes/s, {self.hop_s} s per "
-            "hop.",
-            remedy="Give a positive bandwidth and a latency of zero or more.",
-        )
-
-    @property
-    def is_free(self) -> bool:
-        """True if nothing that crosses this link takes time."""
-        return math.isinf(self.bytes_per_s) and self.hop_s == 0
 
 
 def link_from_text(text: str) -> Link:
@@ -157,7 +141,7 @@ COLLECTIVES: Mapping[str, Callable[[int], tuple[int, float]]] = {
 def collective_seconds(link: Link, kind: str, *, num_bytes: int, num_ranks: int) -> float:
     """Returns the seconds that one collective occupies the link; `num_bytes` is the whole
     payload."""
-    hops, share = COLLECTIVES[kind](num_ranks) if num_ranks > 1 else (0, 0.0)
+    hops, share = _ring(kind, num_ranks)
     return hops * link.hop_s + share * num_bytes / link.bytes_per_s
 
 
@@ -341,19 +325,12 @@ class RingCosts:
     """Ring algorithms over `num_ranks` ranks, each with its own `link`; of any kind in COLLECTIVES.
 
     With `has_trees` an all-reduce goes through trees where that is faster, as in NCCL; without,
-    through a ring, as in gloo. Raises ConfigError unless `num_ranks` is positive.
+    through a ring, as in gloo.
     """
 
     link: Link
     num_ranks: int = field(kw_only=True)
     has_trees: bool = field(default=True, kw_only=True)
-
-    def __post_init__(self) -> None:
-        require(
-            self.num_ranks >= 1,
-            f"a collective needs one rank or more, got {self.num_ranks}.",
-            remedy="Give a positive number of ranks.",
-        )
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
         """Implements `Costs`."""
@@ -361,20 +338,14 @@ class RingCosts:
         sizes = np.asarray(num_bytes, dtype=np.float64)
         times_s = hops * self.link.hop_s + share / self.link.bytes_per_s * sizes
         if kind == "all_reduce" and self.has_trees:
-            tree_hops, tree_share = _tree(self.num_ranks)
-            times_s = np.minimum(
-                times_s, tree_hops * self.link.hop_s + tree_share / self.link.bytes_per_s * sizes
-            )
+            tree_s = 2 * math.log2(self.num_ranks) * self.link.hop_s
+            times_s = np.minimum(times_s, tree_s + 2.0 / self.link.bytes_per_s * sizes)
         return 1e6 * times_s
 
 
 def _ring(kind: str, num_ranks: int) -> tuple[float, float]:
     """Returns messages one after another, and the share of the payload that crosses a link."""
     return COLLECTIVES[kind](num_ranks) if num_ranks > 1 else (0, 0.0)
-
-
-def _tree(num_ranks: int) -> tuple[float, float]:
-    return (2 * math.log2(num_ranks), 2.0) if num_ranks > 1 else (0.0, 0.0)
 
 
 # The collectives inside a node that are part of a collective over all nodes.
@@ -493,33 +464,3 @@ def costs_for(  # a network, and how its collectives go
         per_node=per_node,
         is_mesh=is_mesh,
     )
-
-
-def scaled_curve(
-    curve: CostCurve, kind: str, *, num_ranks: int, to: int, has_trees: bool
-) -> CostCurve:
-    """Returns the curve, measured over `num_ranks` ranks, over `to` ranks of the same network; both
-    are two or more.
-
-    The latency of its line grows with the messages of the formula, and the rest with the share of
-    the payload on a link. Raises ConfigError if the curve's sizes are too close together.
-    """
-    require(
-        curve.is_enough,
-        f"the curve of {kind} does not show what other numbers of ranks cost: its sizes lie too "
-        "close together.",
-        remedy="Let one size be at least 1.5 times another, or name a link.",
-    )
-    hops, share = _ring(kind, num_ranks)
-    to_hops, to_share = _ring(kind, to)
-    if has_trees and kind == "all_reduce":
-        hops = min(hops, _tree(num_ranks)[0])
-        to_hops = min(to_hops, _tree(to)[0])
-    latency_us, _ = line_through(curve.points)
-    points = []
-    for size, us in curve.points:
-        scaled_us = (
-            min(latency_us, us) * to_hops / hops + max(0.0, us - latency_us) * to_share / share
-        )
-        points.append((size, scaled_us))
-    return CostCurve(points=tuple(points))

@@ -7,9 +7,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from undertow.engine.params import spec_of
-from undertow.plan import ParamSpec
-
 _NUM_BYTE_VALUES = 256
 CONTEXT = 128  # bytes that the model sees
 
@@ -44,8 +41,3 @@ class Gpt(nn.Module):
             x = block(x, src_mask=mask, is_causal=True)
         scores = self.head(self.norm(x))  # [batch, context, byte value]
         return functional.cross_entropy(scores.flatten(0, 1), following.flatten())
-
-
-def demo_parameters() -> tuple[ParamSpec, ...]:
-    """Returns the planner's view of the demo's model."""
-    return tuple(spec_of(name, param) for name, param in Gpt().named_parameters())

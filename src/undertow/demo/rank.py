@@ -7,17 +7,21 @@ import contextlib
 import copy
 import math
 import os
+import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from statistics import median, median_high
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor, nn
 
 from undertow.config import SyncConfig
@@ -25,12 +29,12 @@ from undertow.cost import collective_seconds, link_from_text
 from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.demo.model import CONTEXT, Gpt
 from undertow.demo.settings import (
-    COMPARED,
     NUM_WARM_UP_STEPS,
     OURS,
+    RESULTS,
     TORCH_DDP,
+    WAYS,
     DemoSettings,
-    Message,
     WayDone,
     load_corpus,
 )
@@ -64,29 +68,30 @@ _GRADIENT_TOLERANCE = 1e-5  # of a parameter's largest element
 _LOSS_TOLERANCE = 1e-2
 
 
-def run_rank(
-    rank: int, settings: DemoSettings, meeting_point: str, send: Callable[[Message], None]
-) -> None:
-    """Trains, and sends the results if this is rank 0."""
+def run_rank(rank: int, settings: DemoSettings, folder: str) -> None:
+    """Trains; rank 0 shows the progress and leaves the results in the folder."""
     torch.set_num_threads(1)  # every rank represents a separate machine
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with emulated_backend(link_from_text(settings.link)) as link:
-        meeting = f"file://{meeting_point}"
         dist.init_process_group(
-            BACKEND, init_method=meeting, rank=rank, world_size=settings.num_ranks
+            BACKEND,
+            init_method=f"file://{folder}/meeting-point",
+            rank=rank,
+            world_size=settings.num_ranks,
         )
-        for message in _train_all_ways(settings, link):
-            if rank == 0:
-                send(message)
+        results = _train_all_ways(settings, link, Console(quiet=rank > 0))
+        if rank == 0:
+            Path(folder, RESULTS).write_bytes(pickle.dumps(results))
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _train_all_ways(settings: DemoSettings, link: EmulatedLink) -> Iterator[Message]:
+def _train_all_ways(settings: DemoSettings, link: EmulatedLink, console: Console) -> list[WayDone]:
     """Trains one copy of the model per variant, with the same initial weights and the same data.
 
     It alternates between variants step by step: if the speed of the machine changes (another
-    program, heat), it changes equally for all.
+    program, heat), it changes equally for all. A bar per variant moves on a terminal and is
+    printed once at the end elsewhere.
     """
     torch.manual_seed(0)
     model = Gpt()
@@ -95,38 +100,45 @@ def _train_all_ways(settings: DemoSettings, link: EmulatedLink) -> Iterator[Mess
         link.link, "all_reduce", num_bytes=num_bytes, num_ranks=settings.num_ranks
     )
     on_the_wire = f", {wire_s * 1e3:.0f} ms of wire time per step" if wire_s else ""
-    yield (
+    console.print(
         f"GPT with {num_bytes / 4e6:.1f} M parameters, {num_bytes / 1e6:.1f} MB of "
         f"gradients{on_the_wire}.\n"
     )
     runs = [WayRun(way, copy.deepcopy(model)) for way in settings.ways]
     batches = _batches(settings)
-    for step, batch in enumerate(batches, 1):
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=14),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )
+    with Progress(*columns, console=console) as progress:
         for run in runs:
-            run.step(batch)
-            # As the table has it: the median of the measured steps, not of those to warm up.
-            middle_us = median_high(
-                step.duration_us for step in run.steps[NUM_WARM_UP_STEPS:] or run.steps
-            )
-            yield run.way, f"{middle_us / 1e3:6.1f} ms/step  loss {run.loss:.4f}"
-        # Later, with more ranks, rounding makes the weights drift apart, and only losses can be
-        # compared.
-        if step == 1 or (step == len(batches) and settings.is_exact):
-            for run in runs:
-                run.compare_gradients(runs[0], is_exact=settings.is_exact)
+            progress.add_task(WAYS[run.way], total=len(batches), figures="")
+        for step, batch in enumerate(batches, 1):
+            for run, bar in zip(runs, progress.task_ids, strict=True):
+                run.step(batch)
+                progress.update(bar, advance=1, figures=run.figures())
+            # Later, with more ranks, rounding makes the weights drift apart, and only losses can
+            # be compared.
+            if step == 1 or (step == len(batches) and settings.is_exact):
+                for run in runs:
+                    run.compare_gradients(runs[0], is_exact=settings.is_exact)
     dist.barrier()  # by now every collective of the steps is in the log
     transfers = link.take_log()
     for run in runs:
         run.finish(batches[0])
+    results = []
     for run in runs:
-        wrong = run.differences(runs[0], is_exact=settings.is_exact)
-        yield WayDone(
+        done = WayDone(
             way=run.way,
             typical=run.typical(transfers),
             loss=run.loss,
-            wrong=wrong,
+            is_right=run.is_like(runs[0], is_exact=settings.is_exact),
             profile=run.profile(),
         )
+        results.append(done)
+    return results
 
 
 def _batches(settings: DemoSettings) -> Tensor:
@@ -179,19 +191,16 @@ class WayRun:
             tolerance = 0.0 if is_exact else _GRADIENT_TOLERANCE * expected.abs().max()
             self._gradients_agree &= bool(((mine - expected).abs() <= tolerance).all())
 
-    def differences(self, right: "WayRun", *, is_exact: bool) -> list[str]:
-        """Returns the entries of COMPARED that differ from the variant `right` on some rank."""
-        agrees = torch.tensor(
-            [
-                self._gradients_agree,
-                math.isclose(self.loss, right.loss, rel_tol=0.0 if is_exact else _LOSS_TOLERANCE),
-                not is_exact
-                or all(map(torch.equal, self.model.parameters(), right.model.parameters())),
-            ],
-            dtype=torch.int32,
-        )
-        dist.all_reduce(agrees, op=dist.ReduceOp.MIN)
-        return [what for what, is_right in zip(COMPARED, agrees, strict=True) if not is_right]
+    def is_like(self, right: "WayRun", *, is_exact: bool) -> bool:
+        """Returns True if gradients, loss and, if it is exact, parameters agree on every rank."""
+        tolerance = 0.0 if is_exact else _LOSS_TOLERANCE
+        agrees = self._gradients_agree and math.isclose(self.loss, right.loss, rel_tol=tolerance)
+        if is_exact:
+            params = zip(self.model.parameters(), right.model.parameters(), strict=True)
+            agrees &= all(torch.equal(mine, expected) for mine, expected in params)
+        on_all_ranks = torch.tensor(agrees, dtype=torch.int32)
+        dist.all_reduce(on_all_ranks, op=dist.ReduceOp.MIN)
+        return bool(on_all_ranks)
 
     def step(self, batch: Tensor) -> None:
         """Runs one step of this variant; nothing is in flight before or after it.
@@ -220,6 +229,13 @@ class WayRun:
         self.steps.append(Trace(rank=dist.get_rank(), step=len(self.steps), events=phases))
         self.loss = loss.item()
         self._note_records()
+
+    def figures(self) -> str:
+        """Returns the step time, as the table has it, and the loss of the last step."""
+        # the median of the measured steps, not of those to warm up
+        measured = self.steps[NUM_WARM_UP_STEPS:] or self.steps
+        middle_us = median_high(step.duration_us for step in measured)
+        return f"{middle_us / 1e3:6.1f} ms/step  loss {self.loss:.4f}"
 
     def finish(self, batch: Tensor) -> None:
         """Makes the update that the last turn has left out.

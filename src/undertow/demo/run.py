@@ -1,35 +1,23 @@
 """Runs the demo from start to end, in the process that starts the ranks."""
 
-import contextlib
 import os
+import pickle
+import signal
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from multiprocessing import resource_tracker
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from undertow.cost import collective_seconds, link_from_text
-from undertow.demo.launch import RanksLost, messages_of_ranks
-from undertow.demo.settings import (
-    GRADIENTS,
-    NUM_WARM_UP_STEPS,
-    OURS,
-    TORCH_DDP,
-    WAYS,
-    DemoSettings,
-    WayDone,
-)
-from undertow.errors import make_directory
+from undertow.demo.settings import OURS, RESULTS, TORCH_DDP, WAYS, DemoSettings, WayDone
+from undertow.errors import UndertowError, make_directory
 from undertow.report.timeline import require_matplotlib, save_timeline, takeaway
 from undertow.shown import print_line
 from undertow.trace import overlap_of
-
-_SILENCE_S = 180.0  # seconds for computation and start; time on the network is added
-_ASSUMED_BYTES = 100_000_000  # traffic of one step, a generous estimate
 
 
 def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
@@ -41,10 +29,10 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     console = Console() if console is None else console
     require_matplotlib()
     make_directory(settings.out, where="undertow demo")
-    _print_introduction(console, settings, num_cores=os.cpu_count() or 1, load=os.getloadavg()[0])
+    _print_introduction(console, settings)
     try:
-        results = _train(settings, console)
-    except RanksLost as error:
+        results = train(settings)
+    except UndertowError as error:
         console.print(
             Text.assemble(("The demo has ended early:", "bold red"), " ", str(error)),
             soft_wrap=True,
@@ -53,6 +41,8 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     except KeyboardInterrupt:
         console.print("Interrupted; all ranks have ended.")
         return 130  # as shells expect of a process ended by Ctrl-C
+    finally:
+        console.show_cursor()  # rank 0 hides it while it shows its progress
     console.print("")
     print_line(
         console,
@@ -61,36 +51,27 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     )
     console.print("", comparison_table(results, num_steps=settings.num_steps), "")
     _save(settings, results, console)
-    is_wrong = False
-    for done in results:
-        for what in done.wrong:
-            is_wrong = True
-            print_line(console, f"{WAYS[done.way]}: its {what} not the reference's.", "bold red")
-    if is_wrong:
+    wrong = [WAYS[done.way] for done in results if not done.is_right]
+    if wrong:
+        print_line(console, f"Other results than the first way's: {', '.join(wrong)}.", "bold red")
         return 1
     same = "gradients, parameters" if settings.is_exact else "gradients"
     print_line(console, f"All {len(results)} ways found the same {same} and loss.")
     return 0
 
 
-def _print_introduction(
-    console: Console, settings: DemoSettings, *, num_cores: int, load: float
-) -> None:
-    """Prints the settings and anything that will blur the figures.
-
-    `load` is the number of programs already computing.
-    """
-    link = (
-        "the bare loopback"
-        if link_from_text(settings.link).is_free
-        else (f"an emulated {settings.link} link")
-    )
+def _print_introduction(console: Console, settings: DemoSettings) -> None:
+    """Prints the settings and anything that will blur the figures."""
+    link = f"an emulated {settings.link} link"
+    if settings.link == "none":
+        link = "the bare loopback"
     ranks = f"{settings.num_ranks} rank{'s' if settings.num_ranks > 1 else ''}"
     print_line(
         console,
         f"Training one model {len(settings.ways)} ways: {ranks} on this machine, "
         f"gradients over {link}.",
     )
+    num_cores = os.cpu_count() or 1
     if settings.num_ranks == 1:
         console.print(
             "[yellow]One rank has nobody to talk to: there will be no communication to hide.[/]"
@@ -100,44 +81,39 @@ def _print_introduction(
             f"[yellow]{ranks} share {num_cores} cores: computation will take longer "
             "than on separate machines.[/]"
         )
-    elif settings.num_ranks + load > num_cores + 0.5:  # a desktop is never quite idle
-        console.print("[yellow]Other programs are computing on this machine: times will vary.[/]")
 
 
-def _train(settings: DemoSettings, console: Console) -> list[WayDone]:
-    """Runs the ranks under a bar per variant, which moves on a terminal and is printed once at the
-    end elsewhere."""
-    name, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
-    progress = Progress(
-        name, BarColumn(bar_width=14), MofNCompleteColumn(), figures, console=console
-    )
-    total = NUM_WARM_UP_STEPS + settings.num_steps
-    tasks = {way: progress.add_task(WAYS[way], total=total, figures="") for way in settings.ways}
-    link, num_ranks = link_from_text(settings.link), settings.num_ranks
-    wire_s = collective_seconds(link, "all_reduce", num_bytes=_ASSUMED_BYTES, num_ranks=num_ranks)
-    results = []
-    with tempfile.TemporaryDirectory(prefix="undertow-demo-") as folder, progress:
-        arguments = (settings, f"{folder}/meeting-point")
-        messages = messages_of_ranks(
-            _run_rank, arguments, num_ranks=num_ranks, silence_s=_SILENCE_S + wire_s
-        )
-        with contextlib.closing(messages):
-            for message in messages:
-                match message:
-                    case str():
-                        console.print(message)
-                    case WayDone():
-                        results.append(message)
-                    case way, figures:
-                        progress.update(tasks[way], advance=1, figures=figures)
-    return results
+def train(settings: DemoSettings) -> list[WayDone]:
+    """Trains in new processes, of which rank 0 shows the progress, and always ends them.
 
+    Raises UndertowError if one fails or dies.
+    """
+    # Not at the top: the command can refuse its options without torch.
+    from torch.multiprocessing.spawn import ProcessException, start_processes
 
-def _run_rank(*arguments: Any) -> None:
-    # Imported in the ranks only: the parent process does not need torch.
     from undertow.demo.rank import run_rank
 
-    run_rank(*arguments)
+    resource_tracker.ensure_running()  # its start would end the hold
+    with tempfile.TemporaryDirectory(prefix="undertow-demo-") as folder:
+        # Ranks inherit the hold and never see Ctrl-C: this process ends them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        ranks = start_processes(  # type: ignore[no-untyped-call]
+            run_rank, (settings, folder), settings.num_ranks, join=False, start_method="spawn"
+        )
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            while not ranks.join():
+                pass
+        except ProcessException as error:
+            raise UndertowError(
+                f"rank {error.error_index} has failed.", where=str(error).strip()
+            ) from None
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+        results: list[WayDone] = pickle.loads(Path(folder, RESULTS).read_bytes())
+        return results
 
 
 def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
@@ -149,7 +125,7 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
         "over-\nlap",
         "wire\nops",
         "final\nloss",
-        "same\ngrads",
+        "same\nresult",
     )
     table = Table(
         Column(no_wrap=True),
@@ -173,7 +149,7 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
             "-" if overlap.fraction is None else f"{overlap.fraction:.0%}",
             str(len(done.typical.communication)),
             f"{done.loss:.4f}",
-            "[bold red]NO[/]" if GRADIENTS in done.wrong else "yes",
+            "yes" if done.is_right else "[bold red]NO[/]",
             style="bold" if done.way in OURS else None,
         )
     return table

@@ -4,7 +4,7 @@ The variants of synchronization that it compares, and the text that it trains on
 """
 
 import sysconfig
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +31,7 @@ WAYS: Mapping[str, str] = {
     "zero2": "Undertow, ZeRO-2",
 }
 OURS = frozenset({"undertow", "zero1", "zero2"})
-GRADIENTS = "gradients are"
-COMPARED = (GRADIENTS, "final loss is", "parameters are")
+RESULTS = "results"  # the file in which rank 0 leaves them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +45,6 @@ class DemoSettings:
     strategy: str = "ddp"  # a strategy with shards is trained as an additional variant
 
     def __post_init__(self) -> None:
-        for option, value, lowest, highest, remedy in (
-            ("--nproc", self.num_ranks, 1, 16, "Two show the most on a small machine."),
-            ("--steps", self.num_steps, 1, 10_000, "Eight are enough for a stable median."),
-        ):
-            require(
-                lowest <= value <= highest,
-                f"{option} must be {lowest} to {highest}, got {value}.",
-                where="undertow demo",
-                remedy=remedy,
-            )
         link_from_text(self.link)
         require(
             strategy_named(self.strategy).crossing is None,
@@ -85,13 +74,9 @@ class WayDone:
     way: str
     typical: Trace  # of the step of median duration
     loss: float  # of the last step
-    wrong: Collection[str] = ()  # of COMPARED: differs from the first variant's on some rank
+    is_right: bool = True  # agrees with the first variant on every rank
     # the library's profile; None for other variants, and after too few steps
     profile: Profile | None = None
-
-
-# from rank 0: a text to print, the figures of a variant's step, or a result
-Message = str | tuple[str, str] | WayDone
 
 
 def load_corpus() -> bytes:

@@ -13,9 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import undertow
 from undertow import ShardedOptimizer, SyncConfig
-from undertow.errors import require, require_version
-
-require_version("accelerate", "1.0", where="undertow.integrations.accelerate")
+from undertow.errors import require
 
 
 def prepare(

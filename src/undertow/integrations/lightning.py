@@ -1,5 +1,4 @@
-"""Strategies for Lightning's Trainer and Fabric, both registered as "undertow", and a callback that
-logs reports."""
+"""Strategies for Lightning's Trainer and Fabric, both registered as "undertow"."""
 
 import inspect
 from collections.abc import Sequence
@@ -12,9 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import undertow
-from undertow.errors import require, require_version
-
-require_version("lightning", "2.4", where="undertow.integrations.lightning")
+from undertow.errors import require
 
 
 class _Wrapping:
@@ -154,49 +151,6 @@ class UndertowFabricStrategy(_Wrapping, fabric.DDPStrategy):
             return super().clip_gradients_norm(module, optimizer, *args, **arguments)
         self.precision.unscale_gradients(optimizer)
         return optimizer.clip_grad_norm_(*args, **arguments)
-
-
-class UndertowCallback(pl.Callback):
-    """Logs how much communication rank 0 has hidden, under names such as "undertow/overlap".
-
-    Args:
-        every_n_steps: Logs after every so many steps of the optimizer, once each.
-
-    Raises:
-        ConfigError: Unless `every_n_steps` is 1 or more.
-    """
-
-    def __init__(self, every_n_steps: int = 50) -> None:
-        require(
-            every_n_steps >= 1,
-            f"every_n_steps must be 1 or more, got {every_n_steps}.",
-            where="UndertowCallback",
-            remedy="Leave the callback out to log nothing.",
-        )
-        self.every_n_steps, self._logged_step = every_n_steps, 0
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_batch: Any
-    ) -> None:
-        model, step = trainer.strategy.model, trainer.global_step
-        # a micro-batch may not step
-        is_new = step % self.every_n_steps == 0 and step != self._logged_step
-        if is_new and isinstance(model, undertow.DistributedDataParallel):
-            self._logged_step = step
-            found = model.report().to_dict()
-            pl_module.log_dict(
-                {
-                    f"undertow/{name}": found[name]
-                    for name in (
-                        "step_ms",
-                        "communication_ms",
-                        "exposed_ms",
-                        "late_rank_ms",
-                        "overlap",
-                    )
-                    if found[name] is not None
-                }
-            )
 
 
 pytorch.StrategyRegistry.register("undertow", UndertowStrategy, description="DDP by Undertow")

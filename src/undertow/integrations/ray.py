@@ -8,9 +8,7 @@ from torch import nn
 
 from undertow.config import SyncConfig
 from undertow.ddp.wrapper import DistributedDataParallel
-from undertow.errors import require, require_version
-
-require_version("ray", "2.40", where="undertow.integrations.ray")
+from undertow.errors import require
 
 
 def prepare_model(

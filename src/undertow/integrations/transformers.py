@@ -5,10 +5,7 @@ from typing import Any
 import transformers
 
 from undertow import ShardedOptimizer, SyncConfig
-from undertow.errors import require_version
 from undertow.integrations import accelerate
-
-require_version("transformers", "5.0", where="undertow.integrations.transformers")
 
 
 class UndertowTrainer(transformers.Trainer):

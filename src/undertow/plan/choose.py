@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from undertow.cost.costs import Costs
-from undertow.errors import require
 from undertow.plan.grouping import by_last_ready
 from undertow.plan.layout import Groups, Kind, ParamSpec
-from undertow.plan.timing import StepTiming, finish_us, limit_us
+from undertow.plan.timing import StepTiming, finish_us
 
 NUMS_OF_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 LAST_SHARES = (1.0, 0.5, 0.25, 0.1)
@@ -38,7 +37,6 @@ class Choice:
     best: Candidate
     # the fastest one of each number of buckets, fewest buckets first
     candidates: tuple[Candidate, ...]
-    limit_us: float  # lower bound: no grouping, order or splitting of gradients ends earlier
 
 
 def choose(  # noqa: PLR0913
@@ -67,18 +65,7 @@ def choose(  # noqa: PLR0913
 
     Returns:
         The plan and the table that it was chosen from.
-
-    Raises:
-        ConfigError: If `order` is not a permutation of the parameters, a time is missing, or no
-            plan has a finite time.
     """
-    num_known = len(set(order) & set(range(len(params))))
-    require(
-        len(order) == num_known == len(params),
-        f"an order must hold each of the {len(params)} parameters exactly once.",
-        where=f"got {len(order)} indices, {num_known} of them different parameters",
-        remedy="Give a permutation of range(len(params)).",
-    )
     fastest: dict[int, Candidate] = {}  # by the number of buckets
     for last_share, groups in _family(params, order, max_bytes=max_bucket_bytes):
         time_us = finish_us(
@@ -91,16 +78,9 @@ def choose(  # noqa: PLR0913
             )
     candidates = tuple(fastest[number] for number in sorted(fastest))
     least_us = min(candidate.finish_us for candidate in candidates)
-    require(
-        math.isfinite(least_us),
-        f"no plan has a finite time: a collective costs {least_us}.",
-        where=f"costs of {'reduce_scatter and all_gather' if has_shards else 'all_reduce'}",
-        remedy="Give finite costs for all sizes up to the size of all gradients together.",
-    )
     return Choice(
         best=next(candidate for candidate in candidates if candidate.finish_us <= least_us * SLACK),
         candidates=candidates,
-        limit_us=min(least_us, limit_us(params, timing, costs, has_shards=has_shards)),
     )
 
 

@@ -220,14 +220,12 @@ def _difference(params: Sequence[ParamSpec], planned: Sequence[ParamSpec]) -> st
     Empty if there is none.
     """
     for mine, other in zip(params, planned, strict=False):
-        if mine.is_sparse != other.is_sparse:
-            where = "the model" if mine.is_sparse else "the plan"
-            return f"gradients of {mine.name!r} are sparse in {where} only"
-        if (mine.name, mine.shape, mine.dtype) != (other.name, other.shape, other.dtype):
-            return (
-                f"it has {other.name!r} {other.shape} {other.dtype} where the model has "
-                f"{mine.name!r} {mine.shape} {mine.dtype}"
-            )
+        if _text(mine) != _text(other):
+            return f"it has {_text(other)} where the model has {_text(mine)}"
     if len(params) != len(planned):
         return f"it has {len(planned)} parameters, the model {len(params)}"
     return ""
+
+
+def _text(spec: ParamSpec) -> str:
+    return f"{spec.name!r} {spec.shape} {spec.dtype}{' sparse' if spec.is_sparse else ''}"

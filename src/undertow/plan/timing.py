@@ -17,10 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from undertow.cost.costs import Costs, Floats
-from undertow.errors import require
 from undertow.plan.layout import ParamSpec
 
 
@@ -36,16 +33,6 @@ class StepTiming:
     backward_end_us: float
     # by parameter: first read in forward, since forward began; only for shards
     used_us: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        for time_us in (self.backward_end_us, *self.ready_us, *self.used_us):
-            require(
-                0 <= time_us < math.inf,  # also false for NaN
-                f"a time of a step must be finite and not negative, got {time_us}.",
-                where="the timing of a step",
-                remedy="Count from the beginning of the step or of forward; "
-                "a gradient that never comes is ready when backward ends.",
-            )
 
 
 def finish_us(
@@ -63,18 +50,8 @@ def finish_us(
     Each bucket delays backward by `bucket_us` of processor time before it is sent. With shards the
     function returns the period of steps without their update: the stall of the next forward, which
     waits for gathers, plus the longer of backward and reductions. Bytes are of gradients, without
-    padding and trailers. Raises ConfigError if a parameter has no time.
+    padding and trailers.
     """
-    needed = {"ready_us": timing.ready_us}
-    if has_shards:
-        needed["used_us"] = timing.used_us
-    for name, times in needed.items():
-        require(
-            len(times) == len(params),
-            f"each of the {len(params)} parameters must have its {name}, got {len(times)} of them.",
-            where="the timing of a step",
-            remedy="Give one time for each parameter, in the order of the parameters.",
-        )
     # without parameters one empty bucket is sent
     filled = [group for group in groups if group] or [()]
     sizes = [float(sum(params[param].num_bytes for param in group)) for group in filled]
@@ -95,52 +72,3 @@ def _through_us(starts_us: Sequence[float], times_us: Floats) -> float:
     for start_us, time_us in zip(starts_us, times_us.tolist(), strict=True):
         through_us = max(through_us, start_us) + time_us
     return through_us
-
-
-# Number of sizes between 1 byte and the total at which a cost is looked up; a cell is then a sixth
-# of a percent wide for 1 GB.
-_NUM_SIZES = 12288
-
-
-def limit_us(
-    params: Sequence[ParamSpec], timing: StepTiming, costs: Costs, *, has_shards: bool
-) -> float:
-    """Returns a lower bound in microseconds, as `finish_us` counts.
-
-    No grouping, order or splitting of gradients ends earlier.
-
-        limit = max over i of  r_i + C*(S_i),   and  end of backward + C(0)
-
-    S_i is the bytes of all gradients ready at r_i or later, C*(S) the cheapest way to send S bytes
-    in any split. With shards the stall of the next forward is added, because the two phases have
-    the lane to themselves: stall = max over i of  C*(G_i) - u_i. G_i is the bytes of all
-    parameters used at u_i or earlier.
-    """
-    reduction = "reduce_scatter" if has_shards else "all_reduce"
-    alone_us = float(costs.collective_us(reduction, [0.0])[0])
-    reduced = max(
-        timing.backward_end_us + alone_us,
-        _latest_us(params, -np.asarray(timing.ready_us), costs, reduction),
-    )
-    if not has_shards:
-        return reduced
-    return reduced + max(0.0, _latest_us(params, np.asarray(timing.used_us), costs, "all_gather"))
-
-
-def _latest_us(params: Sequence[ParamSpec], key_us: Floats, costs: Costs, kind: str) -> float:
-    """Returns the maximum over i of C*(bytes of all whose key is at most the key of i), less the
-    key of i.
-
-    C*(S) is at least one collective, and at least S bytes at the best rate of any size. Between two
-    sizes at which the cost is looked up, a part costs no less than at the smaller one and holds no
-    more than the larger one; costs do not decrease with the size.
-    """
-    if not params:
-        return 0.0
-    order = np.argsort(key_us, kind="stable")
-    together = np.cumsum([params[param].num_bytes for param in order], dtype=np.float64)
-    sizes = np.geomspace(1.0, max(1.0, together[-1]), _NUM_SIZES)
-    times_us = costs.collective_us(kind, sizes)
-    best_rate = float((times_us[:-1] / sizes[1:]).min())
-    alone_us = float(costs.collective_us(kind, [0.0])[0])
-    return float((np.maximum(alone_us, together * best_rate) - key_us[order]).max())

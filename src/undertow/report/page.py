@@ -10,7 +10,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from typing import Any
 from undertow.errors import ConfigError, require
 from undertow.foreign import parsed_json
 from undertow.profile import Profile, profile_from_file
-from undertow.report.what_if import NetworkOptions, WhatIf
+from undertow.report.what_if import WhatIf
 from undertow.schedule import strategy_named
-from undertow.simulate import Conditions
 from undertow.trace import StepReport, overlap_of
 from undertow.trace.files import write_whole
 
@@ -48,14 +47,7 @@ def page_of(reports: Sequence[Mapping[str, Any]], profile: Profile | None, *, wh
         where=where,
         remedy="Train a few steps first, and leave record on.",
     )
-    try:
-        data = json.dumps({"reports": reports, "links": _links(profile)}, allow_nan=False).replace(
-            "<", "\\u003c"
-        )
-    except ValueError as error:
-        raise ConfigError(
-            "a time of the report is not finite (NaN or Inf).", where=where, remedy=_RUN_AGAIN
-        ) from error
+    data = json.dumps({"reports": reports, "links": _links(profile)}).replace("<", "\\u003c")
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
     begin, middle, end = (
@@ -85,14 +77,14 @@ def _links(profile: Profile | None) -> list[dict[str, Any]]:
 
 
 def _link(profile: Profile, rate: str | None) -> dict[str, Any]:
-    what_if = WhatIf.of(profile, None, None, NetworkOptions(link=rate), Conditions())
-    outcome = what_if.outcome(rate or "", what_if.planned)
+    what_if = replace(WhatIf.of(profile), link=rate)
+    step = what_if.step(rate or "", what_if.planned)
     return {
         "name": "the measured link" if rate is None else rate.replace("gbit", " Gb/s"),
-        "step_ms": outcome.step_us / 1e3,
-        "exposed_ms": overlap_of(outcome.trace).exposed_us / 1e3,
+        "step_ms": step.step_us / 1e3,
+        "exposed_ms": overlap_of(step.trace).exposed_us / 1e3,
         "mb": [bucket.num_bytes / 1e6 for bucket in what_if.planned.buckets],
-        "events": outcome.trace.to_dict()["events"],
+        "events": step.trace.to_dict()["events"],
     }
 
 
@@ -116,16 +108,6 @@ def save_pages(folder: Path, out: Path) -> list[Path]:
     for path, page in pages.items():
         write_whole(path, page.encode(), where=f"undertow report {folder}")
     return [*pages]
-
-
-def json_of_reports(folder: Path) -> str:
-    """Returns the reports of all ranks as JSON: a list by the name of each model's page.
-
-    Raises ConfigError like `save_pages`.
-    """
-    return json.dumps(
-        {f"report{suffix}": reports for suffix, reports in _reports_of(folder).items()}, indent=2
-    )
 
 
 def _reports_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -171,19 +153,13 @@ def _require_one_run(reports: Sequence[Mapping[str, Any]], suffix: str, where: s
         where=f"{where}: the run had {num_ranks} ranks",
         remedy="Copy the files of all ranks into one folder; each node writes its own.",
     )
-    require(
-        len(reports) <= num_ranks or len({str(report.get("run")) for report in reports}) > 1,
-        "the reports are of several groups of ranks, such as pipeline stages.",
-        where=f"{where}: {len(reports)} files, and a group has {num_ranks} ranks",
-        remedy="Copy the files of one group into a separate folder, and report on that.",
-    )
     first, *others = (
         [report.get("run"), len(report["busy_ms"]), [it["params"] for it in report["buckets"]]]
         for report in reports
     )
     require(
         all(other == first for other in others),
-        "the reports are of different runs.",
+        "the reports are of different runs or groups of ranks.",
         where=f"{where}: other ranks or buckets than in report-rank0{suffix}.json",
-        remedy="Give each run its own folder.",
+        remedy="Give each run, and each group of ranks such as a pipeline stage, its own folder.",
     )

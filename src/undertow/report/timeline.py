@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from undertow.errors import require
 from undertow.foreign import printable
 from undertow.trace import Event, Trace, overlap_of
+from undertow.trace.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +29,6 @@ _KINDS = {
 }
 # For light pages and for dark pages: the end of the picture's name, ink, ground and grid.
 _THEMES = (("", "#333333", "#ffffff", "#e6e6e6"), ("-dark", "#e6edf3", "#0d1117", "#30363d"))
-_LEAST_GAIN = 1.03  # smaller ones are within the variation of the model and of a machine
 
 
 def require_matplotlib() -> None:
@@ -59,35 +60,33 @@ def save_themes(draw: Callable[[], Figure], path: Path) -> None:
             ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink
         )
         theme |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), ground)
+        picture = io.BytesIO()
         with mpl.rc_context(theme):
-            draw().savefig(path.with_stem(path.stem + name))
+            draw().savefig(picture, format="png")
+        target = path.with_stem(path.stem + name)
+        write_whole(target, picture.getvalue(), where="the picture of a step")
 
 
 def save_timeline(
     traces: Mapping[str, Trace],
     path: str | Path,
     *,
-    subject: str = "",
     baseline: str = "",
     conditions: str = "",
-    limit_us: float | None = None,
 ) -> None:
     """Writes a PNG with two rows per named trace, computation above network, on one axis in
     milliseconds; another for dark pages.
 
     Events before the forward, such as gathers of parameters, are drawn to the left of 0. The
-    slowest trace is on top. The title compares `subject`, by default the last trace, with
-    `baseline`, by default the first. `conditions` are drawn below: where the steps ran. `limit_us`
-    is drawn as a line: no step can be shorter.
+    slowest trace is on top. The title compares the last trace with
+    `baseline`, by default the first. `conditions` are drawn below: where the steps ran.
     """
-    title = takeaway(traces, subject=subject, baseline=baseline)
+    title = takeaway(traces, baseline=baseline)
     slowest_first = dict(sorted(traces.items(), key=lambda it: -it[1].duration_us))
-    save_themes(lambda: _timeline(slowest_first, title, conditions, limit_us), Path(path))
+    save_themes(lambda: _timeline(slowest_first, title, conditions), Path(path))
 
 
-def _timeline(
-    traces: Mapping[str, Trace], title: str, conditions: str, limit_us: float | None
-) -> Figure:
+def _timeline(traces: Mapping[str, Trace], title: str, conditions: str) -> Figure:
     # Not pyplot: it would keep the figure in its own list and look for a display.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -121,13 +120,6 @@ def _timeline(
         for kind, (color, label) in _KINDS.items()
         if kind in shown
     ]
-    if limit_us is not None:
-        starts_us = [
-            event.start_us for trace in traces.values() for event in trace.on_lane("compute")
-        ]
-        limit_ms = (min(starts_us, default=0.0) + limit_us) / 1e3
-        label = f"lower bound {limit_us / 1e3:.0f} ms"
-        handles.append(axes.axvline(limit_ms, linestyle=":", color="#999999", label=label))
     axes.legend(
         handles=handles,
         loc="lower left",
@@ -169,28 +161,19 @@ def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
         axes.text(left, row + 0.15, f"{hidden:.0%} hidden", va="center", fontsize=8.5, alpha=0.75)
 
 
-def takeaway(traces: Mapping[str, Trace], *, subject: str = "", baseline: str = "") -> str:
+def takeaway(traces: Mapping[str, Trace], *, baseline: str = "") -> str:
     """Returns one line.
 
-    How fast the step `subject` is beside `baseline`, and what of its communication is hidden.
+    How fast the last step is beside `baseline`, by default the first one, and what of its
+    communication is hidden.
     """
-    first_name = baseline if baseline in traces else next(iter(traces))
-    name = subject if subject in traces else [*traces][-1]
-    trace = traces[name]
-    overlap, step_ms = overlap_of(trace), trace.duration_us / 1e3
-    if overlap.fraction is None:
-        return f"{name}: {step_ms:.0f} ms per step, no communication"
-    hidden = f"{overlap.fraction:.0%} of the network time is hidden"
-    if len(traces) == 1:
-        return (
-            f"{name}: {hidden}, {overlap.exposed_us / 1e3:.0f} of {step_ms:.0f} ms are spent "
-            "waiting"
-        )
-    gain = traces[first_name].duration_us / trace.duration_us
-    if 1 / _LEAST_GAIN < gain < _LEAST_GAIN:
-        return f"{name}: as fast as {first_name}, {hidden}"
-    # With one digit, a smaller gain would be shown as 1.0 or 1.1.
-    return f"{name}: {gain:.{1 if gain >= 1.2 else 2}f}x the speed of {first_name}, {hidden}"
+    first = baseline if baseline in traces else next(iter(traces))
+    name, trace = list(traces.items())[-1]
+    hidden = overlap_of(trace).fraction
+    if hidden is None:
+        return f"{name}: {trace.duration_us / 1e3:.0f} ms per step, no communication"
+    gain = traces[first].duration_us / trace.duration_us
+    return f"{name}: {gain:.2f}x the speed of {first}, {hidden:.0%} of the network time is hidden"
 
 
 def _kind(event: Event) -> str:

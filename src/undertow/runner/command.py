@@ -4,18 +4,14 @@ import argparse
 import os
 import shutil
 import sys
-import tempfile
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from undertow.errors import ConfigError, UndertowError, make_directory, require, suggestion
-from undertow.runner.settings import MARK, RUN, settings_from, variables_of
+from undertow.errors import ConfigError, UndertowError, make_directory, require
+from undertow.runner.settings import RUN, settings_from, variables_of
 
 _SITE = str(Path(__file__).with_name("site"))
-# Commands that start trainings, for "Did you mean".
-_COMMANDS = ("accelerate", "python", "python3", "torchrun", "ray", "fabric", "deepspeed")
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -42,14 +38,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
         os.execve(program, command, environment)
     except OSError as error:
         what = f"{name} cannot be started: {error.strerror}."
-        code = 126
-        remedy = "Make it executable, or name its interpreter."
-        if isinstance(error, FileNotFoundError):
-            code = 127
-            remedy = suggestion(
-                name, _COMMANDS, instead="Give the command as you would without `undertow run`."
-            )
+        remedy = "Give the command as you would without `undertow run`."
         # Shells have the same exit codes: 127 for a command that is not found.
+        code = 127 if isinstance(error, FileNotFoundError) else 126
         _stop(ConfigError(what, where="undertow run", remedy=remedy), code=code)
 
 
@@ -68,9 +59,8 @@ def _parser() -> argparse.ArgumentParser:
         "instead of torch's.\n\n"
         "Every process of the program, however it is started, makes Undertow's class\n"
         "where its script or its framework makes torch's. At the end rank 0 prints where\n"
-        "a step's time went, the reason for the plan, and the gain of a sharded\n"
-        "optimizer if the simulator expects one. Exit code, signals, standard input\n"
-        "and output are the program's own; the report goes to standard error.",
+        "a step's time went, and the reason for the plan. Exit code, signals, standard\n"
+        "input and output are the program's own; the report goes to standard error.",
         epilog="examples:\n"
         "  undertow run torchrun --nproc-per-node=2 train.py --lr 0.1\n"
         "  undertow run python train.py    if the script or its framework starts ranks\n"
@@ -104,13 +94,9 @@ def _environment(out: Path | None, assignments: Sequence[str]) -> dict[str, str]
     environment = {**os.environ, **variables_of(assignments)}
     settings_from(environment)
     if out is not None:
-        make_directory(
-            out, where=f"undertow run --out {out}", to="there", remedy="Name another folder."
-        )
+        make_directory(out, where="undertow run")
     # This one may run within another, whose folder holds.
     environment[RUN] = environment.get(RUN, "") if out is None else str(out.absolute())
-    mark = os.path.join(tempfile.gettempdir(), f"undertow-run-{uuid.uuid4().hex}")
-    environment.setdefault(MARK, f"{os.getpid()}:{mark}")
     others = [
         folder
         for folder in environment.get("PYTHONPATH", "").split(os.pathsep)

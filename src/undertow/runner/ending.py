@@ -9,8 +9,6 @@ from pathlib import Path
 
 from undertow.errors import PhaseError, UndertowError
 from undertow.profile import Profile
-from undertow.report.what_if import NetworkOptions, WhatIf
-from undertow.simulate import Conditions
 from undertow.sync.gradient_sync import GradientSync
 from undertow.trace.files import write_whole
 from undertow.trace.step_report import StepReport
@@ -19,8 +17,8 @@ from undertow.trace.step_report import StepReport
 def end(sync: GradientSync, out: str | None, number: int) -> None:
     """Writes this rank's files into `out`; `number` counts the models of this process from 0.
 
-    Rank 0 prints to standard error: where the time went, the reason for the plan, the gain of a
-    sharded optimizer, and the place of the files. After an error that ended the program it prints
+    Rank 0 prints to standard error: where the time went, the reason for the plan, and the place
+    of the files. After an error that ended the program it prints
     only the place, so that the error stays in sight.
     """
     if out is None and sync.rank != 0:
@@ -31,15 +29,7 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
     if sync.rank == 0 and report.num_steps > 0 and not hasattr(sys, "last_value"):
         from rich.console import Console
 
-        console = Console(stderr=True)
-        console.print(report, sync.explain(), soft_wrap=True)
-        if (
-            profile is not None
-            and profile.strategy == "ddp"
-            and profile.is_measured
-            and not profile.is_of_one_size
-        ):
-            console.print(about_shards(profile), soft_wrap=True, highlight=False, end="")
+        Console(stderr=True).print(report, sync.explain(), soft_wrap=True)
     if out is not None:
         _write(sync, report, profile, Path(out), number)
 
@@ -68,22 +58,3 @@ def _write(
     if sync.rank == 0:
         command = f"undertow report {shlex.quote(str(out))}"
         print(f"The files are in {out}. A page about them: {command}", file=sys.stderr)
-
-
-def about_shards(profile: Profile) -> str:
-    """Returns the advice to shard the optimizer; nothing if the simulator expects no shorter
-    step."""
-    step_ms = {}
-    for strategy in ("ddp", "zero1"):
-        what_if = WhatIf.of(profile, strategy, None, NetworkOptions(), Conditions())
-        step_ms[strategy] = round(what_if.outcome("", what_if.planned).step_us / 1e3, 1)
-    if step_ms["zero1"] >= step_ms["ddp"]:
-        return ""
-    return (
-        "AdamW, SGD and other elementwise optimizers are sharded by one line, after the "
-        "optimizer and the wrapper are made:\n"
-        "  optimizer = undertow.shard_optimizer(optimizer, model)\n"
-        f"The simulator expects {step_ms['zero1']:.1f} ms a step instead of {step_ms['ddp']:.1f} "
-        f"ms. Each rank would also hold and update only 1/{profile.num_ranks} of the optimizer's "
-        "state. The shorter update is not counted.\n"
-    )

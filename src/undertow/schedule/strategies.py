@@ -46,13 +46,10 @@ def strategy_named(name: str | None) -> Strategy:
     """Returns the strategy of that name, DDP for None; raises ConfigError for an unknown name."""
     if name is None:
         return DDP
-    remedy = f"Choose one of: {', '.join(map(repr, STRATEGIES))}."
-    if name in ("zero3", "fsdp"):
-        remedy = "Use torch.distributed.fsdp.fully_shard to shard parameters."
     require(
         name in STRATEGIES,
         f"strategy {name!r} does not exist.",
         where="strategy",
-        remedy=remedy,
+        remedy=f"Choose one of: {', '.join(map(repr, STRATEGIES))}.",
     )
     return STRATEGIES[name]

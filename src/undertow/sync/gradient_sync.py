@@ -145,7 +145,7 @@ class GradientSync:
         attached.callback(self._watch_steps())
         if engine.current_plan.is_active:
             attached.callback(before_loads(self._module, engine.checks.loads.begins))
-        write_trace = trace_at_end(engine, self._config)
+        write_trace = trace_at_end(engine)
         if write_trace is not None:
             attached.callback(write_trace)
         self._attached = attached
@@ -397,7 +397,6 @@ class GradientSync:
         )
         return dataclasses.replace(
             report,
-            num_threads=torch.get_num_threads(),
             why_fixed=why_fixed(self._config, compiled.reducer),
             experts=self._of_experts(GradientSync.report),
         )
@@ -461,8 +460,7 @@ class GradientSync:
         """Writes the recorded steps of this rank as a trace for Perfetto; never
         communicates.
 
-        Beside the measured steps are those that the simulator expects. `undertow trace` merges the
-        traces of all ranks.
+        `undertow trace` merges the traces of all ranks.
 
         Args:
             path: A file whose name ends with .json or .json.gz. The rank is added to the name:
@@ -477,7 +475,7 @@ class GradientSync:
             ConfigError: If the file cannot be written.
         """
         paths = [
-            save_trace(it._engine, it._config, path, steps=steps, number=at)
+            save_trace(it._engine, path, steps=steps, number=at)
             for at, it in enumerate(self._parts)
         ]
         return paths[0]

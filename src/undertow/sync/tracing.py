@@ -8,12 +8,9 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from undertow.config import SyncConfig
 from undertow.engine.engine import Engine
-from undertow.errors import PhaseError, UndertowError, require
+from undertow.errors import PhaseError, require
 from undertow.ranks import faults
-from undertow.simulate import Conditions, simulate
-from undertow.sync.measurements import measured_profile
 from undertow.torch_private import private
 from undertow.trace.files import path_of_rank, trace_text, write_whole
 
@@ -36,7 +33,6 @@ def run_name() -> str:
 
 def save_trace(
     engine: Engine,
-    config: SyncConfig,
     path: str | Path,
     *,
     steps: int | None = None,
@@ -47,11 +43,7 @@ def save_trace(
 
     Never communicates.
     """
-    current_plan, group, where = (
-        engine.current_plan,
-        engine.current_plan.group,
-        "save_trace(path, steps=...)",
-    )
+    group, where = engine.current_plan.group, "save_trace(path, steps=...)"
     rank = group.user.ranks[group.rank]
     path = path_of_rank(path, rank, number)
     require(
@@ -61,72 +53,55 @@ def save_trace(
         remedy="Give a number, or None.",
     )
     records = engine.recorder.records(at_most=steps)
-    remedy = "Run a training step before, and leave record on."
     require(
         records,
         "no step is recorded.",
         where=f"save_trace, rank {rank}",
-        remedy=remedy,
+        remedy="Run a training step before, and leave record on.",
         error=PhaseError,
     )
-    compiled, note = (
-        current_plan.compiled,
-        ("the simulator's prediction for the current plan, from the profile of this run"),
-    )
-    conditions = Conditions(overlap=compiled.reducer.config.overlap)
-    predicted = None
-    try:
-        profile = measured_profile(current_plan.hooks, compiled, config)
-        predicted = simulate(profile, compiled.plan, compiled.strategy, profile.costs(), conditions)
-    except UndertowError as error:
-        note = f"none: {error}"
-    about = {"run": run_name() if run is None else run, "rank": rank, "ranks": group.user.ranks}
-    about |= {
+    about = {
+        "run": run_name() if run is None else run,
+        "rank": rank,
+        "ranks": group.user.ranks,
         "model": number,
         "began_ns": engine.recorder.wall_ns(records[0].step),
-        "prediction": note,
     }
-    text = trace_text(records, about, predicted)
+    text = trace_text(records, about)
     write_whole(path, text.encode(), where=where)
     return path
 
 
-def trace_at_end(engine: Engine, config: SyncConfig) -> Callable[[], object] | None:
+def trace_at_end(engine: Engine) -> Callable[[], object] | None:
     """Returns a function that writes the trace into the folder of the variable, once; the end of
     the process calls it too.
 
     None if the variable is not set.
     """
-    weak_engine, folder = weakref.ref(engine), os.environ.get(FOLDER)
+    folder = os.environ.get(FOLDER)
     if not folder:
         return None
-    path, number, run = Path(folder).absolute() / "trace.json.gz", next(_numbers), run_name()
-
-    def save(engine: Engine, config: SyncConfig) -> None:
-        if not engine.current_plan.is_active:  # one rank has nothing to show
-            return
-        group = engine.current_plan.group
-        # On a device, reading a time waits for earlier launches, which may never end after a fault.
-        if group.device.type == "cpu" or not group.is_broken:
-            save_trace(engine, config, path, number=number, run=run)
-
+    path = Path(folder).absolute() / "trace.json.gz"
+    arguments = (weakref.ref(engine), path, next(_numbers), run_name())
     # Unlike atexit's, it is also called in processes that multiprocessing has started.
-    return multiprocessing.util.Finalize(
-        None, _told, args=(save, weak_engine, config), exitpriority=0
-    )
+    return multiprocessing.util.Finalize(None, _save_at_end, args=arguments, exitpriority=0)
 
 
-def _told(
-    write: Callable[[Engine, SyncConfig], object],
-    weak_engine: Callable[[], Engine | None],
-    config: SyncConfig,
+def _save_at_end(
+    weak_engine: Callable[[], Engine | None], path: Path, number: int, run: str
 ) -> None:
-    """Writes if the engine exists, and only reports an error.
+    """Writes the trace if the engine exists and has something to show, and only reports an error.
 
     A program must not fail because of files for viewers.
     """
+    engine = weak_engine()
+    if engine is None or not engine.current_plan.is_active:  # one rank has nothing to show
+        return
+    group = engine.current_plan.group
+    # On a device, reading a time waits for earlier launches, which may never end after a fault.
+    if group.device.type != "cpu" and group.is_broken:
+        return
     try:
-        if (engine := weak_engine()) is not None:
-            write(engine, config)
+        save_trace(engine, path, number=number, run=run)
     except Exception as error:
         faults.tell(f"nothing is written for viewers: {error}")

@@ -1,8 +1,7 @@
 """Files of traces in Chrome's JSON format, for Perfetto: their names and events, writing them, and
 merging those of ranks.
 
-Each rank is a process of the picture, and the step that the simulator predicts for it is another
-one. Threads of a process:
+Each rank is a process of the picture. Threads of a process:
 
     steps         one event per step
     compute       forward, backward and the optimizer, with the waits
@@ -29,6 +28,7 @@ from undertow.trace.record import COMPUTE, StepRecord, wires_of
 
 Json = dict[str, Any]
 
+_MOST_RANKS = 1 << 20
 KEY = "undertow_trace"  # the field that only Undertow's files have
 _FACTS = ("run", "rank", "ranks", "model", "began_ns", "synchronized_us")
 _ENDS = (".json", ".json.gz")
@@ -40,41 +40,33 @@ _THREADS = {
 }  # Perfetto takes thread 0 for an idle processor
 
 
-def trace_text(records: Sequence[StepRecord], about: Json, predicted: StepRecord | None) -> str:
+def trace_text(records: Sequence[StepRecord], about: Json) -> str:
     """Returns the trace of consecutive steps, at least one, as JSON.
 
     Args:
         records: The steps of one rank.
         about: Facts of the run for the file: "run", "model" (a number), "rank" (in the world),
-            "ranks", "began_ns", "prediction".
-        predicted: The step that the simulator expects; drawn beside the last step.
+            "ranks", "began_ns".
     """
     # Gathers begin before their step.
-    begins_us = [
-        time_us
-        for record in (records[0], predicted or records[0])
-        for row in record.gathers
-        for time_us in (row.ready_us, row.launched_us, row.waited[0])
-    ]
-    lead_us = -min([0.0, *begins_us])
-    pid = 2 * about["rank"] + 1
+    begins_us = [0.0]
+    for row in records[0].gathers:
+        begins_us += [row.ready_us, row.launched_us, row.waited[0]]
+    at_us = lead_us = -min(begins_us)
+    # another one for each rank and model; 0 is the idle process
+    pid = 1 + about["rank"] + _MOST_RANKS * about["model"]
     name = f"rank {about['rank']}"
     if about["model"]:
         name += f", model {about['model'] + 1}"
     events = _names(pid, name)
     synchronized_us = {}
-    at_us = lead_us
     for record in records:
-        last_us = at_us
-        events += _step(record, f"step {record.step}", pid=pid, at_us=at_us)
+        events += _step(record, pid=pid, at_us=at_us)
         if record.buckets:
             # All ranks leave a synchronization together: these times align the clocks of different
             # hosts.
             synchronized_us[record.step] = at_us + max(row.waited[1] for row in record.buckets)
         at_us += record.step_us
-    if predicted is not None:
-        events += _names(pid + 1, f"{name}, predicted")
-        events += _step(predicted, "predicted step", pid=pid + 1, at_us=last_us)
     began_ns = about["began_ns"] - round(lead_us * 1e3)
     head = {**about, "format": 1, "synchronized_us": synchronized_us, "began_ns": began_ns}
     return _file_text(head, events)
@@ -89,7 +81,7 @@ def _names(pid: int, process: str) -> list[Json]:
     return events
 
 
-def _step(record: StepRecord, name: str, *, pid: int, at_us: float) -> list[Json]:
+def _step(record: StepRecord, *, pid: int, at_us: float) -> list[Json]:
     """Returns the events of a step that begins at `at_us`."""
     events: list[Json] = []
 
@@ -102,7 +94,7 @@ def _step(record: StepRecord, name: str, *, pid: int, at_us: float) -> list[Json
         dur = round(at_us + stop_us, 3) - round(at_us + start_us, 3)
         add("X", thread, name, start_us, dur=round(dur, 3), args=args)
 
-    add_span("steps", name, 0.0, record.step_us, plan=record.generation)
+    add_span("steps", f"step {record.step}", 0.0, record.step_us, plan=record.generation)
     for event in record.trace().on_lane(COMPUTE):
         label = event.kind if event.bucket is None else f"{event.kind} b{event.bucket}"
         add_span(COMPUTE, label, event.start_us, event.stop_us)
@@ -205,15 +197,10 @@ def merge(folder: Path, out: Path) -> str:
     offsets_us = _offsets_us([trace[KEY] for _, trace in traces])
     begin_us = min(offsets_us)
     events: list[Json] = []
-    pids: dict[tuple[int, int], int] = {}
-    for number, ((_, trace), offset_us) in enumerate(zip(traces, offsets_us, strict=True)):
+    for (_, trace), offset_us in zip(traces, offsets_us, strict=True):
         for event in trace["traceEvents"]:
-            # Each trace gets separate processes and arrows.
-            event["pid"] = pids.setdefault((number, event["pid"]), len(pids) + 1)
             if "ts" in event:
                 event["ts"] = round(event["ts"] + offset_us - begin_us, 3)
-            if "id" in event:
-                event["id"] = f"{number}.{event['id']}"
             events.append(event)
     ranks = {trace[KEY]["rank"] for _, trace in traces}
     missing = sorted({rank for _, trace in traces for rank in trace[KEY]["ranks"]} - ranks)

@@ -3,7 +3,6 @@
 Its figures, one sentence of advice, and how it is shown, logged and written.
 """
 
-import importlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +29,7 @@ class BucketReport:
     index: int
     params: tuple[str, ...]
     largest: str  # the parameter with the most bytes here
-    largest_bytes: int
     num_bytes: int  # bytes of its gradients
-    itemsize: int = 4  # bytes of one element
     # bytes passed to collectives, with the trailer; 0 if a communication hook sent them
     sent_bytes: int
     ready_ms: float
@@ -74,7 +71,6 @@ class StepReport(Shown):
     # the recorded step from which on this plan was in use; None: all recorded steps ran under it
     plan_since: int | None = None
     num_skipped: int  # by nonfinite="skip", since the model was wrapped
-    num_threads: int | None = None  # with which torch computes on a processor; None: not known
     why_fixed: str = ""  # why the plan follows no measurements; empty if it does
     # the model is compiled as a whole, and its gradients become ready all at once
     is_one_graph: bool
@@ -98,7 +94,6 @@ class StepReport(Shown):
     synchronized_ms: float
     limit_ms: float
     slowest_rank: int | None
-    slowest_share: float = 1.0  # share of the recorded steps with that rank as the slowest
     busy_ms: tuple[float, ...]  # by rank
     buckets: tuple[BucketReport, ...]
     gathers: tuple[BucketReport, ...]  # in launch order; empty if the optimizer is not sharded
@@ -108,40 +103,15 @@ class StepReport(Shown):
 
     @property
     def worst_bucket(self) -> BucketReport | None:
-        """The bucket for which the step waited longest, for gradients and parameters together.
-
-        None if it waited for none.
-        """
-        waited_ms = {bucket.index: bucket.waited_ms for bucket in self.buckets}
-        for gather in self.gathers:
-            waited_ms[gather.index] = waited_ms.get(gather.index, 0.0) + gather.waited_ms
-        worst = max(self.buckets, key=lambda bucket: waited_ms[bucket.index], default=None)
-        return worst if worst is not None and waited_ms[worst.index] > 0 else None
+        """The bucket whose gradients the step waited for longest; None if it waited for none."""
+        worst = max(self.buckets, key=lambda bucket: bucket.waited_ms, default=None)
+        return worst if worst is not None and worst.waited_ms > 0 else None
 
     @property
     def sent_bytes(self) -> int:
         """Bytes passed to collectives of gradients in a step; 0 if a communication hook sent
         them."""
         return sum(bucket.sent_bytes for bucket in self.buckets)
-
-    @property
-    def is_narrowed(self) -> bool:
-        """True if fewer bytes are sent than the gradients have.
-
-        False if a communication hook sends them.
-        """
-        return any(0 < bucket.sent_bytes < bucket.num_bytes for bucket in self.buckets)
-
-    @property
-    def can_narrow(self) -> bool:
-        """True if wire_dtype would make every message half as long.
-
-        Of 32 bits, and not sent by a communication hook.
-        """
-        return all(
-            bucket.itemsize >= 4 and bucket.sent_bytes >= bucket.num_bytes
-            for bucket in self.buckets
-        )
 
     @property
     def verdict(self) -> str:
@@ -213,28 +183,6 @@ class StepReport(Shown):
         """
         write_whole(path, f"{json.dumps(self.to_dict())}\n".encode(), where="report.save(path)")
 
-    def to_html(self, path: str | Path, profile: object = None) -> None:
-        """Writes a page with the step as a timeline; writing needs plotly, and viewing needs no
-        network.
-
-        Args:
-            path: The file to write.
-            profile: What `profile()` of the model returns; with it the page shows the step on other
-                links.
-
-        Raises:
-            ConfigError: If no step is recorded yet, if plotly is missing, or if the file cannot be
-                written.
-        """
-        # By name: the page uses the simulator, which is in a layer above this one.
-        page = importlib.import_module("undertow.report.page")
-        where = "report.to_html(path)"
-        write_whole(
-            path,
-            page.page_of([json.loads(json.dumps(self.to_dict()))], profile, where=where).encode(),
-            where=where,
-        )
-
     def __rich__(self) -> "RenderableType":
         return with_experts(_tables(self), self.experts)
 
@@ -274,16 +222,10 @@ def _late_rank(report: StepReport) -> str:
     share = report.late_rank_ms / report.exposed_ms
     if share < _MOST:
         return ""
-    if report.slowest_share <= 2 / 3:
-        return (
-            f"{share:.0%} of the exposed time is waiting for a late rank, which is another one "
-            "from step to step: give ranks "
-            "equal work, such as batches of equal length, and look at what else runs on their "
-            "machines."
-        )
     return (
-        f"{share:.0%} of the exposed time is waiting for rank {report.slowest_rank}: look at its "
-        "input pipeline, and at what else runs on its machine."
+        f"{share:.0%} of the exposed time is waiting for a late rank, in this step rank "
+        f"{report.slowest_rank}: look at its input pipeline, at the length of its batches, and at "
+        "what else runs on its machine."
     )
 
 
@@ -303,24 +245,6 @@ def _fixed_plan(report: StepReport) -> str:
     )
 
 
-def _large_last_parameter(report: StepReport) -> str:
-    if not report.buckets:
-        return ""
-    last = report.buckets[-1]
-    share = last.waited_ms / report.exposed_ms
-    is_embedding = "emb" in last.largest.lower() or "wte" in last.largest.lower()
-    if not is_embedding or share < _MOST or last.largest_bytes < _MOST * last.num_bytes:
-        return ""
-    remedy = "only a faster link helps"
-    if report.can_narrow:
-        remedy = 'halve it with SyncConfig(wire_dtype="bfloat16")'
-    return (
-        f"{share:.0%} of the exposed time is for the last bucket: the gradient of the embedding "
-        f"{last.largest} ({last.largest_bytes / 1e6:.1f} MB) is ready only when backward ends, "
-        f"tied to the output layer or not: {remedy}."
-    )
-
-
 def _processors(report: StepReport) -> str:
     if report.processors_ms <= report.exposed_ms * _MOST:
         return ""
@@ -328,30 +252,26 @@ def _processors(report: StepReport) -> str:
         "Processors are the limit: packing, copying and adding gradients take "
         f"{report.processors_ms:.1f} ms of a step of "
         f"{report.step_ms:.1f} ms. Leave a core to each rank's communication, or use fewer "
-        f"{'ranks on this machine' if report.num_threads == 1 else 'compute threads'}."
+        "compute threads or ranks on this machine."
     )
 
 
 def _network(report: StepReport) -> str:
     if report.limit_ms == 0 or report.synchronized_ms > 1.1 * report.limit_ms:
         return ""
-    narrower = ""
-    if report.can_narrow:
-        narrower = ', or send less with SyncConfig(wire_dtype="bfloat16")'
     reduced_ms = report.communication_ms - report.gather_ms
     if reduced_ms - report.late_rank_ms > report.backward_ms:
-        late = ""
-        if report.late_rank_ms > 0:
-            late = f", {report.late_rank_ms:.1f} ms of it for a late rank"
         return (
-            f"The network is the limit: communication of gradients takes {reduced_ms:.1f} "
-            f"ms{late}, longer than the {report.backward_ms:.1f} ms of backward: simulate another "
-            f"link with undertow simulate{narrower}."
+            f"The network is the limit: communication of gradients takes {reduced_ms:.1f} ms, "
+            f"longer than the {report.backward_ms:.1f} ms of backward: simulate another "
+            "link with undertow simulate, or send fewer bytes (docs/slow-networks.md)."
         )
+    last = report.buckets[-1]
     return (
         "Gradients leave as soon as these buckets are full, and the last of "
-        f"{len(report.buckets)} is full when backward ends: "
-        f"explain() gives the reasons for these buckets{narrower}."
+        f"{len(report.buckets)}, with {last.largest}, is full when backward ends: "
+        "explain() gives the reasons for these buckets, or send fewer bytes "
+        "(docs/slow-networks.md)."
     )
 
 
@@ -367,10 +287,12 @@ def _plan(report: StepReport) -> str:
     )
 
 
-_CAUSES = (_late_rank, _fixed_plan, _large_last_parameter, _processors, _network, _plan)
+_CAUSES = (_late_rank, _fixed_plan, _processors, _network, _plan)
 
 
 # The report as tables.
+
+_WIDTH = 22  # of a parameter's name
 
 
 def _tables(report: StepReport) -> "Iterator[RenderableType]":
@@ -417,18 +339,12 @@ def _step_table(report: StepReport) -> "Table":
     add("  forward", report.forward_ms)
     add("  backward", report.backward_ms)
     worst = report.worst_bucket
-    add(
-        "  exposed",
-        report.exposed_ms,
-        "" if worst is None else f"waits, the longest for bucket {worst.index}",
-    )
+    waits = "" if worst is None else f"waits, the longest for bucket {worst.index}"
+    add("  exposed", report.exposed_ms, waits)
     if report.overlap is not None:
         is_late = report.late_rank_ms >= 0.05  # as shown
-        add(
-            "    a late rank",
-            report.late_rank_ms,
-            f"in this step rank {report.slowest_rank}" if is_late else "",
-        )
+        late = f"in this step rank {report.slowest_rank}" if is_late else ""
+        add("    a late rank", report.late_rank_ms, late)
     add("  rest", report.rest_ms, "optimizer, and all else until the next forward")
     if report.overlap is None:
         return table
@@ -451,32 +367,27 @@ def _step_table(report: StepReport) -> "Table":
 
 
 def _bucket_table(report: StepReport, buckets: Sequence[BucketReport]) -> "Table":
-    has_sent = report.is_narrowed and buckets is report.buckets
     table = _table("bucket")
-    for name in ("MB", "sent", "ready", "launched", "done", "wire", "waited"):
-        if has_sent or name != "sent":
-            table.add_column(name, justify="right", no_wrap=True)
+    for name in ("MB", "ready", "launched", "done", "wire", "waited"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("largest parameter +others", overflow="fold")
-    width = 14 if has_sent else 24
-    worst = report.worst_bucket
     for bucket in buckets:
-        sizes = [bucket.num_bytes, bucket.sent_bytes] if has_sent else [bucket.num_bytes]
-        row = [f"{size / 1e6:.2f}" for size in sizes]
-        for time_ms in (
-            bucket.ready_ms,
-            bucket.launched_ms,
-            bucket.done_ms,
-            bucket.wire_ms,
-            bucket.waited_ms,
-        ):
-            row.append(f"{time_ms:z.1f}")
-        largest = (
-            bucket.largest if len(bucket.largest) <= width else f"…{bucket.largest[1 - width :]}"
-        )
+        largest = bucket.largest
+        if len(largest) > _WIDTH:
+            largest = f"...{largest[3 - _WIDTH :]}"
         if len(bucket.params) > 1:
             largest += f" +{len(bucket.params) - 1}"
-        style = "bold" if worst is not None and bucket.index == worst.index else None
-        table.add_row(str(bucket.index), *row, cell(largest), style=style)
+        table.add_row(
+            str(bucket.index),
+            f"{bucket.num_bytes / 1e6:.2f}",
+            f"{bucket.ready_ms:z.1f}",
+            f"{bucket.launched_ms:z.1f}",
+            f"{bucket.done_ms:z.1f}",
+            f"{bucket.wire_ms:z.1f}",
+            f"{bucket.waited_ms:z.1f}",
+            cell(largest),
+            style="bold" if bucket == report.worst_bucket else None,
+        )
     return table
 
 

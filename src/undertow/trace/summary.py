@@ -64,18 +64,13 @@ def summarize(
             0.0, times["step_ms"] - times["forward_ms"] - times["backward_ms"] - times["exposed_ms"]
         ),
         overlap=overlap_of(trace).fraction,
-        slowest_rank=_slowest(record),
-        slowest_share=[*map(_slowest, records)].count(_slowest(record)) / max(1, len(records)),
+        slowest_rank=max(range(len(record.busy_ms)), key=record.busy_ms.__getitem__, default=None),
         busy_ms=record.busy_ms,
         buckets=_bucket_reports(plan, record.buckets),
         gathers=_bucket_reports(plan, record.gathers),
         events=trace.events,
         **times,
     )
-
-
-def _slowest(record: StepRecord) -> int | None:
-    return max(range(len(record.busy_ms)), key=record.busy_ms.__getitem__, default=None)
 
 
 def _typical(records: Sequence[StepRecord]) -> tuple[StepRecord, Mapping[str, Any]]:
@@ -131,9 +126,7 @@ def _bucket_reports(plan: Plan, rows: Sequence[BucketRecord]) -> tuple[BucketRep
             index=row.bucket,
             params=tuple(spec.name for spec in specs),
             largest="" if largest is None else largest.name,
-            largest_bytes=0 if largest is None else largest.num_bytes,
             num_bytes=bucket.num_bytes,
-            itemsize=bucket.itemsize,
             sent_bytes=row.num_bytes,
             ready_ms=row.ready_us * _MS,
             launched_ms=row.launched_us * _MS,

@@ -1,6 +1,6 @@
 """Measures the first steps of a run, and chooses its plan."""
 
-from undertow.tune.explain import Explanation, explanation
+from undertow.tune.explain import Explanation, explanation, table_of_choice
 from undertow.tune.messages import (
     Decision,
     Measurement,
@@ -23,4 +23,5 @@ __all__ = [
     "decision_from_array",
     "explanation",
     "measurement_from_array",
+    "table_of_choice",
 ]

@@ -1,10 +1,10 @@
 """Explains in words and numbers why the plan was chosen."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from undertow.plan import Candidate, Plan
+from undertow.plan import Candidate, Groups, Plan
 from undertow.profile import Profile
 from undertow.shown import Shown, cell, with_experts
 from undertow.tune.messages import Decision, Outcome
@@ -32,8 +32,6 @@ class Explanation(Shown):
     # in the steps that were measured, under the plan before the decision
     measured_ms: float | None = None
     predicted_ms: float | None = None  # from measurements
-    best_ms: float | None = None  # under the best plan
-    limit_ms: float | None = None  # lower bound of every plan
     # the plans that this one was chosen from, by number of buckets, each with its predicted time
     plans: tuple[str, ...] = ()
     network: tuple[str, ...] = ()  # one line per kind of collective
@@ -58,12 +56,7 @@ def _lines(it: Explanation) -> Iterator[str]:
     for line in (it.why, it.decision, it.bound_by):
         if line:
             yield f"  {line}"
-    times = {
-        "measured before the decision": it.measured_ms,
-        "predicted": it.predicted_ms,
-        "the best plan": it.best_ms,
-        "limit of every plan": it.limit_ms,
-    }
+    times = {"measured before the decision": it.measured_ms, "predicted": it.predicted_ms}
     known = [f"{name} {time_ms:.2f}" for name, time_ms in times.items() if time_ms is not None]
     if known:
         yield f"Until gradients are synchronized, ms since the step began: {', '.join(known)}"
@@ -101,32 +94,24 @@ def explanation(
     if found is None:
         return known
     choice, present_us = found
-    candidates = {candidate.groups: candidate for candidate in choice.candidates}
-    # rank 0 may have chosen it by other times than this rank's
-    if decision is not None and decision.outcome is Outcome.MOVE:
-        candidates.setdefault(
-            plan.groups, Candidate(groups=plan.groups, last_share=1.0, finish_us=present_us)
-        )
     return replace(
         known,
         predicted_ms=present_us * _MS,
-        limit_ms=min(choice.limit_us, present_us) * _MS,
-        best_ms=min(present_us, choice.best.finish_us) * _MS,
-        plans=tuple(_row(candidates[groups], plan) for groups in sorted(candidates, key=len)),
+        plans=table_of_choice(choice.candidates, plan.groups),
     )
 
 
-def _row(candidate: Candidate, plan: Plan) -> str:
-    last = (
-        ""
-        if candidate.last_share == 1
-        else (f", the last one {candidate.last_share:g} of the others")
-    )
-    is_present = candidate.groups == plan.groups
-    buckets = _num_buckets_text(len(candidate.groups))
-    return (
-        f"{candidate.finish_us * _MS:.2f} ms: {buckets}{last}{' (this plan)' if is_present else ''}"
-    )
+def table_of_choice(candidates: Iterable[Candidate], present: Groups) -> tuple[str, ...]:
+    """Returns a line for each candidate, fewest buckets first; the present plan is marked."""
+    rows = []
+    for candidate in sorted(candidates, key=lambda candidate: len(candidate.groups)):
+        row = f"{candidate.finish_us * _MS:.2f} ms: {_num_buckets_text(len(candidate.groups))}"
+        if candidate.last_share != 1:
+            row += f", the last one {candidate.last_share:g} of the others"
+        if candidate.groups == present:
+            row += " (this plan)"
+        rows.append(row)
+    return tuple(rows)
 
 
 def _bound_text(it: Profile) -> str:

@@ -115,7 +115,7 @@ def measurement_from_array(
     backward_us = max(0.0, _rounded(np.median(backward_ends - backward_begins)))
     waited_us = max(0.0, -float(np.median(waited)))
     computed_us = min(waited_us, -float(np.median(computed)))
-    low_us, synchronized_us, high_us = np.quantile(synchronized - begins, [0.25, 0.5, 0.75])
+    synchronized_us = float(np.median(synchronized - begins))
     rest_us = max(0.0, float(np.median(rest)))
     profile = Profile(
         params=plan.params,
@@ -134,10 +134,6 @@ def measurement_from_array(
         # (copies, additions) or wait for the link.
         processors_us=_rounded(np.median(host_us) + computed_us),
         network_us=_rounded(waited_us - computed_us),
-        # Between the quartiles of a normal distribution are 1.349 standard deviations.
-        spread=round(
-            float(high_us - low_us) / 1.349 / max(1.0, float(synchronized_us)), _DIGITS_OF_SHARES
-        ),
     )
     return Measurement(profile=profile, samples=samples)
 

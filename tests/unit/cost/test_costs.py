@@ -23,7 +23,6 @@ from undertow.cost import (
     costs_for,
     curve_from_samples,
     link_from_text,
-    scaled_curve,
 )
 from undertow.cost.costs import line_through
 
@@ -65,7 +64,14 @@ def test_a_ring_costs_what_the_emulated_link_charges(kind: str) -> None:
     )
 
 
-POSITIVE, MEASURE = "Give a positive number of ranks.", "Measure it, or name a link."
+@pytest.mark.parametrize("costs", [RingCosts(LINK, num_ranks=4), NODES, MeasuredCosts(CURVES)])
+def test_costs_have_the_shape_of_the_sizes(costs: Costs) -> None:
+    assert costs.collective_us("all_reduce", [[1, 2], [4, 5]]).tolist() == [
+        [us(costs, "all_reduce", size) for size in row] for row in ((1, 2), (4, 5))
+    ]
+
+
+MEASURE = "Measure it, or name a link."
 IMPOSSIBLE = "A point is a size of zero bytes or more and a time of more than zero microseconds."
 ONCE = "Sort the points by size, each size once."
 REFUSALS: dict[str, tuple[Call, str]] = {
@@ -82,16 +88,6 @@ REFUSALS: dict[str, tuple[Call, str]] = {
         lambda: curve_from_samples([(5, 1), (1, math.nan)]),
         f"point 1 of a cost curve is impossible: (1, nan).\n  {IMPOSSIBLE}",
     ),
-    **{
-        f"{name} of {num_ranks}": (
-            lambda make=make, num_ranks=num_ranks: make(num_ranks),
-            f"a collective needs one rank or more, got {num_ranks}.\n  {POSITIVE}",
-        )
-        for num_ranks in (0, -2)
-        for name, make in {
-            "a ring": lambda num: RingCosts(LINK, num_ranks=num),
-        }.items()
-    },
     **{
         f"gossip: {text}": (lambda costs=costs: costs.collective_us("gossip", 1), text)
         for costs, text in (
@@ -286,15 +282,6 @@ def test_an_all_reduce_takes_the_ring_or_the_tree_and_nothing_jumps_between_numb
     assert times[62] == pytest.approx(min(ring, 1e6 * (12 * FAST.hop_s + 2 * size / FAST.bytes_per_s)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("to", [4, 8, 63])
-def test_a_measured_curve_over_other_ranks_is_the_formula_over_them(kind: str, to: int) -> None:
-    curve = curve_of(RingCosts(FAST, num_ranks=4, has_trees=False), kind)
-    scaled = scaled_curve(curve, kind, num_ranks=4, to=to, has_trees=False)
-    wanted = RingCosts(FAST, num_ranks=to, has_trees=False).collective_us(kind, NETWORK_SIZES)
-    assert scaled.us(NETWORK_SIZES) == pytest.approx(wanted, rel=1e-6)
-
-
 NO_LINKS = ["", "1", "gbit", "1GB/s", "-1gbit", "1gbitss", "1.gbit", "1pbit", "0gbit", "0.0mbit", "1gbit\n"]
 NO_LATENCIES = ["1gbit,", "1gbit,5", "1gbit,5s", "1gbit,-5us", "1gbit,us", "5us", "0gbit,5us", "none,5us"]
 NETWORK_REFUSALS: dict[str, tuple[Call, str]] = {
@@ -307,14 +294,6 @@ NETWORK_REFUSALS: dict[str, tuple[Call, str]] = {
         for text in (*NO_LINKS, *NO_LATENCIES)
     },
     **{
-        f"{rate} bytes/s, {hop_s} s per hop": (
-            lambda hop_s=hop_s, rate=rate: Link(name="odd", hop_s=hop_s, bytes_per_s=rate),
-            f"link 'odd' is impossible: {rate} bytes/s, {hop_s} s per hop.\n"
-            "  Give a positive bandwidth and a latency of zero or more.",
-        )
-        for hop_s, rate in ((0.0, 0.0), (0.0, -1.0), (0.0, math.nan), (-1.0, 1.0), (math.nan, 1.0), (math.inf, 1.0))
-    },
-    **{
         f"{per_node} of 8 ranks on a node": (
             lambda per_node=per_node: costs_for("1gbit", num_ranks=8, per_node=per_node),
             f"8 ranks cannot be on nodes of {per_node} ranks each.\n  Give a number of ranks per node that divides 8.",
@@ -322,12 +301,12 @@ NETWORK_REFUSALS: dict[str, tuple[Call, str]] = {
         for per_node in (0, -8, 5, 16)
     },
     **{
-        f"a curve of {points} over other ranks": (
-            lambda points=points: scaled_curve(CostCurve(points=points), "all_gather", num_ranks=2, to=8, has_trees=False),
-            "the curve of all_gather does not show what other numbers of ranks cost: its sizes lie too close together.\n"
-            "  Let one size be at least 1.5 times another, or name a link.",
+        f"no network either: {name}, {more}": (
+            lambda name=name, more=more: costs_for(name, num_ranks=8, **more),
+            refusal(lambda text=text: link_from_text(text)),
         )
-        for points in (((1000, 60),), ((1000, 60), (1100, 70)))
+        for text in ("0gbit", "fast", "0gbit,5us")
+        for name, more in ((text, {}), ("1gbit", {"per_node": 4, "inside": text}))
     },
 }
 
@@ -374,17 +353,13 @@ def test_cost_of_twelve_bytes(kind: str, num_ranks: int, seconds: float) -> None
 def test_a_rate_names_an_ethernet_link_and_may_have_a_latency(text: str, hop_s: float, line_rate: float) -> None:
     link = link_from_text(text)
     # Powers of ten are a rounding off.
-    assert (link.name, link.hop_s, link.bytes_per_s, link.is_free) == (
+    assert (link.name, link.hop_s, link.bytes_per_s) == (
         text,
         pytest.approx(hop_s, rel=1e-15),
         pytest.approx(line_rate * 0.956, rel=1e-15),
-        False,
     )
 
 
 def test_no_link_costs_nothing() -> None:
     link = link_from_text("none")
-    assert (
-        collective_seconds(link, "all_reduce", num_bytes=10**9, num_ranks=8),
-        [it for it in (link, PLAIN, replace(PLAIN, hop_s=0.0), replace(PLAIN, bytes_per_s=math.inf)) if it.is_free],
-    ) == (0, [link])
+    assert collective_seconds(link, "all_reduce", num_bytes=10**9, num_ranks=8) == 0

@@ -2,18 +2,16 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.errors import Call, refusal, text_of
-from support.strategies import plans, spec, specs_of_sizes
-from undertow.cli.plan import plan_from_source
+from support.errors import Call, text_of
+from support.strategies import plans, spec
 from undertow.errors import ConfigError
 from undertow.plan import (
     ParamSpec,
@@ -26,7 +24,6 @@ from undertow.plan import (
 )
 from undertow.plan.facts import ranks_differ, trailer_at, with_complements
 from undertow.plan.layout import padded_numel
-from undertow.profile import source_from_file
 
 PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
 NARROW = (spec("wide", 6), dataclasses.replace(spec("narrow", 6), own_dtype="bfloat16"))
@@ -251,76 +248,3 @@ def test_any_difference_of_any_rank_is_seen(ranks: list[tuple[int, int]], are_al
 def test_digests_of_ranks_differ_unless_a_rank_accepts_the_others(ranks: list[int | None]) -> None:
     digests = [bits_of(with_complements(digest)) for digest in ranks]
     assert ranks_differ(summed(digests)) == (len({digest for digest in ranks if digest is not None}) > 1)
-
-
-MIB = 1024 * 1024
-EQUAL = specs_of_sizes(MIB, MIB, MIB)
-
-
-def source_plan(source: Plan | Sequence[ParamSpec], *, num_ranks: int | None = None, bucket_cap_mb: float | None = None) -> Plan:
-    return plan_from_source(source, num_ranks=num_ranks, bucket_cap_mb=bucket_cap_mb, has_shards=False)
-
-
-def test_a_table_is_parameters_whose_size_comes_from_their_dtype(tmp_path: Path) -> None:
-    (tmp_path / "table.json").write_text(
-        json.dumps(
-            {"params": [{"name": "a", "shape": [2, 3], "dtype": "bfloat16"}, {"name": "b", "shape": [], "dtype": "complex128"}]}
-        )
-    )
-    assert source_from_file(tmp_path / "table.json") == (
-        ParamSpec(name="a", shape=(2, 3), dtype="bfloat16", itemsize=2),
-        ParamSpec(name="b", shape=(), dtype="complex128", itemsize=16),
-    )
-
-
-@pytest.mark.parametrize(
-    ("plan", "groups", "num_ranks"),
-    [
-        (source_plan(EQUAL, bucket_cap_mb=1), ((2,), (1,), (0,)), 2),
-        (source_plan(plan_from_groups(EQUAL, [(1,), (2, 0)], num_ranks=4), num_ranks=3), ((1,), (2, 0)), 3),
-        (source_plan(plan_from_groups(EQUAL, [(1, 2), (0,)], num_ranks=4), bucket_cap_mb=1), ((1,), (2,), (0,)), 4),
-    ],
-    ids=["parameters in reverse for two ranks", "laid out for other ranks", "cut anew in its own order"],
-)
-def test_a_plan_of_a_source(plan: Plan, groups: tuple[tuple[int, ...], ...], num_ranks: int) -> None:
-    assert (plan.groups, plan.num_ranks) == (groups, num_ranks)
-
-
-def table(**row: Any) -> bytes:
-    return json.dumps({"params": [row]}).encode()
-
-
-NEITHER = "is neither a saved plan nor a table of parameters"
-FORMAT = "docs/profiles.md has the format and an example."
-DTYPES = "float16, bfloat16, float32, float64, complex64, complex128"
-
-
-@pytest.mark.parametrize(
-    ("content", "what", "reason"),
-    [
-        (None, "cannot be read", f"No such file or directory\n  {FORMAT}"),
-        (b"\xff", "is not JSON", f"'utf-8' codec can't decode byte 0xff in position 0: invalid start byte\n  {FORMAT}"),
-        (b'{"params": 5}', NEITHER, f"params must be a list, got 5.\n  {FORMAT}"),
-        (
-            table(name="a", size=[1]),
-            NEITHER,
-            "params[0].size is unknown.\n  Known: name, ready_us, shape, dtype, device, sparse.",
-        ),
-        (
-            table(name="a", shape=[1], dtype="int8"),
-            NEITHER,
-            f"params[0].dtype is unknown: 'int8'.\n  Known: {DTYPES}.",
-        ),
-        (
-            json.dumps({"format": 1, "num_ranks": 2, "params": [spec("a", 5).to_dict()], "buckets": [[0, 0]]}).encode(),
-            NEITHER,
-            "a plan must hold each of its 1 parameters exactly once.\n  first difference: parameter 0 ('a') is in 2 slots\n"
-            "  Make the plan from the parameters of this model.",
-        ),
-    ],
-)
-def test_a_file_that_is_neither_is_refused_with_the_reason(tmp_path: Path, content: bytes | None, what: str, reason: str) -> None:
-    path = tmp_path / "wrong.json"
-    if content is not None:
-        path.write_bytes(content)
-    assert refusal(lambda: source_from_file(path)) == f"{path} {what}.\n  {reason}"

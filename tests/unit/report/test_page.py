@@ -14,9 +14,10 @@ import pytest
 from support.browser import CHROMIUM, Page, browser
 from support.cli import MEASURED, Undertow
 from support.errors import refusal
-from support.records import GATHERS, record, report
+from support.records import GATHERS, record, report, row
 from undertow.cost import CostCurve
-from undertow.report.page import save_pages
+from undertow.profile import Profile
+from undertow.report.page import page_of, save_pages
 from undertow.trace import StepReport
 
 NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, which is not installed")
@@ -47,6 +48,10 @@ def text(page: Page, name: str) -> str:
     return str(page.value(f"document.getElementById('{name}').innerText"))
 
 
+def write_page(made: StepReport, path: Path, profile: Profile | None = None) -> None:
+    path.write_text(page_of([json.loads(json.dumps(made.to_dict()))], profile, where="here"), encoding="utf-8")
+
+
 @NEEDS_CHROMIUM
 @pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -61,11 +66,12 @@ def test_a_browser_shows_the_page_without_a_network_or_an_error(run: Path, page:
     assert page.value("document.documentElement.scrollWidth <= innerWidth") is True  # nothing to scroll aside for
     ground = page.value("getComputedStyle(document.body).backgroundColor")
     assert (ground, page.errors) == ("rgb(255, 255, 255)" if theme == "light" else "rgb(13, 17, 23)", [])
+    assert len(page.picture()) > 20_000
 
 
 @NEEDS_CHROMIUM
 @pytest.mark.slow
-def test_the_slider_changes_the_picture_by_the_hash(run: Path, page: Page) -> None:
+def test_the_slider_changes_the_picture_by_the_hash_and_by_keys(run: Path, page: Page) -> None:
     (written,) = save_pages(run, run)
     seen = []
     for link in (0, 1, 6):
@@ -73,6 +79,60 @@ def test_the_slider_changes_the_picture_by_the_hash(run: Path, page: Page) -> No
         seen.append((text(page, "chosen").split(":")[0], page.value(SHAPES)))
     assert [name for name, _ in seen] == ["the measured link", "1 Gb/s", "400 Gb/s"]
     assert len({shapes for _, shapes in seen}) == 3
+    page.value("document.getElementById('link').focus()")
+    page.press("ArrowLeft")
+    page.value("0")
+    assert (page.value("location.hash"), text(page, "chosen").split(":")[0]) == ("#link=5", "100 Gb/s")
+    assert page.value("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    assert page.value("document.querySelector('label[for=link]').innerText") == "Link of each rank"
+    assert page.errors == []
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.slow
+@pytest.mark.parametrize(("update_us", "is_said"), [(1_000, True), (26_000, False)])
+def test_the_page_says_if_the_simulated_step_is_far_from_the_measured_one(
+    update_us: float, is_said: bool, run: Path, page: Page
+) -> None:
+    replace(MEASURED, num_ranks=2, update_us=update_us).save(run / "profile.json")
+    (written,) = save_pages(run, run)
+    page.open(written.as_uri())
+    said = (
+        " On the measured link the simulated step takes 66.8 ms and the measured step 100.0 ms: unless their buckets differ, "
+        "steps on other links may be as far off."
+    )
+    assert ((said in text(page, "about-links")), page.errors) == (is_said, [])
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.slow
+def test_a_bucket_that_overtakes_another_is_in_the_picture_and_nothing_is_below_zero(tmp_path: Path, page: Page) -> None:
+    rows = row(0, 30_000, 95_000, (60_000, 95_000)), row(1, 60_000, 80_000, (95_000, 95_000), ready_us=-1)
+    write_page(of_rank(0, busy_ms=(), buckets=rows), tmp_path / "it.html")
+    page.open((tmp_path / "it.html").as_uri())
+    bars = "document.getElementById('step').data.find(it => it.name === 'gradients sent').x.join()"
+    cells = "[...document.querySelectorAll('#t-buckets td')].map(it => it.textContent).join()"
+    assert (page.value(bars), page.value(cells)) == (
+        "65,20",
+        "0,0.01,30.0,30.0,95.0,45.0,35.0,head,1,0.00,0.0,60.0,80.0,20.0,0.0,stem",
+    )
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.slow
+def test_the_timeline_zooms_by_keys(run: Path, page: Page) -> None:
+    (written,) = save_pages(run, run)
+    page.open(written.as_uri())
+    shown = "document.getElementById('step').layout.xaxis.range"
+    low, high = page.value(shown)
+    page.press("Tab")
+    page.press("Enter")
+    narrow = page.value(shown)
+    assert narrow[1] - narrow[0] == pytest.approx((high - low) / 2)
+    for _ in range(4):
+        page.press("Tab")
+    page.press("Enter")
+    assert page.value(shown) == [low, high]
 
 
 @NEEDS_CHROMIUM
@@ -80,7 +140,7 @@ def test_the_slider_changes_the_picture_by_the_hash(run: Path, page: Page) -> No
 def test_names_are_text(run: Path, page: Page) -> None:
     made = of_rank(0, busy_ms=())
     evil = "</script><img src=x onerror=alert(1)>\x1b"
-    replace(made, buckets=tuple(replace(it, largest=evil) for it in made.buckets)).to_html(run / "it.html")
+    write_page(replace(made, buckets=tuple(replace(it, largest=evil) for it in made.buckets)), run / "it.html")
     page.open((run / "it.html").as_uri())
     assert page.value("document.querySelectorAll('img').length") == 0
     assert page.value("document.querySelector('#t-buckets td:last-child').textContent") == evil.replace("\x1b", "\\u{1b}")
@@ -91,7 +151,7 @@ def test_names_are_text(run: Path, page: Page) -> None:
 @pytest.mark.slow
 def test_one_rank_has_a_page_that_says_that_nothing_is_sent(tmp_path: Path, page: Page) -> None:
     alone = report(*(record(step=step, buckets=(), busy_ms=()) for step in range(6)))
-    alone.to_html(tmp_path / "alone.html", profile=replace(MEASURED, num_ranks=1))
+    write_page(alone, tmp_path / "alone.html", replace(MEASURED, num_ranks=1))
     page.open((tmp_path / "alone.html").as_uri())
     assert ("Nothing is sent" in text(page, "about-step"), "Nothing is sent" in text(page, "about-links")) == (True, True)
     hidden = "['of-buckets', 'choose'].map(id => document.getElementById(id).hidden)"
@@ -104,17 +164,6 @@ def test_the_page_has_the_measured_link_if_several_sizes_were_measured(sizes: in
     replace(MEASURED, num_ranks=2, curves={"all_reduce": curve}).save(run / "profile.json")
     (written,) = save_pages(run, run)
     assert ('"the measured link"' in written.read_text(encoding="utf-8")) == is_there
-
-
-def test_the_command_prints_all_reports_as_json_and_writes_nothing(run: Path, undertow: Undertow) -> None:
-    shutil.copy(run / "report-rank0.json", run / "alone-rank0.json")  # not a report by its name
-    before = sorted(run.iterdir())
-    code, printed, _ = undertow("report --json", run)
-    wanted = {"report": [json.loads((run / f"report-rank{rank}.json").read_text()) for rank in range(2)]}
-    assert (code, json.loads(printed), sorted(run.iterdir())) == (0, wanted, before)
-    (run / "report-rank1.json").unlink()
-    code, printed, error = undertow("report --json", run)
-    assert (code, printed, "report-rank1.json is missing." in error) == (2, "", True)
 
 
 def test_the_command_writes_a_page_for_each_model(run: Path, undertow: Undertow) -> None:
@@ -131,6 +180,14 @@ def test_the_command_writes_a_page_for_each_model(run: Path, undertow: Undertow)
         True,
         False,
     )
+
+
+def test_a_damaged_second_model_leaves_no_page_of_the_first(run: Path) -> None:
+    for rank in range(2):
+        shutil.copy(run / f"report-rank{rank}.json", run / f"report-rank{rank}-2.json")
+    (run / "report-rank1-2.json").write_text("{")
+    assert "report-rank1-2.json cannot be read as JSON" in refusal(lambda: save_pages(run, run))
+    assert [*run.glob("*.html")] == []
 
 
 def changed(path: Path, **changes: Any) -> None:
@@ -150,14 +207,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another run's file": (
         lambda run: changed(run / "report-rank1.json", buckets=[]),
-        "the reports are of different runs.\n  undertow report {run}: other ranks or buckets than in report-rank0.json\n"
-        "  Give each run its own folder.",
+        "the reports are of different runs or groups of ranks.\n"
+        "  undertow report {run}: other ranks or buckets than in report-rank0.json\n"
+        "  Give each run, and each group of ranks such as a pipeline stage, its own folder.",
     ),
-    "two groups of ranks": (
-        lambda run: [shutil.copy(run / f"report-rank{rank}.json", run / f"report-rank{rank + 2}.json") for rank in range(2)],
-        "the reports are of several groups of ranks, such as pipeline stages.\n"
-        "  undertow report {run}: 4 files, and a group has 2 ranks\n"
-        "  Copy the files of one group into a separate folder, and report on that.",
+    "a run at another port": (
+        lambda run: changed(run / "report-rank1.json", run=["none", "29500"]),
+        "the reports are of different runs or groups of ranks.\n"
+        "  undertow report {run}: other ranks or buckets than in report-rank0.json\n"
+        "  Give each run, and each group of ranks such as a pipeline stage, its own folder.",
     ),
     "no steps": (
         lambda run: (
@@ -170,9 +228,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: (run / "report-rank0.json").write_text('{"rank": 0}'),
         f"{{run}}/report-rank0.json is not a report.\n  it lacks advice, backward_ms, buckets\n  {AGAIN}",
     ),
-    "a time that is not finite": (
-        lambda run: changed(run / "report-rank0.json", step_ms=math.inf),
-        f"a time of the report is not finite (NaN or Inf).\n  undertow report {{run}}\n  {AGAIN}",
+    "no JSON": (
+        lambda run: (run / "report-rank0.json").write_text("{"),
+        "{run}/report-rank0.json cannot be read as JSON.\n  Expecting property name enclosed in double quotes: line 1 column 2 "
+        f"(char 1)\n  {AGAIN}",
+    ),
+    "a profile's time that is not finite": (
+        lambda run: changed(run / "profile.json", forward_us=math.nan),
+        "{run}/profile.json is not a profile.\n  forward_us must be a number, zero or more, got nan.\n"
+        "  docs/profiles.md has the format and an example.",
     ),
 }
 
@@ -203,6 +267,6 @@ def test_a_page_that_cannot_be_written_is_refused_and_the_old_one_stays(run: Pat
 
 def test_a_missing_plotly_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    assert refusal(lambda: of_rank(0).to_html(tmp_path / "it.html")) == (
-        'pages need plotly, which is not installed.\n  report.to_html(path)\n  Install it with: pip install "undertow[page]"'
+    assert refusal(lambda: write_page(of_rank(0), tmp_path / "it.html")) == (
+        'pages need plotly, which is not installed.\n  here\n  Install it with: pip install "undertow[page]"'
     )

@@ -19,9 +19,9 @@ from undertow.trace.files import merge, path_of_rank, trace_text
 START_NS = 1_700_000_000_000_000_000
 
 
-def text_of(records: Sequence[StepRecord], predicted: StepRecord | None = None, **changes: Any) -> str:
-    facts = {"run": "a run", "rank": 0, "ranks": (0, 1), "began_ns": START_NS, "prediction": "a note", "model": 0}
-    return trace_text(records, facts | changes, predicted)
+def text_of(records: Sequence[StepRecord], **changes: Any) -> str:
+    facts = {"run": "a run", "rank": 0, "ranks": (0, 1), "began_ns": START_NS, "model": 0}
+    return trace_text(records, facts | changes)
 
 
 def trace_of(*records: StepRecord, **changes: Any) -> dict[str, Any]:
@@ -92,12 +92,14 @@ def test_gathers_begin_before_their_step_and_have_a_thread() -> None:
     require_rules(trace_of(record(buckets=rows), record(step=1, buckets=rows[::-1])))
 
 
-def test_a_predicted_step_lies_beside_the_last_measured_one() -> None:
-    records = [record(step=step, generation=int(step > 0)) for step in range(4)]
-    trace = trace_of(*records, predicted=record(step_us=120_000.0))
-    require_rules(trace)
-    assert [start // 1_000_000 for start, *_ in spans(trace)[2, 1]] == [300]
-    assert (trace["undertow_trace"]["prediction"], trace_of()["undertow_trace"]["prediction"]) == ("a note", "a note")
+def test_four_ranks_fifty_steps_and_twenty_buckets_are_a_small_file(tmp_path: Path) -> None:
+    many = tuple(row(index % 2, 1_000.0 * index, 1_000.0 * index + 900, (6e4 + index, 6e4 + index + 0.5)) for index in range(20))
+    for rank in range(4):
+        records = [record(step=step, buckets=many) for step in range(50)]
+        text = text_of(records, rank=rank, ranks=(0, 1, 2, 3))
+        (tmp_path / f"t-rank{rank}.json").write_text(text)
+    merge(tmp_path, tmp_path / "out.json")
+    assert (tmp_path / "out.json").stat().st_size < 20e6  # uncompressed
 
 
 def saved(folder: Path, trace: dict[str, Any], name: str = "trace-rank{}.json.gz") -> Path:

@@ -91,7 +91,6 @@ RARE = [step(arrivals={1: 310.0, 2: 250.0})] * 4 + [STEP]
                 "backward_us": 300.0,
                 "update_us": 40.0,
                 "step_us": 600.0,
-                "spread": 0.0,
             },
             id="times count from the begin of the step or of backward",
         ),
@@ -107,8 +106,8 @@ RARE = [step(arrivals={1: 310.0, 2: 250.0})] * 4 + [STEP]
         ),
         pytest.param(
             ([step(ends=(400.0, end)) for end in (560.0, 570.0, 580.0, 600.0, 900.0)],),
-            {"step_us": 600.0, "spread": 0.0383},
-            id="steps count by their medians and differ by their quartiles",
+            {"step_us": 600.0},
+            id="steps count by their medians",
         ),
         pytest.param(
             ([step(cpu_us=15.0)],),
@@ -260,18 +259,16 @@ def test_before_anything_is_measured_only_the_plan_is_known() -> None:
     assert (it, str(it)) == (Explanation(**known), f"The plan: 2 buckets of 2.00, 2.00 MB, ddp, 2 ranks\n  {WHY}")
 
 
+def test_times_are_in_milliseconds_since_the_step_began() -> None:
+    it = explained(plan_of((3, 2, 1), (0,)), profile(), measured_us=7654.0)
+    # Backward is over at 6 ms. b0 leaves at 5, for 3.1 ms, b1 behind it for 1.1; 1 MB at the end takes 1.1 at the least.
+    assert (it.predicted_ms, it.measured_ms) == (pytest.approx(9.2), 7.654)
+
+
 def test_the_table_has_the_fastest_plan_of_each_number_of_buckets() -> None:
     assert explained(plan_of((3, 2), (1, 0)), profile()).plans == PLANS
     # Sparse gradients, or others of another dtype, are never thought to be in one bucket.
     assert all("1 bucket" not in row for row in explained(plan_of((2,), (0,), (1,), params=KINDS), profile(KINDS)).plans)
-
-
-def test_a_plan_that_rank_0_chose_is_in_the_table_of_a_rank_with_other_times() -> None:
-    plan, others = plan_of((3,), (2, 1, 0)), [row.removesuffix(" (this plan)") for row in PLANS]
-    assert explained(plan, profile()).plans == tuple(others)
-    # Its second bucket leaves when backward is over at 6 ms, and takes 3.1 ms.
-    told = explained(plan, profile(), decision=MOVE).plans
-    assert sorted(told) == sorted([*others, "9.10 ms: 2 buckets (this plan)"])
 
 
 @pytest.mark.parametrize(
@@ -286,13 +283,16 @@ def test_it_is_told_what_limits_communication(processors_us: float, bound_by: st
     assert (it.bound_by, it.to_dict()["bound_by"]) == (bound_by, bound_by)
 
 
+def test_one_size_tells_what_the_network_took_and_nothing_of_other_plans() -> None:
+    it = explained(plan_of((3, 2), (1, 0)), profile(all_reduce=CostCurve(points=((2e6, 2100.0),))), measured_us=8000.0)
+    assert (it.network, it.predicted_ms, it.plans) == (("all_reduce: 2 MB in 2.10 ms",), None, ())
+
+
 def test_shards_need_reductions_and_gathers() -> None:
     plan = plan_of((3, 2), (1, 0))
     assert explained(plan, profile(), strategy="zero1").network == ()
     it = explained(plan, profile(reduce_scatter=HALF, all_gather=HALF), strategy="zero1")
     assert it.network == tuple(f"{kind}: 1 MB in 0.60 ms to 4 MB in 2.10 ms" for kind in ("reduce_scatter", "all_gather"))
-    times_ms = [it.limit_ms, it.best_ms, it.predicted_ms]
-    assert times_ms == sorted(times_ms)  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_every_decision_is_told_with_its_reason(outcome: Outcome, text: str) -> 
             "  moved to 2 buckets (predicted 9.20 ms, the best plan 7.40 ms)\n"
             "  bound by the network: packing and copying add 0.50 ms to a step, the network 1.00 ms\n"
             "Until gradients are synchronized, ms since the step began: "
-            "measured before the decision 8.12, predicted 8.20, the best plan 7.40, limit of every plan 7.10\n"
+            "measured before the decision 8.12, predicted 8.20\n"
             "The fastest plans of each number of buckets, predicted:\n"
             + "".join(f"  {row}\n" for row in PLANS)
             + "The network, as measured:\n  all_reduce: 1 MB in 1.10 ms to 4 MB in 4.10 ms\n",

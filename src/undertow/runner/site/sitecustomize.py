@@ -6,7 +6,6 @@ Undertow: it waits until the program has imported torch, and Undertow is importe
 wrapper is made.
 """
 
-import atexit
 import functools
 import importlib.util
 import os
@@ -54,7 +53,7 @@ def _redirect(torchs):
 
 def _replacing():
     try:
-        from undertow.errors import require_version
+        from undertow.runner import replacing
     except ModuleNotFoundError as error:
         if error.name != "undertow":
             raise
@@ -63,9 +62,6 @@ def _replacing():
             f"  {sys.executable}\n"
             "  Install Undertow there, or start the program by the `undertow` of that environment."
         ) from error
-    require_version("torch", "2.11", where=f"undertow run, {sys.executable}")
-    from undertow.runner import replacing  # an older torch lacks what this imports
-
     return replacing
 
 
@@ -83,31 +79,10 @@ def _import_the_next():
         sys.modules.setdefault(__name__, this)
 
 
-def _say_if_nothing_was_wrapped(process, mark):
-    if process != str(os.getpid()):  # a forked one
-        return
-    try:
-        os.unlink(mark)
-    except FileNotFoundError:
-        if not hasattr(sys, "last_value"):  # an error that has ended the program says more
-            print(
-                "undertow run: no process of this program made a DistributedDataParallel: "
-                "Undertow had nothing to do.",
-                file=sys.stderr,
-            )
-
-
-def _begin():
-    process, _, mark = os.environ.get("UNDERTOW_RUN_MARK", "").partition(":")
-    if process == str(os.getpid()):
-        atexit.register(_say_if_nothing_was_wrapped, process, mark)
-    if _MODULE in sys.modules:  # something that Python imports even earlier needs torch
-        _redirect(sys.modules[_MODULE].DistributedDataParallel)
-    else:
-        sys.meta_path.insert(0, _Finder)
-
-
 if __name__ == "sitecustomize":
     if "UNDERTOW_RUN" in os.environ:
-        _begin()
+        if _MODULE in sys.modules:  # something that Python imports even earlier needs torch
+            _redirect(sys.modules[_MODULE].DistributedDataParallel)
+        else:
+            sys.meta_path.insert(0, _Finder)
     _import_the_next()
