@@ -28,8 +28,8 @@ _grad_of = attrgetter("grad")
 class Sharding:
     """This rank's shards of `plan` over `params`, which move into memory of the buckets.
 
-    `flats` is the memory of each bucket, and `parts` are this rank's nonempty parts of each
-    parameter.
+    `flats` is the memory of each bucket, and `parts` has this rank's part of each parameter, which
+    may be empty.
     """
 
     def __init__(
@@ -55,11 +55,9 @@ class Sharding:
             )
             for bucket in plan.buckets
         ]
-        self.parts: dict[Tensor, list[ShardPart]] = {param: [] for param in params}  # by identity
+        self.parts: dict[Tensor, ShardPart] = {}  # by identity of the parameter
         for flat in self.flats:
-            for part in flat.parts:
-                if part.numel:
-                    self.parts[params[part.param]].append(part)
+            self.parts.update(zip(flat.params, flat.parts, strict=True))
         self.bindings: list[ShardedBinding] = []  # by bucket; a single rank has none
         self._index_of = {id(param): index for index, param in enumerate(params)}
         self._placeholders = [
@@ -138,12 +136,9 @@ class Sharding:
         for index, grad in enumerate(map(_grad_of, self.params) if self.bindings else ()):
             if grad is None or isinstance(grad, GradientPlaceholder):
                 continue
-            values, placeholder = (
-                in_memory_order(grad, self.strides[index]),
-                self._placeholders[index],
-            )
-            for part in self.parts[self.params[index]]:
-                placeholder.parts[part.bucket].copy_(values[part.start : part.stop])
+            part, placeholder = self.parts[self.params[index]], self._placeholders[index]
+            values = in_memory_order(grad, self.strides[index])
+            placeholder.part.copy_(values[part.start : part.stop])
             placeholder.bind_to(self.params[index])
 
     @torch.no_grad()
@@ -174,19 +169,19 @@ class Sharding:
                 handle.wait()
             for part in self.flats[bucket.index].parts:
                 if own[part.param][1]:
-                    self._placeholders[part.param].parts[part.bucket].copy_(part.of_shard(shard))
+                    self._placeholders[part.param].part.copy_(part.of_shard(shard))
 
-    def gradients(self, parts: Sequence[ShardPart]) -> list[Tensor | None]:
-        """Returns the mean gradient of each part, or None. [part.numel] of the wide dtype"""
+    def gradients(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """Returns the mean gradient of this rank's part of each parameter, or None. [part.numel] of
+        the wide dtype"""
         found: list[Tensor | None] = []
-        for part in parts:
-            grad = self.params[part.param].grad
+        for param in params:
+            grad = param.grad
             if isinstance(grad, GradientPlaceholder):
-                mine = grad.parts[part.bucket]
-                grad = torch.zeros_like(mine) if grad.is_cleared else mine
+                grad = torch.zeros_like(grad.part) if grad.is_cleared else grad.part
             elif grad is not None:  # on a single rank
-                whole = in_memory_order(grad, self.strides[part.param])
-                grad = whole[part.start : part.stop].to(accumulation_dtype(whole.dtype))
+                grad = in_memory_order(grad, self.strides[self.parts[param].param])
+                grad = grad.to(accumulation_dtype(grad.dtype))
             found.append(grad)
         return found
 
@@ -237,9 +232,9 @@ class Sharding:
         whole = torch.zeros(
             param.numel(), dtype=accumulation_dtype(param.dtype), device=param.device
         )
-        for bucket in () if param.grad.is_cleared else self.plan.buckets:
-            if index in bucket.params:
-                self.gather_whole(bucket, self.bindings[bucket.index].shard, {index: whole})
+        if not param.grad.is_cleared:
+            bucket = self.plan.buckets[self.parts[param].bucket]
+            self.gather_whole(bucket, self.bindings[bucket.index].shard, {index: whole})
         return whole.as_strided(param.shape, self.strides[index]).to(param.grad.dtype)
 
     def gather_whole(self, bucket: Bucket, own: Tensor, into: Mapping[int, Tensor]) -> None:
