@@ -16,8 +16,8 @@ from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType,
 from undertow.optim.clipping import clip_members
 from undertow.optim.state import ELEMENTWISE, MASTER, ParamState, gather_states, part_of_state
 from undertow.ranks.collectives import accumulation_dtype
-from undertow.sharded.layout import Sharding
 from undertow.sharded.shards import ShardPart
+from undertow.sharded.steps import Sharding
 from undertow.sync.gradient_sync import GradientSync, ZeroesWithoutReading, sync_of
 from undertow.torch_private import private
 
@@ -419,7 +419,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Owned:
     """This rank's part of one parameter, which has elements."""
 
@@ -429,6 +429,7 @@ class _Owned:
     values: Tensor  # [part.numel] in place, of the parameter's dtype
     # the tensor that the inner optimizer updates: `values`, or an fp32 copy of 16-bit values
     target: Tensor
+    state: ParamState | None = None  # at the last look, the dict of both optimizers
 
 
 class InnerOptimizer:
@@ -461,6 +462,7 @@ class InnerOptimizer:
                 self.owned.append(_Owned(param, part, group, values, target))
                 targets.append(target)
             inner_groups.append({**hyper_parameters(group), "params": targets})
+        self._elsewhere = [param for param, part in self.parts.items() if part.numel == 0]
         self.optimizer = make(inner_groups)
 
     def follow(self, states: dict[Tensor, ParamState]) -> None:
@@ -469,10 +471,11 @@ class InnerOptimizer:
         inner = self.optimizer.state
         for owned in self.owned:
             state = states.get(owned.param)
-            if state is inner.get(owned.target):
+            if state is owned.state:
                 continue
+            owned.state = None
+            inner.pop(owned.target, None)
             if state is None:
-                del inner[owned.target]
                 continue
             mine = part_of_state(state, owned.param, owned.part, owned.group)
             master = mine.pop(MASTER, None)
@@ -481,9 +484,9 @@ class InnerOptimizer:
             has_copy = owned.target is not owned.values
             if has_copy and master is not None and state[MASTER].dtype == master.dtype:
                 owned.target.copy_(master)
-            inner[owned.target] = states[owned.param] = mine
-        for param, part in self.parts.items():
-            if part.numel == 0 and states.get(param):
+            inner[owned.target] = states[owned.param] = owned.state = mine
+        for param in self._elsewhere:
+            if states.get(param):
                 states[param] = {}
 
     def step(self, groups: Sequence[dict[str, Any]], states: dict[Tensor, ParamState]) -> None:
@@ -509,8 +512,8 @@ class InnerOptimizer:
                 owned.target.grad = None
                 if owned.target is not owned.values:
                     owned.values.copy_(owned.target)
-                if owned.target in inner:
-                    states[owned.param] = inner[owned.target]
+                if owned.state is None and owned.target in inner:
+                    owned.state = states[owned.param] = inner[owned.target]
 
     def states(self, *, is_moved: bool = False) -> dict[Tensor, ParamState]:
         """Returns the state of each part that has one, with its fp32 values.
@@ -527,9 +530,7 @@ class InnerOptimizer:
         return found
 
 
-def _copy_of(
-    whole: torch.optim.Optimizer, groups: list[dict[str, Any]]
-) -> torch.optim.Optimizer:
+def _copy_of(whole: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Returns an optimizer with the class and the attributes of `whole`, over these groups."""
     made = object.__new__(type(whole))
     vars(made).update(vars(whole), state=defaultdict(dict), param_groups=groups)

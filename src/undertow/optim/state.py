@@ -9,8 +9,8 @@ from torch import Tensor
 from undertow.buckets.binding import strides_of_gradient
 from undertow.ranks.collectives import accumulation_dtype
 from undertow.ranks.facts import gather_json
-from undertow.sharded.layout import Sharding
 from undertow.sharded.shards import ShardPart, in_memory_order
+from undertow.sharded.steps import Sharding
 
 # torch's names for the entries; values are tensors and numbers
 ParamState = dict[str, Any]
