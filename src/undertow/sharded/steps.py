@@ -204,14 +204,14 @@ class Sharding:
         for param in params:
             grad = param.grad
             if isinstance(grad, GradientPlaceholder):
-                require(
-                    grad.added is None,
+                if grad.added is None:
+                    continue
+                raise PhaseError(
                     "the optimizer steps on gradients that were accumulated and not synchronized.",
                     where=f"parameter {grad.param_name!r}, rank {self.groups.rank}",
                     remedy="Run the last backward of a step outside of accumulate() and no_sync().",
-                    error=PhaseError,
                 )
-            elif grad is not None and param.requires_grad and param not in self.parts:
+            if grad is not None and param.requires_grad and param not in self.parts:
                 raise PhaseError(
                     "the optimizer steps on a gradient that is not synchronized: its parameter "
                     "was frozen in the meantime.",
