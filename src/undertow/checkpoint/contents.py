@@ -141,8 +141,10 @@ def state_for_optimizer(
     index: Mapping[str, Any],
     names: Names,
     optimizer: torch.optim.Optimizer,
+    parts: Mapping[Tensor, ShardPart] | None,
 ) -> dict[str, Any]:
-    """Returns the state dict to load, which has only this rank's parts of sharded state."""
+    """Returns the state dict to load, with this rank's `parts` of a sharded state; None if the
+    optimizer is not sharded."""
     saved = index.get("optimizer")
     given = _class_name(optimizer)
     has = "no optimizer" if saved is None else f"the state of {saved}"
@@ -155,10 +157,6 @@ def state_for_optimizer(
         error=CheckpointError,
     )
     params = names.params_of(optimizer)
-    is_sharded = isinstance(optimizer, ShardedOptimizer)
-    parts: dict[Tensor, ShardPart] = {}
-    if isinstance(optimizer, ShardedOptimizer):
-        parts = optimizer.owned_parts()
     state: dict[str, dict[str, Any]] = {}
     for (name, key), value in _read(folder, index["num_files"]).items():
         text = f"has a state of {name!r}, which is not one of the optimizer's parameters"
@@ -166,12 +164,12 @@ def state_for_optimizer(
         param = params[name]
         axes = index["axes"].get(name, list(range(param.dim())))
         if isinstance(value, _Elements):
-            value = value.read(param, axes, parts.get(param))
-        elif is_sharded:
+            value = value.read(param, axes, None if parts is None else parts.get(param))
+        elif parts is not None:
             is_scalar = not isinstance(value, Tensor) or value.dim() == 0
             text = f"has {key!r} of {name!r}, but not for each element"
             _require_same(is_scalar and key != MASTER, folder, text)
-        if is_sharded or key != MASTER:  # a plain optimizer has no fp32 values
+        if parts is not None or key != MASTER:  # a plain optimizer has no fp32 values
             state.setdefault(name, {})[key] = value
     return {"state": state, "param_groups": _groups(index["param_groups"], names, optimizer)}
 

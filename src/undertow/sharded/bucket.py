@@ -51,7 +51,7 @@ class GradientPlaceholder(Tensor):
     def __new__(
         cls, param: Tensor, *, name: str, group: OwnGroup | None = None
     ) -> "GradientPlaceholder":
-        made = private.wrapper_tensor(cls, param, dtype=private.gradient_dtype(param))
+        made = private.wrapper_tensor(cls, param, private.gradient_dtype(param))
         made.part, made.param_name, made.group = torch.empty(0), name, group
         made.added, made.is_cleared = None, False
         return made

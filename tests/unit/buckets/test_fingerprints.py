@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from undertow.buckets.fingerprints import fingerprints
 from undertow.buckets import fingerprints as module
+from undertow.buckets.fingerprints import fingerprints
 
 
 def num_different(tensors: Sequence[Tensor]) -> int:
