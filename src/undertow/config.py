@@ -40,7 +40,7 @@ REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
         CheckpointError,
         "this model has experts: ranks have different tensors under one name, and a checkpoint "
         "stores one per name.",
-        "Save model.state_dict() and optimizer.full_state_dict() on each rank, in separate files.",
+        "Save model.state_dict() and optimizer.state_dict() on each rank, in separate files.",
     ),
     ("experts", "hybrid"): (
         ConfigError,

@@ -203,7 +203,7 @@ def test_the_state_of_shards_cannot_be_gathered_when_the_model_is_closed() -> No
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
         model(batch()).sum().backward()
         optimizer.step()
-    assert optimizer.sharded_state_dict()["state"]  # this rank's shards, which save_checkpoint writes
+    assert any(optimizer.state.values())  # this rank's shards, which save_checkpoint writes
     for call in (optimizer.state_dict, optimizer.consolidate_state_dict):
         assert text_of(PhaseError, call) == (
             "the model of this optimizer is closed: nobody brings the ranks' shards together.\n"

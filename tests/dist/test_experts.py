@@ -354,7 +354,7 @@ REFUSED = {
     "  Give every rank the same number of batches.",
     "checkpoint": "this model has experts: ranks have different tensors under one name, and a checkpoint stores one per name.\n"
     "  save_checkpoint, load_checkpoint\n"
-    "  Save model.state_dict() and optimizer.full_state_dict() on each rank, in separate files.",
+    "  Save model.state_dict() and optimizer.state_dict() on each rank, in separate files.",
 }
 
 

@@ -28,7 +28,6 @@ from undertow import (
     NonFiniteGradient,
     PhaseError,
     ReplicaMismatch,
-    ShardedOptimizer,
     SyncConfig,
 )
 from undertow.schedule import OpKind
@@ -126,7 +125,7 @@ def test_what_overflows_on_a_narrow_wire_is_found(strategy: str, settings: dict[
 
 
 def state_of(optimizer: Any) -> Any:
-    return copy.deepcopy(optimizer.full_state_dict() if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict())
+    return copy.deepcopy(optimizer.state_dict())
 
 
 def require_same_state(first: Any, second: Any) -> None:

@@ -78,11 +78,11 @@ def test_its_groups_are_those_of_the_plain_one_and_its_state_is_moved() -> None:
         plain = made(ddp)
         one_step(ddp, plain)
         groups, state = [dict(group) for group in plain.param_groups], plain.state_dict()
-        opt = shard_optimizer(plain, ddp, state_dict="sharded")
+        opt = shard_optimizer(plain, ddp)
         assert (opt.optimizer_class, opt.param_groups, opt.defaults) == (torch.optim.AdamW, groups, plain.defaults)
         assert opt.param_groups is plain.param_groups  # a scheduler that was left out acts on the result
         assert not plain.state
-        require_equal(flat(state), flat(opt.full_state_dict()))
+        require_equal(flat(state), flat(opt.state_dict()))
         one_step(ddp, opt, 1)
         assert num_state_elements(opt) < 1.3 * sum(param.numel() for param in ddp.parameters())  # it was twice as many
         MLP.loss(ddp, 2).backward()
@@ -166,9 +166,15 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
 
 
 class Named(torch.optim.AdamW):
-    def __init__(self, params: Any, *, name: str = "", **settings: Any) -> None:
+    """Has a setting that is not in its groups."""
+
+    def __init__(self, params: Any, *, name: str, **settings: Any) -> None:
         super().__init__(params, **settings)
         self.name = name
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.name == "mine"
+        super().step(closure)
 
 
 class Settings(torch.optim.Optimizer):
@@ -182,15 +188,8 @@ class Settings(torch.optim.Optimizer):
                     param.data.add_(param.grad, alpha=-group["rate"])
 
 
-class Around(torch.optim.Optimizer):
-    """As Accelerate's, around another one."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-
-
 @in_ranks(2)
-@pytest.mark.parametrize(("cls", "settings"), [(Named, {"lr": 0.01, "betas": (0.5, 0.9)}), (Settings, {"rate": 0.1})])
+@pytest.mark.parametrize(("cls", "settings"), [(Named, {"name": "mine", "lr": 0.01}), (Settings, {"rate": 0.1})])
 def test_optimizers_of_other_classes_are_taken_over_if_the_user_vouches_for_them(cls: Any, settings: dict[str, Any]) -> None:
     found = []
     for then in (lambda opt, _: opt, functools.partial(shard_optimizer, elementwise=True)):
@@ -212,12 +211,13 @@ def changed(change: Callable[[Any], object]) -> Callable[[Any], Any]:
     return make
 
 
-DIFFERS = "SGD cannot be taken over: a new one differs in "
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a scheduler": (changed(lambda opt: lr_scheduler.StepLR(opt, 1)), "SGD cannot be taken over: it has a scheduler that is not"),
-    "a step of its own": (changed(lambda opt: setattr(opt, "step", lambda: None)), f"{DIFFERS}step."),
-    "a hook": (changed(lambda opt: opt.register_step_pre_hook(lambda *_: None)), f"{DIFFERS}_optimizer_step_pre_hooks."),
-    "an attribute": (changed(lambda opt: setattr(opt, "num_steps", 3)), f"{DIFFERS}num_steps."),
+    "a step of its own": (
+        changed(lambda opt: setattr(opt, "step", lambda: None)),
+        "SGD cannot be taken over: its `step` was",
+    ),
+    "a hook": (changed(lambda opt: opt.register_step_pre_hook(lambda *_: None)), "SGD cannot be taken over: it has hooks."),
     "a class of the user's": (
         lambda ddp: Settings(ddp.parameters(), rate=0.1),
         "Settings cannot be sharded: Undertow does not know that it updates each element on its own.",
@@ -227,25 +227,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         "Adafactor cannot be sharded: Undertow does not know that",
     ),
 }
-
-
-# The same, although the user vouches for the class.
-NOT_MADE_ANEW: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a setting": (lambda ddp: Named(ddp.parameters(), name="mine"), "Named cannot be taken over: a new one differs in name."),
-    "a wrapper": (
-        lambda ddp: Around(torch.optim.SGD(ddp.parameters(), lr=0.1)),
-        "Around cannot be taken over: a new one cannot be made with its defaults (AttributeError: ",
-    ),
-}
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("what", NOT_MADE_ANEW)
-def test_an_optimizer_that_cannot_be_made_anew_is_refused(what: str) -> None:
-    make, text = NOT_MADE_ANEW[what]
-    with wrapped() as ddp:
-        opt = make(ddp)
-        assert text_of(ConfigError, lambda: shard_optimizer(opt, ddp, elementwise=True)).startswith(text)
 
 
 @in_ranks(2)
@@ -263,11 +244,7 @@ def test_an_optimizer_that_cannot_be_taken_over_is_refused_and_left_alone() -> N
 
 
 @in_ranks(2)
-def test_ranks_with_other_states_are_found_out() -> None:
-    with wrapped() as ddp:
-        opt = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        opt.state[ddp.module[0].weight]["step"] = dist.get_rank()
-        assert "first difference: state of the optimizer" in text_of(PlanMismatch, lambda: shard_optimizer(opt, ddp))
+def test_ranks_with_other_settings_are_found_out() -> None:
     with contextlib.closing(attach(MLP.model())) as sync:
         opt = torch.optim.SGD([param for _, param in sync.named_parameters()], lr=0.1 * (1 + dist.get_rank()))
         assert "ranks disagree on the settings" in text_of(PlanMismatch, lambda: shard_optimizer(opt, sync))

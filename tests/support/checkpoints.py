@@ -11,7 +11,7 @@ from torch import nn
 
 from support.models import CASES, Case
 from support.sharded import NARROW, step_of, training
-from undertow import DistributedDataParallel, ShardedOptimizer
+from undertow import DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,6 @@ class Setup:
     strategy: str = "zero1"
     optimizer: str = "AdamW"
     bucket_cap_mb: float | None = 3e-4
-    state_dict: str = "full"  # what a sharded optimizer's is
     mesh: tuple[int, ...] = ()  # its shape
 
 
@@ -31,7 +30,7 @@ def case_of(setup: Setup) -> Case:
 @contextlib.contextmanager
 def trained_by(setup: Setup, *, num_steps: int = 0, seed: int = 7) -> Iterator[tuple[DistributedDataParallel, Any]]:
     torch.manual_seed(seed)
-    how = {"reduction": "ordered", "bucket_cap_mb": setup.bucket_cap_mb, "shape": setup.mesh, "state_dict": setup.state_dict}
+    how = {"reduction": "ordered", "bucket_cap_mb": setup.bucket_cap_mb, "shape": setup.mesh}
     with training(case_of(setup).make(), setup.strategy, setup.optimizer, **how) as (ddp, optimizer):
         train(setup, ddp, optimizer, steps=range(num_steps))
         yield ddp, optimizer
@@ -45,10 +44,9 @@ def train(setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, *, s
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Everything, as plain torch has it; a collective call."""
     model.wait()
-    is_sharded = isinstance(optimizer, ShardedOptimizer)
     return {
         "model": {name: value.clone() for name, value in model.state_dict().items()},
-        "optimizer": optimizer.full_state_dict() if is_sharded else optimizer.state_dict(),
+        "optimizer": optimizer.state_dict(),
     }
 
 

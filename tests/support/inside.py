@@ -43,8 +43,8 @@ from undertow.ranks.transport import OwnGroup, _ThreadWork
 from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind
 from undertow.sharded.gathers import Gathers
-from undertow.sharded.layout import Sharding
 from undertow.sharded.shards import FlatParams
+from undertow.sharded.steps import Sharding
 from undertow.sync.mean_over_ranks import MeanOverRanks
 from undertow.torch_private import private
 from undertow.torch_private.private import interrupt, is_gone, timeout_of  # noqa: F401  # for tests

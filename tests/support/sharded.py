@@ -64,7 +64,6 @@ def training(
     strategy: str = "zero1",
     optimizer: str = "AdamW",
     *,
-    state_dict: str = "full",
     shape: tuple[int, ...] = (2, 2),
     **settings: Any,
 ) -> Iterator[tuple[DistributedDataParallel, Any]]:
@@ -75,7 +74,7 @@ def training(
             config=SyncConfig(strategy=strategy, **settings),
         )
         stack.callback(ddp.close)
-        yield ddp, optimizer_for(ddp, strategy, optimizer, state_dict=state_dict)
+        yield ddp, optimizer_for(ddp, strategy, optimizer)
 
 
 @contextlib.contextmanager

@@ -20,8 +20,7 @@ class OursSharded(Ours):
         self.wrapped.wait()
 
     def facts(self) -> Mapping[str, Any]:
-        states = self.optimizer.sharded_state_dict()["state"].values()
-        pieces = [piece for state in states for sharded in state.values() for _, piece in sharded.pieces]
+        pieces = [piece for state in self.optimizer.state.values() for piece in state.values()]
         return {**super().facts(), "state_mb": megabytes(pieces)}
 
 

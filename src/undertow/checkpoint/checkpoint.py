@@ -135,14 +135,18 @@ def load_checkpoint(
     target = Path(path)
     ranks = _Ranks.meet(target, model, optimizer, to="load a checkpoint")
     folder = ranks.agree_on_first(lambda: files.folder_for_loading(target))
+    # A collective call: not where one rank may fail alone.
+    parts = optimizer.owned_parts() if isinstance(optimizer, ShardedOptimizer) else None
     names = contents.Names(model)
 
-    index = ranks.agree(lambda: files.read_index(folder))
-    of_model = ranks.agree(lambda: contents.state_for_model(folder, index, names))
-    of_optimizer: dict[str, Any] = {}
-    if optimizer is not None:
-        read = partial(contents.state_for_optimizer, folder, index, names, optimizer)
-        of_optimizer = ranks.agree(read)
+    def read() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        index = files.read_index(folder)
+        of_model = contents.state_for_model(folder, index, names)
+        if optimizer is None:
+            return index, of_model, {}
+        return index, of_model, contents.state_for_optimizer(folder, index, names, optimizer, parts)
+
+    index, of_model, of_optimizer = ranks.agree(read)
 
     def put() -> None:
         # The model comes first: an optimizer derives missing fp32 values from 16-bit parameters.

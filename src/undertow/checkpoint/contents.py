@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from undertow.buckets.binding import strides_of_gradient
 from undertow.checkpoint import files
+from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, require
 from undertow.foreign import parsed_json
-from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.optim.state import MASTER, OF_THE_WHOLE, ShardedState, hyper_parameters, params_of
+from undertow.optim.sharded_optimizer import ShardedOptimizer, hyper_parameters
+from undertow.optim.state import MASTER, OF_THE_WHOLE
 from undertow.sharded.shards import ShardPart, in_memory_order
 from undertow.torch_private import private, tables
 
@@ -79,10 +80,11 @@ def contents_of_optimizer(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[Contents, dict[str, Any]]:
     """Returns the state on this rank, and values for the index, the same on every rank."""
-    state_dict = optimizer.state_dict
+    parts: dict[Tensor, ShardPart] = {}
     if isinstance(optimizer, ShardedOptimizer):
-        state_dict = optimizer.sharded_state_dict
-    packed = state_dict()
+        packed, parts = optimizer.own_state_dict()
+    else:
+        packed = optimizer.state_dict()
     params = list(names.params_of(optimizer).items())
     tensors: dict[str, Tensor] = {}
     texts: dict[str, str] = {}
@@ -97,7 +99,8 @@ def contents_of_optimizer(
                 error=CheckpointError,
             )
             if isinstance(value, Tensor):
-                tensors.update(_stored(name, key, value, param))
+                entry, stored = _stored(f"{name}/{key}", value, param, parts.get(param))
+                tensors[entry] = stored
             else:
                 files.require_json(value, f"state[{name!r}][{key!r}]")
                 texts[f"{name}/{key}"] = json.dumps(value)
@@ -138,8 +141,10 @@ def state_for_optimizer(
     index: Mapping[str, Any],
     names: Names,
     optimizer: torch.optim.Optimizer,
+    parts: Mapping[Tensor, ShardPart] | None,
 ) -> dict[str, Any]:
-    """Returns the state dict to load, which has only this rank's parts of sharded state."""
+    """Returns the state dict to load, with this rank's `parts` of a sharded state; None if the
+    optimizer is not sharded."""
     saved = index.get("optimizer")
     given = _class_name(optimizer)
     has = "no optimizer" if saved is None else f"the state of {saved}"
@@ -152,9 +157,6 @@ def state_for_optimizer(
         error=CheckpointError,
     )
     params = names.params_of(optimizer)
-    parts: dict[Tensor, list[ShardPart]] | None = None
-    if isinstance(optimizer, ShardedOptimizer):
-        parts = optimizer.owned_parts()
     state: dict[str, dict[str, Any]] = {}
     for (name, key), value in _read(folder, index["num_files"]).items():
         text = f"has a state of {name!r}, which is not one of the optimizer's parameters"
@@ -162,8 +164,7 @@ def state_for_optimizer(
         param = params[name]
         axes = index["axes"].get(name, list(range(param.dim())))
         if isinstance(value, _Elements):
-            mine = None if parts is None else parts.get(param)
-            value = value.whole(param, axes) if mine is None else value.parts(param, axes, mine)
+            value = value.read(param, axes, None if parts is None else parts.get(param))
         elif parts is not None:
             is_scalar = not isinstance(value, Tensor) or value.dim() == 0
             text = f"has {key!r} of {name!r}, but not for each element"
@@ -181,20 +182,14 @@ class _Elements:
     what: str  # for errors
     pieces: list[tuple[int, int, Any]]  # start, stop, and a slice of safetensors
 
-    def parts(self, param: Tensor, axes: Sequence[int], parts: Sequence[ShardPart]) -> ShardedState:
-        if axes == _axes(param):
-            found = [self._between(part.start, part.stop) for part in parts]
-        else:
-            flat = in_memory_order(self.whole(param, axes), strides_of_gradient(param))
-            found = [flat[part.start : part.stop] for part in parts]
-        on_device = [values.to(param.device) for values in found]
-        pieces = list(zip(parts, on_device, strict=True))
-        return ShardedState(param, self._between(0, 0).dtype, pieces)
+    def read(self, param: Tensor, axes: Sequence[int], part: ShardPart | None) -> Tensor:
+        """Reads the elements of `part`, or all of them in the parameter's shape.
 
-    def whole(self, param: Tensor, axes: Sequence[int]) -> Tensor:
-        """Reads all elements; `axes` is the order of the axes in the files, the outermost first."""
-        flat = self._between(0, param.numel())
-        outermost_first = flat.view([param.shape[axis] for axis in axes])
+        `axes` is the order of the axes in the files, the outermost first.
+        """
+        if part is not None and axes == _axes(param):
+            return self._between(part.start, part.stop)
+        outermost_first = self._between(0, param.numel()).view([param.shape[axis] for axis in axes])
         return outermost_first.permute([axes.index(axis) for axis in range(param.dim())])
 
     def _between(self, start: int, stop: int) -> Tensor:
@@ -236,16 +231,14 @@ def _read(folder: Path, num_files: int) -> dict[tuple[str, str], Any]:
     return found
 
 
-def _stored(name: str, key: str, value: Tensor, param: Tensor) -> dict[str, Tensor]:
-    """Returns the tensors that a file holds for one state of a parameter."""
-    entry = f"{name}/{key}"
-    if isinstance(value, ShardedState):
-        pieces = [(part.start, part.stop, values) for part, values in value.pieces]
-    elif value.shape == param.shape and key not in OF_THE_WHOLE:
-        pieces = [(0, param.numel(), in_memory_order(value, strides_of_gradient(param)))]
-    else:
-        return {entry: value}
-    return {f"{entry}[{start}:{stop}]": values for start, stop, values in pieces}
+def _stored(entry: str, value: Tensor, param: Tensor, part: ShardPart | None) -> tuple[str, Tensor]:
+    """Returns the name and the elements that a file holds for one state of a parameter."""
+    if value.dim() > 0 and part is not None:
+        return f"{entry}[{part.start}:{part.stop}]", value
+    if value.shape == param.shape and entry.rpartition("/")[2] not in OF_THE_WHOLE:
+        flat = in_memory_order(value, strides_of_gradient(param))
+        return f"{entry}[0:{param.numel()}]", flat
+    return entry, value
 
 
 def _groups(

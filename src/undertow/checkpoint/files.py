@@ -135,14 +135,6 @@ def folder_for_loading(path: Path) -> Path:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    require(
-        not os.path.lexists(folder / ".metadata"),
-        "the checkpoint has the format of torch.distributed.checkpoint, which earlier versions "
-        "wrote.",
-        where=str(folder.absolute()),
-        remedy="Load it with torch.distributed.checkpoint.load(), and save it to another path.",
-        error=CheckpointError,
-    )
     path = folder / _INDEX
     _require_regular(path)
     size = path.stat().st_size

@@ -111,8 +111,8 @@ def _gradients_of(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
     """
     for grad in (param.grad for param in params):
         if isinstance(grad, GradientPlaceholder):
-            for part in () if grad.is_cleared else grad.parts.values():
-                yield part, True
+            if not grad.is_cleared:
+                yield grad.part, True
         elif grad is not None:
             yield grad, False
 

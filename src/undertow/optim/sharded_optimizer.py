@@ -1,32 +1,30 @@
 """An optimizer whose state and work are sharded over ranks."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, listed, require
 from undertow.optim.clipping import clip_members
-from undertow.optim.state import (
-    ELEMENTWISE,
-    MASTER,
-    FullStates,
-    InnerOptimizer,
-    ParamState,
-    WrittenStates,
-    hyper_parameters,
-    params_of,
-    sharded_state,
-    with_copied_scalars,
-)
-from undertow.sharded.layout import Sharding
+from undertow.optim.state import ELEMENTWISE, MASTER, ParamState, gather_states, part_of_state
+from undertow.ranks.exchanges import accumulation_dtype
 from undertow.sharded.shards import ShardPart
+from undertow.sharded.steps import Sharding
 from undertow.sync.gradient_sync import GradientSync, ZeroesWithoutReading, sync_of
 from undertow.torch_private import private
+
+_TARGET = (
+    "Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model. Parameters "
+    "or groups come third: ShardedOptimizer(torch.optim.AdamW, model, groups, lr=...)."
+)
 
 ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -53,9 +51,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             `elementwise=True`.
         target: The result of `attach` or `DistributedDataParallel`.
         params: Parameters or parameter groups as in torch; None takes all trained parameters.
-        state_dict: "full" makes `state_dict()` return a plain optimizer's state dict, whole on
-            every rank; every rank must call it. "sharded" makes it return this rank's shards, which
-            only torch.distributed.checkpoint can save.
         elementwise: True lets another class be sharded. You vouch that the update of an element
             depends on that element alone, and that everything a step changes is in `state[param]`.
             Each rank steps flat pieces of parameters. So a norm, statistics of rows or columns,
@@ -73,52 +68,60 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         target: GradientSync | nn.Module,
         params: ParamGroups | None = None,
         *,
-        state_dict: Literal["full", "sharded"] = "full",
         elementwise: bool = False,
         **defaults: Any,
     ) -> None:
-        self._sync = sync_of(
-            target,
-            where="ShardedOptimizer",
-            remedy="Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped "
-            "model. Parameters or groups come third: ShardedOptimizer(torch.optim.AdamW, model, "
-            "groups, lr=...).",
-        )
-        _require_arguments(cls, self._sync, params, state_dict)
-        # A class that is derived from a known one is not known: its constructor alone may add
-        # hooks.
-        require(
-            cls in ELEMENTWISE or elementwise,
-            f"{cls.__name__} cannot be sharded: Undertow does not know that it updates each "
-            "element on its own.",
-            where="ShardedOptimizer, which gives each rank a part of a parameter as a flat piece",
-            remedy="Pass elementwise=True if the update of an element depends on no other "
-            "element. If it does, or if you are "
-            "not sure, use this optimizer without sharding.",
-        )
+        sync = sync_of(target, where="ShardedOptimizer", remedy=_TARGET)
+        _require_arguments(cls, sync, params)
+        _require_elementwise(cls, elementwise)
+        given = [param for _, param in sync.named_parameters()] if params is None else params
         # Parameter groups alone are not enough: some settings are read only by the constructor.
-        self._make: partial[Any] = partial(cls, **defaults)
-        whole = self._make(
-            [param for _, param in self._sync.named_parameters()] if params is None else params
-        )
+        make: Callable[[Any], torch.optim.Optimizer] = partial(cls, **defaults)
+        self._set_up(make(given), make, sync)
+
+    @classmethod
+    def of(
+        cls,
+        whole: torch.optim.Optimizer,
+        target: GradientSync | nn.Module,
+        *,
+        elementwise: bool = False,
+    ) -> Self:
+        """Shards an optimizer that exists, without its state; see `shard_optimizer`."""
+        sync = sync_of(target, where="ShardedOptimizer", remedy=_TARGET)
+        _require_arguments(type(whole), sync, whole.param_groups)
+        _require_elementwise(type(whole), elementwise)
+        made = cls.__new__(cls)
+        made._set_up(whole, partial(_copy_of, whole), sync)
+        return made
+
+    def _set_up(
+        self,
+        whole: torch.optim.Optimizer,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        sync: GradientSync,
+    ) -> None:
+        """Shards `whole`, an optimizer over whole parameters; a collective call.
+
+        `make` makes one like it, over other groups.
+        """
+        self._sync, self._make = sync, make
+        self.optimizer_class = type(whole)
         self._inner: InnerOptimizer | None = None  # over this rank's parts
-        self._stepped: set[Tensor] = set()  # parameters that have state on some rank, by identity
-        # states of parameters that are not among this rank's parts, or not yet
-        self._waiting: FullStates = {}
-        self._gives_shards = state_dict == "sharded"
-        # The rank of `consolidate_state_dict`, and the states there, until the state changes.
-        self._consolidated: tuple[int, FullStates | None] | None = None
+        # The rank of `consolidate_state_dict`, and the states there, until the next step.
+        self._consolidated: tuple[int, dict[Tensor, ParamState]] | None = None
         super().__init__(whole.param_groups, whole.defaults)
         self._grouped = [list(group["params"]) for group in self.param_groups]  # as they were taken
         # Texts, because a function or NaN does not equal its own copy.
         groups = [
             (len(group["params"]), repr(hyper_parameters(group))) for group in self.param_groups
         ]
+        cls = self.optimizer_class
         described = {
             "optimizer": f"{cls.__module__}.{cls.__qualname__}",
             "parameter groups": groups,
         }
-        self._steps = self._sync._shard(self, described)
+        self._steps = sync._shard(self, described)
 
     @private.untraced
     @torch.no_grad()
@@ -140,11 +143,15 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         numbers = self._sync._engine.checks.numbers
         if numbers.is_on and numbers.skips(self):  # on every rank
             return loss
-        inner, params = self._begin(), params_of(self)
+        inner, params = self._begin(), list(params_of(self))
         inner.sharding.require_synchronized(params)
         with self._steps.update(inner.sharding):
-            inner.step(self.param_groups)
-            self._stepped.update([param for param in params if param.grad is not None])
+            inner.step(self.param_groups, self.state)
+            for param in params:
+                if param.grad is not None:
+                    # On ranks without a part too: torch.distributed.checkpoint steps an optimizer
+                    # that has no state.
+                    self.state.setdefault(param, {})
         return loss
 
     @private.untraced
@@ -172,49 +179,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         Raises:
             NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
         """
-        members = [(self._sync, params_of(self))]
+        members = [(self._sync, list(params_of(self)))]
         return clip_members(members, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-
-    @property  # type: ignore[override]  # an attribute in torch
-    def state(self) -> WrittenStates:
-        """The entries of `state_dict` for each parameter that has been stepped.
-
-        They can be set and deleted, on every rank. Tensors in them cannot be changed in place.
-
-        It is empty on every rank until the first step, and on no rank afterwards:
-        torch.distributed.checkpoint relies on that.
-        """
-        states = {param: with_copied_scalars(state) for param, state in self._states().items()}
-        written = WrittenStates(states, lambda param: self._put(param, written.get(param, {})))
-        return written
-
-    @state.setter
-    def state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        if "_steps" in vars(self):  # not in torch's constructor
-            written = self.state
-            written.clear()
-            written.update(states)
-
-    def _put(self, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Replaces the state of a parameter on this rank; an empty state stands for none."""
-        got = f"one of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
-        require(
-            any(param is each for each in params_of(self)) or not state,
-            "state can be kept for parameters in the groups of the optimizer only, "
-            f"got it for {got}.",
-            where="ShardedOptimizer.state",
-            remedy="Keep it outside of the optimizer.",
-        )
-        self._consolidated = None
-        self._stepped.discard(param)
-        self._waiting.pop(param, None)
-        if self._inner is None or param not in self._inner.sharding.parts:
-            if state:
-                self._waiting[param] = dict(state)
-            return
-        if state.keys() - {MASTER}:
-            self._stepped.add(param)
-        self._inner.take({param: state})
 
     @private.untraced
     def state_dict(self) -> dict[str, Any]:
@@ -222,34 +188,32 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         collective call.
 
         After `consolidate_state_dict(to)`, rank `to` returns it without communication until the
-        next step. With `state_dict="sharded"`, the optimizer returns this rank's part instead, for
-        torch.distributed.checkpoint.
+        next step.
         """
         if self._consolidated is None:
-            return self.sharded_state_dict() if self._gives_shards else self.full_state_dict()
+            return self._packed(self._whole_states())
         to, states = self._consolidated
-        if states is None:
-            raise PhaseError(
-                f"consolidate_state_dict() gathered the state on rank {to}, and state_dict() is "
-                "called on another rank.",
-                where="ShardedOptimizer.state_dict",
-                remedy=f"Call state_dict() on rank {to} only, or full_state_dict() on every rank.",
-            )
+        require(
+            to == dist.get_rank(self.process_group),
+            f"consolidate_state_dict() gathered the state on rank {to}, and state_dict() is "
+            "called on another rank.",
+            where="ShardedOptimizer.state_dict",
+            remedy=f"Call state_dict() on rank {to} only, until the next step.",
+            error=PhaseError,
+        )
         return self._packed(states)
 
-    @private.untraced
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """Returns this rank's part in the layout of torch's optimizers, for
-        torch.distributed.checkpoint, as `ShardedState`."""
-        return self._packed(self._states())
+    def own_state_dict(self) -> tuple[dict[str, Any], dict[Tensor, ShardPart]]:
+        """Returns the state on this rank in the layout of `state_dict`, and the parts of
+        parameters.
 
-    @private.untraced
-    def full_state_dict(self) -> dict[str, Any]:
-        """Returns the whole state on every rank, as the state dict of a plain optimizer.
-
-        A collective call.
+        If a parameter has a part, its state has the elements of the part, in one dimension. Any
+        other state is whole.
         """
-        return self._packed(self._whole_states())
+        if self._inner is None:
+            return self._packed(self.state), {}
+        self._inner.follow(self.state)
+        return self._packed({**self.state, **self._inner.states()}), self._inner.parts
 
     @private.untraced
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -273,51 +237,46 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             remedy=f"Give a rank of the process group, 0 to {num_ranks - 1}.",
         )
         states = self._whole_states(keeps=rank == to, device=torch.device("cpu"))
-        self._consolidated = (to, states if rank == to else None)
+        self._consolidated = (to, states)
 
     @private.untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state on every rank; this rank keeps its parts of whole tensors.
 
         Args:
-            state_dict: The result of `state_dict` or `full_state_dict`, or a plain optimizer's
-                `state_dict`.
+            state_dict: The result of `state_dict`, of this optimizer or of a plain one.
 
         Raises:
             ValueError: If the parameter groups differ, as in torch.
             CheckpointError: If a state belongs to no parameter.
         """
-        given: dict[str, Any] = {}
+        loaded: dict[str, Any] = {}
 
         def take(_self: object, found: dict[str, Any]) -> dict[str, Any]:
-            given.update(found)
-            of_groups = chain.from_iterable(group["params"] for group in found["param_groups"])
-            others = [*(found["state"].keys() - set(of_groups)), None]
-            require(
-                len(others) == 1,
-                f"the state has an entry for {others[0]!r}, which is not a parameter.",
-                where="ShardedOptimizer.load_state_dict",
-                remedy="Remove it: a sharded optimizer keeps state for parameters only.",
-                error=CheckpointError,
-            )
-            return {**found, "state": {}}  # super() loads the groups and checks their order
+            loaded.update(found)
+            return {**found, "state": {}}  # super() would narrow the state of 16-bit parameters
 
         # User hooks that run before may change the state, and user hooks that run after see the
         # loaded one.
         with (
             self.register_load_state_dict_pre_hook(take),
-            self.register_load_state_dict_post_hook(lambda _: self._load(given), prepend=True),
+            self.register_load_state_dict_post_hook(lambda _: self._load(loaded), prepend=True),
         ):
             super().load_state_dict(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
+        states = dict(state_dict["state"])
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        states = state_dict["state"]
-        self._waiting = {}
         for number, param in zip(numbers, params_of(self), strict=True):
             if number in states:
-                self._waiting[param] = dict(states[number])
-        self._stepped = set()
+                self.state[param] = dict(states.pop(number))
+        require(
+            not states,
+            f"the state has an entry for {next(iter(states), None)!r}, which is not a parameter.",
+            where="ShardedOptimizer.load_state_dict",
+            remedy="Remove it: a sharded optimizer keeps state for parameters only.",
+            error=CheckpointError,
+        )
         self._consolidated = None
         if self._inner is not None:
             self._sync.wait()
@@ -362,7 +321,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             remedy="Save its state_dict(), called on every rank.",
         )
 
-    def _begin(self) -> InnerOptimizer:
+    def _begin(self) -> "InnerOptimizer":
         """Waits for everything in flight, and returns the optimizer over this rank's parts."""
         sharding, inner = self._steps.begin(), self._inner
         # Users may have put other parameters into the groups, or in another order.
@@ -371,13 +330,20 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         if has_other_params:
             self._require_params_of_the_model()
             self._grouped = [list(group["params"]) for group in self.param_groups]
-        if inner is None:
-            inner = self._take_over(sharding)
-        elif has_other_params or sharding is not inner.sharding:
+        if inner is not None:
+            if sharding is inner.sharding and not has_other_params:
+                return inner
             self._require_replacements()
-            self._waiting = inner.whole_states(is_moved=True) | self._waiting
-            inner = self._take_over(sharding)
-        return inner
+            inner.follow(self.state)
+            self.state.update(gather_states(inner.sharding, inner.states(is_moved=True)))
+        return self._take_over(sharding)
+
+    def _take_over(self, sharding: Sharding) -> "InnerOptimizer":
+        """Makes an optimizer over this rank's parts in `sharding`, whose states are whole yet."""
+        self._inner = InnerOptimizer(self._make, self.param_groups, sharding)
+        self._inner.optimizer.defaults = self.defaults  # follows changes that users make
+        self._inner.follow(self.state)
+        return self._inner
 
     def _require_replacements(self) -> None:
         """Raises PhaseError if members of the groups have left the model, and others are in none.
@@ -402,16 +368,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             error=PhaseError,
         )
 
-    def _take_over(self, sharding: Sharding) -> InnerOptimizer:
-        """Makes an optimizer over this rank's parts in `sharding`; moves waiting states to it."""
-        inner = self._inner = InnerOptimizer(self._make, self.param_groups, sharding)
-        inner.optimizer.defaults = self.defaults  # follows changes that users make
-        inner.take(self._waiting)
-        for param in sharding.parts.keys() & self._waiting.keys() & set(params_of(self)):
-            if self._waiting.pop(param).keys() != {MASTER}:
-                self._stepped.add(param)
-        return inner
-
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The group that the state is sharded over.
@@ -420,66 +376,174 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         """
         return self._sync.process_group
 
-    @property
-    def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        return self._make.func  # type: ignore[return-value]
-
-    def owned_parts(self) -> dict[Tensor, list[ShardPart]]:
-        """Returns the parts that this rank owns of each sharded parameter, possibly none.
+    def owned_parts(self) -> dict[Tensor, ShardPart]:
+        """Returns the part that this rank owns of each sharded parameter, possibly without
+        elements.
 
         Parameters are keys by identity.
         """
         inner = self._begin() if self._inner is None else self._inner
-        return inner.sharding.parts
+        return inner.parts
 
-    def _packed(self, states: FullStates) -> dict[str, Any]:
-        """Returns torch's state dict filled with these states; the user's hooks see the result."""
-
-        def fill(_self: object, packed: dict[str, Any]) -> None:
-            params = enumerate(params_of(self))
-            packed["state"] = {number: states[param] for number, param in params if param in states}
-
-        with self.register_state_dict_post_hook(fill, prepend=True):
+    def _packed(self, states: Mapping[Tensor, ParamState]) -> dict[str, Any]:
+        """Returns torch's state dict of these states that are not empty; the user's hooks see
+        it."""
+        own = self.state
+        found = {param: states[param] for param in params_of(self) if states.get(param)}
+        self.state = defaultdict(dict, found)
+        try:
             return super().state_dict()
+        finally:
+            self.state = own
 
     def _whole_states(
-        self,
-        *,
-        keeps: bool = True,
-        device: torch.device | None = None,
-    ) -> FullStates:
+        self, *, keeps: bool = True, device: torch.device | None = None
+    ) -> dict[Tensor, ParamState]:
         """Gathers the whole state of every parameter, on `device` if given; a collective call.
 
         Returns nothing if not `keeps`.
         """
-        states: FullStates = {}
-        if self._inner is not None:
-            if self._inner.sharding.group.num_ranks > 1:
+        inner = self._inner
+        found: dict[Tensor, ParamState] = {}
+        if inner is not None:
+            if inner.sharding.group.num_ranks > 1:
                 self._steps.require_open(
                     "Call state_dict() before close(); save_checkpoint() works afterwards too."
                 )
-            states = self._inner.whole_states(keeps=keeps, device=device)
-        for param, state in self._waiting.items():
-            if state.keys() - {MASTER}:
-                states[param] = state
-        return states
-
-    def _states(self) -> FullStates:
-        """Returns this rank's knowledge of every parameter's state; it may have no part of one."""
-        mine: dict[Tensor, list[tuple[ShardPart, ParamState]]] = {
-            param: [] for param in params_of(self) if param in self._stepped
-        }
-        if self._inner is not None:
-            states = self._inner.states()
-            for owned in self._inner.owned:
-                if owned.param in mine:
-                    mine[owned.param].append((owned.part, states[owned.part]))
-        return {param: sharded_state(param, parts) for param, parts in mine.items()} | self._waiting
+            inner.follow(self.state)
+            found = gather_states(inner.sharding, inner.states(), keeps=keeps, device=device)
+        for param, state in self.state.items() if keeps else ():
+            is_whole = inner is None or param not in inner.parts
+            if is_whole and state.keys() - {MASTER}:
+                found[param] = state
+        return found
 
 
-def _require_arguments(
-    cls: object, sync: GradientSync, params: ParamGroups | None, state_dict: object
-) -> None:
+@dataclass(slots=True, eq=False)
+class _Owned:
+    """This rank's part of one parameter, which has elements."""
+
+    param: Tensor
+    part: ShardPart
+    group: dict[str, Any]  # of the parameter, in the ShardedOptimizer
+    values: Tensor  # [part.numel] in place, of the parameter's dtype
+    # the tensor that the inner optimizer updates: `values`, or an fp32 copy of 16-bit values
+    target: Tensor
+    state: ParamState | None = None  # at the last look, the dict of both optimizers
+
+
+class InnerOptimizer:
+    """An optimizer of the user's class over this rank's parts of the parameters in `groups`.
+
+    `sharding` lays the parameters out.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        groups: Sequence[dict[str, Any]],
+        sharding: Sharding,
+    ) -> None:
+        self.sharding = sharding
+        self.parts: dict[Tensor, ShardPart] = {}  # by identity of the parameter
+        self.owned: list[_Owned] = []  # those with elements
+        inner_groups = []
+        for group in groups:
+            targets = []
+            for param in group["params"]:
+                part = sharding.parts.get(param)
+                if part is None:
+                    continue
+                self.parts[param] = part
+                if part.numel == 0:
+                    continue
+                values = part.of_bucket(sharding.flats[part.bucket].flat)
+                target = values.to(accumulation_dtype(values.dtype))
+                self.owned.append(_Owned(param, part, group, values, target))
+                targets.append(target)
+            inner_groups.append({**hyper_parameters(group), "params": targets})
+        self._elsewhere = [param for param, part in self.parts.items() if part.numel == 0]
+        self.optimizer = make(inner_groups)
+
+    def follow(self, states: dict[Tensor, ParamState]) -> None:
+        """Takes over the states that were loaded or that users have set or deleted; each becomes
+        the dict that the inner optimizer has, and empty without a part."""
+        inner = self.optimizer.state
+        for owned in self.owned:
+            state = states.get(owned.param)
+            if state is owned.state:
+                continue
+            owned.state = None
+            inner.pop(owned.target, None)
+            if state is None:
+                continue
+            mine = part_of_state(state, owned.param, owned.part, owned.group)
+            master = mine.pop(MASTER, None)
+            # A `master` that is not wider than the parameter went through a plain optimizer, which
+            # narrows it and then does not update it along with the parameter.
+            has_copy = owned.target is not owned.values
+            if has_copy and master is not None and state[MASTER].dtype == master.dtype:
+                owned.target.copy_(master)
+            inner[owned.target] = states[owned.param] = owned.state = mine
+        for param in self._elsewhere:
+            if states.get(param):
+                states[param] = {}
+
+    def step(self, groups: Sequence[dict[str, Any]], states: dict[Tensor, ParamState]) -> None:
+        """Steps with these groups' hyper-parameters, as schedulers and users left them."""
+        self.follow(states)
+        for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
+            for name, value in hyper_parameters(settings).items():
+                group[name] = value.clone() if isinstance(value, Tensor) else value
+        grads = self.sharding.gradients([owned.param for owned in self.owned])
+        for owned, grad in zip(self.owned, grads, strict=True):
+            target = owned.target
+            target.grad = None if grad is None else grad.to(target.dtype)
+            if target is not owned.values:  # follow writes into the parameter, such as a load
+                is_written = owned.values != target.to(owned.values.dtype)
+                target.copy_(torch.where(is_written, owned.values.to(target.dtype), target))
+        inner = self.optimizer.state
+        try:
+            # hooks of the user's optimizer run around the whole step, not here
+            private.step_unwatched(self.optimizer)
+        finally:
+            # After an interruption too: a stale copy would look like a write from outside.
+            for owned in self.owned:
+                owned.target.grad = None
+                if owned.target is not owned.values:
+                    owned.values.copy_(owned.target)
+                if owned.state is None and owned.target in inner:
+                    owned.state = states[owned.param] = inner[owned.target]
+
+    def states(self, *, is_moved: bool = False) -> dict[Tensor, ParamState]:
+        """Returns the state of each part that has one, with its fp32 values.
+
+        If state moves, also fp32 values alone.
+        """
+        found: dict[Tensor, ParamState] = {}
+        for owned in self.owned:
+            state = dict(self.optimizer.state.get(owned.target, {}))
+            if owned.target is not owned.values and (is_moved or state):
+                state[MASTER] = owned.target
+            if state:
+                found[owned.param] = state
+        return found
+
+
+def _copy_of(whole: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Returns an optimizer with the class and the attributes of `whole`, over these groups."""
+    made = object.__new__(type(whole))
+    vars(made).update(vars(whole), state=defaultdict(dict), param_groups=groups)
+    vars(made).pop("step", None)  # by schedulers, of the whole one
+    return made
+
+
+def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a parameter group, without its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _require_arguments(cls: object, sync: GradientSync, params: ParamGroups | None) -> None:
     require(
         isinstance(cls, type)
         and issubclass(cls, torch.optim.Optimizer)
@@ -490,13 +554,6 @@ def _require_arguments(
         error=WrongType,
     )
     require(
-        state_dict in ("full", "sharded"),
-        f'state_dict must be "full" or "sharded", got {state_dict!r}.',
-        where="ShardedOptimizer",
-        remedy='Leave it out, or write state_dict="sharded" to save by '
-        "torch.distributed.checkpoint.",
-    )
-    require(
         not sync.experts or params is not None,
         "this model has experts, whose parameters and optimizer state are sharded over other "
         "ranks than the dense ones.",
@@ -504,4 +561,17 @@ def _require_arguments(
         remedy="Make one for the model with params=[param for _, param in "
         "sync.named_parameters()], its dense ones, and "
         "one for each of sync.experts.",
+    )
+
+
+def _require_elementwise(cls: type[torch.optim.Optimizer], is_vouched_for: bool) -> None:
+    # A class that is derived from a known one is not known: its constructor alone may add hooks.
+    require(
+        cls in ELEMENTWISE or is_vouched_for,
+        f"{cls.__name__} cannot be sharded: Undertow does not know that it updates each "
+        "element on its own.",
+        where="ShardedOptimizer, which gives each rank a part of a parameter as a flat piece",
+        remedy="Pass elementwise=True if the update of an element depends on no other "
+        "element. If it does, or if you are "
+        "not sure, use this optimizer without sharding.",
     )

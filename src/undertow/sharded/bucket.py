@@ -36,12 +36,12 @@ _UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 class GradientPlaceholder(Tensor):
     """A gradient of the parameter's shape, dtype and device without values; every use of it raises.
 
-    `parts` has this rank's elements by bucket, 1-D. `added` collects the gradients that autograd
+    `part` has this rank's elements, 1-D. `added` collects the gradients that autograd
     adds in a later backward. `is_cleared` is True if the gradient was set to zero. A GradScaler
     unscales the parts, and all ranks find the same infinities.
     """
 
-    parts: dict[int, Tensor]
+    part: Tensor
     added: Tensor | None
     is_cleared: bool
     param_name: str
@@ -51,13 +51,13 @@ class GradientPlaceholder(Tensor):
     def __new__(
         cls, param: Tensor, *, name: str, group: OwnGroup | None = None
     ) -> "GradientPlaceholder":
-        made = private.wrapper_tensor(cls, param, dtype=private.gradient_dtype(param))
-        made.parts, made.param_name, made.group = {}, name, group
+        made = private.wrapper_tensor(cls, param, private.gradient_dtype(param))
+        made.part, made.param_name, made.group = torch.empty(0), name, group
         made.added, made.is_cleared = None, False
         return made
 
     def bind_to(self, param: Tensor) -> None:
-        """Becomes the gradient of `param`; `parts` have its values."""
+        """Becomes the gradient of `param`; `part` has its values."""
         self.added = None
         self.is_cleared = False
         param.grad = self
@@ -114,11 +114,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
     """Does a GradScaler's work on all gradients at once, on every rank, because each sees only its
     shards."""
     group = next(grad.group for grad in grads if isinstance(grad, GradientPlaceholder))
-    parts = [
-        part
-        for grad in grads
-        for part in (grad.parts.values() if isinstance(grad, GradientPlaceholder) else [grad])
-    ]
+    parts = [grad.part if isinstance(grad, GradientPlaceholder) else grad for grad in grads]
     for dtype in {part.dtype for part in parts}:  # parts of 16-bit parameters are wider
         of_dtype = [part for part in parts if part.dtype == dtype]
         torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, inv_scale)
@@ -160,7 +156,7 @@ class ShardedBinding(DenseBinding):
         self._before: dict[int, GradientPlaceholder] = {}  # by position, the former `.grad`
         super().__init__(BucketStorage(bucket, flat.params), flat.params)
         for placeholder, part in self._own:
-            placeholder.parts[bucket.index] = part.of_shard(self.shard)
+            placeholder.part = part.of_shard(self.shard)
 
     def values(self) -> Sequence[Tensor]:
         return (self.reduced,)

@@ -153,10 +153,9 @@ class Gathers:
         # code of torch.compile reads the parameters, and guards their class
         self._is_compiled_in = False
         self.flats, self._exchanges, self._recorder = flats, exchanges, recorder
-        self._buckets_of: dict[int, list[int]] = {}  # by id of the parameter
+        self._bucket_of: dict[int, int] = {}  # by id of the parameter
         for bucket, flat in enumerate(flats):
-            for param in flat.params:
-                self._buckets_of.setdefault(id(param), []).append(bucket)
+            self._bucket_of.update(dict.fromkeys(map(id, flat.params), bucket))
         self._process = os.getpid()
         self._classes: dict[type, Any] = {}  # of parameters in flight, by their own class
         # `in_flight` and the classes change together, because other threads read them.
@@ -229,10 +228,8 @@ class Gathers:
             kind.awaited_from = self  # holds these gathers until the last parameter arrives
 
     def buckets_of(self, params: Iterator[Tensor | None]) -> tuple[int, ...]:
-        found: dict[int, None] = {}
-        for param in params:
-            found.update(dict.fromkeys(self._buckets_of.get(id(param), ())))
-        return tuple(found)
+        found = [self._bucket_of.get(id(param)) for param in params]
+        return tuple(bucket for bucket in dict.fromkeys(found) if bucket is not None)
 
     def before_read(self, params: Sequence[Tensor]) -> None:
         """Called before parameters in flight are read."""
@@ -255,10 +252,11 @@ class Gathers:
         for param in params:
             # torch.utils.swap_tensors gives the class to tensors that nothing gathers: these wait
             # for everything.
-            self.wait(self._buckets_of.get(id(param), tuple(self.in_flight)))
+            bucket = self._bucket_of.get(id(param))
+            self.wait(tuple(self.in_flight) if bucket is None else (bucket,))
             with self._lock:
                 # Whatever left the class on it, so that the read does not come here again.
-                if self.in_flight.keys().isdisjoint(self._buckets_of.get(id(param), ())):
+                if bucket not in self.in_flight:
                     _let_read(param)
 
     def _torn(self, bucket: int) -> PhaseError:

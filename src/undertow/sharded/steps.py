@@ -1,24 +1,293 @@
-"""Orders the steps of a sharded optimizer and the forwards of its model."""
+"""This rank's shards of the parameters and gradients of a plan, and the steps of the sharded
+optimizer that updates them."""
 
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from undertow.buckets.bucket import LiveBucket
+from undertow.buckets.binding import strides_of_gradient
+from undertow.buckets.bucket import LiveBucket, Shared
+from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig, refused
 from undertow.engine.engine import Engine
-from undertow.errors import PhaseError, require
+from undertow.errors import ConfigError, PhaseError, require
+from undertow.plan import Bucket, Plan
+from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.facts import Agreement
-from undertow.schedule import ZERO1, OpKind, strategy_named
+from undertow.ranks.transport import OwnGroup
+from undertow.schedule import ZERO1, OpKind, Strategy, strategy_named
+from undertow.sharded.bucket import GradientPlaceholder, ShardedBinding, ShardedBucket
 from undertow.sharded.gathers import Gathers, wait_before_forwards
 from undertow.sharded.groups import ShardGroups
-from undertow.sharded.layout import Sharding
+from undertow.sharded.shards import FlatParams, ShardPart, in_memory_order
+from undertow.torch_private import private
+
+_grad_of = attrgetter("grad")
+
+
+class Sharding:
+    """This rank's shards of `plan` over `params`, which move into memory of the buckets.
+
+    `flats` is the memory of each bucket, and `parts` has this rank's part of each parameter, which
+    may be empty.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Sequence[Tensor],
+        strategy: Strategy,
+        groups: ShardGroups,
+        recorder: Recorder,
+    ) -> None:
+        _require_shardable(plan, params)
+        self.plan, self.params, self.strategy, self.groups = plan, tuple(params), strategy, groups
+        # Fixed now, when all ranks have the same: the order of elements in a bucket.
+        self.strides = [strides_of_gradient(param) for param in params]
+        num_replicas = plan.num_ranks // self.group.num_ranks
+        self.flats = [
+            FlatParams(
+                bucket,
+                [params[index] for index in bucket.params],
+                rank=self.group.rank,
+                num_ranks=plan.num_ranks,
+                num_replicas=num_replicas,
+            )
+            for bucket in plan.buckets
+        ]
+        self.parts: dict[Tensor, ShardPart] = {}  # by identity of the parameter
+        for flat in self.flats:
+            self.parts.update(zip(flat.params, flat.parts, strict=True))
+        self.bindings: list[ShardedBinding] = []  # by bucket; a single rank has none
+        self._placeholders = [
+            GradientPlaceholder(param, name=spec.name, group=self.group)
+            for spec, param in zip(plan.params, params, strict=True)
+        ]
+        self.gathers = Gathers(self.flats, groups.shard, recorder)
+
+    @property
+    def group(self) -> OwnGroup:
+        """The ranks with the other shards of this replica."""
+        return self.groups.shard.group
+
+    def live_buckets(self, shared: Shared, _params: Sequence[Tensor]) -> list[LiveBucket]:
+        self.bindings = [
+            ShardedBinding(
+                bucket,
+                self.flats[bucket.index],
+                [self._placeholders[index] for index in bucket.params],
+                shard_numel=self.shard_numel(bucket),
+            )
+            for bucket in self.plan.buckets
+        ]
+        return [
+            ShardedBucket(bucket, binding, shared, self.groups)
+            for bucket, binding in zip(self.plan.buckets, self.bindings, strict=True)
+        ]
+
+    def make_gradients_whole(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
+        """Called before gradients move to another plan.
+
+        Raises PhaseError if ranks have shards of one of them.
+        """
+        for name, param in named_params:
+            grad = param.grad
+            if not isinstance(grad, GradientPlaceholder):
+                continue
+            require(
+                grad.is_cleared,
+                "the parameters have changed while sharded gradients are held.",
+                where=f"parameter {name!r}, rank {self.groups.rank}",
+                remedy="Call zero_grad() before parameters are frozen, unfrozen, added or "
+                "replaced.",
+                error=PhaseError,
+            )
+            param.grad = grad.added
+            if grad.added is None:
+                param.grad = torch.zeros_like(param, dtype=private.gradient_dtype(param))
+
+    def shard_numel(self, bucket: Bucket) -> int:
+        """Returns the number of a bucket's elements that a rank owns, padding included."""
+        return bucket.shard_numel * (self.plan.num_ranks // self.group.num_ranks)
+
+    def round_begins(self) -> None:
+        # no forward has waited; autograd then detects most parameters that were read too early
+        if self.gathers.in_flight:
+            self.gathers.wait_for_all()
+
+    def wait_for_parameters(self) -> None:
+        self.gathers.wait_for_all()
+
+    def follow_parameters(self) -> None:
+        """Takes over values written into parameters from outside since the last step.
+
+        Nothing may be in flight.
+        """
+        for flat in self.flats:
+            flat.follow()
+
+    @torch.no_grad()
+    def adopt_gradients(self) -> None:
+        """Replaces whole gradients, which are the same on every rank, by placeholders.
+
+        A single rank keeps them.
+        """
+        if not self.bindings:
+            return
+        for index, grad in enumerate(map(_grad_of, self.params)):
+            if grad is None or isinstance(grad, GradientPlaceholder):
+                continue
+            param, placeholder = self.params[index], self._placeholders[index]
+            part = self.parts[param]
+            values = in_memory_order(grad, self.strides[index])
+            placeholder.part.copy_(values[part.start : part.stop])
+            placeholder.bind_to(param)
+
+    @torch.no_grad()
+    def reduce_again(self, own: Mapping[int, tuple[Tensor, bool]]) -> None:
+        """Replaces gradients that were reduced whole, and rounded, by parts reduced as in the
+        following steps.
+
+        A collective call. `own` has this rank's gradients by parameter, each with False if
+        something has changed `.grad` since.
+        """
+        for bucket in self.plan.buckets:
+            if own.keys().isdisjoint(bucket.params):  # of another dtype, or without parameters
+                continue
+            binding = self.bindings[bucket.index]
+            trailer = range(bucket.trailer.start, bucket.storage_numel)
+            sent, shard = torch.zeros_like(binding.storage.flat), torch.zeros_like(binding.shard)
+            for slot in bucket.slots:
+                values = in_memory_order(own[slot.param][0], self.strides[slot.param])
+                sent[slot.start : slot.stop] = values
+            handle = self.groups.shard.reduce_scatter(sent, shard, trailer=trailer)
+            if self.groups.replicate is not None:
+                handle = self.groups.replicate.all_reduce_behind(
+                    handle, shard, trailer=sent[trailer.start :]
+                )
+            with self.group.waiting(f"the shards of bucket {bucket.index}"):
+                handle.wait()
+            for part in self.flats[bucket.index].parts:
+                if own[part.param][1]:
+                    self._placeholders[part.param].part.copy_(part.of_shard(shard))
+
+    def gradients(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """Returns the mean gradient of this rank's part of each parameter, or None. [part.numel] of
+        the wide dtype"""
+        found: list[Tensor | None] = []
+        for param in params:
+            grad = param.grad
+            if isinstance(grad, GradientPlaceholder):
+                grad = torch.zeros_like(grad.part) if grad.is_cleared else grad.part
+            elif grad is not None:  # on a single rank
+                grad = in_memory_order(grad, self.strides[self.parts[param].param])
+                grad = grad.to(accumulation_dtype(grad.dtype))
+            found.append(grad)
+        return found
+
+    def require_synchronized(self, params: Sequence[Tensor]) -> None:
+        """Raises PhaseError if a gradient of these parameters has grown since it was reduced, on
+        any rank's part.
+
+        Also raises it if a parameter has a gradient but no part in the layout, because it was
+        frozen when gradients were synchronized.
+        """
+        for param in params:
+            grad = param.grad
+            if isinstance(grad, GradientPlaceholder):
+                if grad.added is None:
+                    continue
+                raise PhaseError(
+                    "the optimizer steps on gradients that were accumulated and not synchronized.",
+                    where=f"parameter {grad.param_name!r}, rank {self.groups.rank}",
+                    remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+                )
+            if grad is not None and param.requires_grad and param not in self.parts:
+                raise PhaseError(
+                    "the optimizer steps on a gradient that is not synchronized: its parameter "
+                    "was frozen in the meantime.",
+                    where=f"a parameter of shape {tuple(param.shape)}, rank {self.groups.rank}",
+                    remedy="Freeze and unfreeze parameters between a step and its next forward, "
+                    "or call zero_grad() then.",
+                )
+
+    def drop_gradients(self) -> None:
+        for param in self.params:
+            if isinstance(param.grad, GradientPlaceholder):
+                param.grad = None
+
+    @property
+    def holds_shards(self) -> bool:
+        return any(
+            isinstance(param.grad, GradientPlaceholder) and not param.grad.is_cleared
+            for param in self.params
+        )
+
+    def full_gradient(self, param: Tensor) -> Tensor | None:
+        """Returns the mean gradient of a parameter, of its shape, or None if it has none.
+
+        A collective call.
+        """
+        grad = param.grad
+        if not isinstance(grad, GradientPlaceholder):
+            return grad
+        part = self.parts[param]
+        wide = accumulation_dtype(param.dtype)
+        whole = torch.zeros(param.numel(), dtype=wide, device=param.device)
+        if not grad.is_cleared:
+            bucket = self.plan.buckets[part.bucket]
+            self.gather_whole(bucket, self.bindings[bucket.index].shard, {part.param: whole})
+        return whole.as_strided(param.shape, self.strides[part.param]).to(grad.dtype)
+
+    def gather_whole(self, bucket: Bucket, own: Tensor, into: Mapping[int, Tensor]) -> None:
+        """Writes all ranks' shards of data in that bucket's layout into whole tensors.
+
+        A collective call. `own` is this rank's shard. `into` has elements in memory order, by
+        parameter.
+        """
+        num_ranks = self.group.num_ranks
+        flat = own.new_empty(num_ranks * own.numel())
+        flat.view(num_ranks, -1)[self.group.rank].copy_(own)
+        if num_ranks > 1:
+            number = len(self.plan.buckets) + bucket.index
+            handle = self.groups.shard.all_gather(flat, number=number)
+            with self.group.waiting(f"the shards of bucket {bucket.index}"):
+                handle.wait()
+        for slot in bucket.slots:
+            if slot.param in into:
+                into[slot.param].copy_(flat[slot.start : slot.stop])
+
+
+def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:
+    for bucket in plan.buckets:
+        if bucket.is_sparse:
+            name = plan.params[bucket.slots[0].param].name
+            raise refused("shards", "sparse", where=f"ShardedOptimizer, parameter {name!r}")
+    # Of two parameters that share memory, each would be updated as if it were alone.
+    places = sorted(
+        (param.data_ptr(), param.nbytes, index)
+        for index, param in enumerate(params)
+        if param.nbytes
+    )
+    for (start, num_bytes, first), (following, _, second) in pairwise(places):
+        if following < start + num_bytes:
+            names = " and ".join(repr(plan.params[index].name) for index in sorted((first, second)))
+            raise ConfigError(
+                f"parameters {names} lie in the same memory: a sharded optimizer would update "
+                "each by itself.",
+                where="ShardedOptimizer",
+                remedy="Make them one parameter (second.weight = first.weight), or use a plain "
+                "optimizer.",
+            )
 
 
 class ShardedSteps:
@@ -48,7 +317,6 @@ class ShardedSteps:
         self._groups = ShardGroups(engine.current_plan.group, config)
         engine.progress.steps_in_shards = True
         self._stepper: weakref.ref[Optimizer] | None = None
-        self._stepper_class = ""
         self.sharding: Sharding | None = None
         self._hooks: list[RemovableHandle] = []  # before the forwards of modules
         self._is_closed = False
@@ -62,27 +330,26 @@ class ShardedSteps:
         if self.stepper is not None:
             # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
             gc.collect()
-        has_earlier = self.stepper is not None
-        stepper_class = settings["optimizer"].rpartition(".")[2]
+        earlier = self.stepper
         group = self._engine.current_plan.group
         if group.num_ranks > 1:
             described = {
-                "there is an earlier ShardedOptimizer": has_earlier,
+                "there is an earlier ShardedOptimizer": earlier is not None,
                 **settings,
                 **self._config.to_dict(),
             }
             Agreement(group, settings=described).require()
         require(
-            not has_earlier,
-            f"this model has a ShardedOptimizer already, of {self._stepper_class}: "
-            "its gradients are cut into shards for one optimizer.",
-            where=f"ShardedOptimizer({stepper_class}, ...)",
+            earlier is None,
+            "this model has a ShardedOptimizer already, of "
+            f"{getattr(earlier, 'optimizer_class', type(earlier)).__name__}: its gradients are "
+            "cut into shards for one optimizer.",
+            where=f"ShardedOptimizer({settings['optimizer'].rpartition('.')[2]}, ...)",
             remedy="Give all parameters to one ShardedOptimizer, in several groups. "
             "Wrap networks that step in turns each on its own. "
             "To replace the optimizer, `del` the first one before you make another.",
         )
         self._stepper = weakref.ref(stepper)
-        self._stepper_class = stepper_class
 
     @property
     def stepper(self) -> Optimizer | None:

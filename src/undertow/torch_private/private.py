@@ -198,21 +198,10 @@ def _gloo_of(group: Any) -> Any | None:
         return None
 
 
-def wrapper_tensor(
-    cls: type[_Tensor],
-    like: torch.Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-) -> _Tensor:
-    """Returns a tensor of class `cls` without storage, with `like`'s shape and strides and, by
-    default, its dtype and device."""
+def wrapper_tensor(cls: type[_Tensor], like: torch.Tensor, dtype: torch.dtype) -> _Tensor:
+    """Returns a tensor of class `cls` without storage, with `like`'s shape, strides and device."""
     return torch.Tensor._make_wrapper_subclass(
-        cls,
-        like.shape,
-        strides=like.stride(),
-        dtype=dtype or like.dtype,
-        device=device or like.device,
+        cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
     )
 
 

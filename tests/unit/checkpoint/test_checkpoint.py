@@ -252,24 +252,6 @@ def test_the_folder_may_be_reached_through_a_link(saved: Path) -> None:
     assert load_checkpoint(saved.with_name("latest"), *made(seed=2)) == {"step": 2}
 
 
-def test_a_checkpoint_of_torchs_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    """Earlier versions wrote these files."""
-    path = tmp_path / "saved"
-    path.mkdir()
-    for name in (".metadata", "__0_0.distcp"):
-        (path / name).write_bytes(b"\x80\x04")
-    (path / INDEX).write_text('{"format": 1, "optimizer": null, "extra": null}')
-    assert has_checkpoint(path)
-    assert refusal(path) == (
-        "the checkpoint has the format of torch.distributed.checkpoint, which earlier versions wrote.\n"
-        f"  {path}\n"
-        "  Load it with torch.distributed.checkpoint.load(), and save it to another path."
-    )
-    assert text_of(CheckpointError, lambda: save_checkpoint(path, nn.Linear(1, 1))).startswith(
-        ".metadata is not part of a checkpoint"
-    )
-
-
 def change_index(**fields: Any) -> Callable[[Path], object]:
     def change(saved: Path) -> None:
         index = json.loads((saved / INDEX).read_text())

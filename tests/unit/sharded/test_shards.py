@@ -92,7 +92,7 @@ def test_zeroing_clears_it(foreach: bool) -> None:
 
 def test_a_scaler_unscales_the_parts() -> None:
     layer, part = linear(), torch.tensor([4.0, 8.0])
-    layer.weight.grad.parts[0] = part
+    layer.weight.grad.part = part
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(1))
     scaler.unscale_(torch.optim.SGD(layer.parameters()))
