@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from undertow.boxes import Box, boxes_of_range
-from undertow.buckets.binding import strides_of_gradient
+from undertow.buckets.bucket import strides_of_gradient
 from undertow.errors import CheckpointError
 from undertow.ranks.collectives import accumulation_dtype
 from undertow.ranks.facts import gather_json

@@ -7,8 +7,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from undertow.buckets.binding import strides_of_gradient
-from undertow.buckets.bucket import LiveBucket, Shared
+from undertow.buckets.bucket import LiveBucket, Shared, strides_of_gradient
 from undertow.buckets.recorder import Recorder
 from undertow.config import refused
 from undertow.errors import ConfigError, PhaseError, require
@@ -16,7 +15,7 @@ from undertow.plan import Bucket, Plan
 from undertow.ranks.collectives import accumulation_dtype
 from undertow.ranks.group import OwnGroup
 from undertow.schedule import Strategy
-from undertow.sharded.bucket import GradientPlaceholder, ShardedBinding, ShardedBucket
+from undertow.sharded.bucket import GradientPlaceholder, ShardedBucket
 from undertow.sharded.gathers import Gathers
 from undertow.sharded.groups import ShardGroups
 from undertow.sharded.shards import FlatParams, ShardPart, in_memory_order
@@ -60,7 +59,7 @@ class Sharding:
             for part in flat.parts:
                 if part.numel:
                     self.parts[params[part.param]].append(part)
-        self.bindings: list[ShardedBinding] = []  # by bucket; a single rank has none
+        self.buckets: list[ShardedBucket] = []  # a single rank has none
         self._index_of = {id(param): index for index, param in enumerate(params)}
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=self.group)
@@ -73,20 +72,12 @@ class Sharding:
         """The ranks with the other shards of this replica."""
         return self.groups.shard.group
 
-    def live_buckets(self, shared: Shared, _params: Sequence[Tensor]) -> list[LiveBucket]:
-        self.bindings = [
-            ShardedBinding(
-                bucket,
-                self.flats[bucket.index],
-                [self._placeholders[index] for index in bucket.params],
-                shard_numel=self.shard_numel(bucket),
-            )
+    def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
+        self.buckets = [
+            ShardedBucket(bucket, shared, self.flats[bucket.index], self._placeholders, self.groups)
             for bucket in self.plan.buckets
         ]
-        return [
-            ShardedBucket(bucket, binding, shared, self.groups)
-            for bucket, binding in zip(self.plan.buckets, self.bindings, strict=True)
-        ]
+        return self.buckets
 
     def make_gradients_whole(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
         """Called before gradients move to another plan.
@@ -135,7 +126,7 @@ class Sharding:
 
         A single rank keeps them.
         """
-        for index, grad in enumerate(map(_grad_of, self.params) if self.bindings else ()):
+        for index, grad in enumerate(map(_grad_of, self.params) if self.buckets else ()):
             if grad is None or isinstance(grad, GradientPlaceholder):
                 continue
             values, placeholder = (
@@ -157,11 +148,9 @@ class Sharding:
         for bucket in self.plan.buckets:
             if own.keys().isdisjoint(bucket.params):  # of another dtype, or without parameters
                 continue
-            binding, trailer = (
-                self.bindings[bucket.index],
-                range(bucket.trailer.start, bucket.storage_numel),
-            )
-            sent, shard = torch.zeros_like(binding.storage.flat), torch.zeros_like(binding.shard)
+            live = self.buckets[bucket.index]
+            trailer = range(bucket.trailer.start, bucket.storage_numel)
+            sent, shard = torch.zeros_like(live.memory.flat), torch.zeros_like(live.shard)
             for slot in bucket.slots:
                 values = in_memory_order(own[slot.param][0], self.strides[slot.param])
                 sent[slot.start : slot.stop] = values
@@ -239,7 +228,7 @@ class Sharding:
         )
         for bucket in () if param.grad.is_cleared else self.plan.buckets:
             if index in bucket.params:
-                self.gather_whole(bucket, self.bindings[bucket.index].shard, {index: whole})
+                self.gather_whole(bucket, self.buckets[bucket.index].shard, {index: whole})
         return whole.as_strided(param.shape, self.strides[index]).to(param.grad.dtype)
 
     def gather_whole(self, bucket: Bucket, own: Tensor, into: Mapping[int, Tensor]) -> None:

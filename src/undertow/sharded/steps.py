@@ -123,7 +123,7 @@ class ShardedSteps:
         compiled, plan = current_plan.compiled, current_plan.shard_plan()
         own = compiled.own_gradients() if current_plan.is_active else {}
         sharding = Sharding(plan, compiled.params, self._strategy, self._groups, compiled.recorder)
-        current_plan.follow_layout(plan, sharding, self._groups.shard)
+        current_plan.follow_layout(plan, sharding)
         sharding.adopt_gradients()
         sharding.reduce_again(own)
         return sharding
