@@ -103,11 +103,11 @@ def assembly_of(model: Model) -> CompiledPlan:
 
 
 def storage_of(model: Model, bucket: int = 0) -> Any:
-    return assembly_of(model).buckets[bucket].binding.storage.flat
+    return assembly_of(model).buckets[bucket].memory.flat
 
 
 def storages_of(model: Model) -> list[Any]:
-    return [bucket.binding.storage for bucket in assembly_of(model).buckets]
+    return [bucket.memory for bucket in assembly_of(model).buckets]
 
 
 def sizes_of_messages(model: Model) -> set[int]:

@@ -1,23 +1,131 @@
-"""One bucket in training: its memory and `.grad`, its trailer, and its collective in flight."""
+"""One bucket in training: its memory, the `.grad` of its parameters, trailer and collective.
+
+Between steps `.grad` is a view of the bucket. It is None while the bucket is in flight.
+
+memory.flat         | gradients | padding | trailer |      one allocation, used again in every step
+memory.gradients    | gradients |
+memory.views          one per gradient, of its shape
+
+A sparse gradient has no place in a flat bucket: it stays a separate tensor, and the memory of its
+bucket holds only a trailer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, repeat
+from operator import attrgetter, is_
+from sys import getrefcount
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
-from undertow.buckets.binding import Binding, BucketStorage, DenseBinding, SparseBinding
-from undertow.buckets.finite import FiniteCheck
+from undertow.buckets.finite import bad_slots
 from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import TrailerCodec
 from undertow.errors import listed
 from undertow.plan import Bucket, Plan
 from undertow.ranks.comm_hook import HookedBucket
+from undertow.ranks.exchanges import Collectives
 from undertow.ranks.transport import Handle, OwnGroup
 from undertow.schedule import DDP, OpKind, Strategy
+from undertow.torch_private import private
+
+# Python's garbage collector runs over young objects after 700 net allocations, and every tensor
+# visible to Python is one. Smaller batches keep a bucket of thousands of gradients from triggering
+# it.
+_MOST_AT_ONCE = 512
+
+# A view that no other code holds has two references: the list of views, and the argument of
+# getrefcount.
+_REFERENCES_OF_OURS = 2
+
+_version_of = attrgetter("_version")
+_grad_of = attrgetter("grad")
+
+
+class BucketMemory:
+    """The memory of one bucket of a plan, with a view for each of `like`, tensors of the shapes and
+    strides of its gradients."""
+
+    def __init__(self, layout: Bucket, like: Sequence[Tensor]) -> None:
+        self._layout = layout
+        self._device = like[0].device if like else torch.device(layout.device)
+        # Fixed now: parameters may be cast or moved later, and new memory must keep the layout of
+        # the other ranks.
+        self._shapes = [tensor.shape for tensor in like]
+        self._strides = list(map(strides_of_gradient, like))
+        self.starts = [0, *accumulate(tensor.numel() for tensor in like)]
+        self.reallocate()
+        self.row_shape = _row_shape(self.views)
+
+    @property
+    def gradients(self) -> Tensor:
+        """The gradients one after another, [numel], without padding and trailer."""
+        return self.flat[: self.starts[-1]]
+
+    def reallocate(self) -> None:
+        """Allocates new memory; code that holds the old one keeps its values."""
+        dtype = getattr(torch, self._layout.dtype)
+        self.flat = torch.empty(self._layout.storage_numel, dtype=dtype, device=self._device)
+        # Padding stays zero. Gradients are written first by `pack`, under backward: pages that are
+        # new to a process are slow.
+        self.flat[self.starts[-1] :].zero_()
+        # `.data` gives each view a separate version counter; plain views share one with their base.
+        self.views = [view.data for view in self.views_of(self.flat)]
+        trailer = self._layout.trailer
+        # The trailer, and its part without the numbers.
+        stops = (trailer.stop, trailer.numbers.start)
+        self.trailer = [self.flat[trailer.start : stop] for stop in stops]
+        self.pointers = list(map(Tensor.data_ptr, self.views))
+        self._num_sharing = private.storage_use_count(self.flat)
+
+    def release(self) -> None:
+        """Frees the memory, except what other code holds. It is used no more."""
+        self.flat = torch.empty(0)
+        self.views = []
+        self.trailer = []
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Returns views like `views` of `flat`, which has the same layout."""
+        return list(map(flat.as_strided, self._shapes, self._strides, self.starts))
+
+    def is_referenced(self, *, num_references: int = 0) -> bool:
+        """Returns True if other code refers to a view, so that writing here would change the values
+        it sees.
+
+        A view bound as `.grad` counts. `num_references` is the number of references to views that
+        the caller holds.
+        """
+        expected = _REFERENCES_OF_OURS * len(self.views) + num_references
+        is_held = sum(map(getrefcount, self.views)) > expected
+        return is_held or private.storage_use_count(self.flat) > self._num_sharing
+
+
+def strides_of_gradient(param: Tensor) -> tuple[int, ...]:
+    """Returns the strides that autograd and optimizers expect of a gradient.
+
+    The parameter's, such as channels-last.
+    """
+    if param.is_contiguous():
+        return param.stride()
+    # A tensor without gaps gives its strides to a new one like it.
+    return torch.empty_like(param, device="meta").stride()
+
+
+def _row_shape(tensors: Sequence[Tensor]) -> torch.Size | None:
+    """Returns the shape of a row if all of several tensors have the same."""
+    if len(tensors) < 2 or not all(each.dim() > 0 and each.is_contiguous() for each in tensors):
+        return None
+    row_shape = tensors[0].shape[1:]
+    is_same = all(tensor.shape[1:] == row_shape for tensor in tensors)
+    return row_shape if is_same and row_shape.numel() > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +133,9 @@ class Shared:
     """The parts that all buckets of a plan share."""
 
     plan: Plan
+    params: Sequence[Tensor]
     reducer: Reducer
     recorder: Recorder
-    finite: FiniteCheck | None  # None if nobody asks whether gradients are finite
 
 
 class Layout(Protocol):
@@ -45,7 +153,7 @@ class Layout(Protocol):
     def holds_shards(self) -> bool:
         """True if ranks have shards of a gradient that was not set to zero."""
 
-    def live_buckets(self, shared: Shared, params: Sequence[Tensor]) -> list[LiveBucket]:
+    def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
         """Returns the buckets of the plan, in its order."""
 
     def round_begins(self) -> None:
@@ -69,9 +177,9 @@ class WholeLayout:
     strategy: Strategy = DDP
     holds_shards: bool = False
 
-    def live_buckets(self, shared: Shared, params: Sequence[Tensor]) -> list[LiveBucket]:
+    def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
         return [
-            LiveBucket(bucket, _binding(bucket, [params[index] for index in bucket.params]), shared)
+            SparseBucket(bucket, shared) if bucket.is_sparse else DenseBucket(bucket, shared)
             for bucket in shared.plan.buckets
         ]
 
@@ -85,63 +193,76 @@ class WholeLayout:
         """They are."""
 
 
-def _binding(bucket: Bucket, params: Sequence[Tensor]) -> Binding:
-    if bucket.is_sparse:
-        return SparseBinding(BucketStorage(bucket, ()), params)
-    return DenseBinding(BucketStorage(bucket, params), params)
+class LiveBucket(ABC):
+    """One bucket of a plan. Positions count its slots.
 
-
-class LiveBucket:
-    """One bucket whose gradients are reduced whole."""
+    `pack` takes its gradients, `launch` sends them, `wait` ends the collective, and `bind` puts the
+    result into `.grad`.
+    """
 
     reduction: ClassVar = OpKind.ALL_REDUCE
+    is_trailer_summed: ClassVar = False  # by its reduction, which otherwise averages it
 
-    def __init__(self, layout: Bucket, binding: Binding, shared: Shared) -> None:
-        flat, reducer = binding.storage.flat, shared.reducer
-        self.layout, self.binding, self.shared = layout, binding, shared
-        divisor = reducer.trailer_divisor
-        self.trailer = TrailerCodec(
-            layout, binding.storage, divisor=divisor, rank=reducer.group.rank
-        )
-        self.label = _label_of(layout, shared.plan)  # in messages
+    # positions whose results of earlier synchronizations are added to this one's
+    live: Collection[int] = ()
+    marks: BucketMarks  # of the last reduction; the round sets them
+
+    def __init__(self, layout: Bucket, shared: Shared) -> None:
+        self.layout = layout
+        self.shared = shared
+        self.params = tuple([shared.params[index] for index in layout.params])
+        self.memory = BucketMemory(layout, () if layout.is_sparse else self.params)
+        group = shared.reducer.group
+        divisor = 1 if self.is_trailer_summed else group.num_ranks
+        self.trailer = TrailerCodec(layout, self.memory.trailer, divisor=divisor, rank=group.rank)
+        names = [repr(shared.plan.params[index].name) for index in dict.fromkeys(layout.params)]
+        self.label = f"bucket {layout.index} ({listed(names) or 'flags only'})"  # in messages
+        self.wire_bytes = shared.reducer.wire_bytes(layout)
         self.handles: list[Handle] = []
-        self.marks: BucketMarks  # of the last reduction
-        self.own: Tensor | None = None  # a copy of its memory before the last reduction
-        self.is_packed = False  # by a round that only accumulates
-        self._late: tuple[Sequence[Tensor], list[Handle]] | None = None  # in a second collective
-        self._reduce_flat = reducer.reducing(flat.dtype)
-        self.wire_bytes = reducer.wire_bytes(layout)
+        self._is_packed = False  # by a round that only accumulates
+        # by position, gradients that arrived after the bucket was launched
+        self._late: dict[int, Tensor] = {}
+        # these, on their way in a second collective
+        self._late_sent: tuple[Sequence[Tensor], list[Handle]] | None = None
+        # `.grad` and its version at the last look, by position
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.look()
 
+    @abstractmethod
+    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+        """Moves every gradient out of `.grad`, leaving None, and returns the positions unused on
+        this rank.
+
+        Because of the None, a gradient that arrives while the bucket is in flight becomes a
+        separate tensor. A parameter in `not_arrived` contributes its current `.grad`, or zeros if
+        that is None; `bind` can restore it.
+        """
+
+    @abstractmethod
     def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
         """Sends the packed gradients and the trailer.
 
         Args:
-            keeps_own: A copy of this rank's gradients stays in `own` if the reduction rounds them.
+            keeps_own: A copy of this rank's gradients is kept if the reduction rounds them.
             is_apart: The result must not replace an earlier one; only shards have memory for that.
             is_awaited_at_once: The end of the collective needs no mark: the wait has one.
         """
-        layout, reducer, recorder = self.layout, self.shared.reducer, self.shared.recorder
-        if self.shared.finite is not None:
-            self.shared.finite.look(self.binding, layout, self.trailer)
-        flat = self.binding.storage.flat
-        is_kept = keeps_own and not layout.is_sparse and reducer.rounds(flat.dtype)
-        self.own = flat.clone() if is_kept else None
-        self.marks.launched = recorder.mark()
-        if layout.slots and (layout.is_sparse or reducer.hook is not None):
-            # Values outside of the bucket, or for the hook alone, leave the trailer to a separate
-            # small collective.
-            self.handles = [
-                *self._reduce(self.binding.values()),
-                reducer.reduce(flat[layout.trailer.start :]),
-            ]
-        else:
-            self.handles = [self._reduce_flat(flat)]
-        if not is_awaited_at_once:
-            recorder.completes(self.marks, self.handles[0])
 
     def launch_across(self) -> None:
         """Reduces the shard over the second axis of a mesh; only a sharded bucket can."""
         raise NotImplementedError
+
+    @abstractmethod
+    def values(self) -> Sequence[Tensor]:
+        """Returns the reduced values: of a dense bucket in one tensor, or each sparse gradient."""
+
+    @abstractmethod
+    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
+        """Binds `.grad` to the reduced values.
+
+        Positions unused here are bound too if they are in `used_elsewhere`; the others get their
+        previous `.grad` back, unchanged.
+        """
 
     def wait(self) -> None:
         """Waits for the collective."""
@@ -152,40 +273,120 @@ class LiveBucket:
             handle.wait()
         self.marks.wait_stop = recorder.mark()
 
-    def launch_late(self) -> None:
-        """Reduces, in a second round, the gradients that arrived after the launch, on any rank."""
-        values = self.binding.late_values()
-        if self.own is not None:
-            self.own[: values[0].numel()] += values[0]
-        self._late = values, self._reduce(values)
+    def pack_local(self) -> None:
+        """Packs in a backward that only accumulates.
 
-    def wait_for_late(self) -> Sequence[Tensor] | None:
-        """Waits for these gradients.
-
-        Returns them as `Binding.late_values` lays them out, or None if there are none.
+        Not if a gradient can be differentiated again (`create_graph=True`), which a copy could not.
         """
-        if self._late is None:
-            return None
-        (values, handles), self._late = self._late, None
-        with self.shared.reducer.group.waiting(f"what came late for {self.label}"):
-            for handle in handles:
-                handle.wait()
-        return values
+        self._is_packed = not any(
+            param.grad is not None and param.grad.requires_grad for param in self.params
+        )
+        if self._is_packed:
+            self.pack()
+
+    def bind_local(self) -> None:
+        """Binds `.grad` to values of `pack_local`, if it has packed."""
+        if self._is_packed:
+            self._is_packed = False
+            self.bind()
+
+    def look(self) -> None:
+        """Called when a step begins: whatever is in `.grad` now is not a new gradient.
+
+        Hooks report every gradient that autograd adds. But a function of the user's may write
+        `.grad` itself, as fused weight gradients do, or a loop may assign the result of
+        `torch.autograd.grad`: `is_written` finds these.
+        """
+        with private.as_plain_tensors():  # faster, and parameters may be on their way
+            grads = list(map(_grad_of, self.params))
+            if all(map(is_, grads, repeat(None))):  # the usual case
+                self._known = {}
+                return
+            self._known = {
+                position: (weakref.ref(grad), grad._version)
+                for position, grad in enumerate(grads)
+                if grad is not None
+            }
+
+    def is_written(self, position: int) -> bool:
+        """Returns True if `.grad` was written since `bind` and `look`.
+
+        Called for positions without a gradient from autograd.
+        """
+        grad = self.params[position].grad
+        if grad is None:
+            return False
+        ref, version = self._known.get(position, (None, -1))
+        is_known = ref is not None and ref() is grad and version == grad._version
+        return not is_known and has_values(grad)
+
+    def has_result(self) -> bool:
+        """Returns True if some `.grad` exists that has not been zeroed since `bind`.
+
+        On a device, the host may wait.
+        """
+        return any(grad is not None and has_values(grad) for grad in map(_grad_of, self.params))
 
     def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
         """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still
         their result."""
-        binding = self.binding
-        if self.own is None or not isinstance(binding, DenseBinding):
-            return {}
-        views = binding.storage.views_of(self.own)
-        return {
-            param: (grad, binding.is_unchanged(position))
-            for position, (param, grad) in enumerate(zip(self.layout.params, views, strict=True))
-        }
+        return {}
+
+    def catch_late(self) -> bool:
+        """Takes gradients that arrived after the bucket was launched out of `.grad`.
+
+        Returns True if there are any.
+        """
+        for position, param in enumerate(self.params):
+            if param.grad is not None:
+                self._late[position], param.grad = param.grad, None
+        return bool(self._late)
+
+    def launch_late(self) -> None:
+        """Reduces, in a second round, the gradients that arrived after the launch, on any rank."""
+        values = self._late_values()
+        self._late.clear()
+        self._late_sent = values, self._reduce(values)
+
+    def bind_late(self, *, rescale: float) -> frozenset[int]:
+        """Waits for these gradients, if there are any, and adds them times `rescale`.
+
+        Returns the positions that are not finite on some rank, if the settings ask for that.
+        """
+        if self._late_sent is None:
+            return frozenset()
+        (values, handles), self._late_sent = self._late_sent, None
+        reducer = self.shared.reducer
+        with reducer.group.waiting(f"what came late for {self.label}"):
+            for handle in handles:
+                handle.wait()
+        # They have no trailer, but their reduced values are the same on all ranks.
+        bad = None
+        if reducer.finite is not None:
+            bad = bad_slots(values, self.layout, torch.finfo(values[0].dtype).max)
+        if rescale != 1.0:
+            for value in values:
+                value.mul_(rescale)
+        self._add_late(values)
+        return frozenset() if bad is None else frozenset(bad.nonzero().flatten().tolist())
+
+    @abstractmethod
+    def _late_values(self) -> Sequence[Tensor]:
+        """Returns the late gradients of this rank, laid out like `values`, with zeros for positions
+        without one."""
+
+    @abstractmethod
+    def _add_late(self, values: Sequence[Tensor]) -> None:
+        """Adds the reduced late values."""
+
+    def release(self) -> None:
+        """Frees the memory, except what other code holds. The bucket is used no more."""
+        self.memory.release()
+        self.trailer.place(self.memory.trailer)
 
     def _reduce(self, values: Sequence[Tensor]) -> list[Handle]:
-        reducer, layout, params = self.shared.reducer, self.layout, self.binding.params
+        """Starts to reduce values that lie outside of the bucket, or are for the hook alone."""
+        reducer, layout, params = self.shared.reducer, self.layout, self.params
         if reducer.hook is None:
             return [reducer.reduce(value) for value in values]
         of_values = [[param] for param in params] if layout.is_sparse else [params]
@@ -197,7 +398,290 @@ class LiveBucket:
             for place, (value, of_value) in enumerate(zip(values, of_values, strict=True))
         ]
 
+    def _reduce_with_trailer(self, values: Sequence[Tensor]) -> list[Handle]:
+        """Like `_reduce`; a small collective has the trailer."""
+        trailer = self.memory.flat[self.layout.trailer.start :]
+        return [*self._reduce(values), self.shared.reducer.reduce(trailer)]
 
-def _label_of(bucket: Bucket, plan: Plan) -> str:
-    names = [repr(plan.params[index].name) for index in dict.fromkeys(bucket.params)]
-    return f"bucket {bucket.index} ({listed(names) or 'flags only'})"
+    def _mark_nonfinite(
+        self, values: Sequence[Tensor], exchanges: Collectives | None = None
+    ) -> None:
+        """Looks at values to be sent, by `exchanges` if they are to be shards, if anybody asks."""
+        reducer = self.shared.reducer
+        if reducer.finite is not None:
+            dtype = self.memory.flat.dtype
+            largest = torch.finfo(dtype).max  # rows of sparse gradients are sent as they are
+            if not self.layout.is_sparse:
+                largest = reducer.largest_sent(dtype, exchanges)
+            reducer.finite.look(values, self.layout, self.trailer, largest)
+
+    def _unused(self, grads: Sequence[Tensor | None], not_arrived: Collection[int]) -> list[int]:
+        absent = [position for position, grad in enumerate(grads) if grad is None]
+        return sorted({*not_arrived, *absent})
+
+
+class DenseBucket(LiveBucket):
+    """A bucket that holds its gradients."""
+
+    def __init__(self, layout: Bucket, shared: Shared) -> None:
+        super().__init__(layout, shared)
+        reducer = shared.reducer
+        self._reduce_flat = reducer.reducing(self.memory.flat.dtype)
+        self._is_hooked = reducer.hook is not None and bool(layout.slots)
+        self._own: Tensor | None = None  # a copy of its memory before the last reduction
+        # The previous `.grad` of positions that are unused on this rank, and copies of those that
+        # lie in the bucket, because the reduction overwrites them.
+        self._kept: dict[int, Tensor | None] = {}
+        self._saved: dict[int, Tensor] = {}
+        # versions of the views when they were bound; in-place writes increment them
+        self._versions = [-1] * len(self.params)
+
+    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+        if torch.is_grad_enabled():  # not in a usual backward, and setting it takes time
+            with torch.no_grad():
+                return DenseBucket.pack(self, not_arrived)
+        memory = self.memory
+        # True if a view was given other memory, as casts do: `param.grad.data = ...`
+        is_rebased = list(map(Tensor.data_ptr, memory.views)) != memory.pointers
+        if not_arrived or is_rebased or memory.is_referenced():
+            return self._pack_any(not_arrived, is_rebased=is_rebased)
+        # The usual case: `.grad` was cleared before backward, and every gradient is a new tensor.
+        unused: list[int] = []
+        for start in range(0, len(self.params), _MOST_AT_ONCE):
+            params = self.params[start : start + _MOST_AT_ONCE]
+            grads = list(map(_grad_of, params))
+            has_none = any(map(is_, grads, repeat(None)))
+            if has_none:
+                unused += [start + place for place in self._unused(grads, ())]
+            self._fill(start, grads, are_new=not has_none)
+            with private.as_plain_tensors():
+                for param in params:
+                    param.grad = None
+        self._kept = dict.fromkeys(unused)
+        return unused
+
+    def _pack_any(self, not_arrived: Collection[int], *, is_rebased: bool) -> list[int]:
+        memory = self.memory
+        grads = [param.grad for param in self.params]
+        unused = self._unused(grads, not_arrived)
+        for position in unused:  # and no reference to a view stays behind
+            if grads[position] is memory.views[position]:
+                self._saved[position] = memory.views[position].clone()
+            else:
+                self._kept[position] = grads[position]
+        for param in self.params:
+            param.grad = None
+        num_in_place = sum(map(is_, grads, memory.views))
+        if num_in_place == len(grads) and not is_rebased:
+            return unused
+        # Other code may still hold the last step's gradients, which must not change.
+        if is_rebased or memory.is_referenced(num_references=num_in_place):
+            memory.reallocate()
+            self.trailer.place(memory.trailer)
+        self._fill(0, grads, are_new=False)
+        return unused
+
+    def _fill(self, start: int, grads: Sequence[Tensor | None], *, are_new: bool) -> None:
+        """Copies gradients, from position `start` on, into their views.
+
+        `are_new` is False if some may be None, or in place already.
+        """
+        memory, stop = self.memory, start + len(grads)
+        try:
+            if not are_new:
+                self._fill_some(start, grads)
+            elif memory.row_shape is None:
+                private.copy_each(memory.views[start:stop], grads)  # type: ignore[arg-type]
+            else:
+                # Rows of one shape are adjacent: one concatenation costs a third of as many small
+                # copies.
+                target = memory.flat[memory.starts[start] : memory.starts[stop]]
+                torch.cat(grads, out=target.view(-1, *memory.row_shape))  # type: ignore[arg-type]
+        except RuntimeError:
+            # A layer may make sparse gradients without declaring it. Checked only here, because it
+            # costs nothing here.
+            is_sparse = [grad is not None and grad.layout is not torch.strided for grad in grads]
+            if not any(is_sparse):
+                raise
+            self._fill_some(start, [None if grad is None else grad.to_dense() for grad in grads])
+
+    def _fill_some(self, start: int, grads: Sequence[Tensor | None]) -> None:
+        """Copies the gradients that are not in place already, and writes zeros for None."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        absent: list[Tensor] = []
+        views = self.memory.views[start : start + len(grads)]
+        for view, grad in zip(views, grads, strict=True):
+            if grad is None:
+                absent.append(view)
+            elif grad is not view:
+                targets.append(view)
+                sources.append(grad)
+        if targets:
+            private.copy_each(targets, sources)
+        if absent:
+            private.zero_each(absent)
+
+    def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
+        reducer, recorder, flat = self.shared.reducer, self.shared.recorder, self.memory.flat
+        if reducer.finite is not None:
+            self._mark_nonfinite(self.values())
+        self._own = flat.clone() if keeps_own and reducer.rounds(flat.dtype) else None
+        self.marks.launched = recorder.mark()
+        if self._is_hooked:
+            self.handles = self._reduce_with_trailer(self.values())
+        else:
+            self.handles = [self._reduce_flat(flat)]
+        if not is_awaited_at_once:
+            recorder.completes(self.marks, self.handles[0])
+
+    def values(self) -> Sequence[Tensor]:
+        return (self.memory.gradients,)
+
+    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
+        if self._kept or self._saved:
+            self._bind_some(used_elsewhere)
+        else:
+            with private.as_plain_tensors():  # a third faster
+                for param, view in zip(self.params, self.memory.views, strict=True):
+                    param.grad = view
+        self._versions = list(map(_version_of, self.memory.views))
+
+    def _bind_some(self, used_elsewhere: Collection[int]) -> None:
+        """Binds used positions, and gives the others their previous `.grad` back."""
+        for position, (param, view) in enumerate(zip(self.params, self.memory.views, strict=True)):
+            is_restored = position not in used_elsewhere
+            if is_restored and position in self._kept:
+                param.grad = self._kept[position]
+                continue
+            if is_restored and position in self._saved:
+                view.copy_(self._saved[position])
+            param.grad = view
+        self._kept = {}
+        self._saved = {}
+        self.look()
+
+    def is_written(self, position: int) -> bool:
+        return not self._is_bound(position) and super().is_written(position)
+
+    def has_result(self) -> bool:
+        # A mean of zeros is a result. For gradients that are as they were bound, nothing is read.
+        return any(map(self._is_bound, range(len(self.params)))) or super().has_result()
+
+    def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
+        if self._own is None:
+            return {}
+        own = zip(self.layout.params, self.memory.views_of(self._own), strict=True)
+        return {
+            param: (gradient, self._is_bound(position))
+            for position, (param, gradient) in enumerate(own)
+        }
+
+    def _is_bound(self, position: int) -> bool:
+        """Returns True if that `.grad` is as `bind` has left it."""
+        view = self.memory.views[position]
+        return self.params[position].grad is view and view._version == self._versions[position]
+
+    @torch.no_grad()
+    def _late_values(self) -> Sequence[Tensor]:
+        values = torch.zeros_like(self.memory.gradients)
+        views = self.memory.views_of(values)
+        for position, grad in self._late.items():
+            views[position].copy_(grad)
+        if self._own is not None:
+            self._own[: values.numel()] += values
+        return (values,)
+
+    @torch.no_grad()
+    def _add_late(self, values: Sequence[Tensor]) -> None:
+        # The mean of a sum is the sum of the means, so the earlier result stays as it is.
+        self.memory.gradients.add_(values[0])
+
+
+class SparseBucket(LiveBucket):
+    """A bucket of sparse gradients, such as of the weight of nn.Embedding(sparse=True)."""
+
+    def __init__(self, layout: Bucket, shared: Shared) -> None:
+        super().__init__(layout, shared)
+        self._values: list[Tensor] = []
+        self._are_dense: list[bool] = []
+        self._kept: dict[int, Tensor | None] = {}
+
+    @torch.no_grad()
+    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+        grads = [param.grad for param in self.params]
+        unused = self._unused(grads, not_arrived)
+        self._kept = {position: grads[position] for position in unused}
+        self._values = list(map(_rows, self.params, grads))
+        self._are_dense = [grad is not None and not grad.is_sparse for grad in grads]
+        for param in self.params:
+            param.grad = None
+        return unused
+
+    def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
+        self._mark_nonfinite(self._values)
+        self.marks.launched = self.shared.recorder.mark()
+        self.handles = self._reduce_with_trailer(self._values)
+        if not is_awaited_at_once:
+            self.shared.recorder.completes(self.marks, self.handles[0])
+
+    def values(self) -> Sequence[Tensor]:
+        return self._values
+
+    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
+        restored = self._kept.keys() - set(used_elsewhere)
+        for position, (param, value) in enumerate(zip(self.params, self._values, strict=True)):
+            if position in restored:
+                param.grad = self._kept[position]
+            else:  # dense again if it was dense, because the weight is tied to a dense layer
+                param.grad = value.to_dense() if self._are_dense[position] else value
+        self._values = []
+        self._kept = {}
+        self.look()
+
+    @torch.no_grad()
+    def _late_values(self) -> Sequence[Tensor]:
+        return list(map(_rows, self.params, map(self._late.get, range(len(self.params)))))
+
+    @torch.no_grad()
+    def _add_late(self, values: Sequence[Tensor]) -> None:
+        for param, value in zip(self.params, values, strict=True):
+            param.grad = value if param.grad is None else param.grad + value
+
+
+def _rows(param: Tensor, grad: Tensor | None) -> Tensor:
+    """Returns a new sparse tensor with `grad`'s rows merged, or without rows if it is None.
+
+    [rows, *] of param's shape
+    """
+    if grad is None:
+        indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
+        values = param.new_empty(0, *param.shape[1:], dtype=private.gradient_dtype(param))
+        return torch.sparse_coo_tensor(
+            indices, values, param.shape, is_coalesced=True, check_invariants=False
+        )
+    if not grad.is_sparse:
+        return grad.to_sparse(1).coalesce()
+    merged = grad.coalesce()
+    return merged.clone() if merged is grad else merged
+
+
+def has_values(grad: Tensor) -> bool:
+    """Returns True if there are nonzero values; a zeroed gradient has been discarded.
+
+    On a device, the host waits.
+    """
+    return bool(grad.coalesce().values().any() if grad.is_sparse else grad.any())
+
+
+@contextlib.contextmanager
+def gradients_aside(params: Sequence[Tensor]) -> Iterator[None]:
+    """Context that sets every `.grad` to None, and restores all at its end."""
+    kept = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, kept, strict=True):
+            param.grad = grad

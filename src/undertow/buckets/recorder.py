@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -24,44 +24,6 @@ Mark: TypeAlias = Any
 Event: TypeAlias = Literal["wait_start", "wait_stop"]
 
 
-class HostClock:
-    """Host clock: seconds of the monotonic clock."""
-
-    mark = staticmethod(time.perf_counter)
-    cpu_s = staticmethod(time.process_time)  # of all threads
-
-    def mark_done(self, handle: Handle, put: Callable[[Mark], None]) -> None:
-        """Passes a mark of the handle's completion to `put`, now or later."""
-        handle.on_done(lambda _: put(time.perf_counter()))
-
-    def us_between(self, start: Mark, stop: Mark) -> float:
-        return float(stop - start) * 1e6
-
-
-class CudaClock:
-    """CUDA clock: events on the current stream; the host does not wait until times are read."""
-
-    cpu_s: Callable[[], float] = float  # a device needs no processors
-
-    def __init__(self, device: torch.device) -> None:
-        # waits for collectives instead of the compute stream
-        self._done_stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def mark(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def mark_done(self, handle: Handle, put: Callable[[Mark], None]) -> None:
-        with torch.cuda.stream(self._done_stream):
-            handle.block_stream()
-            put(self.mark())
-
-    def us_between(self, start: Mark, stop: Mark) -> float:
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) * 1e3
-
-
 @dataclass(slots=True)
 class BucketMarks:
     """Marks of one collective."""
@@ -75,6 +37,53 @@ class BucketMarks:
     wait_stop: Mark = None
 
 
+class HostClock:
+    """Host clock: seconds of the monotonic clock."""
+
+    mark = staticmethod(time.perf_counter)
+    cpu_s = staticmethod(time.process_time)  # of all threads
+
+    def completes(self, marks: BucketMarks, handle: Handle) -> None:
+        """Marks the completion of a collective, now or later."""
+
+        def done(_: object) -> None:
+            marks.done = time.perf_counter()
+
+        handle.on_done(done)
+
+    def us_between(self, start: Mark, stop: Mark) -> float:
+        return float(stop - start) * 1e6
+
+
+class CudaClock:
+    """CUDA clock: events on the current stream; the host does not wait until times are read."""
+
+    def __init__(self, device: torch.device) -> None:
+        # waits for collectives instead of the compute stream
+        self._done_stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def cpu_s(self) -> float:
+        return 0.0  # a device needs no processors
+
+    def completes(self, marks: BucketMarks, handle: Handle) -> None:
+        with torch.cuda.stream(self._done_stream):
+            handle.block_stream()
+            marks.done = self.mark()
+
+    def us_between(self, start: Mark, stop: Mark) -> float:
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) * 1e3
+
+
+def _is_off(_marks: BucketMarks, _handle: Handle) -> None:
+    """Marks no completion."""
+
+
 @dataclass(slots=True)
 class _StepMarks:
     step: int
@@ -84,17 +93,17 @@ class _StepMarks:
     forwards: list[list[Mark]] = field(default_factory=list)
     backwards: list[list[Mark]] = field(default_factory=list)
     buckets: dict[int, BucketMarks] = field(default_factory=dict)
-    gathers: dict[int, BucketMarks] = field(default_factory=dict)
-    # Other collectives on the link meanwhile: the previous step's reductions, and the gathers of
-    # this step, which run during the next.
-    reductions_before: dict[int, BucketMarks] = field(default_factory=dict)
-    gathers_after: dict[int, BucketMarks] = field(default_factory=dict)
+    gathers: dict[int, BucketMarks] = field(default_factory=dict)  # launched before the step
     busy_ms: tuple[float, ...] = ()
     # processor time, first of the process when backward ended, then from there to the end of the
     # waits
     cpu_s: float = 0.0
     is_synchronized: bool = False
     stop: Mark = None
+
+    @property
+    def begin(self) -> Mark:
+        return (self.forwards or self.backwards)[0][0]
 
 
 # A context around every op that a model's plans issue, in the thread that issues it. Tests use
@@ -115,13 +124,17 @@ class Recorder:
     def __init__(self, group: OwnGroup, *, level: str) -> None:
         self.observer: Observer | None = None
         has_streams = group.device.type == "cuda" and "nccl" in group.backend
-        self._clock: HostClock | CudaClock = CudaClock(group.device) if has_streams else HostClock()
-        self._rank = group.rank
         self.is_on = level != "off"
-        self.mark: Callable[[], Mark] = self._clock.mark if self.is_on else float  # of this moment
+        self._clock: HostClock | CudaClock = HostClock()
+        if has_streams and self.is_on:
+            self._clock = CudaClock(group.device)
+        self._rank = group.rank
+        self.mark: Callable[[], Mark] = self._clock.mark  # of this moment
+        self.completes = self._clock.completes if self.is_on else _is_off
         self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT[level])
         self._now = _StepMarks(step=0)
         self._gathers: dict[int, BucketMarks] = {}  # the last one of each bucket
+        self._new_gathers: dict[int, BucketMarks] = {}  # those of the step to come
         self._round_stop: Mark = None
         self._round_stop_s = time.perf_counter()
 
@@ -147,8 +160,8 @@ class Recorder:
         self.in_backward.add(self)
         now = self._now
         now.generation = generation
-        forward = now.forwards[-1][1] if len(now.forwards) > len(now.backwards) else None
-        now.backwards.append([forward if forward is not None else self.mark(), None])
+        begin = now.forwards[-1][1] if len(now.forwards) > len(now.backwards) else None
+        now.backwards.append([self.mark() if begin is None else begin, None])
 
     def backward_ends(self) -> None:
         self._now.backwards[-1][1] = self.mark()
@@ -165,7 +178,7 @@ class Recorder:
     def forgets_gathers(self) -> None:
         """Discards recorded gathers, because they belong to another plan than the following
         steps."""
-        self._now.gathers_after = {}
+        self._new_gathers = {}
 
     def ready(self, bucket: int, *, num_bytes: int, kind: str) -> BucketMarks:
         """Marks a full bucket.
@@ -179,11 +192,6 @@ class Recorder:
         """Marks an event of a gather."""
         setattr(self._gathers[bucket], event, self.mark())
 
-    def completes(self, marks: BucketMarks, handle: Handle) -> None:
-        """Marks the completion of a collective, now or later."""
-        if self.is_on:
-            self._clock.mark_done(handle, partial(setattr, marks, "done"))
-
     def gather_launches(self, bucket: int, *, num_bytes: int) -> BucketMarks:
         """Records a gather after an optimizer step.
 
@@ -191,7 +199,8 @@ class Recorder:
         """
         mark = self.mark()
         marks = BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
-        self._gathers[bucket] = self._now.gathers_after[bucket] = marks
+        self._gathers[bucket] = marks
+        self._new_gathers[bucket] = marks
         return marks
 
     def busy_ms(self) -> float:
@@ -213,14 +222,10 @@ class Recorder:
             self._round_stop = self.mark()
 
     def _step_begins(self, mark: Mark) -> None:
-        before = self._now
-        before.stop = mark
-        self._now = _StepMarks(
-            step=before.step + 1,
-            after=self._round_stop,
-            gathers=before.gathers_after,
-            reductions_before=before.buckets,
-        )
+        self._now.stop = mark
+        step = self._now.step + 1
+        self._now = _StepMarks(step, after=self._round_stop, gathers=self._new_gathers)
+        self._new_gathers = {}
 
     def records(
         self, *, generation: int | None = None, at_most: int | None = None
@@ -246,26 +251,19 @@ class Recorder:
 
         On CUDA this waits for the device.
         """
-        (begin,) = (
-            (record.forwards or record.backwards)[0][0]
-            for record in self._steps
-            if record.step == step
-        )
-        ago_us = self._clock.us_between(begin, self._clock.mark())
+        (marks,) = [marks for marks in self._steps if marks.step == step]
+        ago_us = self._clock.us_between(marks.begin, self._clock.mark())
         return time.time_ns() - round(ago_us * 1e3)
 
     def _record(self, marks: _StepMarks) -> StepRecord:
-        begin, end = (marks.forwards or marks.backwards)[0][0], marks.stop
-        if end is None:  # no other step has begun: it ends when its gradients are complete
-            end = (
-                marks.buckets[max(marks.buckets)].wait_stop
-                if marks.buckets
-                else (marks.backwards or marks.forwards)[-1][1]
-            )
+        begin = marks.begin
+        end = marks.stop
+        if end is None and marks.buckets:  # no other step has begun: its gradients are complete
+            end = marks.buckets[max(marks.buckets)].wait_stop
+        elif end is None:
+            end = (marks.backwards or marks.forwards)[-1][1]
 
-        def us(mark: Mark) -> float:
-            return self._clock.us_between(begin, mark)
-
+        us = partial(self._clock.us_between, begin)
         buckets = [_bucket_record(bucket, row, us) for bucket, row in sorted(marks.buckets.items())]
         # In launch order; a gather that has not been waited for is still in flight.
         gathers = [
@@ -277,14 +275,10 @@ class Recorder:
             step=marks.step,
             rank=self._rank,
             step_us=us(end),
-            forwards=tuple(
-                (us(start), us(stop)) for start, stop in marks.forwards if stop is not None
-            ),
-            backwards=tuple(
-                (us(start), us(stop)) for start, stop in marks.backwards if stop is not None
-            ),
-            buckets=_behind(marks.gathers_after.values(), buckets, us),
-            gathers=_behind(marks.reductions_before.values(), gathers, us),
+            forwards=_intervals(marks.forwards, us),
+            backwards=_intervals(marks.backwards, us),
+            buckets=tuple(buckets),
+            gathers=tuple(gathers),
             busy_ms=marks.busy_ms,
             cpu_us=marks.cpu_s * 1e6,
             generation=marks.generation,
@@ -306,15 +300,7 @@ def _bucket_record(bucket: int, row: BucketMarks, us: Callable[[Mark], float]) -
     )
 
 
-def _behind(
-    others: Iterable[BucketMarks], rows: Sequence[BucketRecord], us: Callable[[Mark], float]
-) -> tuple[BucketRecord, ...]:
-    """Delays each launch to the end of other transfers that occupied the link before it."""
-    done_us = [us(other.done) for other in others if other.done is not None]
-    return tuple(
-        replace(
-            row,
-            launched_us=max([row.launched_us, *(done for done in done_us if done <= row.done_us)]),
-        )
-        for row in rows
-    )
+def _intervals(
+    ends: Sequence[Sequence[Mark]], us: Callable[[Mark], float]
+) -> tuple[tuple[float, float], ...]:
+    return tuple((us(start), us(stop)) for start, stop in ends if stop is not None)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.buckets.finite import FiniteCheck
 from undertow.config import SyncConfig
 from undertow.errors import require
 from undertow.plan import Bucket
@@ -34,7 +35,6 @@ class Reducer:
     wire: torch.dtype | None  # dtype on the wire of values that are wider
     in_order: Collectives | None  # adds in rank order, if the settings ask for it
     hook: CommHook | None = None
-    shard_exchanges: Collectives | None = None  # set if each rank needs only its shards
 
     @classmethod
     def of(cls, group: OwnGroup, config: SyncConfig) -> Reducer:
@@ -52,15 +52,15 @@ class Reducer:
             remedy="Leave wire_dtype out, or cast in the hook.",
         )
 
-    @property
-    def trailer_divisor(self) -> float:
-        """The divisor that trailers come back with; shards' trailers are summed."""
-        return self.group.num_ranks if self.shard_exchanges is None else 1
-
     @cached_property
     def is_active(self) -> bool:
         """True if there is work: a single rank has its mean already, unless a hook changes it."""
         return self.group.num_ranks > 1 or self.hook is not None
+
+    @cached_property
+    def finite(self) -> FiniteCheck | None:
+        """Looks for values that are not finite; None if nobody asks for them."""
+        return None if self.config.nonfinite == "ignore" else FiniteCheck()
 
     def close(self) -> None:
         """Ends the threads of the exchanges and the hook."""
@@ -93,23 +93,28 @@ class Reducer:
         """Returns True if sums of `dtype` come back narrower than they are added up in shards."""
         return accumulation_dtype(dtype) != dtype or travels_narrower(dtype, self.wire)
 
-    def as_sent(self, values: Tensor) -> Tensor:
-        """Returns `values` as a reduction sends them: cast, or as they are."""
-        exchanges = self.shard_exchanges or self.in_order
-        is_divided = exchanges is None or exchanges.divides_first
-        if is_divided and travels_narrower(values.dtype, self.wire):
-            values = values / self.group.num_ranks
-        return cast_for_wire(values, self.wire)
+    def largest_sent(self, dtype: torch.dtype, exchanges: Collectives | None = None) -> float:
+        """Returns the largest number of `dtype` that stays finite when a reduction casts it, by
+        `exchanges` if to shards."""
+        largest = torch.finfo(dtype).max
+        if self.wire is None or not travels_narrower(dtype, self.wire):
+            return largest
+        by = exchanges or self.in_order
+        is_divided = by is None or by.divides_first
+        wire = torch.finfo(self.wire)
+        rounded_down = wire.max * (
+            1 + wire.eps / 4
+        )  # the end of the numbers that a cast rounds down
+        return min(largest, rounded_down * (self.group.num_ranks if is_divided else 1))
 
-    def wire_bytes(self, bucket: Bucket) -> int:
-        """Returns the bytes of a bucket that are passed to collectives; 0 if a hook sends it."""
+    def wire_bytes(self, bucket: Bucket, *, num_wide: int = 0) -> int:
+        """Returns the bytes of a bucket that are passed to collectives; 0 if a hook sends it.
+
+        `num_wide` elements travel in the bucket's dtype.
+        """
         if self.hook is not None:
             return 0
-        dtype = getattr(torch, bucket.dtype)
-        if self.wire is None or not travels_narrower(dtype, self.wire):
+        if self.wire is None or not travels_narrower(getattr(torch, bucket.dtype), self.wire):
             return bucket.wire_bytes
-        num_wide = 0
-        if self.shard_exchanges is not None:  # the trailer is a separate message
-            num_wide = bucket.storage_numel - bucket.trailer.start
         num_narrow = bucket.storage_numel - num_wide
         return num_narrow * self.wire.itemsize + num_wide * bucket.itemsize

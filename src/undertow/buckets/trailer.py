@@ -6,14 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from undertow.buckets.binding import BucketStorage
 from undertow.plan import Bucket
 from undertow.plan.facts import (
-    DIGEST_BITS,
     FACTS,
     SIGNATURE_BITS,
     STEP_BITS,
@@ -23,7 +22,6 @@ from undertow.plan.facts import (
 )
 
 _DIGITS = bytes.maketrans(b"01", b"\0\1")
-_FLAGS = (FactKind.RANK_FLAGS, FactKind.BUCKET_FLAGS)
 _LARGEST_NUMBER = 60_000.0  # fp16 ends at 65504, and an infinity would spoil the sum
 
 
@@ -49,29 +47,32 @@ class Reading:
 
 
 class TrailerCodec:
-    """The trailer of one bucket on `rank`. Its sum over ranks comes back divided by `divisor`."""
+    """The trailer of one bucket on `rank`.
+
+    Its sum over ranks comes back divided by `divisor`.
+    """
 
     def __init__(
-        self, layout: Bucket, storage: BucketStorage, *, divisor: float, rank: int = 0
+        self, layout: Bucket, memory: Sequence[Tensor], *, divisor: float, rank: int = 0
     ) -> None:
         trailer, start = layout.trailer, layout.trailer.start
-        self._storage, self._divisor, self._rank = storage, divisor, rank
+        self._divisor = divisor
+        self._rank = rank
         self._used = slice(0, len(trailer.used))
         self._facts = {
             name: slice(place.start - start, place.stop - start) for name, place in trailer.facts
         }
-        self._mine = storage.flat.new_zeros(trailer.stop - start)
+        self._mine = torch.zeros_like(memory[0])
         self._mine[self._used] = 1
-        self._signature = self._mine[trailer.signature.start - start :][: 2 * SIGNATURE_BITS]
+        self._signature = self._mine[self._used.stop :][: 2 * SIGNATURE_BITS]
         self._told = self._mine[: trailer.numbers.start - start]  # all but the numbers
-        self._numbers = {
-            name: self._mine[at][rank : rank + 1]
-            for name, at in self._facts.items()
-            if FACTS[name] is FactKind.NUMBERS
-        }
-        self._unused: Sequence[int] = ()
+        self._are_all_used = True
         self._digests: Mapping[str, int | None] = {}
-        self._bits: dict[int, Tensor] = {}  # of signatures, lowest first
+        self.place(memory)
+
+    def place(self, memory: Sequence[Tensor]) -> None:
+        """Moves to other memory: the trailer's, and the part of it without the numbers."""
+        self._memory = memory
 
     def write(
         self, *, unused: Sequence[int], signature: int, step: int, facts: Facts | None
@@ -81,96 +82,100 @@ class TrailerCodec:
         `signature` comes from `signature_of`, and takes the lowest bits of `step`.
         """
         mine = self._mine
-        if self._unused or unused:
+        if unused or not self._are_all_used:
             used = mine[self._used].fill_(1)
             used[list(unused)] = 0
-            self._unused = unused
+            self._are_all_used = not unused
         # Ranks that differ do so by a few steps. A bit that changes also changes its complement.
         signature ^= step % 2**STEP_BITS * (1 + 2**SIGNATURE_BITS)
-        bits = self._bits.get(signature)
-        if bits is None:
-            bits = self._bits_of(signature, SIGNATURE_BITS)
-            if mine.is_cpu:  # on a device, another stream could read them before they are there
-                self._bits[signature] = bits
-        self._signature.copy_(bits)
+        self._write_bits(self._signature, signature)
         if facts is None:
-            self._storage.trailer[0].copy_(mine)
+            self._memory[0].copy_(mine)
             return
         for name, value in facts.numbers.items():
-            self._numbers[name].fill_(min(value, _LARGEST_NUMBER))
+            mine[self._facts[name].start + self._rank] = min(value, _LARGEST_NUMBER)
         if facts.digests != self._digests:
-            self._write_digests(facts.digests)
-        trailer = self._storage.trailer[0].copy_(mine)
+            self._digests = facts.digests
+            for name in self._facts:
+                if FACTS[name] is FactKind.DIGEST:
+                    digest = with_complements(facts.digests.get(name))
+                    self._write_bits(mine[self._facts[name]], digest)
+        self._memory[0].copy_(mine)
         # Not into `mine`: flags that are the same on all ranks must still be read.
         for name, marked in facts.flags.items():
             if marked:
-                trailer[self._facts[name]][list(marked)] = 1
-
-    def _write_digests(self, digests: Mapping[str, int | None]) -> None:
-        self._digests = digests
-        for name, at in self._facts.items():
-            if FACTS[name] is FactKind.DIGEST:
-                bits = self._bits_of(with_complements(digests.get(name)), DIGEST_BITS)
-                self._mine[at].copy_(bits)
+                self._memory[0][self._facts[name]][list(marked)] = 1
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""
-        self._storage.trailer[0][self._used].masked_fill_(are_bad, math.nan)
+        self._memory[0][self._used].masked_fill_(are_bad, math.nan)
 
     def tell_nonfinite(self, has_any: Tensor) -> None:
         """Tells, with the last bucket, whether this rank has such gradients anywhere. [] bool"""
-        self._storage.trailer[0][self._facts["nonfinite"]][self._rank].copy_(has_any)
+        self._memory[0][self._facts["nonfinite"]][self._rank].copy_(has_any)
 
     def read(self) -> Reading | None:
         """Waits, and reads the reduced trailer.
 
         None if every rank used the same parameters and none had anything to report.
         """
-        trailer, told = self._storage.trailer
+        told = self._memory[1]
         # They are equal in the usual case if the sum was divided.
-        return None if torch.equal(told, self._told) else self.parse(trailer, self._told)
+        return None if torch.equal(told, self._told) else self.parse(told, self._told)
 
     def snapshot(self) -> Snapshot:
         """Starts to copy the reduced trailer to the host, on the current stream."""
         reduced, mine = (
             torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
-            for part in (self._storage.trailer[0], self._told)
+            for part in (self._memory[1], self._told)
         )
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
         return Snapshot(self, reduced, mine, copied)
 
-    def parse(self, trailer: Tensor, written: Tensor) -> Reading | None:
-        """Reads `trailer` on a rank that wrote `written` there, up to the numbers.
+    def parse(self, reduced: Tensor, written: Tensor) -> Reading | None:
+        """Reads a reduced trailer, without its numbers, on a rank that wrote `written` there.
 
         Returns None if every rank wrote the same and none had anything to report.
         """
-        reduced = trailer[: len(written)]
         # Only zeros and ones were written.
         if torch.equal(reduced.bool(), written.bool()) and not reduced.isnan().any():
             return None
         are_set = (reduced != 0).tolist()
         first = self._used.stop
-        digests = {name: at for name, at in self._facts.items() if FACTS[name] is FactKind.DIGEST}
-        flags = {name: at for name, at in self._facts.items() if FACTS[name] in _FLAGS}
+        unlike: list[str] = []
+        flags: dict[str, tuple[int, ...]] = {}
+        for name, place in self._facts.items():
+            if FACTS[name] is not FactKind.DIGEST:
+                flags[name] = _indices(are_set[place])
+            elif ranks_differ(are_set[place]):
+                unlike.append(name)
         return Reading(
             used=frozenset(_indices(are_set[self._used])),
             ranks_differ=ranks_differ(are_set[first : first + 2 * SIGNATURE_BITS]),
-            unlike=tuple(name for name, at in digests.items() if ranks_differ(are_set[at])),
-            flags={name: _indices(are_set[at]) for name, at in flags.items()},
-            nonfinite=frozenset(_indices(trailer[self._used].isnan().tolist())),
+            unlike=tuple(unlike),
+            flags=flags,
+            nonfinite=frozenset(_indices(reduced[self._used].isnan().tolist())),
         )
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Waits for the device; returns the numbers of all ranks."""
-        of_ranks: list[float] = self._storage.trailer[0][self._facts[name]].tolist()
-        return tuple([abs(number) * self._divisor for number in of_ranks])
+        found: list[float] = []
+        for number in self._memory[0][self._facts[name]].tolist():
+            found.append(abs(number) * self._divisor)
+        return tuple(found)
 
-    def _bits_of(self, number: int, num_bits: int) -> Tensor:
-        """Returns these bits and their complements as zeros and ones, lowest first."""
-        digits = f"{number:0{2 * num_bits}b}"[::-1]
-        bits = torch.frombuffer(bytearray(digits, "ascii").translate(_DIGITS), dtype=torch.uint8)
-        return to_device(bits, bits.dtype, self._mine.device)
+    def _write_bits(self, place: Tensor, number: int) -> None:
+        """Writes bits and their complements as zeros and ones, lowest first, without waiting."""
+        bits = _bits_of(number, place.numel())
+        place.copy_(bits if place.is_cpu else to_device(bits, bits.dtype, place.device))
+
+
+@lru_cache(maxsize=512)
+def _bits_of(number: int, num_bits: int) -> Tensor:
+    """Returns the bits of a number, lowest first. [num_bits] uint8, to be read only"""
+    digits = f"{number:0{num_bits}b}"[::-1]
+    return torch.frombuffer(bytearray(digits, "ascii").translate(_DIGITS), dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undertow.buckets.binding import strides_of_gradient
+from undertow.buckets.bucket import strides_of_gradient
 from undertow.checkpoint import files
 from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, require

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from undertow.buckets.bucket import Layout, LiveBucket, Shared, WholeLayout
-from undertow.buckets.finite import FiniteCheck
 from undertow.buckets.recorder import Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Reading, Snapshot
 from undertow.engine.tuning import Present
 from undertow.errors import UndertowError
 from undertow.plan import Plan
-from undertow.ranks.exchanges import P2PCollectives
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import (
     Op,
@@ -65,10 +63,10 @@ class CompiledPlan:
         self.gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 
     @cached_property
-    def buckets(self) -> list[LiveBucket]:
+    def buckets(self) -> Sequence[LiveBucket]:
         """Constructed at the first access: a group of one rank never needs them."""
-        shared = Shared(self.plan, self.reducer, self.recorder, self.finite)
-        return self.layout.live_buckets(shared, self.params)
+        shared = Shared(self.plan, self.params, self.reducer, self.recorder)
+        return self.layout.live_buckets(shared)
 
     @cached_property
     def group(self) -> OwnGroup:
@@ -78,10 +76,6 @@ class CompiledPlan:
     @cached_property
     def strategy(self) -> Strategy:
         return self.layout.strategy
-
-    @cached_property
-    def finite(self) -> FiniteCheck | None:
-        return None if self.reducer.config.nonfinite == "ignore" else FiniteCheck(self.reducer)
 
     @cached_property
     def cut_bytes(self) -> int:
@@ -115,8 +109,8 @@ class CompiledPlan:
         self._num_rounds += is_synchronized
         if self.reducer.hook is not None:
             self.reducer.hook.begin_round()
-        if self.finite is not None:
-            self.finite.begin()
+        if self.reducer.finite is not None:
+            self.reducer.finite.begin()
         self.layout.round_begins()
         if not self.snapshots or not is_synchronized:
             return []
@@ -176,7 +170,7 @@ class CompiledPlan:
     def look(self) -> None:
         """Called when a step begins: marks present tensors in `.grad` as known."""
         for bucket in self.buckets:
-            bucket.binding.look()
+            bucket.look()
 
     def written(self, params: Collection[int]) -> set[int]:
         """Returns the `params` whose `.grad` was written without a gradient from autograd."""
@@ -186,13 +180,13 @@ class CompiledPlan:
             param
             for bucket in self.buckets
             for position, param in enumerate(bucket.layout.params)
-            if param in params and bucket.binding.is_written(position)
+            if param in params and bucket.is_written(position)
         }
 
     def has_result(self) -> bool:
         """Returns True if some `.grad` still holds the result of a round, changed or not, and was
         not zeroed."""
-        return any(bucket.binding.has_result() for bucket in self.buckets)
+        return any(bucket.has_result() for bucket in self.buckets)
 
     def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
         """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still
@@ -209,6 +203,4 @@ class CompiledPlan:
         If there is no memory for them, this plan is gone too, and so is the training.
         """
         for bucket in self.buckets:
-            bucket.binding.storage.release()
-        if isinstance(self.reducer.shard_exchanges, P2PCollectives):
-            self.reducer.shard_exchanges.free.clear()
+            bucket.release()

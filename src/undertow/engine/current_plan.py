@@ -33,7 +33,6 @@ from undertow.engine.tuning import ObservedOrder, Tuning, why_fixed
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, groups_in_order, plan_from_groups, plan_in_order
 from undertow.ranks.comm_hook import CommHook
-from undertow.ranks.exchanges import Collectives
 from undertow.ranks.facts import Agreement, surroundings
 from undertow.ranks.transport import OwnGroup
 from undertow.tune import Tuner
@@ -359,8 +358,8 @@ class CurrentPlan:
             )
         return sharded_plan(self.compiled.plan, self.hooks, self.compiled.reducer.config)
 
-    def follow_layout(self, plan: Plan, layout: Layout, exchanges: Collectives) -> None:
-        """Lays out the same parameters as `layout` says, whose shards cross by `exchanges`."""
+    def follow_layout(self, plan: Plan, layout: Layout) -> None:
+        """Lays out the same parameters as `layout` says."""
         before, hooks = self.compiled, self.hooks
         if hooks.order is not None:
             hooks.order.close()
@@ -369,7 +368,7 @@ class CurrentPlan:
         self.compiled = CompiledPlan(
             plan,
             before.params,
-            dataclasses.replace(before.reducer, shard_exchanges=exchanges),
+            before.reducer,
             self._recorder,
             generation=before.generation + 1,
             layout=layout,
@@ -441,13 +440,7 @@ class CurrentPlan:
         plan = first_plan(
             self.members.specs(named_params), reducer.config, num_ranks=reducer.group.num_ranks
         )
-        # No shards until an optimizer steps again.
-        return Change(
-            tuple(named_params),
-            plan,
-            dataclasses.replace(reducer, shard_exchanges=None),
-            has_more=has_more,
-        )
+        return Change(tuple(named_params), plan, reducer, has_more=has_more)
 
     def _put_in_force(
         self, change: Change, *, generation: int, before: CompiledPlan | None = None

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from undertow.buckets.binding import gradients_aside
+from undertow.buckets.bucket import gradients_aside
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig
 from undertow.engine import agreed_errors

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from undertow.buckets.binding import gradients_aside
+from undertow.buckets.bucket import gradients_aside
 from undertow.buckets.fingerprints import fingerprints
 from undertow.engine.agreed_errors import require_sound, started_unlike
 from undertow.engine.current_plan import CurrentPlan

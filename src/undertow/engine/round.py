@@ -11,7 +11,6 @@ from operator import attrgetter, is_not
 from typing import Any, ClassVar, TypeAlias, Union
 
 import torch
-from torch import Tensor
 
 from undertow.buckets.bucket import LiveBucket
 from undertow.buckets.trailer import Facts, Reading
@@ -175,33 +174,19 @@ class Round:
     def _add_late(self) -> Stage | None:
         """Waits for these gradients, and adds them."""
         for bucket in self.compiled.buckets:
-            values = bucket.wait_for_late()
-            if values is None:
-                continue
-            bad = (
-                None
-                if self.compiled.finite is None
-                else self.compiled.finite.bad_slots(values, bucket.layout)
-            )
-            # Late gradients have no trailer, but their reduced values are the same on all ranks.
-            if bad is not None and bool(bad.any()):
+            bad = bucket.bind_late(rescale=self.terms.rescale)
+            if bad:
                 found, index = self.found.nonfinite, bucket.layout.index
-                found[index] = frozenset(bad.nonzero().flatten().tolist()) | found.get(
-                    index, frozenset()
-                )
-            self._rescale(values)
-            bucket.binding.add_late(values)
+                found[index] = bad | found.get(index, frozenset())
         assert self.hooks is not None  # only a round of gradients gets here
         assert self.conclude is not None
         self.hooks.arrivals.learn_repeats()
         return self.conclude(self)
 
     def _pack(self, bucket: LiveBucket) -> None:
-        binding, layout = bucket.binding, bucket.layout
+        layout = bucket.layout
         if self.kind is RoundKind.ACCUMULATE:
-            if not binding.has_graph():
-                bucket.is_packed = True
-                binding.pack_local()
+            bucket.pack_local()
             return
         recorder, hooks = self.compiled.recorder, self.hooks
         bucket.marks = recorder.ready(
@@ -209,7 +194,7 @@ class Round:
         )
         has_all = hooks is not None and hooks.arrivals.buckets[layout.index].is_full
         not_arrived = () if has_all else self._not_arrived(layout)
-        unused = self.found.unused[layout.index] = binding.pack(not_arrived)
+        unused = self.found.unused[layout.index] = bucket.pack(not_arrived)
         if hooks is not None and len(unused) > len(not_arrived) and not self.has_failed:
             # Without a hook of the user's, the gradient that arrived was undefined, as of a
             # function that returns None for it.
@@ -219,7 +204,7 @@ class Round:
             self.found.taken.update(
                 param for param in gone if users_hooks(self.compiled.params[param])
             )
-        self.found.keeps_earlier |= bool(binding.live)
+        self.found.keeps_earlier |= bool(bucket.live)
         signature = signature_of(
             generation=self.compiled.generation,
             mode=self.terms.mode,
@@ -269,9 +254,7 @@ class Round:
                 "failed": here if self.has_failed else (),
                 "taken": here if self.found.taken else (),
                 "changed": here if self.kind is RoundKind.RETIRE else (),
-                "late": [
-                    each.layout.index for each in compiled.buckets if each.binding.catch_late()
-                ]
+                "late": [each.layout.index for each in compiled.buckets if each.catch_late()]
                 if has_late
                 else (),
             },
@@ -280,14 +263,14 @@ class Round:
 
     def _bind(self, bucket: LiveBucket) -> None:
         if not bucket.handles:
-            if bucket.is_packed:
-                bucket.is_packed = False
-                bucket.binding.bind_local()
+            bucket.bind_local()
             return
         with self.compiled.group.watch.waiting(bucket.label):
             bucket.wait()
-            self._rescale(bucket.binding.values())
-            bucket.binding.bind(self._used_elsewhere(bucket))
+            if self.terms.rescale != 1.0:
+                for value in bucket.values():
+                    value.mul_(self.terms.rescale)
+            bucket.bind(self._used_elsewhere(bucket))
 
     def _used_elsewhere(self, bucket: LiveBucket) -> frozenset[int]:
         """Reads the trailer.
@@ -296,7 +279,7 @@ class Round:
         """
         index, found = bucket.layout.index, self.found
         must_know = bool(found.unused[index]) or self.terms.is_read_at_once
-        if not (bucket.binding.storage.flat.is_cpu or must_know or self.compiled.is_learning):
+        if not (bucket.memory.flat.is_cpu or must_know or self.compiled.is_learning):
             # the host does not wait for a device
             self.compiled.snapshots.append(bucket.trailer.snapshot())
             return frozenset()
@@ -315,10 +298,6 @@ class Round:
         if reading.nonfinite:
             found.nonfinite[index] = reading.nonfinite
         return frozenset() if self.kind is RoundKind.RETIRE else reading.used
-
-    def _rescale(self, values: Sequence[Tensor]) -> None:
-        for value in values if self.terms.rescale != 1.0 else ():
-            value.mul_(self.terms.rescale)
 
     acts: ClassVar[Acts[Round]] = {
         OpKind.PACK: _pack,

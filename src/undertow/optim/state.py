@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undertow.buckets.binding import strides_of_gradient
+from undertow.buckets.bucket import strides_of_gradient
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.facts import gather_json
 from undertow.sharded.shards import ShardPart, in_memory_order

@@ -8,20 +8,18 @@ placeholder ── autograd adds ──> .added ── pack, reduce-scatter ─�
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import repeat
+from functools import partial
 from operator import attrgetter
-from types import NoneType
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.buckets.binding import BucketStorage, DenseBinding, has_values
-from undertow.buckets.bucket import LiveBucket, Shared
+from undertow.buckets.bucket import DenseBucket, Shared, has_values
 from undertow.errors import ShardedGradientError
 from undertow.plan import Bucket
-from undertow.ranks.exchanges import accumulation_dtype
+from undertow.ranks.exchanges import P2PCollectives, accumulation_dtype
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import OpKind
 from undertow.sharded.groups import ShardGroups
@@ -133,68 +131,95 @@ def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:
     )
 
 
-class ShardedBinding(DenseBinding):
-    """The `.grad` of a bucket's parameters, whose gradients are reduced to the parts of `flat`.
+class ShardedBucket(DenseBucket):
+    """A bucket whose reduced gradients are cut into a shard for each rank, with the parts of
+    `flat`.
 
-    `placeholders` belong to the parameters, by position.
+    `placeholders` belong to the parameters of the plan.
     """
+
+    reduction: ClassVar = OpKind.REDUCE_SCATTER
+    is_trailer_summed: ClassVar = True
 
     def __init__(
         self,
-        bucket: Bucket,
+        layout: Bucket,
+        shared: Shared,
         flat: FlatParams,
         placeholders: Sequence[GradientPlaceholder],
-        *,
-        shard_numel: int,
+        groups: ShardGroups,
     ) -> None:
-        dtype, device = getattr(torch, bucket.dtype), torch.device(bucket.device)
-        self._own = tuple(zip(placeholders, flat.parts, strict=True))
-        self.shard = torch.zeros(shard_numel, dtype=accumulation_dtype(dtype), device=device)
+        super().__init__(layout, shared)
+        self._trailer = range(layout.trailer.start, layout.storage_numel)
+        # it is a separate message
+        self.wire_bytes = shared.reducer.wire_bytes(layout, num_wide=len(self._trailer))
+        self._groups = groups
+        num_rows = shared.plan.num_ranks // groups.shard.group.num_ranks
+        dtype = accumulation_dtype(self.memory.flat.dtype)
+        device = self.memory.flat.device
+        self.shard = torch.zeros(layout.shard_numel * num_rows, dtype=dtype, device=device)
         # `launch` sets it to other memory if `shard` may have values that must be kept.
-        self.reduced = self.shard
-        self.live: set[int] = set()  # positions with an earlier part, to which the result is added
-        self._before: dict[int, GradientPlaceholder] = {}  # by position, the former `.grad`
-        super().__init__(BucketStorage(bucket, flat.params), flat.params)
-        for placeholder, part in self._own:
+        self._reduced = self.shard
+        own = [placeholders[index] for index in layout.params]
+        self._own_parts = tuple(zip(own, flat.parts, strict=True))
+        for placeholder, part in self._own_parts:
             placeholder.part = part.of_shard(self.shard)
-
-    def values(self) -> Sequence[Tensor]:
-        return (self.reduced,)
+        self._before: dict[int, GradientPlaceholder] = {}  # by position, the former `.grad`
+        # copies of gradients into the bucket, for another thread, so that backward continues
+        self._copies: list[Callable[[], None]] = []
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+        self._copies = []
         self._before = {}
+        live: set[int] = set()  # positions with an earlier part
         for position, param in enumerate(self.params):
             grad = param.grad
             if isinstance(grad, GradientPlaceholder):
                 self._before[position] = grad
                 param.grad, grad.added = grad.added, None
-        self.live = {position for position, grad in self._before.items() if not grad.is_cleared}
-        self.postponed = []
+                if not grad.is_cleared:
+                    live.add(position)
+        self.live = live
         return super().pack(not_arrived)
 
-    def pack_local(self) -> None:
-        self.pack()
+    def _fill(self, start: int, grads: Sequence[Tensor | None], *, are_new: bool) -> None:
+        self._copies.append(partial(super()._fill, start, grads, are_new=are_new))
 
-    def packing(self) -> Callable[[], None]:
-        """Returns a function that copies the taken gradients into the bucket, for another thread,
-        so that backward continues."""
-        postponed, self.postponed = self.postponed or [], None
+    def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
+        shard, recorder, flat = self._groups.shard, self.shared.recorder, self.memory.flat
+        self._reduced = torch.empty_like(self.shard) if is_apart or self.live else self.shard
+        self.marks.launched = recorder.mark()
+        copies = self._copies
 
         def pack() -> None:
-            while postponed:
-                postponed.pop(0)()  # popping also frees the gradients
+            _make(copies)
+            self._mark_nonfinite((self.memory.gradients,), shard)
 
-        return pack
+        handle = shard.reduce_scatter(flat, self._reduced, trailer=self._trailer, pack=pack)
+        self.handles = [handle]
+        recorder.completes(self.marks, handle)
+
+    def launch_across(self) -> None:
+        replicate = self._groups.replicate
+        assert replicate is not None  # the schedule of a strategy with two axes
+        trailer = self.memory.flat[self._trailer.start : self._trailer.stop]
+        handle = replicate.all_reduce_behind(self.handles[0], self._reduced, trailer=trailer)
+        self.handles = [handle]
+        self.shared.recorder.completes(self.marks, handle)
+
+    def values(self) -> Sequence[Tensor]:
+        return (self._reduced,)
 
     @torch.no_grad()
     def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         """Moves the reduced values to their final place, and puts placeholders into `.grad`."""
-        reduced, self.reduced = self.reduced, self.shard
-        unused = self.release()
-        restored = (unused | self._before) if unused else {}
-        for position, (placeholder, part) in enumerate(self._own):
+        reduced, self._reduced = self._reduced, self.shard
+        unused: dict[int, Tensor | None] = {**self._kept, **self._saved}
+        self._kept = {}
+        self._saved = {}
+        for position, (placeholder, part) in enumerate(self._own_parts):
             if position in unused and position not in used_elsewhere:
-                self.params[position].grad = restored[position]
+                self.params[position].grad = self._before.get(position, unused[position])
                 continue
             if reduced is not self.shard:
                 own = part.of_shard(self.shard)
@@ -209,7 +234,10 @@ class ShardedBinding(DenseBinding):
 
     @torch.no_grad()
     def bind_local(self) -> None:
-        self.packing()()
+        if not self._is_packed:
+            return
+        self._is_packed = False
+        _make(self._copies)
         super().bind()
         for position, placeholder in self._before.items():
             param = self.params[position]
@@ -224,68 +252,27 @@ class ShardedBinding(DenseBinding):
                 return True
         return False
 
-    def look(self) -> None:
-        with private.as_plain_tensors():  # parameters may be on their way
-            grads = list(map(_grad_of, self.params))
-        if all(map(isinstance, grads, repeat((GradientPlaceholder, NoneType)))):
-            self._known.entries.clear()
-        else:
-            self._known.look(
-                enumerate(None if isinstance(grad, GradientPlaceholder) else grad for grad in grads)
-            )
-
     def is_written(self, position: int) -> bool:
         grad = self.params[position].grad
         if isinstance(grad, GradientPlaceholder):
             return grad.added is not None and has_values(grad.added)
-        return grad is not None and not self._known.has(position, grad) and has_values(grad)
+        return super().is_written(position)
 
     @torch.no_grad()
-    def add_late(self, values: Sequence[Tensor]) -> None:
-        for param, (placeholder, part) in zip(self.params, self._own, strict=True):
+    def _add_late(self, values: Sequence[Tensor]) -> None:
+        for param, (placeholder, part) in zip(self.params, self._own_parts, strict=True):
             own = part.of_shard(self.shard)
             if not isinstance(param.grad, GradientPlaceholder):
                 placeholder.bind_to(param)
                 own.zero_()
             own.add_(part.of_bucket(values[0]))
 
+    def release(self) -> None:
+        super().release()
+        if isinstance(self._groups.shard, P2PCollectives):
+            self._groups.shard.free.clear()
 
-class ShardedBucket(LiveBucket):
-    """One bucket whose reduced gradients are cut into a shard for each rank."""
 
-    reduction: ClassVar = OpKind.REDUCE_SCATTER
-
-    def __init__(
-        self, layout: Bucket, binding: ShardedBinding, shared: Shared, groups: ShardGroups
-    ) -> None:
-        super().__init__(layout, binding, shared)
-        self._shards, self._groups = binding, groups
-        self._trailer = range(layout.trailer.start, layout.storage_numel)
-
-    def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
-        layout, binding, finite = self.layout, self._shards, self.shared.finite
-        binding.reduced = (
-            torch.empty_like(binding.shard) if is_apart or binding.live else binding.shard
-        )
-        self.marks.launched = self.shared.recorder.mark()
-        pack = binding.packing()
-
-        def pack_and_look() -> None:
-            pack()
-            if finite is not None:
-                finite.look(binding, layout, self.trailer)
-
-        flat, reduce_scatter = binding.storage.flat, self._groups.shard.reduce_scatter
-        self.handles = [
-            reduce_scatter(flat, binding.reduced, trailer=self._trailer, pack=pack_and_look)
-        ]
-        self.shared.recorder.completes(self.marks, self.handles[0])
-
-    def launch_across(self) -> None:
-        replicate = self._groups.replicate
-        assert replicate is not None  # the schedule of a strategy with two axes
-        trailer = self.binding.storage.flat[self._trailer.start : self._trailer.stop]
-        self.handles = [
-            replicate.all_reduce_behind(self.handles[0], self._shards.reduced, trailer=trailer)
-        ]
-        self.shared.recorder.completes(self.marks, self.handles[0])
+def _make(copies: list[Callable[[], None]]) -> None:
+    while copies:
+        copies.pop(0)()  # popping also frees the gradients

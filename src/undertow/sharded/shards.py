@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from undertow.buckets.binding import strides_of_gradient
+from undertow.buckets.bucket import strides_of_gradient
 from undertow.plan import Bucket, Slot
 from undertow.torch_private import private
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from undertow.buckets.binding import strides_of_gradient
-from undertow.buckets.bucket import LiveBucket, Shared
+from undertow.buckets.bucket import LiveBucket, Shared, strides_of_gradient
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig, refused
 from undertow.engine.engine import Engine
@@ -25,7 +24,7 @@ from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.facts import Agreement
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import ZERO1, OpKind, Strategy, strategy_named
-from undertow.sharded.bucket import GradientPlaceholder, ShardedBinding, ShardedBucket
+from undertow.sharded.bucket import GradientPlaceholder, ShardedBucket
 from undertow.sharded.gathers import Gathers, wait_before_forwards
 from undertow.sharded.groups import ShardGroups
 from undertow.sharded.shards import FlatParams, ShardPart, in_memory_order
@@ -67,7 +66,7 @@ class Sharding:
         self.parts: dict[Tensor, ShardPart] = {}  # by identity of the parameter
         for flat in self.flats:
             self.parts.update(zip(flat.params, flat.parts, strict=True))
-        self.bindings: list[ShardedBinding] = []  # by bucket; a single rank has none
+        self.buckets: list[ShardedBucket] = []  # a single rank has none
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=self.group)
             for spec, param in zip(plan.params, params, strict=True)
@@ -79,20 +78,12 @@ class Sharding:
         """The ranks with the other shards of this replica."""
         return self.groups.shard.group
 
-    def live_buckets(self, shared: Shared, _params: Sequence[Tensor]) -> list[LiveBucket]:
-        self.bindings = [
-            ShardedBinding(
-                bucket,
-                self.flats[bucket.index],
-                [self._placeholders[index] for index in bucket.params],
-                shard_numel=self.shard_numel(bucket),
-            )
+    def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
+        self.buckets = [
+            ShardedBucket(bucket, shared, self.flats[bucket.index], self._placeholders, self.groups)
             for bucket in self.plan.buckets
         ]
-        return [
-            ShardedBucket(bucket, binding, shared, self.groups)
-            for bucket, binding in zip(self.plan.buckets, self.bindings, strict=True)
-        ]
+        return self.buckets
 
     def make_gradients_whole(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
         """Called before gradients move to another plan.
@@ -141,7 +132,7 @@ class Sharding:
 
         A single rank keeps them.
         """
-        if not self.bindings:
+        if not self.buckets:
             return
         for index, grad in enumerate(map(_grad_of, self.params)):
             if grad is None or isinstance(grad, GradientPlaceholder):
@@ -163,9 +154,9 @@ class Sharding:
         for bucket in self.plan.buckets:
             if own.keys().isdisjoint(bucket.params):  # of another dtype, or without parameters
                 continue
-            binding = self.bindings[bucket.index]
+            live = self.buckets[bucket.index]
             trailer = range(bucket.trailer.start, bucket.storage_numel)
-            sent, shard = torch.zeros_like(binding.storage.flat), torch.zeros_like(binding.shard)
+            sent, shard = torch.zeros_like(live.memory.flat), torch.zeros_like(live.shard)
             for slot in bucket.slots:
                 values = in_memory_order(own[slot.param][0], self.strides[slot.param])
                 sent[slot.start : slot.stop] = values
@@ -245,7 +236,7 @@ class Sharding:
         whole = torch.zeros(param.numel(), dtype=wide, device=param.device)
         if not grad.is_cleared:
             bucket = self.plan.buckets[part.bucket]
-            self.gather_whole(bucket, self.bindings[bucket.index].shard, {part.param: whole})
+            self.gather_whole(bucket, self.buckets[bucket.index].shard, {part.param: whole})
         return whole.as_strided(param.shape, self.strides[part.param]).to(grad.dtype)
 
     def gather_whole(self, bucket: Bucket, own: Tensor, into: Mapping[int, Tensor]) -> None:
@@ -390,7 +381,7 @@ class ShardedSteps:
         compiled, plan = current_plan.compiled, current_plan.shard_plan()
         own = compiled.own_gradients() if current_plan.is_active else {}
         sharding = Sharding(plan, compiled.params, self._strategy, self._groups, compiled.recorder)
-        current_plan.follow_layout(plan, sharding, self._groups.shard)
+        current_plan.follow_layout(plan, sharding)
         sharding.adopt_gradients()
         sharding.reduce_again(own)
         return sharding
