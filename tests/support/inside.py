@@ -48,7 +48,7 @@ from undertow.sharded.layout import Sharding
 from undertow.sharded.shards import FlatParams
 from undertow.sync.mean_over_ranks import MeanOverRanks
 from undertow.torch_private import private
-from undertow.torch_private.private import interrupt, is_gone, timeout_of  # noqa: F401  # for tests
+from undertow.torch_private.private import interrupt, timeout_of  # noqa: F401  # for tests
 
 NUM_STEPS_UNTIL_A_MOVE = NUM_STEPS_BEFORE + NUM_STEPS_MEASURED + 2  # the next one takes the plan that was decided on
 Model, OpCall = nn.Module | GradientSync, Callable[[Op], object]

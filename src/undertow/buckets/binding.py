@@ -453,8 +453,8 @@ class DenseBinding(Binding):
         if any(are_new):
             # no None
             private.copy_each(list(compress(views, are_new)), list(compress(grads, are_new)))  # type: ignore[arg-type]
-        if absent:
-            private.zero_each(absent)
+        for view in absent:
+            view.zero_()
 
 
 def _keep(grad: Tensor | None, view: Tensor) -> _Kept:

@@ -19,13 +19,10 @@ import json
 import os
 import secrets
 import socket
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch.distributed.distributed_c10d import Store
 
@@ -38,7 +35,6 @@ _READ = 1 << 18
 _BACKLOG = 128
 # reserved for documents: the route to them is the default one
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-_GET_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
 # Firewalls forget connections that say nothing for minutes, so the kernel says something, also
 # while Python does not run. It ends a connection whose other machine has not answered for half an
 # hour.
@@ -133,6 +129,49 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """A meeting of ranks in a store, which they ask for nothing that waits.
+
+    `look` is called from time to time with the ranks that have not arrived; it may raise.
+    """
+
+    store: Store
+    key: str
+    rank: int
+    num_ranks: int
+    look: Look
+
+    def arrive(self, place: str, told: str = "") -> None:
+        """Leaves the text `told` at a place, and waits until all ranks have arrived there."""
+        key = f"{self.key}/{place}"
+        self.store.set(f"{key}/{self.rank}", told)
+        num_here = self.store.add(key, 1)
+        pause_s = 0.001
+        look_s = time.monotonic() + patience.PROBE_S
+        while num_here < self.num_ranks:
+            time.sleep(pause_s)
+            pause_s = min(0.25, 1.5 * pause_s)
+            num_here = self.store.add(key, 0)
+            if num_here < self.num_ranks and time.monotonic() > look_s:
+                look_s = time.monotonic() + patience.PROBE_S
+                ranks = range(self.num_ranks)
+                self.look([rank for rank in ranks if not self.store.check([f"{key}/{rank}"])])
+
+    def told_by(self, rank: int, place: str) -> str:
+        """Returns the text that a rank has left at a place where all have arrived."""
+        return str(self.store.get(f"{self.key}/{place}/{rank}").decode())
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.store.check([f"{self.key}/why"]))
+
+    def fail(self, why: str) -> None:
+        """Tells all ranks the reason, unless they have one: later ranks fail because of it."""
+        if not self.has_failed:
+            self.store.set(f"{self.key}/why", why)
+
+
+@dataclass(frozen=True, slots=True)
 class _Place:
     """The address of a rank, as it leaves it in the store."""
 
@@ -145,51 +184,40 @@ class _Place:
         return f"rank {self.rank} at {self.address} port {self.port}"
 
 
-def connect_ring(
-    store: Store, key: str, *, rank: int, num_ranks: int, look: Look
-) -> list[Connection]:
-    """Connects `rank` to its neighbors and returns them, the next one first; every rank of the ring
-    calls it.
+def connect_ring(meeting: Meeting) -> list[Connection]:
+    """Connects this rank to its neighbors and returns them, the next one first; every rank of the
+    ring calls it.
 
-    Raises ConnectionError on every rank, with one reason, if some pair cannot connect. Calls `look`
-    from time to time with the ranks that have not arrived; it may raise. The store is asked for
-    nothing that waits.
+    Raises ConnectionError on every rank, with one reason, if some pair cannot connect.
     """
-    meet = partial(_meet, store, rank=rank, num_ranks=num_ranks, look=look)
-    has_given_up = partial(store.check, [f"{key}/why"])
-    links = list[tuple[socket.socket, _Place]]()
-    address, port, token, reason = "", 0, secrets.token_hex(), ""
+    rank, num_ranks = meeting.rank, meeting.num_ranks
+    links = list[tuple[socket.socket, int]]()
+    here = _Place(rank, "", 0, secrets.token_hex())
     with contextlib.ExitStack() as undo:
         try:
-            listener = undo.enter_context(_listening(own_address(host_of(store))))
+            listener = undo.enter_context(_listening(own_address(host_of(meeting.store))))
             address, port, *_ = listener.getsockname()
+            here = _Place(rank, address, port, here.token)
         except OSError as error:
-            store.set(f"{key}/why", f"rank {rank} cannot listen for other ranks: {error}")
-        meet(f"{key}/at", json.dumps([address, port, token]))
-        if not has_given_up():
-            here = _Place(rank, address, port, token)
-            neighbors = [(rank + 1) % num_ranks, (rank - 1) % num_ranks]
-            after, before = (
-                _Place(other, *json.loads(store.get(f"{key}/at/{other}"))) for other in neighbors
-            )
-            try:
-                # Two ranks are neighbors on both sides, and one connection is enough.
-                if num_ranks > 2 or rank == 0:
-                    links.append((undo.enter_context(_connected(after)), after))
-                if num_ranks > 2 or rank == 1:
-                    links.append(
-                        (undo.enter_context(_accepted(listener, here, has_given_up)), before)
-                    )
-            except OSError as error:
-                reason = f"rank {rank} {error}"
-        if reason and not has_given_up():  # later ranks fail because this one has
-            store.set(f"{key}/why", reason)
-        meet(f"{key}/through", "")
-        if has_given_up():
-            raise ConnectionError(store.get(f"{key}/why").decode())
+            meeting.fail(f"rank {rank} cannot listen for other ranks: {error}")
+        meeting.arrive("at", json.dumps([here.address, here.port, here.token]))
+        after = (rank + 1) % num_ranks
+        try:
+            # Two ranks are neighbors on both sides, and one connection is enough.
+            if not meeting.has_failed and (num_ranks > 2 or rank == 0):
+                place = _Place(after, *json.loads(meeting.told_by(after, "at")))
+                links.append((undo.enter_context(_connected(place)), after))
+            if not meeting.has_failed and (num_ranks > 2 or rank == 1):
+                link = undo.enter_context(_accepted(listener, here, meeting))
+                links.append((link, (rank - 1) % num_ranks))
+        except OSError as error:
+            meeting.fail(f"rank {rank} {error}")
+        meeting.arrive("through")
+        if meeting.has_failed:
+            raise ConnectionError(meeting.store.get(f"{meeting.key}/why").decode())
         undo.pop_all()
         listener.close()
-    return [Connection(link, place.rank) for link, place in links]
+    return [Connection(link, other) for link, other in links]
 
 
 def _connected(place: _Place) -> socket.socket:
@@ -202,12 +230,10 @@ def _connected(place: _Place) -> socket.socket:
     return link
 
 
-def _accepted(
-    listener: socket.socket, here: _Place, has_given_up: Callable[[], bool]
-) -> socket.socket:
+def _accepted(listener: socket.socket, here: _Place, meeting: Meeting) -> socket.socket:
     """Returns the first connection that brings the token; closes all others."""
     until_s = time.monotonic() + patience.CONNECT_S
-    while time.monotonic() < until_s and not has_given_up():
+    while time.monotonic() < until_s and not meeting.has_failed:
         with contextlib.suppress(TimeoutError):
             link, _ = listener.accept()
             if _brings_token(link, here.token):
@@ -227,14 +253,7 @@ def _brings_token(link: socket.socket, token: str) -> bool:
 
 def own_address(host: str) -> str:
     """Returns the address by which other ranks reach this machine; `host` serves their store, if
-    that is known.
-
-    The interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names decides, if it has an IPv4
-    address.
-    """
-    names = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
-    if address := _address_of(names.split(",")[0].removeprefix("=")):
-        return address
+    that is known."""
     is_local = host == "localhost" or _is_loopback(host)
     for towards in (host, *_ELSEWHERE):
         found = _address_towards(towards)
@@ -249,20 +268,6 @@ def host_of(store: Store) -> str:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", os.environ.get("MASTER_ADDR", "")))
-
-
-def _address_of(interface: str) -> str:
-    """Returns the IPv4 address of an interface, or an empty text."""
-    if sys.platform == "linux" and interface:
-        import fcntl  # there is none on Windows
-
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-        ):
-            request = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])
-    return ""
 
 
 def _address_towards(host: str) -> str:
@@ -286,17 +291,3 @@ def _listening(address: str) -> socket.socket:
     listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
     listener.settimeout(patience.LOOK_S)
     return listener
-
-
-def _meet(store: Store, key: str, told: str, *, rank: int, num_ranks: int, look: Look) -> None:
-    """Waits until all ranks have arrived at `key`. Each leaves its text `told` there."""
-    store.set(f"{key}/{rank}", told)
-    num_here = store.add(key, 1)
-    pause_s, look_s = 0.001, time.monotonic() + patience.PROBE_S
-    while num_here < num_ranks:
-        time.sleep(pause_s)
-        pause_s = min(0.25, 1.5 * pause_s)
-        num_here = store.add(key, 0)
-        if num_here < num_ranks and time.monotonic() > look_s:
-            look_s = time.monotonic() + patience.PROBE_S
-            look([other for other in range(num_ranks) if not store.check([f"{key}/{other}"])])

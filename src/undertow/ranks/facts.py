@@ -157,7 +157,6 @@ class _Item:
     tensor: Tensor
     places: Sequence[Place] = ()
     is_checked: bool = False  # its tensor can be sent
-    overlaps: bool = False  # another buffer shares its memory
 
 
 _Values = list[tuple[_Item, Tensor]]  # items with their new values
@@ -180,11 +179,6 @@ class CommonBuffers:
             if tensor is not None and not tensor.is_meta:  # which has no values
                 found[tensor].append(place)
         self.buffers = list(map(_Item, found, found.values()))
-        sent = [item for item in self.buffers if not why_not_sent(item.tensor)]
-        pointers = [item.tensor.untyped_storage().data_ptr() for item in sent]
-        num_buffers = Counter(pointers)
-        for item, pointer in zip(sent, pointers, strict=True):
-            item.overlaps = num_buffers[pointer] > 1
 
     def now(self) -> list[_Item]:
         """Returns the current buffers, or an earlier one if the current one has another shape or
@@ -230,8 +224,8 @@ def synchronize_buffers(
     floating-point and complex ones over ranks.
 
     A buffer that changes becomes a new tensor: autograd may have saved the old one for a pending
-    backward, which would use whatever was written into it. Buffers that share memory with others,
-    or require gradients, are written in place.
+    backward, which would use whatever was written into it. Buffers that are parts of a larger
+    tensor, which others may share, or require gradients, are written in place.
     """
     of_source: list[_Item] = []
     averaged: list[_Item] = []
@@ -299,7 +293,8 @@ def _replace(arrived: _Values) -> None:
         if value.device.type == "cpu" and torch.equal(item.tensor, value):
             continue
         # it must stay the same tensor, as under torch's class
-        if item.overlaps or item.tensor.requires_grad:
+        is_part = item.tensor.untyped_storage().nbytes() > item.tensor.nbytes
+        if is_part or item.tensor.requires_grad:
             _write([(item, value)])
         else:
             replaced.append((item, value))
