@@ -10,9 +10,9 @@ import contextlib
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -160,6 +160,7 @@ class _Item:
 
 
 _Values = list[tuple[_Item, Tensor]]  # items with their new values
+_Arriving = Iterator[tuple[Handle, _Values]]
 
 
 class CommonBuffers:
@@ -232,12 +233,7 @@ def synchronize_buffers(
     for buffer in common.now():
         has_mean = averages and (buffer.tensor.is_floating_point() or buffer.tensor.is_complex())
         (averaged if has_mean else of_source).append(buffer)
-    for chunk in _chunks(averaged):
-        handle, means = _means(chunk, group)
-        handle.wait()
-        _replace([(item, mean.to(item.tensor.dtype)) for item, mean in means])
-    for chunk in _chunks(of_source):
-        handle, values = _sent(chunk, group, source)
+    for handle, values in chain(_means(averaged, group), _sent(of_source, group, source)):
         handle.wait()
         _replace(values)
 
@@ -248,8 +244,7 @@ def broadcast_in_place(tensors: Iterable[Tensor], group: OwnGroup, *, source: in
 
     Used for parameters, which must stay the same tensors.
     """
-    for chunk in _chunks([_Item(tensor) for tensor in tensors]):
-        handle, values = _sent(chunk, group, source)
+    for handle, values in _sent(list(map(_Item, tensors)), group, source):
         handle.wait()
         _write(values)
 
@@ -262,8 +257,7 @@ def send_in_place(
 
     The returned function waits and writes them into `tensors`.
     """
-    send = _means if averages else _sent
-    on_their_way = [send(chunk, group) for chunk in _chunks([_Item(tensor) for tensor in tensors])]
+    on_their_way = list((_means if averages else _sent)(list(map(_Item, tensors)), group))
 
     @torch.no_grad()
     def write() -> None:
@@ -290,6 +284,7 @@ def _replace(arrived: _Values) -> None:
         # On the host, an unchanged buffer stays the same tensor, for code that holds a reference.
         # On a device, the comparison would block the host for every buffer of every forward, so all
         # buffers are replaced.
+        value = value.to(item.tensor.dtype)
         if value.device.type == "cpu" and torch.equal(item.tensor, value):
             continue
         # it must stay the same tensor, as under torch's class
@@ -310,33 +305,33 @@ def _replace(arrived: _Values) -> None:
         item.tensor = own
 
 
-def _means(chunk: Sequence[_Item], group: OwnGroup) -> tuple[Handle, _Values]:
-    """Starts to average a chunk; the means are in double precision."""
+def _means(items: Sequence[_Item], group: OwnGroup) -> _Arriving:
+    """Starts to average chunk after chunk; the means are in double precision."""
     # Buffers are averaged again in every step. In fp64, values that are the same on every rank,
     # such as tables of constants, come back bit-identical; rounding in their own dtype would change
     # them. Dividing before the sum also avoids overflow, for example of masks filled with the
     # lowest number. Buffers are small, so the extra bytes do not matter.
-    flat = torch.cat([item.tensor.to_dense().flatten() for item in chunk])
-    wide = flat.to(torch.promote_types(flat.dtype, torch.float64)).div_(group.num_ranks)
-    handle = group.all_reduce(wide, "the mean of buffers or gradients")
-    parts = torch.split(wide, [item.tensor.numel() for item in chunk])
-    means = [(item, part.view(item.tensor.shape)) for item, part in zip(chunk, parts, strict=True)]
-    return handle, means
+    for chunk in _chunks(items):
+        flat = torch.cat([item.tensor.to_dense().flatten() for item in chunk])
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float64)).div_(group.num_ranks)
+        handle = group.all_reduce(wide, "the mean of buffers or gradients")
+        parts = torch.split(wide, [item.tensor.numel() for item in chunk])
+        means = [part.view(item.tensor.shape) for item, part in zip(chunk, parts, strict=True)]
+        yield handle, list(zip(chunk, means, strict=True))
 
 
-def _sent(chunk: Sequence[_Item], group: OwnGroup, source: int = 0) -> tuple[Handle, _Values]:
-    """Starts to send a chunk; rank `source` itself gets no values."""
-    # As bytes, so that every dtype works, including ones that the backend does not support.
-    flat = torch.cat([_bytes(item.tensor) for item in chunk])
-    handle = group.broadcast(flat, "parameters or buffers of another rank", source=source)
-    if group.rank == source:
-        return handle, []
-    parts = torch.split(flat, [item.tensor.nbytes for item in chunk])
-    values = [
-        (item, part.view(item.tensor.dtype).view(item.tensor.shape))
-        for item, part in zip(chunk, parts, strict=True)
-    ]
-    return handle, values
+def _sent(items: Sequence[_Item], group: OwnGroup, source: int = 0) -> _Arriving:
+    """Starts to send chunk after chunk; rank `source` itself gets no values."""
+    for chunk in _chunks(items):
+        # As bytes, so that every dtype works, including ones that the backend does not support.
+        flat = torch.cat([_bytes(item.tensor) for item in chunk])
+        handle = group.broadcast(flat, "parameters or buffers of another rank", source=source)
+        values: _Values = []
+        parts = torch.split(flat, [item.tensor.nbytes for item in chunk])
+        for item, part in zip(chunk, parts, strict=True):
+            if group.rank != source:
+                values.append((item, part.view(item.tensor.dtype).view(item.tensor.shape)))
+        yield handle, values
 
 
 def _bytes(tensor: Tensor) -> Tensor:
