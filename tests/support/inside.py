@@ -368,7 +368,7 @@ def hearing_rank() -> Callable[[bytes], None]:
 
 def shorten_patience(factor: float) -> None:
     """Shortens what this process waits for on purpose, where a rank is lost or late: not what others have to end or connect."""
-    for name in ("LOOK_S", "PROBE_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S"):
+    for name in ("LOOK_S", "PROBE_S", "ANSWERS_S", "VERDICT_S", "EXIT_S"):
         setattr(patience, name, factor * getattr(patience, name))
 
 

@@ -48,7 +48,7 @@ from reprlib import repr as brief
 from typing import Any
 
 from undertow.config import SyncConfig
-from undertow.errors import PeerFailed, UndertowError
+from undertow.errors import UndertowError
 from undertow.foreign import parsed_json
 from undertow.ranks import faults, patience
 from undertow.ranks.connections import Connection
@@ -329,11 +329,6 @@ class Watch(NullWatch):
                 self.interrupt_s = math.inf
                 self.interrupt()
             return
-        # This rank may be about to raise the same error, and the failed process may take long to
-        # end.
-        failed = next((fault for fault in self.left.values() if fault.kind is PeerFailed), None)
-        if failed is not None and min(waited_s, now_s - failed.known_s) > patience.ENDS_S:
-            self.fail(failed)
         if self.told[0] < self.asked_s and self.has_answers():
             self.told = now_s, self.report()
             if self.told[1]:
