@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from support.alike import backward_alike, of_all_ranks
 from support.errors import text_of
-from support.inside import cloned_group, interrupt, is_gone, own_group_of, skip_a_round, watch_of
+from support.inside import cloned_group, interrupt, own_group_of, skip_a_round, watch_of
 from support.models import Branches, noise
 from support.naive import naive_mean, require_same_gradients, wrapped_and_bare
 from support.programs import Program, run
@@ -370,12 +370,3 @@ def test_what_waits_wakes_up_and_other_groups_go_on(what: str) -> None:
         del work
     dist.barrier()  # of another group, which goes on
     dist.destroy_process_group(group)
-
-
-@in_ranks(2)
-def test_a_rank_that_is_there_is_not_gone() -> None:
-    other = 1 - dist.get_rank()
-    dist.barrier()
-    assert [is_gone(other) for _ in range(3)] == [False] * 3
-    dist.barrier()
-    dist.all_reduce(torch.ones(3))  # the looks have left nothing behind

@@ -318,8 +318,7 @@ def test_close_takes_every_hook_off(way: str, num_steps: int) -> None:
 UNWATCHED = (
     "the ranks do not watch over each other: rank {} cannot listen for other ranks: no such interface.\n"
     "  Training continues, and lost ranks are found by the backend and its timeout alone.\n"
-    "  Allow TCP connections between all ranks, on any port, or name the interface that connects them in "
-    "GLOO_SOCKET_IFNAME."
+    "  Allow TCP connections between all ranks, on any port."
 )
 
 

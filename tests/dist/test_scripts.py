@@ -84,20 +84,9 @@ class Forked:
         return [(rank.exit_code, rank.log) for rank in run_ranks(self, 2, is_script=True)]
 
 
-# Gloo then connects two ranks when they first send to each other: whoever asked by a receive of its own whether the other one
-# is there would wait for it.
-ASKS = """
-from support.inside import is_gone, watch_of
-if number == 0:
-    assert not is_gone(1)
-    rank.tell("asked")
-rank.waits_for("asked", [0])
-model ="""
-
-
 @SCRIPTS
 def test_a_script_ends_with_exit_code_0_where_gloo_connects_lazily(source: str) -> None:
-    assert Forked(source.replace("\nmodel =", ASKS) + "watch_of(model)\n", TORCH_GLOO_LAZY_INIT="1").ends == WELL
+    assert Forked(source, TORCH_GLOO_LAZY_INIT="1").ends == WELL
 
 
 AFTERWARDS = """

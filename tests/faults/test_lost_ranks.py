@@ -25,7 +25,8 @@ from undertow import DistributedDataParallel
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(
-    "place", [place for place in PLACES if place not in ("in hybrid backward", "in expert backward", "in launch")]
+    "place",
+    [place for place in PLACES if place not in ("in hybrid backward", "in expert backward", "in launch", "before construction")],
 )
 def test_a_killed_rank_is_named_on_all_others(place: str, num_ranks: int, record: Record) -> None:
     record(f"killed {place}", PLACES[place].told(PLACES[place].fault("killed", num_ranks), "RankLost", GONE))
@@ -258,8 +259,6 @@ def train(model):
 {train}
 """
 HERE = "model = wrapped()\ntrain(model)"
-# A thread of the script's own trains, and the main thread of the failing process goes on.
-IN_A_THREAD = "if rank.number == 1:\n    threading.Thread(target={target}, daemon=True).start()\n    time.sleep(60)\n" + HERE
 RAISES = 'raise ValueError("row 7 has no label")'
 LEFT = "RankLost: rank 1 has left: it has finished after 2 synchronizations, and others wait for it."
 TOLD = "PeerFailed: rank 1 has failed: ValueError: row 7 has no label"
@@ -283,22 +282,3 @@ def test_the_way_a_script_ends_is_told(fault: str, told: str) -> None:
     assert re.search(rf"^undertow\.errors\.{re.escape(told)}$", said, re.MULTILINE), said
     assert ("ValueError: row 7 has no label" in second.log) == (fault == RAISES)
     assert ("Connection closed" in said, "another exception" in said, "direct cause" in said) == (False, False, False), said
-
-
-@pytest.mark.parametrize(
-    ("fault", "train", "told"),
-    [
-        (RAISES, IN_A_THREAD.format(target="lambda: train(wrapped())"), TOLD),
-        (RAISES, IN_A_THREAD.format(target="train, args=[wrapped()]"), TOLD),
-        # Errors of ours all ranks raise at once: who still waits two seconds later waits for a rank that will not come.
-        (
-            'atexit.register(time.sleep, 600); raise undertow.PhaseError("no batch.", where="here", remedy="None.")',
-            HERE,
-            "PeerFailed: rank 1 has failed: undertow.errors.PhaseError: no batch.",
-        ),
-    ],
-    ids=["a thread", "a thread, wrapped in another one", "an error of ours, and an end that lasts"],
-)
-def test_a_failure_is_told_though_the_process_and_its_connections_stay(fault: str, train: str, told: str) -> None:
-    first, second = run_ranks(partial(script, SCRIPT.format(fault=fault, train=train)), 2, is_script=True, stays=[1])
-    assert (told in first.log, first.exit_code, second.was_killed) == (True, 1, True)

@@ -47,7 +47,7 @@ from undertow.sharded.shards import FlatParams
 from undertow.sharded.steps import Sharding
 from undertow.sync.mean_over_ranks import MeanOverRanks
 from undertow.torch_private import private
-from undertow.torch_private.private import interrupt, is_gone, timeout_of  # noqa: F401  # for tests
+from undertow.torch_private.private import interrupt, timeout_of  # noqa: F401  # for tests
 
 NUM_STEPS_UNTIL_A_MOVE = NUM_STEPS_BEFORE + NUM_STEPS_MEASURED + 2  # the next one takes the plan that was decided on
 Model, OpCall = nn.Module | GradientSync, Callable[[Op], object]
@@ -354,7 +354,7 @@ def hearing_rank() -> Callable[[bytes], None]:
 
 def shorten_patience(factor: float) -> None:
     """Shortens what this process waits for on purpose, where a rank is lost or late: not what others have to end or connect."""
-    for name in ("LOOK_S", "PROBE_S", "ANSWERS_S", "VERDICT_S", "ENDS_S", "EXIT_S"):
+    for name in ("LOOK_S", "PROBE_S", "ANSWERS_S", "VERDICT_S", "EXIT_S"):
         setattr(patience, name, factor * getattr(patience, name))
 
 

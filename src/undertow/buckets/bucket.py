@@ -519,8 +519,8 @@ class DenseBucket(LiveBucket):
                 sources.append(grad)
         if targets:
             private.copy_each(targets, sources)
-        if absent:
-            private.zero_each(absent)
+        for view in absent:
+            view.zero_()
 
     def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
         reducer, recorder, flat = self.shared.reducer, self.shared.recorder, self.memory.flat

@@ -15,7 +15,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from undertow.config import refused
 from undertow.ddp import rpc
 from undertow.sync.gradient_sync import GradientSync
-from undertow.torch_private import private
 
 
 class UnevenInputs(Join):
@@ -110,7 +109,7 @@ class ShadowHook(JoinHook):
             work = Join.notify_join_context(joinable)
             if work is not None:
                 work.wait()
-                num_active = int(private.tensors_in(work.get_future().value())[0].item())
+                num_active = int(work.get_future().value()[0].item())
         self.rescale(num_active)
         return _exchange(
             sync,

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from undertow.errors import WrongType, require
-from undertow.ranks.threads import Worker
-from undertow.ranks.transport import Handle, OwnGroup, are_left
+from undertow.ranks.threads import Worker, may_be_stuck
+from undertow.ranks.transport import Handle, OwnGroup
 
 
 class HookedBucket:
@@ -78,7 +77,7 @@ class CommHook:
         _check_signature(hook)
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
         self._hook = partial(hook, state)
-        self._thread: _Calling | None = None
+        self._worker: Worker | None = None
         self._failures: list[BaseException] = []
 
     def begin_round(self) -> None:
@@ -96,14 +95,14 @@ class CommHook:
         """
         if bucket.buffer().device.type != "cpu":
             return self._call(bucket)
-        self._thread = _thread_beside_this_one()
-        self._thread.groups.add(group)
+        self._worker = _thread_beside_this_one()
+        self._worker.groups.add(group)
         call = partial(self._call_in_turn, bucket, self._failures)
-        return Handle.in_threads(call, self._thread.worker, complete=group.complete)
+        return Handle.in_threads(call, self._worker, complete=group.complete)
 
     def close(self) -> None:
         """Releases the thread; it ends after the pending calls of the last hook that uses it."""
-        self._thread = None
+        self._worker = None
 
     def _call_in_turn(self, bucket: HookedBucket, failures: list[BaseException]) -> None:
         """Calls the hook and waits for its result, unless an earlier call of the synchronization
@@ -124,7 +123,7 @@ class CommHook:
         target = bucket.buffer()
         future = self._hook(bucket)
         require(
-            isinstance(future, torch._C.Future),  # the base class of torch.futures.Future
+            isinstance(future, torch.Future),  # the base class of torch.futures.Future
             "expected the communication hook to return a torch.futures.Future, got "
             f"{type(future).__name__}.",
             where=f"{self.name}, bucket {bucket.index()}",
@@ -158,26 +157,19 @@ def _write_result(result: object, target: Tensor, *, name: str) -> None:
         target.copy_(result.view_as(target))
 
 
-class _Calling:
-    def __init__(self) -> None:
-        self.groups: weakref.WeakSet[OwnGroup] = weakref.WeakSet()
-        self.worker = Worker("undertow-hooks", is_broken=partial(are_left, self.groups))
-
-
-def _thread_beside_this_one() -> _Calling:
+def _thread_beside_this_one() -> Worker:
     """Returns the thread for the hooks of all models that train in this thread, which may share a
     group and so need one order."""
     # differs in a child process, which has none of its parent's threads
     key = threading.get_native_id()
-    thread = _threads.get(key)
-    # the thread may be stuck in a broken group
-    if thread is None or any(group.is_broken for group in thread.groups):
-        thread = _threads[key] = _Calling()
-    return thread
+    worker = _workers.get(key)
+    if worker is None or may_be_stuck(worker.groups):
+        worker = _workers[key] = Worker("undertow-hooks")
+    return worker
 
 
 # Hooks hold the workers: when the last reference is gone, the worker's thread ends.
-_threads: weakref.WeakValueDictionary[int, _Calling] = weakref.WeakValueDictionary()
+_workers: weakref.WeakValueDictionary[int, Worker] = weakref.WeakValueDictionary()
 
 
 def _check_signature(hook: Callable[..., Any]) -> None:
@@ -188,29 +180,10 @@ def _check_signature(hook: Callable[..., Any]) -> None:
         remedy="Pass a function hook(state, bucket) that returns a torch.futures.Future.",
         error=WrongType,
     )
-    signature = inspect.signature(hook)
+    parameters = list(inspect.signature(hook).parameters)
     require(
-        "bucket" in signature.parameters,
-        "Communication hook: expected a parameter named 'bucket', got "
-        f"{list(signature.parameters)}.",
+        "bucket" in parameters,
+        f"Communication hook: expected a parameter named 'bucket', got {parameters}.",
         where="register_comm_hook(state, hook)",
         remedy="Write def hook(state, bucket).",
     )
-    wanted = {
-        "bucket": (signature.parameters["bucket"].annotation, GradBucket, "dist.GradBucket"),
-        "return": (
-            signature.return_annotation,
-            torch.futures.Future[Tensor],
-            "torch.futures.Future[torch.Tensor]",
-        ),
-    }
-    for what, (annotation, expected, text) in wanted.items():
-        # Under `from __future__ import annotations` they are texts, with the prefix that the user's
-        # file has.
-        is_same_text = isinstance(annotation, str) and text.split(".")[-1].rstrip("]") in annotation
-        require(
-            is_same_text or annotation in (inspect.Parameter.empty, expected, text),
-            f"Communication hook: {what} annotation should be {text}, got {annotation!r}.",
-            where="register_comm_hook(state, hook)",
-            remedy="Annotate it so, or leave the annotation out.",
-        )

@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch.distributed.distributed_c10d import Store
 
@@ -133,6 +132,49 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """A meeting of ranks in a store, which they ask for nothing that waits.
+
+    `look` is called from time to time with the ranks that have not arrived; it may raise.
+    """
+
+    store: Store
+    key: str
+    rank: int
+    num_ranks: int
+    look: Look
+
+    def arrive(self, place: str, told: str = "") -> None:
+        """Leaves the text `told` at a place, and waits until all ranks have arrived there."""
+        key = f"{self.key}/{place}"
+        self.store.set(f"{key}/{self.rank}", told)
+        num_here = self.store.add(key, 1)
+        pause_s = 0.001
+        look_s = time.monotonic() + patience.PROBE_S
+        while num_here < self.num_ranks:
+            time.sleep(pause_s)
+            pause_s = min(0.25, 1.5 * pause_s)
+            num_here = self.store.add(key, 0)
+            if num_here < self.num_ranks and time.monotonic() > look_s:
+                look_s = time.monotonic() + patience.PROBE_S
+                ranks = range(self.num_ranks)
+                self.look([rank for rank in ranks if not self.store.check([f"{key}/{rank}"])])
+
+    def told_by(self, rank: int, place: str) -> str:
+        """Returns the text that a rank has left at a place where all have arrived."""
+        return str(self.store.get(f"{self.key}/{place}/{rank}").decode())
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.store.check([f"{self.key}/why"]))
+
+    def fail(self, why: str) -> None:
+        """Tells all ranks the reason, unless they have one: later ranks fail because of it."""
+        if not self.has_failed:
+            self.store.set(f"{self.key}/why", why)
+
+
+@dataclass(frozen=True, slots=True)
 class _Place:
     """The address of a rank, as it leaves it in the store."""
 
@@ -145,51 +187,40 @@ class _Place:
         return f"rank {self.rank} at {self.address} port {self.port}"
 
 
-def connect_ring(
-    store: Store, key: str, *, rank: int, num_ranks: int, look: Look
-) -> list[Connection]:
-    """Connects `rank` to its neighbors and returns them, the next one first; every rank of the ring
-    calls it.
+def connect_ring(meeting: Meeting) -> list[Connection]:
+    """Connects this rank to its neighbors and returns them, the next one first; every rank of the
+    ring calls it.
 
-    Raises ConnectionError on every rank, with one reason, if some pair cannot connect. Calls `look`
-    from time to time with the ranks that have not arrived; it may raise. The store is asked for
-    nothing that waits.
+    Raises ConnectionError on every rank, with one reason, if some pair cannot connect.
     """
-    meet = partial(_meet, store, rank=rank, num_ranks=num_ranks, look=look)
-    has_given_up = partial(store.check, [f"{key}/why"])
-    links = list[tuple[socket.socket, _Place]]()
-    address, port, token, reason = "", 0, secrets.token_hex(), ""
+    rank, num_ranks = meeting.rank, meeting.num_ranks
+    links = list[tuple[socket.socket, int]]()
+    here = _Place(rank, "", 0, secrets.token_hex())
     with contextlib.ExitStack() as undo:
         try:
-            listener = undo.enter_context(_listening(own_address(host_of(store))))
+            listener = undo.enter_context(_listening(own_address(host_of(meeting.store))))
             address, port, *_ = listener.getsockname()
+            here = _Place(rank, address, port, here.token)
         except OSError as error:
-            store.set(f"{key}/why", f"rank {rank} cannot listen for other ranks: {error}")
-        meet(f"{key}/at", json.dumps([address, port, token]))
-        if not has_given_up():
-            here = _Place(rank, address, port, token)
-            neighbors = [(rank + 1) % num_ranks, (rank - 1) % num_ranks]
-            after, before = (
-                _Place(other, *json.loads(store.get(f"{key}/at/{other}"))) for other in neighbors
-            )
-            try:
-                # Two ranks are neighbors on both sides, and one connection is enough.
-                if num_ranks > 2 or rank == 0:
-                    links.append((undo.enter_context(_connected(after)), after))
-                if num_ranks > 2 or rank == 1:
-                    links.append(
-                        (undo.enter_context(_accepted(listener, here, has_given_up)), before)
-                    )
-            except OSError as error:
-                reason = f"rank {rank} {error}"
-        if reason and not has_given_up():  # later ranks fail because this one has
-            store.set(f"{key}/why", reason)
-        meet(f"{key}/through", "")
-        if has_given_up():
-            raise ConnectionError(store.get(f"{key}/why").decode())
+            meeting.fail(f"rank {rank} cannot listen for other ranks: {error}")
+        meeting.arrive("at", json.dumps([here.address, here.port, here.token]))
+        after = (rank + 1) % num_ranks
+        try:
+            # Two ranks are neighbors on both sides, and one connection is enough.
+            if not meeting.has_failed and (num_ranks > 2 or rank == 0):
+                place = _Place(after, *json.loads(meeting.told_by(after, "at")))
+                links.append((undo.enter_context(_connected(place)), after))
+            if not meeting.has_failed and (num_ranks > 2 or rank == 1):
+                link = undo.enter_context(_accepted(listener, here, meeting))
+                links.append((link, (rank - 1) % num_ranks))
+        except OSError as error:
+            meeting.fail(f"rank {rank} {error}")
+        meeting.arrive("through")
+        if meeting.has_failed:
+            raise ConnectionError(meeting.store.get(f"{meeting.key}/why").decode())
         undo.pop_all()
         listener.close()
-    return [Connection(link, place.rank) for link, place in links]
+    return [Connection(link, other) for link, other in links]
 
 
 def _connected(place: _Place) -> socket.socket:
@@ -202,12 +233,10 @@ def _connected(place: _Place) -> socket.socket:
     return link
 
 
-def _accepted(
-    listener: socket.socket, here: _Place, has_given_up: Callable[[], bool]
-) -> socket.socket:
+def _accepted(listener: socket.socket, here: _Place, meeting: Meeting) -> socket.socket:
     """Returns the first connection that brings the token; closes all others."""
     until_s = time.monotonic() + patience.CONNECT_S
-    while time.monotonic() < until_s and not has_given_up():
+    while time.monotonic() < until_s and not meeting.has_failed:
         with contextlib.suppress(TimeoutError):
             link, _ = listener.accept()
             if _brings_token(link, here.token):
@@ -286,17 +315,3 @@ def _listening(address: str) -> socket.socket:
     listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
     listener.settimeout(patience.LOOK_S)
     return listener
-
-
-def _meet(store: Store, key: str, told: str, *, rank: int, num_ranks: int, look: Look) -> None:
-    """Waits until all ranks have arrived at `key`. Each leaves its text `told` there."""
-    store.set(f"{key}/{rank}", told)
-    num_here = store.add(key, 1)
-    pause_s, look_s = 0.001, time.monotonic() + patience.PROBE_S
-    while num_here < num_ranks:
-        time.sleep(pause_s)
-        pause_s = min(0.25, 1.5 * pause_s)
-        num_here = store.add(key, 0)
-        if num_here < num_ranks and time.monotonic() > look_s:
-            look_s = time.monotonic() + patience.PROBE_S
-            look([other for other in range(num_ranks) if not store.check([f"{key}/{other}"])])

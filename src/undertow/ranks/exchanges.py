@@ -195,9 +195,9 @@ class P2PCollectives:
         received = [own] * len(sent)
         for peer in self.group.peers:
             received[peer] = self._taken(own.numel(), own.dtype)
-        return received, self.group.receive(received, tag, group) + self.group.send(
-            sent, tag, group
-        )
+        works = self.group.receive(received, tag, group)
+        works += self.group.send(sent, tag, group)
+        return received, works
 
     def _add_up(self, arriving: _Arriving, into: Tensor) -> Tensor:
         received, works = arriving

@@ -10,9 +10,9 @@ import contextlib
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -157,10 +157,10 @@ class _Item:
     tensor: Tensor
     places: Sequence[Place] = ()
     is_checked: bool = False  # its tensor can be sent
-    overlaps: bool = False  # another buffer shares its memory
 
 
 _Values = list[tuple[_Item, Tensor]]  # items with their new values
+_Arriving = Iterator[tuple[Handle, _Values]]
 
 
 class CommonBuffers:
@@ -180,11 +180,6 @@ class CommonBuffers:
             if tensor is not None and not tensor.is_meta:  # which has no values
                 found[tensor].append(place)
         self.buffers = list(map(_Item, found, found.values()))
-        sent = [item for item in self.buffers if not why_not_sent(item.tensor)]
-        pointers = [item.tensor.untyped_storage().data_ptr() for item in sent]
-        num_buffers = Counter(pointers)
-        for item, pointer in zip(sent, pointers, strict=True):
-            item.overlaps = num_buffers[pointer] > 1
 
     def now(self) -> list[_Item]:
         """Returns the current buffers, or an earlier one if the current one has another shape or
@@ -230,20 +225,15 @@ def synchronize_buffers(
     floating-point and complex ones over ranks.
 
     A buffer that changes becomes a new tensor: autograd may have saved the old one for a pending
-    backward, which would use whatever was written into it. Buffers that share memory with others,
-    or require gradients, are written in place.
+    backward, which would use whatever was written into it. Buffers that are parts of a larger
+    tensor, which others may share, or require gradients, are written in place.
     """
     of_source: list[_Item] = []
     averaged: list[_Item] = []
     for buffer in common.now():
         has_mean = averages and (buffer.tensor.is_floating_point() or buffer.tensor.is_complex())
         (averaged if has_mean else of_source).append(buffer)
-    for chunk in _chunks(averaged):
-        handle, means = _means(chunk, group)
-        handle.wait()
-        _replace([(item, mean.to(item.tensor.dtype)) for item, mean in means])
-    for chunk in _chunks(of_source):
-        handle, values = _sent(chunk, group, source)
+    for handle, values in chain(_means(averaged, group), _sent(of_source, group, source)):
         handle.wait()
         _replace(values)
 
@@ -254,8 +244,7 @@ def broadcast_in_place(tensors: Iterable[Tensor], group: OwnGroup, *, source: in
 
     Used for parameters, which must stay the same tensors.
     """
-    for chunk in _chunks([_Item(tensor) for tensor in tensors]):
-        handle, values = _sent(chunk, group, source)
+    for handle, values in _sent(list(map(_Item, tensors)), group, source):
         handle.wait()
         _write(values)
 
@@ -268,8 +257,7 @@ def send_in_place(
 
     The returned function waits and writes them into `tensors`.
     """
-    send = _means if averages else _sent
-    on_their_way = [send(chunk, group) for chunk in _chunks([_Item(tensor) for tensor in tensors])]
+    on_their_way = list((_means if averages else _sent)(list(map(_Item, tensors)), group))
 
     @torch.no_grad()
     def write() -> None:
@@ -296,10 +284,12 @@ def _replace(arrived: _Values) -> None:
         # On the host, an unchanged buffer stays the same tensor, for code that holds a reference.
         # On a device, the comparison would block the host for every buffer of every forward, so all
         # buffers are replaced.
+        value = value.to(item.tensor.dtype)
         if value.device.type == "cpu" and torch.equal(item.tensor, value):
             continue
         # it must stay the same tensor, as under torch's class
-        if item.overlaps or item.tensor.requires_grad:
+        is_part = item.tensor.untyped_storage().nbytes() > item.tensor.nbytes
+        if is_part or item.tensor.requires_grad:
             _write([(item, value)])
         else:
             replaced.append((item, value))
@@ -315,33 +305,33 @@ def _replace(arrived: _Values) -> None:
         item.tensor = own
 
 
-def _means(chunk: Sequence[_Item], group: OwnGroup) -> tuple[Handle, _Values]:
-    """Starts to average a chunk; the means are in double precision."""
+def _means(items: Sequence[_Item], group: OwnGroup) -> _Arriving:
+    """Starts to average chunk after chunk; the means are in double precision."""
     # Buffers are averaged again in every step. In fp64, values that are the same on every rank,
     # such as tables of constants, come back bit-identical; rounding in their own dtype would change
     # them. Dividing before the sum also avoids overflow, for example of masks filled with the
     # lowest number. Buffers are small, so the extra bytes do not matter.
-    flat = torch.cat([item.tensor.to_dense().flatten() for item in chunk])
-    wide = flat.to(torch.promote_types(flat.dtype, torch.float64)).div_(group.num_ranks)
-    handle = group.all_reduce(wide, "the mean of buffers or gradients")
-    parts = torch.split(wide, [item.tensor.numel() for item in chunk])
-    means = [(item, part.view(item.tensor.shape)) for item, part in zip(chunk, parts, strict=True)]
-    return handle, means
+    for chunk in _chunks(items):
+        flat = torch.cat([item.tensor.to_dense().flatten() for item in chunk])
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float64)).div_(group.num_ranks)
+        handle = group.all_reduce(wide, "the mean of buffers or gradients")
+        parts = torch.split(wide, [item.tensor.numel() for item in chunk])
+        means = [part.view(item.tensor.shape) for item, part in zip(chunk, parts, strict=True)]
+        yield handle, list(zip(chunk, means, strict=True))
 
 
-def _sent(chunk: Sequence[_Item], group: OwnGroup, source: int = 0) -> tuple[Handle, _Values]:
-    """Starts to send a chunk; rank `source` itself gets no values."""
-    # As bytes, so that every dtype works, including ones that the backend does not support.
-    flat = torch.cat([_bytes(item.tensor) for item in chunk])
-    handle = group.broadcast(flat, "parameters or buffers of another rank", source=source)
-    if group.rank == source:
-        return handle, []
-    parts = torch.split(flat, [item.tensor.nbytes for item in chunk])
-    values = [
-        (item, part.view(item.tensor.dtype).view(item.tensor.shape))
-        for item, part in zip(chunk, parts, strict=True)
-    ]
-    return handle, values
+def _sent(items: Sequence[_Item], group: OwnGroup, source: int = 0) -> _Arriving:
+    """Starts to send chunk after chunk; rank `source` itself gets no values."""
+    for chunk in _chunks(items):
+        # As bytes, so that every dtype works, including ones that the backend does not support.
+        flat = torch.cat([_bytes(item.tensor) for item in chunk])
+        handle = group.broadcast(flat, "parameters or buffers of another rank", source=source)
+        values: _Values = []
+        parts = torch.split(flat, [item.tensor.nbytes for item in chunk])
+        for item, part in zip(chunk, parts, strict=True):
+            if group.rank != source:
+                values.append((item, part.view(item.tensor.dtype).view(item.tensor.shape)))
+        yield handle, values
 
 
 def _bytes(tensor: Tensor) -> Tensor:

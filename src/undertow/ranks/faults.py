@@ -39,8 +39,6 @@ class Fault:
     what: str
     remedy: str
     told: str = ""  # details from the rank that detected it, several lines
-    # when this rank learned of it
-    known_s: float = field(default_factory=time.monotonic, compare=False)
 
     def error(self, where: str) -> UndertowError:
         """Returns a new error each time: raising one twice would accumulate both tracebacks."""
@@ -97,35 +95,19 @@ class Activity:
         waits_for, since_s = self.wait
         if waits_for:
             return Answer(waits_for, time.monotonic() - since_s, f"{head}waits for {waits_for}")
-        names = dict[int, str]()
+        frames = frames_of(self.thread)
+        doing = activity(frames, self._names())
+        if not has_begun:
+            doing += f", no training forward {f'since synchronization {step}' if step else 'yet'}"
+        return Answer("", 0.0, "\n    ".join((head + doing, *stack_lines(frames))))
+
+    def _names(self) -> dict[int, str]:
+        """Returns the names of the model's modules, by id."""
         model = self.module()
         with contextlib.suppress(RuntimeError):  # the model may be changing at this moment
-            names = (
-                {}
-                if model is None
-                else {id(module): name for name, module in model.named_modules()}
-            )
-        idle = ""
-        if not has_begun:
-            idle = (
-                (f", no training forward since synchronization {step}")
-                if step
-                else ", no training forward yet"
-            )
-        return Answer("", 0.0, head + _described(self.thread, names, idle))
-
-
-def without_model(rank: int, thread: int) -> Answer:
-    """The answer of a rank that was asked about a model it has not created.
-
-    Its script runs in `thread`.
-    """
-    return Answer("", 0.0, f"rank {rank}: has made no such wrapper, {_described(thread, {})}")
-
-
-def _described(thread: int, names: Mapping[int, str], more: str = "") -> str:
-    frames = frames_of(thread)
-    return "\n    ".join((activity(frames, names) + more, *stack_lines(frames)))
+            if model is not None:
+                return {id(module): name for name, module in model.named_modules()}
+        return {}
 
 
 def failed(rank: int, error: BaseException) -> Fault:
@@ -191,12 +173,12 @@ def timed_out(rank: int, report: str) -> Fault:
 
 
 def never_came(ranks: Sequence[int], waited_s: float) -> Fault:
-    """Some ranks have not created the wrapper that others wait for."""
+    """Some ranks have not created the wrapper or the optimizer that others wait for."""
     return Fault(
         StallTimeout,
-        f"rank {', '.join(map(str, ranks))} has made no such wrapper within {waited_s:.0f} s, "
-        "and other ranks wait for it.",
-        "Wrap the model on every rank of the group, by the same class: `undertow run` starts all. "
+        f"rank {', '.join(map(str, ranks))} has made no such wrapper or ShardedOptimizer within "
+        f"{waited_s:.0f} s, and other ranks wait for it.",
+        "Make it on every rank of the group, by the same class: `undertow run` starts all ranks. "
         "If that takes longer, set stall_timeout_s and the process group's timeout higher.",
     )
 
@@ -254,13 +236,13 @@ def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
     `modules` maps ids of the model's modules to names.
     """
     for frame in reversed(frames):
-        path, function = frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name
-        if known := next((text for part, text in _ACTIVITIES.items() if part in path), None):
-            return known.format(function=function)
-        if (
-            function == "_call_impl"
-            and (name := modules.get(id(frame.f_locals.get("self")))) is not None
-        ):
+        path = frame.f_code.co_filename.replace(os.sep, "/")
+        function = frame.f_code.co_name
+        for part, text in _ACTIVITIES.items():
+            if part in path:
+                return text.format(function=function)
+        name = modules.get(id(frame.f_locals.get("self"))) if function == "_call_impl" else None
+        if name is not None:
             return f"in the forward of {name!r}" if name else "in the forward of the model"
     return "in code outside of the model"
 
@@ -268,9 +250,8 @@ def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
 def frames_of(thread: int) -> list[FrameType]:
     """Returns the stack of a thread, innermost frame last."""
     innermost = sys._current_frames().get(thread)
-    return (
-        [] if innermost is None else [frame for frame, _ in traceback.walk_stack(innermost)][::-1]
-    )
+    frames = () if innermost is None else traceback.walk_stack(innermost)
+    return [frame for frame, _ in frames][::-1]
 
 
 def stack_lines(frames: Sequence[FrameType]) -> list[str]:

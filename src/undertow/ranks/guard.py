@@ -2,11 +2,11 @@
 waits now and then.
 
 watch_over     makes the watch of a new model; the first one of these ranks connects them
+meet           waits until all ranks are about to make a process group
 over_users     context: a wait over a group of the user's
 Guard          the rings of this process, their connections, and the ends of a process
 """
 
-import atexit
 import contextlib
 import json
 import logging
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from undertow.config import SyncConfig
 from undertow.errors import RankLost, UndertowError
 from undertow.ranks import faults, patience
-from undertow.ranks.connections import connect_ring
+from undertow.ranks.connections import Meeting, connect_ring
 from undertow.ranks.faults import Activity
 from undertow.ranks.threads import end_workers
 from undertow.ranks.watch import NullWatch, Ring, Watch
@@ -44,14 +44,34 @@ def watch_over(
     Returns a NullWatch if the ranks cannot connect. Raises RankLost if a rank has died earlier, and
     StallTimeout if one does not arrive in time.
     """
-    ring = GUARD.ring_of(ranks) or _new_ring(
-        ranks, rank, limits, min(limits.stall_timeout_s, within_s)
-    )
-    if ring.is_apart:
+    ring = GUARD.ring_of(ranks)
+    if ring is None:
+        neighbors = []
+        with _meeting(ranks, rank, limits, within_s) as meeting:
+            try:
+                neighbors = connect_ring(meeting)
+            except ConnectionError as error:
+                if rank == 0:
+                    faults.tell(_NO_WATCH.format(error=error))
+        ring = Ring(neighbors, rank=rank, num_ranks=len(ranks))
+        GUARD.adopt(ranks, ring, dist.group.WORLD)
+    if not (ring.neighbors or ring.fault or ring.left):  # the ranks could not connect
         return NullWatch()
     watch = ring.join(limits, here)
     watch.check()
     return watch
+
+
+def meet(
+    ranks: tuple[int, ...], rank: int, limits: SyncConfig, watch: NullWatch, *, within_s: float
+) -> None:
+    """Waits until all these ranks are about to make a process group: torch's own waits cannot be
+    interrupted.
+
+    Raises StallTimeout if one does not arrive in time.
+    """
+    with _meeting(ranks, rank, limits, within_s, watch.check) as meeting:
+        meeting.arrive("group")
 
 
 @contextlib.contextmanager
@@ -79,41 +99,54 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
         watch.interrupts.remove(interrupt)
 
 
-def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, patience_s: float) -> Ring:
-    where = f"the making of a process group, rank {rank}"
+_NO_WATCH = (
+    "the ranks do not watch over each other: {error}.\n"
+    "  Training continues, and lost ranks are found by the backend and its timeout alone.\n"
+    "  Allow TCP connections between all ranks, on any port."
+)
+
+
+@contextlib.contextmanager
+def _meeting(
+    ranks: tuple[int, ...],
+    rank: int,
+    limits: SyncConfig,
+    within_s: float,
+    check: Callable[[], object] = bool,
+) -> Iterator[Meeting]:
+    """Context for a meeting of these ranks, each of which counts its own. `check` may raise."""
+    here = f"rank {ranks[rank]}"
+    where = f"the making of a process group, {here}"
+    patience_s = min(limits.stall_timeout_s, within_s)
     began_s = time.monotonic()
     told_s = 0.0
 
     def look(late: Sequence[int]) -> None:
-        """Raises if one of the ranks that have not arrived is gone, or the time has passed."""
+        """Raises if the ranks that have not arrived do not arrive in time."""
         nonlocal told_s
+        check()
         waited_s = time.monotonic() - began_s
-        for other in late:
-            if private.is_gone(ranks[other]):
-                raise faults.lost(other).error(where)
         if waited_s > patience_s and not store.check([over]):
             # tells ranks that arrive later that the others have given up
-            store.set(over, json.dumps(list(late)))
+            store.set(over, json.dumps([ranks[other] for other in late]))
         if store.check([over]):
             raise faults.never_came(json.loads(store.get(over)), patience_s).error(where)
         if waited_s > told_s + limits.stall_warning_s:
             told_s = waited_s
-            named = ", ".join(map(str, late))
+            named = ", ".join(str(ranks[other]) for other in late)
             faults.tell(
-                f"rank {rank} has waited {waited_s:.0f} s for rank {named} to synchronize a model."
+                f"{here} has waited {waited_s:.0f} s for rank {named} to synchronize a model."
             )
 
     try:
-        store, name = private.default_store(), f"undertow/ring/{'_'.join(map(str, ranks))}"
+        store = private.default_store()
+        name = f"undertow/ring/{'_'.join(map(str, ranks))}"
         key = f"{name}/{store.add(f'{name}/tries/{rank}', 1)}"
         over = f"{key}/over"
         look(())
-        neighbors = connect_ring(store, key, rank=rank, num_ranks=len(ranks), look=look)
+        yield Meeting(store, key, rank, len(ranks), look)
     except UndertowError:
         raise
-    except ConnectionError as error:
-        neighbors = []
-        _warn(rank, error)
     except RuntimeError as error:  # from the store
         raise RankLost(
             "the store that connects the ranks is gone, most likely because the rank that served "
@@ -121,20 +154,6 @@ def _new_ring(ranks: tuple[int, ...], rank: int, limits: SyncConfig, patience_s:
             where=where,
             remedy="Find out why that process ended, often rank 0's, and start again.",
         ) from error
-    ring = Ring(neighbors, rank=rank, num_ranks=len(ranks))
-    GUARD.adopt(ranks, ring, dist.group.WORLD)
-    return ring
-
-
-def _warn(rank: int, error: ConnectionError) -> None:
-    """Says once, on rank 0, that the ranks train on without a watch."""
-    if rank == 0:
-        faults.tell(
-            f"the ranks do not watch over each other: {error}.\n"
-            "  Training continues, and lost ranks are found by the backend and its timeout alone.\n"
-            "  Allow TCP connections between all ranks, on any port, or name the interface that "
-            "connects them in GLOO_SOCKET_IFNAME."
-        )
 
 
 class Guard:
@@ -181,30 +200,15 @@ class Guard:
         self._thread = thread
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
-        # multiprocessing may end a process without atexit; its finalizers still run.
+        # Unlike those of atexit, it also runs in processes that multiprocessing has started.
         multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
-        atexit.register(self._at_exit)
-        self._leave_before_end()
-
-    def _leave_before_end(self) -> None:
-        """Leaves with an exception that ends the process or a thread that was the last to train or
-        create a model."""
-        of_process, of_threads = sys.excepthook, threading.excepthook
+        of_process = sys.excepthook
 
         def process_ends(kind: type[BaseException], error: BaseException, trace: Any) -> object:
             self.leave(error)
             return of_process(kind, error, trace)
 
-        def thread_ends(args: Any) -> object:
-            trains = any(
-                args.thread is not None and watch.here.thread == args.thread.ident
-                for watch in self._watches()
-            )
-            if args.exc_value is not None and trains:
-                self.leave(args.exc_value)
-            return of_threads(args)
-
-        sys.excepthook, threading.excepthook = process_ends, thread_ends
+        sys.excepthook = process_ends
 
     def _at_exit(self) -> None:
         end_workers()

@@ -7,9 +7,22 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from undertow.ranks import patience
+
+
+class Group(Protocol):
+    """The ranks that a thread may wait for."""
+
+    @property
+    def is_left(self) -> bool:
+        """True if a rank is lost, or the group is closed."""
+
+
+def may_be_stuck(groups: weakref.WeakSet[Group]) -> bool:
+    """Returns True if a thread that waits for these ranks may never end."""
+    return not groups or any(group.is_left for group in groups)
 
 
 class WorkerThread(threading.Thread):
@@ -18,10 +31,10 @@ class WorkerThread(threading.Thread):
     `end_workers` does, before other ranks are told of the exit.
     """
 
-    def __init__(self, name: str, is_broken: Callable[[], bool]) -> None:
+    def __init__(self, name: str, groups: weakref.WeakSet[Group]) -> None:
         super().__init__(name=name, daemon=True)
         self.work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self.is_broken = is_broken
+        self.groups = groups
 
     def run(self) -> None:
         while (item := self.work.get()) is not None:
@@ -31,16 +44,17 @@ class WorkerThread(threading.Thread):
 
 
 class Worker:
-    """A worker thread that starts at the first `submit`. The process waits for its task at exit,
-    unless `is_broken`.
+    """A worker thread that starts at the first `submit`, and waits for the ranks of `groups`.
+
+    The process waits for its tasks at exit, unless a rank of them is lost.
 
     A gloo send that is partly in the socket never returns after its connection breaks, whatever is
     tried. The executors of the standard library would wait for it forever.
     """
 
-    def __init__(self, name: str, *, is_broken: Callable[[], bool]) -> None:
+    def __init__(self, name: str, *groups: Group) -> None:
+        self.groups = weakref.WeakSet[Group](groups)
         self._name = name
-        self._is_broken = is_broken
         self._thread: WorkerThread | None = None
         self._is_over = False
 
@@ -52,7 +66,7 @@ class Worker:
         if self._is_over:
             raise RuntimeError("cannot schedule new futures after shutdown")
         if self._thread is None:
-            thread = WorkerThread(self._name, self._is_broken)
+            thread = WorkerThread(self._name, self.groups)
             thread.start()  # before it is noted: joining a thread that could not start would fail
             _running.add(thread)
             self._thread = thread
@@ -72,7 +86,7 @@ def end_workers() -> None:
     while threads := list(_running):  # a worker may start another one
         for thread in threads:
             thread.work.put(None)
-            while thread.is_alive() and not thread.is_broken():
+            while thread.is_alive() and not may_be_stuck(thread.groups):
                 thread.join(patience.LOOK_S)
             thread.join(patience.EXIT_S)
             _running.discard(thread)

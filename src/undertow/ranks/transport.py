@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from operator import methodcaller
 from typing import Any, TypeAlias, cast
 
@@ -29,7 +29,7 @@ from undertow.errors import PhaseError
 from undertow.ranks import patience
 from undertow.ranks.faults import Activity, raised
 from undertow.ranks.group import GroupRef
-from undertow.ranks.guard import over_users, watch_over
+from undertow.ranks.guard import meet, over_users, watch_over
 from undertow.ranks.threads import Worker
 from undertow.ranks.watch import NullWatch
 from undertow.torch_private import private
@@ -198,29 +198,24 @@ class OwnGroup:
     def is_open(self) -> bool:
         return self._group is not None
 
-    def open(self, *, all_meet: bool = False) -> None:
+    def open(self) -> None:
         """Creates the clone; a collective call before any other over it.
 
-        A group `within` another one is opened after that one; `all_meet` if all ranks of that one
-        open groups at the same time.
+        A group `within` another one is opened after that one.
         """
+        ranks, timeout = self.user.ranks, self.user.timeout
+        within_s = patience.GROUP_S if timeout is None else timeout.total_seconds()
         if self.num_ranks == 1:
             self._group = weakref.ref(self._clone())
             return
-        timeout = self.user.timeout
-        within_s = patience.GROUP_S if timeout is None else timeout.total_seconds()
         if self._within is None:
             self.here.thread = threading.get_ident()  # until another thread trains
-            self.watch = watch_over(
-                self.user.ranks, self.rank, self._limits, self.here, within_s=within_s
-            )
+            self.watch = watch_over(ranks, self.rank, self._limits, self.here, within_s=within_s)
         else:
             self.watch = self._within.watch
         self.watch.interrupts.append(weakref.WeakMethod(self.interrupt))
+        meet(ranks, self.rank, self._limits, self.watch, within_s=within_s)
         with self.waiting("all ranks, to make a process group"):
-            if all_meet or self._within is None:  # so that no rank waits below for one that is gone
-                self.watch.ask("", topic=f"group {len(self.watch.interrupts)}", within_s=within_s)
-            self.watch.check()
             self._group = weakref.ref(self._made())
 
     def _made(self) -> dist.ProcessGroup:
@@ -359,7 +354,7 @@ class OwnGroup:
 
         The process does not join it at exit if one of them is lost.
         """
-        return Worker(name, is_broken=partial(are_left, weakref.WeakSet((self,))))
+        return Worker(name, self)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -399,6 +394,11 @@ class OwnGroup:
         """True if a rank is known to be gone: the connections are closed or about to be."""
         return self.watch.fault is not None
 
+    @property
+    def is_left(self) -> bool:
+        """True if the group is closed, or a rank is known to be gone."""
+        return self.watch is _CLOSED or self.is_broken
+
     def close(self) -> None:
         """Destroys the clone unless torch.distributed has done so already."""
         watch, self.watch = self.watch, _CLOSED
@@ -425,14 +425,6 @@ class OwnGroup:
             if group is not None:
                 for one in filter(None, {group, users}):
                     private.interrupt(one)
-
-
-def are_left(groups: weakref.WeakSet[OwnGroup]) -> bool:
-    """Returns True if threads waiting for these groups need not be joined at exit.
-
-    A rank may be lost, or no group is left.
-    """
-    return not groups or any(group.watch is _CLOSED or group.is_broken for group in groups)
 
 
 @cache

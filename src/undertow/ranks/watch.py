@@ -48,7 +48,7 @@ from reprlib import repr as brief
 from typing import Any
 
 from undertow.config import SyncConfig
-from undertow.errors import PeerFailed, UndertowError
+from undertow.errors import UndertowError
 from undertow.foreign import parsed_json
 from undertow.ranks import faults, patience
 from undertow.ranks.connections import Connection
@@ -61,7 +61,6 @@ Interrupt = Callable[[], Callable[[], None] | None]
 
 _log = logging.getLogger("undertow")
 _MAX_SEEN = 256  # messages of one rank on their way at a time
-_MAX_EARLY = 64  # messages about models that other ranks have created and this one has not
 # Timeouts of a collective (also of one whose connections another collective's timeout has closed:
 # of several in flight, either may report first), of the stores that groups are made through, and of
 # connecting. The kernel's messages about a connection are worded differently.
@@ -105,13 +104,9 @@ class NullWatch:
         By a fault, or by an error of this rank, whose reason is raised if that is known.
         """
 
-    def ask(self, text: str, *, topic: str = "", within_s: float | None = None) -> dict[int, str]:
-        """Tells all ranks a text, and returns the texts of all ranks that call this with the same
-        topic.
-
-        Waits for them for a second. With `within_s`, waits for so long, and fails if one does not
-        call it.
-        """
+    def ask(self, text: str) -> dict[int, str]:
+        """Tells all ranks a text, and returns the texts of all ranks that call this within a
+        second."""
         return {}
 
     def leave(self, error: BaseException | None) -> None:
@@ -131,25 +126,15 @@ class Ring:
         # ranks whose process has ended without an error that is fatal to the others
         self.left: dict[int, Fault] = {}
         self._num_watches = 0  # models that this rank has created
-        self._early: list[Message] = []  # about models that this rank has not created yet
         self._said = itertools.count()
         self._seen: defaultdict[int, deque[int]] = defaultdict(partial(deque, maxlen=_MAX_SEEN))
-
-    @property
-    def is_apart(self) -> bool:
-        """True if the ranks could not connect, and train without a watch."""
-        return not (self.neighbors or self.fault or self.left)
 
     def join(self, limits: SyncConfig, here: Activity | None = None) -> Watch:
         """Registers a new model of these ranks; each of them calls it, in the same order."""
         with self.condition:
-            watch = self.watches[self._num_watches] = Watch(
-                self, self._num_watches, limits, here or Activity()
-            )
+            watch = Watch(self, self._num_watches, limits, here or Activity())
+            self.watches[self._num_watches] = watch
             self._num_watches += 1
-            early, self._early = self._early, []
-            for message in early:
-                self._handle(message)
         return watch
 
     def say(self, kind: str, **content: Any) -> None:
@@ -195,27 +180,14 @@ class Ring:
 
     def _handle(self, message: Message) -> None:
         kind, rank, number = message["kind"], message["from"], message.get("number")
-        # `join` must not create the model between the look for it and the note
-        with self.condition:
-            watches = [
-                watch for watch in list(self.watches.values()) if number in (None, watch.number)
-            ]
-            is_early = number is not None and number >= self._num_watches
-            if is_early and kind != "asks" and len(self._early) < _MAX_EARLY:
-                self._early.append(message)
-        # so that a waiting rank learns that this one has not created the model
-        if is_early and kind == "asks":
-            threads = [watch.here.thread for watch in list(self.watches.values())]
-            answer = faults.without_model(
-                self.rank, threads[0] if threads else threading.main_thread().ident or 0
-            )
-            self.say("does", number=number, **asdict(answer))
-        elif number is None and kind == "fails":
-            self.fault = self.fault or faults.fault_from(message)
-        elif number is None:
-            self.left[rank] = faults.fault_from(message)
-        for watch in watches:
-            watch.handle(kind, rank, message)
+        with self.condition:  # `join` makes no model in between
+            if number is None and kind == "fails":
+                self.fault = self.fault or faults.fault_from(message)
+            elif number is None:
+                self.left[rank] = faults.fault_from(message)
+            for watch in list(self.watches.values()):
+                if number in (None, watch.number):
+                    watch.handle(kind, rank, message)
 
     def leave(self, error: BaseException | None) -> None:
         """Sends this rank's last message before the process ends, once."""
@@ -247,7 +219,7 @@ class Watch(NullWatch):
         self.asked_s = -math.inf  # when a rank that had waited for long asked
         self.answers: dict[int, Answer] = {}  # to that
         self.told = -math.inf, ""  # time and text of the last report
-        self._texts: defaultdict[str, dict[int, str]] = defaultdict(dict)  # by topic and rank
+        self._texts: dict[int, str] = {}  # of `ask`, by rank
 
     def waiting(self, name: str) -> Waiting:
         return Waiting(self, name)
@@ -266,15 +238,11 @@ class Watch(NullWatch):
             # process for that.
             self.ring.say_failed(reason)
 
-    def ask(self, text: str, *, topic: str = "", within_s: float | None = None) -> dict[int, str]:
-        self.say("tells", topic=topic, text=text)
-        texts = self._texts[topic]
-        patience_s = patience.ANSWERS_S if within_s is None else within_s
-        self._wait_for(lambda: len(texts) == self.ring.num_ranks, patience_s)
-        late = [rank for rank in range(self.ring.num_ranks) if rank not in texts]
-        if late and within_s is not None and self.fault is None:
-            self.fail(faults.never_came(late, within_s))
-        return self._texts.pop(topic)
+    def ask(self, text: str) -> dict[int, str]:
+        self.say("tells", text=text)
+        self._wait_for(lambda: len(self._texts) == self.ring.num_ranks, patience.ANSWERS_S)
+        texts, self._texts = self._texts, {}
+        return texts
 
     def leave(self, error: BaseException | None) -> None:
         if self.fault is None:
@@ -290,27 +258,20 @@ class Watch(NullWatch):
 
     def handle(self, kind: str, rank: int, message: Message) -> None:
         match kind:
-            case "fails":
-                self.latch(faults.fault_from(message))
+            case "fails" if self.fault is None:
+                # The guard's thread interrupts waits over the groups a little later.
+                self.fault = faults.fault_from(message)
+                self.interrupt_s = time.monotonic() + patience.GRACE_S
             # a model's last message tells its progress
             case "leaves" if "number" in message or rank not in self.left:
                 self.left[rank] = faults.fault_from(message)
             case "tells":
-                self._texts[str(message["topic"])][rank] = str(message["text"])
+                self._texts[rank] = str(message["text"])
             case "asks" if self.has_answers():  # several ranks may ask at once
                 self.asked_s, self.answers = time.monotonic(), {}
                 self.say("does", **asdict(self.here.answer(self.ring.rank)))
             case "does":
                 self.answers[rank] = faults.answer_from(message)
-
-    def latch(self, fault: Fault) -> None:
-        """Notes the first fault.
-
-        The guard's thread interrupts waits over the groups a little later.
-        """
-        if self.fault is None:
-            self.fault = fault
-            self.interrupt_s = time.monotonic() + patience.GRACE_S
 
     def _wait_for(self, arrived: Callable[[], object], patience_s: float) -> None:
         """Waits until a message makes `arrived` true or brings a fault."""
@@ -368,11 +329,6 @@ class Watch(NullWatch):
                 self.interrupt_s = math.inf
                 self.interrupt()
             return
-        # This rank may be about to raise the same error, and the failed process may take long to
-        # end.
-        failed = next((fault for fault in self.left.values() if fault.kind is PeerFailed), None)
-        if failed is not None and min(waited_s, now_s - failed.known_s) > patience.ENDS_S:
-            self.fail(failed)
         if self.told[0] < self.asked_s and self.has_answers():
             self.told = now_s, self.report()
             if self.told[1]:

@@ -115,7 +115,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
     parts = [grad.part if isinstance(grad, GradientPlaceholder) else grad for grad in grads]
     for dtype in {part.dtype for part in parts}:  # parts of 16-bit parameters are wider
         of_dtype = [part for part in parts if part.dtype == dtype]
-        torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, inv_scale)
+        _UNSCALING(of_dtype, found_inf, inv_scale)
     if group is not None:
         group.all_reduce(found_inf, "whether gradients are finite", dist.ReduceOp.MAX).wait()
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.compiler import is_exporting
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from undertow.buckets.recorder import Recorder
@@ -76,7 +75,7 @@ def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
 
     def arrive(cls: type[Tensor], values: Any) -> None:
         gathers = weak()
-        params = [leaf for leaf in tree_leaves(values) if isinstance(leaf, cls)]
+        params = [leaf for leaf in _leaves(values) if isinstance(leaf, cls)]
         if gathers is not None:
             gathers.before_read(params)
         else:
@@ -120,6 +119,17 @@ def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
             "arrived_class": kind,
         },
     )
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    """Yields what is in the arguments of a function of torch, within sequences and mappings."""
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    if isinstance(values, tuple | list):
+        for value in values:
+            yield from _leaves(value)
+    else:
+        yield values
 
 
 def _is_parameter_made() -> bool:

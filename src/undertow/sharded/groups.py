@@ -22,9 +22,12 @@ class ShardGroups:
     def __init__(self, all_ranks: OwnGroup, config: SyncConfig) -> None:
         user = all_ranks.user
         self.rank, self.num_ranks = user.rank, len(user.ranks)
-        axes = [OwnGroup(axis, device=all_ranks.device, within=all_ranks) for axis in user.axes()]
+        device = all_ranks.device
+        axes = [
+            OwnGroup(axis, device=device, limits=config, within=all_ranks) for axis in user.axes()
+        ]
         for axis in axes if self.num_ranks > 1 else ():
-            axis.open(all_meet=True)  # every rank creates each of them
+            axis.open()  # every rank creates each of them
         # On a mesh, inner sums are not divided: the mean is rounded once, after all summands are
         # added.
         divisor = self.num_ranks if len(axes) == 1 else 1

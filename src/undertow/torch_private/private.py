@@ -5,20 +5,17 @@ Tests/unit/runtime/test_private.py pins the behavior that Undertow relies on.
 
 import contextlib
 import ctypes
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.utils import _to_kwargs
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from undertow.errors import PhaseError, require
@@ -37,15 +34,12 @@ enclosing_node: Callable[[], Any | None] = torch._C._current_autograd_node
 
 # Context that keeps torch functions from dispatching to the classes of their tensor arguments.
 as_plain_tensors: Callable[[], contextlib.AbstractContextManager[None]] = (
-    torch._C.DisableTorchFunctionSubclass
+    torch.DisableTorchFunctionSubclass
 )
 
 # Copies source by source (targets, sources); in one launch per device and dtype if torch has a
 # fused kernel.
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
-
-# Writes zeros into each tensor; the list must not be empty.
-zero_each: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
 
 # The largest absolute value of each tensor (NaN if it has one), in few launches; no tensor may be
 # empty.
@@ -92,11 +86,8 @@ def untraced(function: _Function) -> _Function:
     """Makes torch.compile call `function`, and everything that it calls, uncompiled.
 
     The public torch.compiler.disable imports the compiler at once, and each call of its result
-    takes two more frames. A closure is wrapped all the same: other closures share its code, and may
-    be traced.
+    takes two more frames. Closures of the same code are all to be untraced.
     """
-    if not isinstance(function, FunctionType) or function.__closure__:
-        return cast(_Function, torch._compile._disable_dynamo(function))
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, None  # type: ignore[attr-defined]
     return left_alone(function)
 
@@ -149,22 +140,6 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> 
     return cast(dist.ProcessGroup, group)
 
 
-def is_gone(rank: int) -> bool:
-    """Returns True if the default group's connection shows that the rank's process has ended; only
-    gloo can tell.
-
-    It posts a receive and drops it: on a closed connection that fails at once.
-    """
-    gloo = _gloo_of(dist.group.WORLD)
-    if gloo is None or _connects_lazily():
-        return False
-    try:
-        gloo.recv([torch.zeros(1)], rank, _NOBODYS_TAG)
-    except RuntimeError:
-        return True
-    return False
-
-
 def interrupt(group: dist.ProcessGroup) -> None:
     """Makes all operations in flight over a group of Undertow's fail, here and then on the other
     ranks; breaks the group.
@@ -174,28 +149,21 @@ def interrupt(group: dist.ProcessGroup) -> None:
     that gloo could not write never fails, its collective never ends, and the destructor waits for
     it.
     """
-    gloo = _gloo_of(group)
+    inner: Any = getattr(group, "inner", group)  # of an emulated link
     with contextlib.suppress(RuntimeError):
-        if gloo is not None:
-            backend = gloo._get_backend(torch.device("cpu"))
+        backend = _backend_of_host(inner)
+        if backend is not None and backend.name() == "gloo":
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
-            gloo.recv_anysource([torch.zeros(1)], _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+            inner.recv_anysource([torch.zeros(1)], _NOBODYS_TAG).wait(timedelta(milliseconds=1))
         else:
             group.abort()
 
 
-def _connects_lazily() -> bool:
-    return os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
-
-
-def _gloo_of(group: Any) -> Any | None:
-    """Returns the object that sends and receives over gloo for this group, or None if gloo does
-    not."""
-    group = getattr(group, "inner", group)  # of an emulated link
-    try:
-        return group if group._get_backend(torch.device("cpu")).name() == "gloo" else None
-    except RuntimeError:
-        return None
+def _backend_of_host(group: Any) -> Any:
+    """Returns what sends host memory for this group, or None."""
+    with contextlib.suppress(RuntimeError):
+        return group._get_backend(torch.device("cpu"))
+    return None
 
 
 def wrapper_tensor(cls: type[_Tensor], like: torch.Tensor, dtype: torch.dtype) -> _Tensor:
@@ -418,11 +386,6 @@ def is_compiling() -> bool:
     return torch.compiler.is_compiling() or (
         frames is not None and callable(frames.get_eval_frame_callback())
     )
-
-
-def tensors_in(outputs: object) -> list[torch.Tensor]:
-    """Returns the tensors in the outputs of a forward, within the containers that torch knows."""
-    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

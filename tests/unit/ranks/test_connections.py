@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from undertow.ranks import connections as module
 from undertow.ranks import patience
-from undertow.ranks.connections import Connection, connect_ring, host_of, own_address
+from undertow.ranks.connections import Connection, Meeting, connect_ring, host_of, own_address
 
 Made = list[tuple[list[Connection], str]]
 
 
 @pytest.fixture(autouse=True)
 def over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(module, "own_address", lambda _: "127.0.0.1")
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def made(num_ranks: int, *, ranks: Sequence[int] | None = None, look: Any = lamb
     def rank(number: int) -> tuple[list[Connection], str]:
         store = dist.FileStore(str(path), num_ranks)
         try:
-            return connect_ring(store, "ring", rank=number, num_ranks=num_ranks, look=look), ""
+            return connect_ring(Meeting(store, "ring", number, num_ranks, look)), ""
         except ConnectionError as error:
             return [], str(error)
 
@@ -225,25 +225,8 @@ ROUTES = {"": "", "node-0": "10.0.0.7", "own-name": "127.0.1.1", "localhost": "1
 def test_the_address_is_the_one_on_the_way_to_the_store(
     host: str, default: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(module, "_address_towards", lambda name: ROUTES.get(name, default))
     assert own_address(host) == expected
-
-
-@pytest.mark.parametrize(
-    ("gloo", "nccl", "expected"),
-    [
-        ("lo", "", "127.0.0.1"),
-        ("", "lo", "127.0.0.1"),
-        ("", "^lo,docker0", "10.0.0.7"),
-        ("", "", "10.0.0.7"),
-    ],
-)
-def test_a_variable_names_the_interface(gloo: str, nccl: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
-    monkeypatch.setattr(module, "_address_towards", lambda _: "10.0.0.7")
-    assert own_address("node-0") == expected
 
 
 def test_the_host_of_a_store_is_found_behind_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,3 +311,19 @@ def test_the_kernel_keeps_a_silent_connection_alive() -> None:
         assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
         neighbors[0].close()
+
+
+@pytest.mark.parametrize(
+    ("gloo", "nccl", "expected"),
+    [
+        ("lo", "", "127.0.0.1"),
+        ("", "lo", "127.0.0.1"),
+        ("", "^lo,docker0", "10.0.0.7"),
+        ("", "", "10.0.0.7"),
+    ],
+)
+def test_a_variable_names_the_interface(gloo: str, nccl: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
+    monkeypatch.setattr(module, "_address_towards", lambda _: "10.0.0.7")
+    assert own_address("node-0") == expected

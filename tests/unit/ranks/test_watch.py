@@ -1,10 +1,10 @@
 """Threads beside the one that trains: what the guard hears, what a rank waits for, and workers."""
 
-import atexit
 import json
 import logging
 import multiprocessing.util
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,18 +19,17 @@ from undertow.ranks import comm_hook, faults, patience
 from undertow.ranks.connections import Connection
 from undertow.ranks.guard import Guard
 from undertow.ranks.threads import Worker, end_workers
-from undertow.ranks.watch import Ring, Watch
+from undertow.ranks.watch import NullWatch, Ring, Watch
 
 WORLD = dist.HashStore()  # a ring ends with it
+HERE = Mock(is_left=False)  # the ranks of a group
 CANNOT_START = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
 
 
 @pytest.fixture
 def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """What has been registered to be called when the process ends, by either way of ending."""
+    """What has been registered to be called when the process ends."""
     calls: list[Callable[[], object]] = []
-    monkeypatch.setattr(atexit, "register", calls.append)
-    monkeypatch.setattr(atexit, "unregister", lambda _call: None)
     # What it returns may be cancelled, as if it had been called.
     monkeypatch.setattr(multiprocessing.util, "Finalize", lambda _owner, call, exitpriority: calls.append(call) or Mock())
     return calls
@@ -38,7 +37,7 @@ def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
 
 def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
-    monkeypatch.setattr(Guard, "_leave_before_end", lambda _: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     guard, ring = Guard(), Ring([], rank=0, num_ranks=2)
     with CANNOT_START, pytest.raises(RuntimeError, match="can't start new thread"):
         guard.adopt((0, 1), ring, WORLD)
@@ -49,14 +48,14 @@ def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any],
     guard._thread.join(10.0)
 
 
-GOOD = {"kind": "tells", "from": 0, "id": 1, "number": 3, "topic": "group 1", "text": ""}
+GOOD = {"kind": "tells", "from": 0, "id": 1, "number": 0, "text": "here"}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({"kind": None}, id="without a kind"),
-        pytest.param({"number": [1]}, id="of a number that is a list"),
+        pytest.param({"from": [1]}, id="from no rank"),
+        pytest.param({"kind": "fails", "number": None}, id="of a failure without a text"),
         pytest.param({"kind": "leaves", "number": None, **faults.lost(0).content(), "error": "int"}, id="of a fault of no kind"),
         *("no json", "[1]", "[" * 1500 + "]" * 1500, '{"a":' * 600, "1" * 4400, '{"a": 1, "a": 2}', "\udcff{}", "\ufeff{}"),
     ],
@@ -64,14 +63,14 @@ GOOD = {"kind": "tells", "from": 0, "id": 1, "number": 3, "topic": "group 1", "t
 )
 def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplog: pytest.LogCaptureFixture) -> None:
     ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection)
+    watch = ring.join(SyncConfig())
     line = change if isinstance(change, str) else json.dumps({**GOOD, **change})
     with caplog.at_level(logging.WARNING, "undertow"):
         ring.hear(source, [line.encode("utf-8", "surrogateescape")], is_there=True)
-    assert (ring.fault, ring.left, len(ring._early)) == (None, {}, change == {"kind": None})
-    # One without a kind is of a later version, which says more than this one knows.
-    assert change == {"kind": None} or "made no sense" in caplog.messages[0]
+    assert (ring.fault, ring.left, watch._texts) == (None, {}, {})
+    assert "made no sense" in caplog.messages[0]
     ring.hear(source, [json.dumps({**GOOD, "id": 2}).encode()], is_there=True)
-    assert ring._early[-1] == {**GOOD, "id": 2}
+    assert watch._texts == {0: "here"}
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def test_a_message_is_handled_once_whatever_way_it_comes() -> None:
     ring.hear(source, said, is_there=True)
     ring.hear(other, said, is_there=True)
     assert ([call.args[0] for call in other.send.call_args_list], source.send.call_count) == (said[:2], 0)
-    assert watch._texts == {"group 1": {0: ""}}
+    assert watch._texts == {0: "here"}
 
 
 def test_the_end_of_a_connection_is_a_lost_rank_unless_it_has_left() -> None:
@@ -100,21 +99,21 @@ def test_the_end_of_a_connection_is_a_lost_rank_unless_it_has_left() -> None:
         assert (ring.fault, ring.neighbors) == (None if has_left else faults.lost(0), [])
 
 
-def test_what_is_said_of_a_model_before_it_is_made_counts() -> None:
-    ring, fault = Ring([], rank=1, num_ranks=2), faults.lost(0)
-    about: dict[str, Any] = {"from": 0, "number": 0}
-    for message in (
-        {"kind": "tells", "topic": "group 1", "text": "here"},
-        {"kind": "leaves", **faults.left(0, None, 7).content()},
-        {"kind": "fails", **fault.content()},
-    ):
-        ring._handle({**about, **message})
+def test_a_watch_that_knows_nothing_has_what_a_watch_has() -> None:
+    null = NullWatch()
+    with null.waiting("bucket 3"):
+        null.check()
+    null.fail(ValueError("row 7 has no label"))
+    null.leave(None)
+    assert (null.ask("here"), null.fault) == ({}, None)
+
+
+def test_the_end_of_a_rank_is_known_to_models_that_are_made_later() -> None:
+    ring = Ring([], rank=1, num_ranks=2)
+    ring._handle({"kind": "leaves", "from": 0, **faults.left(0, None, 7).content()})
+    ring._handle({"kind": "fails", "from": 0, **faults.lost(0).content()})
     watch = ring.join(SyncConfig())
-    assert watch.ask("there", topic="group 1", within_s=0.0) == {0: "here", 1: "there"}
-    assert (watch.fault, watch.left, ring.fault) == (fault, {0: faults.left(0, None, 7)}, None)
-    later = ring.join(SyncConfig())
-    later.ask("there", topic="group 1", within_s=0.0)
-    assert later.fault == faults.never_came([0], 0.0)
+    assert (watch.fault, watch.left) == (faults.lost(0), {0: faults.left(0, None, 7)})
 
 
 # Words of gloo and the stores for a time that is over, and of the kernel for a connection that is lost.
@@ -168,7 +167,7 @@ def wait_here(watch: Watch, name: str, begins: threading.Event, ends: threading.
 @pytest.mark.parametrize("which_ends_first", ["the worker's", "the trainer's"])
 def test_a_thread_of_ours_takes_no_name(which_ends_first: str, watch: Watch) -> None:
     begins, ends, is_over = threading.Event(), threading.Event(), Future[None]()
-    worker = Worker("undertow-test", is_broken=bool)
+    worker = Worker("undertow-test", HERE)
     worker.submit(wait_here, watch, "the sum of all ranks' weights", begins, ends)
     worker.submit(is_over.set_result, None)
     worker.shutdown()
@@ -195,7 +194,7 @@ def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(watch: Watch, mo
 
 
 def test_a_process_waits_at_its_end_for_tasks_and_for_workers_that_these_start() -> None:
-    one, other = Worker("undertow-test", is_broken=bool), Worker("undertow-test", is_broken=bool)
+    one, other = Worker("undertow-test", HERE), Worker("undertow-test", HERE)
     begins, done = threading.Event(), list[str]()
 
     def task() -> None:
@@ -211,18 +210,25 @@ def test_a_process_waits_at_its_end_for_tasks_and_for_workers_that_these_start()
 def test_a_process_does_not_wait_at_its_end_for_a_worker_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "EXIT_S", 0.0)
     ends = threading.Event()
-    worker = Worker("undertow-test", is_broken=lambda: True)
+    worker = Worker("undertow-test")  # of no group any more
     worker.submit(ends.wait, 10.0)
     end_workers()
     ends.set()
 
 
+def test_a_worker_that_cannot_start_is_not_waited_for() -> None:
+    with CANNOT_START, pytest.raises(RuntimeError, match="can't start new thread"):
+        Worker("undertow-test", HERE).submit(int)
+    end_workers()
+
+
 class Lost:
-    is_broken = True
+    is_left = True
 
 
 def test_hooks_are_not_called_behind_one_that_may_be_stuck() -> None:
     first, lost = comm_hook._thread_beside_this_one(), Lost()
+    first.groups.add(HERE)
     assert comm_hook._thread_beside_this_one() is first
     first.groups.add(lost)
     assert comm_hook._thread_beside_this_one() is not first
