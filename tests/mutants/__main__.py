@@ -3,6 +3,7 @@
     choose   writes mutants into a file, from a seed
     record   runs the whole suite once and records which test enters which part of the source; goes on where it stopped
     run      runs the tests that enter a mutant's part until one fails, for one mutant after the other; goes on where it stopped
+    fork     the same in forks of one process, which takes a second: for tests that start no processes; needs no record
     table    compares the results of suites; the first one is the one that the others are held against
 
 What follows -- is for pytest.
@@ -11,8 +12,12 @@ What follows -- is for pytest.
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
+import pytest
+
+from mutants.forks import Forks
 from mutants.places import Mutant, choose
 from mutants.running import Row, record, rows, run
 
@@ -22,11 +27,12 @@ EQUIVALENT = Path(__file__).with_name("equivalent.jsonl")  # mutants that change
 def main() -> None:
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["choose", "record", "run", "table"])
+    parser.add_argument("verb", choices=["choose", "record", "run", "fork", "table"])
     parser.add_argument("results", nargs="*", type=Path, help="files with the results of a suite: one for run, some for table")
     parser.add_argument("--root", type=Path, default=Path(), help="checkout with the suite (default: this directory)")
     parser.add_argument("--mutants", type=Path, default=Path("out/mutants.jsonl"), help="file (default: %(default)s)")
     parser.add_argument("--reach", type=Path, default=Path("out/reach"), help="directory of the record (default: %(default)s)")
+    parser.add_argument("--under", default="", help="folder of the package whose mutants are chosen")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--number", type=int, default=80, help="of mutants (default: %(default)s)")
     parser.add_argument("--most", type=int, default=40, help="tests for a mutant (default: %(default)s)")
@@ -35,18 +41,26 @@ def main() -> None:
     it, pytests = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     match it.verb:
         case "choose":
-            it.mutants.write_text("".join(json.dumps(mutant._asdict()) + "\n" for mutant in choose(it.root, it.seed, it.number)))
+            chosen = choose(it.root, it.seed, it.number, it.under)
+            it.mutants.write_text("".join(json.dumps(mutant._asdict()) + "\n" for mutant in chosen))
         case "record":
             record(it.root, it.reach, pytests)
-        case "run":
+        case "run" | "fork":
             done = {Mutant(**row["mutant"]) for row in rows(it.results[0]) if row["failure"] or not it.retry}
             left = [mutant for row in rows(it.mutants) if (mutant := Mutant(**row)) not in done and mutant.line_in(it.root)]
+            if it.verb == "fork":
+                pytest.main(["-q", "-s", *pytests], plugins=[Forks(it.root, left, partial(tell, it.results[0]), most=it.most)])
+                return
             for row in run(it.root, it.reach, left, pytests, most=it.most, jobs=it.jobs):
-                with it.results[0].open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(Mutant(**row["mutant"]).place, row["failure"] or "survives", flush=True)
+                tell(it.results[0], row)
         case "table":
             table(it.results)
+
+
+def tell(results: Path, row: Row) -> None:
+    with results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    print(Mutant(**row["mutant"]).place, row["failure"] or "survives", flush=True)
 
 
 def table(files: list[Path]) -> None:
