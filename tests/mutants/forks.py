@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from mutants.places import Mutant
+from mutants.running import Row, in_turns
 
 LIMIT_S = 60  # of processor time, for all tests of a mutant
 
@@ -27,23 +29,30 @@ LIMIT_S = 60  # of processor time, for all tests of a mutant
 class Forks:
     """A pytest plugin that runs, instead of all tests, those that reach a mutant; `tell` gets its row."""
 
-    def __init__(self, root: Path, mutants: Sequence[Mutant], tell: Callable[[dict[str, Any]], object], *, most: int) -> None:
-        self._root, self._mutants, self._tell, self._most = root, mutants, tell, most
+    def __init__(self, root: Path, mutants: Sequence[Mutant], tell: Callable[[Row], object], *, most: int, jobs: int) -> None:
+        self._root, self._mutants, self._tell, self._most, self._jobs = root, mutants, tell, most, jobs
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
         recorded: list[tuple[str, float, list[int]]] = in_fork(lambda: self._record(items))[0]
         caught: Counter[str] = Counter()
-        for number, mutant in enumerate(self._mutants):
-            reaching = [(-caught[test], seconds, test) for test, seconds, hits in recorded if number in hits]
-            tests = [test for *_, test in sorted(reaching)[: self._most]]
+
+        def row(number: int, mutant: Mutant) -> Row:
+            costs = {test: seconds / (1 + caught[test]) for test, seconds, hits in recorded if number in hits}
+            tests = in_turns(costs)
+            tried = [items[test] for test in tests[: self._most]]
             began_s = time.monotonic()
-            test, code = in_fork(lambda tests=tests, mutant=mutant: self._first_failure(mutant, [items[name] for name in tests]))
+            test, code = in_fork(lambda: self._first_failure(mutant, tried))
             caught[test] += 1
-            row = {"mutant": mutant._asdict(), "test": test or "", "failure": f"{code}: {test}" if test or code else ""}
+            failure = f"{code}: {test}" if test or code else ""
             seconds = round(time.monotonic() - began_s, 1)
-            self._tell(row | {"unstable": [], "seconds": seconds, "reaching": len(reaching), "tried": len(tests)})
+            about_tests = {"unstable": [], "seconds": seconds, "reaching": len(tests), "tried": len(tried)}
+            return {"mutant": mutant._asdict(), "test": test or "", "failure": failure} | about_tests
+
+        with ThreadPoolExecutor(self._jobs) as pool:
+            for done in pool.map(row, range(len(self._mutants)), self._mutants):
+                self._tell(done)
         return True
 
     def _record(self, items: dict[str, pytest.Item]) -> list[tuple[str, float, list[int]]]:

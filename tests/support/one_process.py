@@ -31,6 +31,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules import module
+from torch.optim import optimizer
 
 from undertow import GradientSync, SyncConfig, attach
 from undertow.buckets import reducer
@@ -120,9 +122,9 @@ class World:
             self._why = self._why or _LEFT
             self._changed.notify_all()
 
-    def require_whole(self) -> None:
-        if self._why:
-            raise RuntimeError(_LEFT)
+    @property
+    def is_broken(self) -> bool:
+        return bool(self._why)
 
     def _look(self) -> None:
         names = [each.name for each in self._waiting if not each.end.done()]
@@ -154,7 +156,8 @@ class FakeWatch(NullWatch):
         self._world, self._rank = world, rank
 
     def check(self) -> None:
-        self._world.require_whole()
+        if self._world.is_broken:
+            raise RuntimeError(_LEFT)
 
     def fail(self, reason: object) -> None:
         self._world.leave()
@@ -190,6 +193,7 @@ class FakeGroup:
         self.borrowers: set[str] = set()
 
     def open(self, *, all_meet: bool = False) -> None:
+        assert self.num_ranks > 1, "one rank needs no group"
         self.is_open = True
 
     def close(self) -> None:
@@ -229,6 +233,7 @@ class FakeGroup:
         work.wait()
 
     def start(self, name: str, value: Any, take: Callable[[list[Any]], object], lane: str = "") -> FakeWork:
+        assert self.is_open, f"{name}, before the group is open"
         _thread.rank.at_start(name)
         return FakeWork(self.world, self.world.start(self.lane + lane, self.rank, name, value), take)
 
@@ -247,6 +252,8 @@ class FakeCollectives:
 
     def __init__(self, group: FakeGroup, config: SyncConfig, *, divisor: float) -> None:
         self.group, self._divisor, self._wire = group, divisor, wire_of(config)
+        self._in_flight = 0
+        _thread.rank.exchanges.add(self)
 
     def reduce_scatter(
         self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object] | None = None
@@ -279,13 +286,16 @@ class FakeCollectives:
     def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object] | None = None) -> Handle:
         def take(parts: Sequence[Tensor]) -> None:
             flat.copy_(torch.cat(tuple(parts)))
+            self._in_flight -= 1
 
+        self._in_flight += 1
         own = flat.view(self.group.num_ranks, -1)[self.group.rank].clone()
         work = self.group.start(f"all-gather of {flat.numel()}", own, take, lane=f", gather {number}")
         return Handle(work, complete=self.group.complete, finish=then)
 
     def close(self) -> None:
-        """There are no threads."""
+        _thread.rank.exchanges.discard(self)
+        assert not self._in_flight or self.group.world.is_broken, "closed with parameters on their way"
 
 
 class Rank:
@@ -295,10 +305,16 @@ class Rank:
         self.number, self.world = number, world
         self.thread = threading.get_ident()
         self.num_groups = 0
+        self.exchanges: set[FakeCollectives] = set()  # that are open
         self.at_start: Callable[[str], object] = str  # called with the name of each collective
 
-    def attach(self, module: nn.Module, **settings: Any) -> GradientSync:
-        return attach(module, config=SyncConfig(**settings))
+    def attach(self, model: nn.Module, **settings: Any) -> GradientSync:
+        return attach(model, config=SyncConfig(**settings))
+
+    def unopened(self, model: nn.Module, **settings: Any) -> GradientSync:
+        """As of a copied model, whose ranks open the group when they first use it."""
+        ref = FakeRef(tuple(range(self.world.num_ranks)), "fake", None)
+        return GradientSync(model, process_group=ref, config=SyncConfig(**settings))
 
     def gather(self, value: T) -> list[T]:
         """A value of each rank, in rank order."""
@@ -410,6 +426,11 @@ def counts_for(sync: GradientSync, num_ranks: int) -> None:
     sync._engine.progress.rescale = sync.num_ranks / num_ranks
 
 
+def forward_begins(sync: GradientSync) -> None:
+    """As a wrapper tells that leaves buffers alone."""
+    sync._forward_begins(buffers_follow=None)
+
+
 def shadow(sync: GradientSync) -> None:
     """As a rank does in join that has no data, while others run a synchronization."""
     sync._shadow()
@@ -440,3 +461,14 @@ def decides(groups: Sequence[Sequence[int]] | None) -> contextlib.AbstractContex
     """Whatever is measured, the ranks move to these groups, once."""
     decision = Decision(outcome=Outcome.KEEP if groups is None else Outcome.MOVE, groups=groups and tuple(map(tuple, groups)))
     return mock.patch.object(Tuner, "decide", return_value=decision)
+
+
+def num_hooks_of_torch() -> int:
+    """Of those that torch calls for all modules and all optimizers."""
+    of_modules = module._global_module_registration_hooks, module._global_parameter_registration_hooks
+    return sum(map(len, (*of_modules, optimizer._global_optimizer_pre_hooks)))
+
+
+def is_timed(sync: GradientSync) -> bool:
+    """True if something is called with every gradient."""
+    return sync._engine.current_plan.hooks.arrivals.at_each is not None

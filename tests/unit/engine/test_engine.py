@@ -1,5 +1,6 @@
 """Events of a step whose errors, or whose order, a program of steps does not show; on ranks in one process."""
 
+import contextlib
 import random
 import warnings
 from collections.abc import Callable
@@ -70,11 +71,11 @@ def errors_of(num_ranks: int, work: Callable[[Training], object], *args: Any, **
         try:
             work(training)
         except (UndertowError, ZeroDivisionError) as error:
+            with contextlib.suppress(UndertowError):  # what it has not read yet
+                training.sync.close()
             return f"{type(error).__name__}: {error}"
-        else:
-            return ""
-        finally:
-            training.sync.close()
+        training.sync.close()
+        return ""
 
     return ranks_of(num_ranks, on_rank)
 
@@ -133,12 +134,19 @@ def test_a_backward_that_fails_on_one_rank_fails_on_all_and_the_next_is_sound(ca
             training.backward()
         if raises is not None:
             raises.remove()
+        with torch.no_grad():
+            training.module(noise(3, WIDTH), "0")  # which clears nothing
         with pytest.raises(PhaseError, match="SGD, rank"):
             training.optimizer.step()
         training.step()
         training.require_mean()
 
+    def train_after_another_step(training: Training) -> None:
+        training.backward()
+        train(training)
+
     assert errors_of(2, train, bucket_cap_mb=cap) == ["", ""]
+    assert errors_of(2, train_after_another_step, bucket_cap_mb=cap) == ["", ""]
 
 
 def test_a_rank_that_fails_to_pack_keeps_no_other_waiting() -> None:
@@ -249,6 +257,24 @@ def test_a_change_on_one_rank_only_is_a_mismatch_on_all(change: Callable[[Traini
     assert all("changed on rank 1 and not on rank 0" in error or "ranks disagree" in error for error in errors)
 
 
+@pytest.mark.parametrize("change", [add, freeze, hook])
+def test_ranks_that_change_are_told_of_one_that_fails(change: Callable[[Training], None]) -> None:
+    def train(training: Training) -> None:
+        training.step()
+        if training.rank.number == 1:
+            training.module.units[1].weight.register_hook(stop)
+        else:
+            change(training)
+        training.backward()
+
+    errors = errors_of(3, train)
+    assert [error.partition("\n")[0] for error in errors] == [
+        "PeerFailed: backward failed on rank 1.",
+        "ZeroDivisionError: ",
+        "PeerFailed: backward failed on rank 1.",
+    ]
+
+
 @pytest.mark.parametrize("when", ["before the first step", "later"])
 def test_a_hook_that_all_ranks_register_reduces_the_next_buckets(when: str) -> None:
     def train(training: Training) -> None:
@@ -302,6 +328,51 @@ def test_a_parameter_that_is_unfrozen_in_its_backward_is_refused() -> None:
     text = "PhaseError: a parameter was unfrozen while the backward ran that trains it"
     assert all(error.startswith(text) for error in errors), errors
     assert all(f"parameter 'units.1.bias', rank {rank}" in error for rank, error in enumerate(errors)), errors
+
+
+@pytest.mark.parametrize("kinds", ["linear linear linear", "linear norm linear"])
+@pytest.mark.parametrize("then", [Training.step, lambda training: training.sync.finish()])
+def test_new_parameters_that_nobody_has_used_take_rank_0s_values(then: Callable[[Training], None], kinds: str) -> None:
+    def train(training: Training) -> None:
+        training.step()
+        add(training)
+        with torch.no_grad():
+            training.module.units[3].bias += training.rank.number
+        then(training)
+        assert torch.equal(training.module.units[3].bias, made("linear", 9).bias)
+
+    assert errors_of(3, train, kinds) == ["", "", ""]
+
+
+def test_ranks_whose_forwards_send_buffers_meet_after_the_last_of_several_forwards() -> None:
+    """Another rank may not have changed, and would be in the next forward: so new values were used when ranks compare them."""
+
+    def train(training: Training) -> None:
+        def step() -> None:
+            training.module.zero_grad()
+            losses = [training.module(training.batch(), training.order).square().sum() for _ in range(2)]
+            torch.stack(losses).sum().backward()
+            training.optimizer.step()
+
+        step()
+        add(training)
+        with torch.no_grad():
+            training.module.units[3].bias += training.rank.number
+        step()
+
+    errors = errors_of(2, train, "linear norm linear")
+    assert all("had other values on rank 1 than on rank 0" in error for error in errors), errors
+
+
+def test_buffers_follow_rank_0_before_the_forward() -> None:
+    def train(training: Training) -> None:
+        norm = training.module.units[1]
+        norm.momentum = 0.0
+        norm.running_mean.fill_(3.0 + training.rank.number)
+        training.step()
+        assert torch.equal(norm.running_mean, torch.full((WIDTH,), 3.0))
+
+    assert errors_of(2, train, "linear norm linear") == ["", ""]
 
 
 LATE = Reading(used=frozenset(), ranks_differ=False, flags={"failed": (1,)}, is_overdue=True)
@@ -400,6 +471,53 @@ def test_the_plan_follows_rank_0s_order_from_the_second_step_on() -> None:
         assert [name.split(".")[1] for name in names] == ["0", "0", "1", "1", "2", "2"]
 
     assert errors_of(2, train) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_more"),
+    [({"record": "off"}, 0), ({}, 1), ({"bucket_cap_mb": None}, 2), ({"bucket_cap_mb": None, "auto_tune": False}, 1)],
+)
+def test_ranks_measure_once_and_send_nothing_else_afterwards(settings: dict[str, Any], num_more: int) -> None:
+    def train(training: Training) -> None:
+        names: list[str] = []
+        training.rank.at_start = names.append
+        nums = []
+        for _ in range(14):
+            names.clear()
+            training.step()
+            nums.append(len(names))
+        assert nums[0] == nums[-1] + 1  # rank 0's order
+        assert sum(nums[1:]) == 13 * nums[-1] + num_more
+        assert not one_process.is_timed(training.sync)
+
+    with one_process.decides(None):
+        assert errors_of(2, train, order="observed", **settings) == ["", ""]
+
+
+def test_a_copied_model_opens_its_group_in_its_first_synchronization() -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank)
+        training.sync.close()
+        training.sync = rank.unopened(training.module, buffers="off")
+        training.module.zero_grad()
+        one_process.forward_begins(training.sync)
+        training.backward()
+        training.require_mean()
+        training.sync.close()
+
+    ranks_of(2, on_rank)
+
+
+def test_a_model_closes_when_its_parameters_have_arrived() -> None:
+    def train(training: Training) -> None:
+        optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.5)
+        training.backward()
+        optimizer.step()
+        training.sync.close()
+        first, second = training.rank.gather(training.module.units[0].weight.detach())
+        assert torch.equal(first, second)
+
+    assert errors_of(2, train, strategy="zero1") == ["", ""]
 
 
 def test_a_bucket_leaves_when_its_last_gradient_arrives_and_the_last_one_after_backward() -> None:
@@ -522,7 +640,10 @@ def test_a_load_on_one_rank_is_fine_if_ranks_are_equal_when_they_synchronize(cur
             with torch.no_grad():
                 bias += 1.0
         training.step()
+        names: list[str] = []
+        training.rank.at_start = names.append
         training.step()
+        assert [name[:10] for name in names] == ["all-reduce"] * 6  # no more comparisons
 
     assert errors_of(2, train) == ["", ""]
 
@@ -582,11 +703,16 @@ def test_an_optimizer_that_uses_gradients_of_the_bare_module_is_warned_of_once(i
     assert all("parameter 'units.1.weight', SGD, rank" in str(each.message) for each in caught)
 
 
-def test_a_closed_model_has_no_hooks_and_its_backwards_are_its_own() -> None:
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_closed_model_leaves_nothing_and_its_backwards_are_its_own(strategy: str, reduction: str) -> None:
     def on_rank(rank: Rank) -> None:
-        training = Training(rank)
+        training = Training(rank, strategy=strategy, reduction=reduction)
+        if strategy == "zero1":
+            training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.0)
         training.step()
         training.sync.close()
+        assert not rank.exchanges
         assert not any(param._post_accumulate_grad_hooks for param in training.module.parameters())
         training.module.zero_grad()
         training.module.forward(training.batch(), "012").square().sum().backward()
@@ -594,4 +720,48 @@ def test_a_closed_model_has_no_hooks_and_its_backwards_are_its_own() -> None:
             assert torch.equal(param.grad, own)  # type: ignore[arg-type]
         training.sync.close()
 
+    num_before = one_process.num_hooks_of_torch()
     ranks_of(2, on_rank)
+    assert one_process.num_hooks_of_torch() == num_before
+
+
+def test_a_backward_after_close_warns() -> None:
+    def train(training: Training) -> None:
+        loss = training.module(training.batch(), "012").square().sum()
+        training.sync.close()
+        loss.backward()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert errors_of(2, train) == ["", ""]
+    assert ["this backward averages nothing" in str(each.message) for each in caught] == [True] * 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("change", [add, freeze])
+def test_traces_are_those_of_the_present_plan(strategy: str, change: Callable[[Training], None]) -> None:
+    def train(training: Training) -> None:
+        if strategy == "zero1":
+            training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.0)
+        num_traces = []
+        for step in range(8):
+            if step == 4:
+                change(training)
+            training.step()
+            num_traces.append(len(training.sync.traces()))
+        # A step is complete when the next one begins. Rank 0's order, or the layout of shards, is a new plan, as the change is.
+        assert num_traces == ([1, 1, 2, 3] if strategy == "ddp" else [0, 1, 1, 2]) + [0, 1, 1, 2]
+
+    assert errors_of(2, train, strategy=strategy) == ["", ""]
+
+
+def test_skipped_steps_are_told_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    def train(training: Training) -> None:
+        for _ in range(5):
+            training.module.zero_grad()
+            (training.module(training.batch(), "012").square().sum() * float("nan")).backward()
+            training.optimizer.step()
+        assert training.sync.report().num_skipped == 5
+
+    assert errors_of(2, train, nonfinite="skip") == ["", ""]
+    assert [record.message.partition(" Steps like this so far: ")[2][:2] for record in caplog.records] == ["", "2.", "4."]

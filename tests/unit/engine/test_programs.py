@@ -1,5 +1,8 @@
 """Programs of training steps on ranks in one process, with the results of the naive reference."""
 
+import contextlib
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,8 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using backward")
 
 
 @pytest.fixture(autouse=True)
-def _hook_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def _of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "allreduce_hook", mean_hook)
+    monkeypatch.setattr(programs, "alone", contextlib.nullcontext)  # for a world of one rank
 
 
 def mean_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -44,9 +48,9 @@ SEEDS = [
 ]
 
 
-@pytest.mark.parametrize(("seed", "num_ranks"), SEEDS)
+@pytest.mark.parametrize(("seed", "num_ranks"), [*SEEDS, *((seed, 1) for seed in range(6))])
 def test_a_drawn_program_has_the_results_of_the_reference(seed: int, num_ranks: int) -> None:
-    program = drawn(seed, num_ranks)
+    program = dataclasses.replace(drawn(seed, num_ranks), is_alone=num_ranks == 1)
     ranks_of(num_ranks, lambda _: run(program))
 
 
