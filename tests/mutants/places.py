@@ -13,7 +13,7 @@ from mutants.blocks import PACKAGE, sources
 # Parts of the package, and how much more likely a place in them is chosen. The first match counts.
 WEIGHTS = (
     (("demo", "cli", "report", "errors", "version", "__init__"), 0),
-    (("runtime", "plan", "schedule", "optim", "sync", "ddp"), 4),
+    (("engine", "buckets", "ranks", "sharded", "plan", "schedule", "optim", "sync", "ddp"), 4),
     (("",), 1),
 )
 MAX_PER_FUNCTION, MAX_PER_FILE = 2, 4
@@ -56,10 +56,15 @@ class Mutant(NamedTuple):
         (root / self.file).write_text("".join(lines), encoding="utf-8")
 
 
-def choose(root: Path, seed: int, number: int) -> list[Mutant]:
-    """Returns mutants of all kinds in turn, drawn by the weight of their file; a larger number adds to those of a smaller one."""
+def choose(root: Path, seed: int, number: int, under: str = "") -> list[Mutant]:
+    """Returns mutants of all kinds in turn, drawn by the weight of their file; a larger number adds to those of a smaller one.
+
+    With a folder to be `under`, as many of a file as it has.
+    """
     chance = random.Random(seed)
-    drawn = sorted(_all(root), key=lambda mutant: -(chance.random() ** (1 / _weight(mutant.file))))
+    per_file = number if under else MAX_PER_FILE
+    places = (mutant for mutant in _all(root) if Path(mutant.file).is_relative_to(PACKAGE / under))
+    drawn = sorted(places, key=lambda mutant: -(chance.random() ** (1 / _weight(mutant.file))))
     queues = {kind: [mutant for mutant in drawn if mutant.kind == kind] for kind in sorted({mutant.kind for mutant in drawn})}
     taken: Counter[object] = Counter()
     chosen: list[Mutant] = []
@@ -68,7 +73,7 @@ def choose(root: Path, seed: int, number: int) -> list[Mutant]:
             while queue:
                 mutant = queue.pop(0)
                 function, line = mutant[1:3], mutant[1:4]
-                if taken[function] < MAX_PER_FUNCTION and taken[mutant.file] < MAX_PER_FILE and not taken[line]:
+                if taken[function] < MAX_PER_FUNCTION and taken[mutant.file] < per_file and not taken[line]:
                     taken.update([function, mutant.file, line])
                     chosen.append(mutant)
                     break

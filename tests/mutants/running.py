@@ -124,6 +124,11 @@ def reaching(mutant: Mutant, root: Path, blocks: list[Block], recorded: list[tup
     block = max(around, key=lambda number: blocks[number][1])
     entering = [(row, hits) for row, hits in recorded if hits[block] and row["passed"]]
     costs = {row["test"]: (0.1 + row["seconds"]) * hits.sum() / hits[of_file].sum() for row, hits in entering}
+    return in_turns(costs)
+
+
+def in_turns(costs: dict[str, float]) -> list[str]:
+    """Returns the tests by their costs, one of each function first."""
     functions: dict[str, list[str]] = defaultdict(list)
     for test in sorted(costs, key=costs.__getitem__):
         functions[test.split("[")[0]].append(test)

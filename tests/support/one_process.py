@@ -1,186 +1,402 @@
-"""Ranks as threads of one process, over a group that connects nothing: the engine without processes and networks.
+"""Ranks as threads of one process, over a group that connects nothing: Undertow without processes and networks.
 
     def trains(rank: Rank) -> Tensor:
-        engine = rank.engine(module)
+        sync = rank.attach(module)
         ...
 
     results = ranks_of(2, trains)
 
+Everything above the groups is the library's own: `attach`, DistributedDataParallel and ShardedOptimizer work as for users.
+A test may also call the functions of torch.distributed that `_OF_USERS` lists.
+
 A collective completes when every rank has started it. Until its wait, its tensor is NaN: a rank that reads too early computes
-with NaN. A rank that starts another collective than the others at the same place of its order fails, with both names. Nothing is
-found out by time, except that a rank that waits longer than `PATIENCE_S` for the others says what it waits for.
+with NaN. A rank that starts another collective than the others at the same place of its order fails, with both names, and so do
+ranks that wait for each other for ever. Nothing is found out by time, except that a rank whose threads wait longer than
+`PATIENCE_S` for the others says what it waits for.
 """
 
+import contextlib
+import copy
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any, TypeVar
-from weakref import WeakMethod
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules import module
+from torch.optim import optimizer
 
-from undertow.buckets.recorder import Recorder
-from undertow.config import SyncConfig
-from undertow.engine.engine import Engine, SiblingEngines
-from undertow.engine.params import ModuleParams
+from undertow import GradientSync, SyncConfig, attach
+from undertow.buckets import reducer
+from undertow.buckets.trailer import Reading
+from undertow.engine import current_plan
+from undertow.ranks import comm_hook
+from undertow.ranks.exchanges import accumulation_dtype, cast_for_wire, sum_in_order, wire_of
+from undertow.ranks.group import GroupRef
+from undertow.ranks.threads import Worker
 from undertow.ranks.transport import Handle
 from undertow.ranks.watch import NullWatch
+from undertow.schedule import Op
+from undertow.sharded import groups
+from undertow.sync import gradient_sync
+from undertow.tune import Decision, Outcome, Tuner
 
 PATIENCE_S = 20.0
+_LEFT = "another rank has failed"
 T = TypeVar("T")
+_thread = threading.local()  # `rank`, in a rank's thread
 
 
-@dataclass
+@dataclass(eq=False)
 class Collective:
     """One collective of all ranks, and what each has brought."""
 
     name: str
-    brought: dict[int, Tensor] = field(default_factory=dict)
-    are_there: threading.Event = field(default_factory=threading.Event)
+    num_ranks: int
+    brought: dict[int, Any] = field(default_factory=dict)
+    end: Future[None] = field(default_factory=Future)
+
+    def bring(self, rank: int, value: Any) -> None:
+        self.brought[rank] = value
+        if len(self.brought) == self.num_ranks:
+            self.end.set_result(None)
 
 
 class World:
-    """The collectives of all ranks, in one order."""
+    """The collectives of all ranks: one order in each lane."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self.collectives: list[Collective] = []
-        self.is_broken = False
-        self._lock = threading.Lock()
+        self._lanes: dict[str, list[Collective]] = defaultdict(list)
+        self._num_started: dict[tuple[str, int], int] = defaultdict(int)
+        self._why = ""  # nobody can go on
+        self._num_ended = 0
+        self._waiting: list[Collective] = []
+        self._changed = threading.Condition()
 
-    def start(self, rank: int, place: int, name: str, tensor: Tensor) -> Collective:
-        with self._lock:
-            if place == len(self.collectives):
-                self.collectives.append(Collective(name))
-            collective = self.collectives[place]
+    def start(self, lane: str, rank: int, name: str, value: Any) -> Collective:
+        with self._changed:
+            place = self._num_started[lane, rank]
+            self._num_started[lane, rank] += 1
+            if place == len(self._lanes[lane]):
+                self._lanes[lane].append(Collective(name, self.num_ranks))
+            collective = self._lanes[lane][place]
             if collective.name != name:
-                raise AssertionError(f"collective {place}: {name} on rank {rank}, {collective.name} on another one")
-            collective.brought[rank] = tensor.detach().clone()
-            if len(collective.brought) == self.num_ranks:
-                collective.are_there.set()
+                raise AssertionError(f"{lane} {place}: {name} on rank {rank}, {collective.name} on another one")
+            collective.bring(rank, value)
+            self._changed.notify_all()
         return collective
+
+    def wait(self, collective: Collective) -> list[Any]:
+        """Returns what the ranks have brought, in their order."""
+        waiting = [collective] if _is_ranks_own() else []  # a worker's waits keep no rank from going on
+        with self._changed:
+            self._waiting += waiting
+            self._look()
+            is_over = self._changed.wait_for(lambda: collective.end.done() or self._why, PATIENCE_S)
+            for each in waiting:
+                self._waiting.remove(each)
+        if not is_over:
+            raise AssertionError(f"not every rank has started: {collective.name}")
+        if not collective.end.done():
+            raise RuntimeError(_LEFT) if self._why == _LEFT else AssertionError(self._why)
+        return [collective.brought[rank] for rank in range(self.num_ranks)]
+
+    def ends(self) -> None:
+        """Called when a rank is done."""
+        with self._changed:
+            self._num_ended += 1
+            self._look()
 
     def leave(self) -> None:
         """Called when a rank has failed: no other waits for it."""
-        self.is_broken = True
-        for collective in self.collectives:
-            collective.are_there.set()
+        with self._changed:
+            self._why = self._why or _LEFT
+            self._changed.notify_all()
+
+    @property
+    def is_broken(self) -> bool:
+        return bool(self._why)
+
+    def _look(self) -> None:
+        names = [each.name for each in self._waiting if not each.end.done()]
+        if len(names) == self.num_ranks - self._num_ended > 0 and not self._why:
+            self._why = f"ranks wait for ever: {', '.join(names)}"
+            self._changed.notify_all()
 
 
 class FakeWork:
     """One rank's part of a collective; `take` gets what all ranks have brought."""
 
-    def __init__(self, world: World, collective: Collective, take: Callable[[list[Tensor]], object]) -> None:
+    def __init__(self, world: World, collective: Collective, take: Callable[[list[Any]], object]) -> None:
         self._world, self._collective, self._take = world, collective, take
 
     def wait(self, _limit: object = None) -> None:
-        if not self._collective.are_there.wait(PATIENCE_S):
-            raise AssertionError(f"not every rank has started: {self._collective.name}")
-        brought = self._collective.brought
-        if len(brought) < self._world.num_ranks:
-            raise RuntimeError("another rank has failed")
-        self._take([brought[rank] for rank in range(self._world.num_ranks)])
+        with torch.no_grad():
+            self._take(self._world.wait(self._collective))
 
     def is_completed(self) -> bool:
-        return self._collective.are_there.is_set()
+        return self._collective.end.done()
+
+    def get_future(self) -> Future[None]:
+        return self._collective.end
+
+
+class FakeWatch(NullWatch):
+    def __init__(self, world: World, rank: int) -> None:
+        super().__init__()
+        self._world, self._rank = world, rank
+
+    def check(self) -> None:
+        if self._world.is_broken:
+            raise RuntimeError(_LEFT)
+
+    def fail(self, reason: object) -> None:
+        self._world.leave()
+
+    def ask(self, text: str, *, topic: str = "", within_s: float | None = None) -> dict[int, str]:
+        return dict(enumerate(self._world.wait(self._world.start("texts", self._rank, topic, text))))
+
+
+class FakeRef(GroupRef):
+    """What GradientSync takes for the user's group."""
+
+    @property
+    def rank(self) -> int:
+        return _thread.rank.number  # type: ignore[no-any-return]
 
 
 class FakeGroup:
-    """Has the methods of OwnGroup that the engine calls."""
+    """Has the methods of OwnGroup that are called above it. Every group has a lane of its own."""
 
     backend = "fake"
-    is_over_gloo, is_open, is_broken, is_alive = True, False, False, True
+    is_over_gloo, is_open, is_broken, is_left, is_alive = True, False, False, False, True
 
-    def __init__(self, world: World, rank: int) -> None:
-        self._world = world
-        self._num_started = 0
-        self.rank, self.num_ranks = rank, world.num_ranks
+    def __init__(self, user: GroupRef, *, device: Any = None, limits: Any = None, within: Any = None) -> None:
+        rank = _thread.rank
+        self.world: World = rank.world
+        self.lane = f"group {rank.num_groups}"
+        rank.num_groups += 1
+        self.thread = rank.thread
+        self.user, self.rank, self.num_ranks = user, rank.number, rank.world.num_ranks
         self.device = torch.device("cpu")
-        self.user = SimpleNamespace(ranks=tuple(range(world.num_ranks)), can_average=False, rows=())
-        self.watch = NullWatch()
+        self.watch = FakeWatch(rank.world, rank.number)
         self.here = SimpleNamespace(progress=None, thread=None, module=None)
         self.borrowers: set[str] = set()
 
     def open(self) -> None:
+        assert self.num_ranks > 1, "one rank needs no group"
         self.is_open = True
+
+    def close(self) -> None:
+        self.is_alive = False
+
+    def existing(self) -> object:
+        return self if self.is_alive else None
 
     @contextmanager
     def waiting(self, _what: str = "") -> Iterator[None]:
         yield
 
-    def all_reduce(self, tensor: Tensor, _name: str, op: Any = None) -> Handle:
-        return self.all_reduce_async(tensor, op)
+    def all_reduce(self, tensor: Tensor, _name: str, op: Any = None, **how: Any) -> Handle:
+        return self.all_reduce_async(tensor, op, **how)
 
     def all_reduce_async(self, tensor: Tensor, op: Any = None, *, finish: Callable[[], object] | None = None) -> Handle:
         def take(brought: list[Tensor]) -> None:
-            stacked = torch.stack(brought)
-            is_largest = op == torch.distributed.ReduceOp.MAX
-            tensor.copy_(stacked.amax(dim=0) if is_largest else stacked.sum(dim=0))
+            tensor.copy_(reduce(torch.maximum if op == dist.ReduceOp.MAX else torch.add, brought))
 
-        work = self._start(f"all-reduce of {tensor.numel()} {tensor.dtype}", tensor, take)
-        if tensor.is_floating_point():
-            tensor.fill_(torch.nan)  # nobody may read it before the wait
+        work = self.start(f"all-reduce of {tensor.numel()} {tensor.dtype}", tensor.detach().clone(), take)
+        hide(tensor)
         return Handle(work, complete=self.complete, finish=finish)
 
     def all_gather(self, tensor: Tensor, name: str) -> Handle:
         received = tensor.new_empty(self.num_ranks, *tensor.shape)
-        work = self._start(f"all-gather for {name}", tensor, lambda brought: received.copy_(torch.stack(brought)))
+
+        def take(brought: list[Tensor]) -> None:
+            received.copy_(torch.stack(brought))
+
+        work = self.start(f"all-gather for {name}", tensor.clone(), take)
         return Handle(work, complete=self.complete, result=received)
 
     def broadcast(self, tensor: Tensor, name: str, *, source: int = 0) -> Handle:
-        work = self._start(f"broadcast for {name}", tensor, lambda brought: tensor.copy_(brought[source]))
+        def take(brought: list[Tensor]) -> None:
+            tensor.copy_(brought[source])
+
+        work = self.start(f"broadcast for {name}", tensor.detach().clone(), take)
         return Handle(work, complete=self.complete, result=tensor)
 
-    def complete(self, work: FakeWork) -> None:
+    def complete(self, work: Any) -> None:
+        work.wait()
+
+    def start(self, name: str, value: Any, take: Callable[[list[Any]], object], lane: str = "") -> FakeWork:
+        assert self.is_open, f"{name}, before the group is open"
+        _thread.rank.at_start(name)
+        return FakeWork(self.world, self.world.start(self.lane + lane, self.rank, name, value), take)
+
+
+def hide(tensor: Tensor) -> None:
+    """Nobody may read it before the wait."""
+    if tensor.is_floating_point() and not tensor.is_sparse:
         with torch.no_grad():
-            work.wait()
-
-    def _start(self, name: str, tensor: Tensor, take: Callable[[list[Tensor]], object]) -> FakeWork:
-        place, self._num_started = self._num_started, self._num_started + 1
-        return FakeWork(self._world, self._world.start(self.rank, place, name, tensor), take)
+            tensor.fill_(torch.nan)
 
 
-@dataclass
+class FakeCollectives:
+    """Exchanges of parts: the results of P2PCollectives. `number` identifies a gather, which ranks start in any order."""
+
+    divides_first = False
+
+    def __init__(self, group: FakeGroup, config: SyncConfig, *, divisor: float) -> None:
+        self.group, self._divisor, self._wire = group, divisor, wire_of(config)
+        self._in_flight = 0
+        _thread.rank.exchanges.add(self)
+
+    def reduce_scatter(
+        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object] | None = None
+    ) -> Handle:
+        if pack is not None:
+            with torch.no_grad():
+                pack()
+        facts = storage[trailer.start : trailer.stop]
+
+        def take(brought: list[tuple[Tensor, Tensor]]) -> None:
+            parts, trailers = zip(*brought, strict=True)
+            sum_in_order([part.view(len(parts), -1)[self.group.rank] for part in parts], into=shard).div_(self._divisor)
+            facts.copy_(sum(trailers))
+
+        sent = cast_for_wire(storage[: self.group.num_ranks * shard.numel()], self._wire)
+        work = self.group.start(f"reduce-scatter of {shard.numel()}", (sent.clone(), facts.clone()), take)
+        hide(shard)
+        return Handle(work, complete=self.group.complete)
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        def take(parts: Sequence[Tensor]) -> None:
+            total = torch.empty_like(tensor, dtype=accumulation_dtype(tensor.dtype))
+            tensor.copy_(sum_in_order(parts, into=total).div_(self._divisor))
+
+        name = f"ordered all-reduce of {tensor.numel()} {tensor.dtype}"
+        work = self.group.start(name, cast_for_wire(tensor, self._wire).clone(), take)
+        hide(tensor)
+        return Handle(work, complete=self.group.complete)
+
+    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object] | None = None) -> Handle:
+        def take(parts: Sequence[Tensor]) -> None:
+            flat.copy_(torch.cat(tuple(parts)))
+            self._in_flight -= 1
+
+        self._in_flight += 1
+        own = flat.view(self.group.num_ranks, -1)[self.group.rank].clone()
+        work = self.group.start(f"all-gather of {flat.numel()}", own, take, lane=f", gather {number}")
+        return Handle(work, complete=self.group.complete, finish=then)
+
+    def close(self) -> None:
+        _thread.rank.exchanges.discard(self)
+        assert not self._in_flight or self.group.world.is_broken, "closed with parameters on their way"
+
+
 class Rank:
     """What a rank of these tests has."""
 
-    number: int
-    group: FakeGroup
+    def __init__(self, number: int, world: World) -> None:
+        self.number, self.world = number, world
+        self.thread = threading.get_ident()
+        self.num_groups = 0
+        self.exchanges: set[FakeCollectives] = set()  # that are open
+        self.at_start: Callable[[str], object] = str  # called with the name of each collective
 
-    def engine(self, module: nn.Module, **settings: Any) -> "Trained":
-        return Trained(module, self.group, SyncConfig(**settings))
+    def attach(self, model: nn.Module, **settings: Any) -> GradientSync:
+        return attach(model, config=SyncConfig(**settings))
+
+    def unopened(self, model: nn.Module, **settings: Any) -> GradientSync:
+        """As of a copied model, whose ranks open the group when they first use it."""
+        ref = FakeRef(tuple(range(self.world.num_ranks)), "fake", None)
+        return GradientSync(model, process_group=ref, config=SyncConfig(**settings))
+
+    def gather(self, value: T) -> list[T]:
+        """A value of each rank, in rank order."""
+        lane = "values" if _is_ranks_own() else "values of workers"
+        return self.world.wait(self.world.start(lane, self.number, "a value", copy.deepcopy(value)))
 
 
-class Trained:
-    """A module and its engine, as GradientSync has them."""
+def _is_ranks_own() -> bool:
+    return _thread.rank.thread == threading.get_ident()  # type: ignore[no-any-return]
 
-    def __init__(self, module: nn.Module, group: FakeGroup, config: SyncConfig) -> None:
-        self.module = module
-        members = ModuleParams(module, frozenset())
-        self.engine = Engine(members, group, config, Recorder(group, level="off"))  # type: ignore[arg-type]
-        self.engine.siblings = SiblingEngines([self.engine], close=WeakMethod(self.close))
-        self.engine.current_plan.open()
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        self.engine.forward_begins(is_training=True)
-        self.engine.meet_before_forward(has_buffers=False)
-        output: Tensor = self.module(*inputs)
-        self.engine.forward_ends()
-        return output
+def _all_gather_object(everyone: list[Any], value: Any, **_: Any) -> None:
+    everyone[:] = _thread.rank.gather(value)
 
-    def before_step(self) -> None:
-        """As an optimizer of all parameters does."""
-        params = {id(param) for param in self.module.parameters()}
-        self.engine.finish_before_step(params)
-        self.engine.require_sound_gradients(params, reader="a step")
-        self.engine.progress.optimizer_steps(params, (), of=self.engine.current_plan.hooks.ids, has_closure=False)
 
-    def close(self) -> None:
-        self.engine.close()
+def _all_reduce(tensor: Tensor, **_: Any) -> None:
+    with torch.no_grad():
+        tensor.copy_(reduce(torch.add, _thread.rank.gather(tensor)))
+
+
+def _broadcast(tensor: Tensor, src: int, **_: Any) -> None:
+    with torch.no_grad():
+        tensor.copy_(_thread.rank.gather(tensor)[src])
+
+
+_OF_USERS: dict[str, Callable[..., Any]] = {
+    "get_rank": lambda *_: _thread.rank.number,
+    "get_world_size": lambda *_: _thread.rank.world.num_ranks,
+    "all_gather_object": _all_gather_object,
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+}
+
+
+class FakeWorker(Worker):
+    """A thread of the rank that submits to it."""
+
+    def submit(self, call: Callable[..., object], *args: Any) -> None:
+        rank = _thread.rank
+
+        def as_rank() -> None:
+            _thread.rank = rank
+            call(*args)
+
+        super().submit(as_rank)
+
+
+def _only_here(then: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls `then` in this thread: hooks that torch calls for all modules and optimizers are other ranks' as well."""
+    thread = threading.get_ident()
+    return lambda *args, **kwargs: then(*args, **kwargs) if threading.get_ident() == thread else None
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """The library's ways to other ranks lead to threads."""
+    at_registration, before_step = current_plan.call_at_registration, GradientSync._before_step
+
+    def before_own_step(weak_sync: Callable[[], GradientSync | None], *args: Any, **kwargs: Any) -> Any:
+        sync = weak_sync()
+        is_own = sync is not None and sync._group.thread == threading.get_ident()  # type: ignore[attr-defined]
+        return before_step(weak_sync, *args, **kwargs) if is_own else None
+
+    with ExitStack() as patches:
+        for name, function in _OF_USERS.items():
+            patches.enter_context(mock.patch.object(dist, name, function))
+        for place, name, ours in (
+            (gradient_sync, "chosen_group", lambda *_: FakeRef(tuple(range(_thread.rank.world.num_ranks)), "fake", None)),
+            (gradient_sync, "OwnGroup", FakeGroup),
+            (groups, "OwnGroup", FakeGroup),
+            (groups, "exchanges_over", FakeCollectives),
+            (reducer, "exchanges_over", FakeCollectives),
+            (comm_hook, "Worker", FakeWorker),
+            (current_plan, "call_at_registration", lambda then: at_registration(_only_here(then))),
+            (GradientSync, "_before_step", staticmethod(before_own_step)),
+        ):
+            patches.enter_context(mock.patch.object(place, name, ours))
+        yield
 
 
 def ranks_of(num_ranks: int, work: Callable[[Rank], T]) -> list[T]:
@@ -188,16 +404,75 @@ def ranks_of(num_ranks: int, work: Callable[[Rank], T]) -> list[T]:
     world = World(num_ranks)
 
     def of_rank(number: int) -> T:
+        _thread.rank = Rank(number, world)
         try:
-            return work(Rank(number, FakeGroup(world, number)))
+            return work(_thread.rank)
         except BaseException:
             world.leave()
             raise
+        finally:
+            world.ends()
 
-    with ThreadPoolExecutor(num_ranks) as threads:
+    with _one_process(), ThreadPoolExecutor(num_ranks) as threads:
         futures = [threads.submit(of_rank, number) for number in range(num_ranks)]
     errors = [error for future in futures if (error := future.exception()) is not None]
-    own = [error for error in errors if str(error) != "another rank has failed"]
+    own = [error for error in errors if str(error) != _LEFT]
     if errors:
         raise (own or errors)[0]
     return [future.result() for future in futures]
+
+
+# What a test does to an engine that users cannot.
+
+
+def counts_for(sync: GradientSync, num_ranks: int) -> None:
+    """As inside of torch's join: the mean is over so many ranks, which have data."""
+    sync._engine.progress.rescale = sync.num_ranks / num_ranks
+
+
+def forward_begins(sync: GradientSync) -> None:
+    """As a wrapper tells that leaves buffers alone."""
+    sync._forward_begins(buffers_follow=None)
+
+
+def shadow(sync: GradientSync) -> None:
+    """As a rank does in join that has no data, while others run a synchronization."""
+    sync._shadow()
+
+
+def join_ends(sync: GradientSync) -> None:
+    sync._engine.progress.join_ends()
+
+
+def reads_late(sync: GradientSync, reading: Reading) -> None:
+    """The trailer of an earlier step reaches the host late, as one on a device does."""
+    snapshot = SimpleNamespace(is_there=lambda: True, read=lambda: reading)
+    sync._engine.current_plan.compiled.snapshots.append(snapshot)  # type: ignore[arg-type]
+
+
+def at_each_op(sync: GradientSync, call: Callable[[Op], object]) -> None:
+    """Calls this before every op that the model's plans issue."""
+
+    @contextmanager
+    def observer(op: Op) -> Iterator[None]:
+        call(op)
+        yield
+
+    sync._engine.recorder.observer = observer
+
+
+def decides(groups: Sequence[Sequence[int]] | None) -> contextlib.AbstractContextManager[object]:
+    """Whatever is measured, the ranks move to these groups, once."""
+    decision = Decision(outcome=Outcome.KEEP if groups is None else Outcome.MOVE, groups=groups and tuple(map(tuple, groups)))
+    return mock.patch.object(Tuner, "decide", return_value=decision)
+
+
+def num_hooks_of_torch() -> int:
+    """Of those that torch calls for all modules and all optimizers."""
+    of_modules = module._global_module_registration_hooks, module._global_parameter_registration_hooks
+    return sum(map(len, (*of_modules, optimizer._global_optimizer_pre_hooks)))
+
+
+def is_timed(sync: GradientSync) -> bool:
+    """True if something is called with every gradient."""
+    return sync._engine.current_plan.hooks.arrivals.at_each is not None

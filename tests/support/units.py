@@ -1,5 +1,6 @@
 """Units that models of programs are made of: layers of every kind that takes rows of four numbers to such rows."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 4
+_LOCK = threading.Lock()
 
 
 class Odd(nn.Module):
@@ -168,9 +170,10 @@ UNITS: dict[str, Callable[[], nn.Module]] = {
 
 
 def made(kind: str, seed: int) -> nn.Module:
-    """The same on every rank."""
-    torch.manual_seed(seed)
-    return UNITS[kind]()
+    """The same on every rank, also if ranks are threads."""
+    with _LOCK:
+        torch.manual_seed(seed)
+        return UNITS[kind]()
 
 
 class Units(nn.Module):

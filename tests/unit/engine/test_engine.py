@@ -1,282 +1,767 @@
-"""The engine over a fake group, in one process: whatever the order of events, `.grad` is the mean over ranks."""
+"""Events of a step whose errors, or whose order, a program of steps does not show; on ranks in one process."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import random
+import warnings
+from collections.abc import Callable
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+import torch.distributed as dist
+from torch import Tensor
 
-from support.one_process import Rank, Trained, ranks_of
+from support import one_process
+from support.models import noise
+from support.one_process import Rank, ranks_of
+from support.units import WIDTH, Units, made
+from undertow import GradientSync, NonFiniteGradient, PeerFailed, PhaseError, PlanMismatch, ShardedOptimizer, UndertowError
 from undertow.buckets.trailer import Reading
-from undertow.errors import PeerFailed, PhaseError, PlanMismatch, UndertowError
+from undertow.errors import Desync, ReplicaMismatch
+from undertow.schedule import Op, OpKind
 
-WIDTH = 4
-CAPS = [0.00002, 0.00008, 25.0]  # MiB: a parameter in each bucket, a layer, or all of them
-
-
-class Branches(nn.Module):
-    """Layers that a forward uses in any order, as often as it likes, and that a checkpoint may recompute."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(7)
-        self.layers = nn.ModuleList(layer(generator) for _ in range(num_layers))
-
-    def forward(self, x: Tensor, uses: Sequence[int], nests: bool = False) -> Tensor:
-        for index in uses:
-            layer = self.layers[index]
-            x = checkpoint(layer, x, use_reentrant=True) if nests else layer(x)
-        return x.sum()
+EACH, LAYER, ONE = 0.00002, 0.00008, 25.0  # MiB: a parameter in each bucket, a layer, or all of them
 
 
-def layer(generator: torch.Generator) -> nn.Linear:
-    """With small whole numbers, so that every sum of gradients is exact in any order."""
-    made = nn.Linear(WIDTH, WIDTH)
-    for param in made.parameters():
-        param.data = torch.randint(-1, 2, param.shape, generator=generator).float()
-    return made
+class Training:
+    """One rank's model, and steps of it that are compared with the naive reference."""
+
+    def __init__(self, rank: Rank, kinds: str = "linear linear linear", **settings: Any) -> None:
+        self.rank, self.kinds = rank, kinds
+        self.module = Units(kinds)
+        self.order = "".join(map(str, range(len(self.module.units))))
+        self.sync: GradientSync = rank.attach(self.module, **{"bucket_cap_mb": EACH, **settings})
+        self.num_batches = 0
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.module.parameters(), lr=0.0)
+
+    def batch(self) -> Tensor:
+        self.num_batches += 1
+        return noise(3, WIDTH, step=self.num_batches)
+
+    def backward(self, order: str | None = None) -> None:
+        self.module(self.batch(), self.order if order is None else order).square().sum().backward()
+
+    def step(self) -> None:
+        self.module.zero_grad()
+        self.backward()
+        self.optimizer.step()
+
+    def own(self) -> list[Tensor]:
+        """This rank's gradients for the last batch, by a bare copy of the model."""
+        bare = Units(self.kinds)
+        while len(bare.units) < len(self.module.units):
+            bare.units.append(made("linear", 0))
+        bare.load_state_dict(self.module.state_dict())
+        bare(noise(3, WIDTH, step=self.num_batches), self.order).square().sum().backward()
+        return [param.grad for param in bare.parameters() if param.grad is not None]
+
+    def require_mean(self, *, of: int = 0) -> None:
+        """`of` ranks that have data; others bring None."""
+        everyone = self.rank.gather(self.own())
+        for index, param in enumerate(self.module.parameters()):
+            total = sum(grads[index] for grads in everyone)
+            torch.testing.assert_close(param.grad, total / (of or len(everyone)), rtol=1e-6, atol=1e-6)
 
 
-def batch(rank: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(-2, 3, (4, WIDTH), generator=generator).float().requires_grad_()
+def errors_of(num_ranks: int, work: Callable[[Training], object], *args: Any, **settings: Any) -> list[str]:
+    """The error of each rank, or ""; each closes its model after that."""
+
+    def on_rank(rank: Rank) -> str:
+        training = Training(rank, *args, **settings)
+        try:
+            work(training)
+        except (UndertowError, ZeroDivisionError) as error:
+            with contextlib.suppress(UndertowError):  # what it has not read yet
+                training.sync.close()
+            return f"{type(error).__name__}: {error}"
+        training.sync.close()
+        return ""
+
+    return ranks_of(num_ranks, on_rank)
 
 
-def own_gradients(module: nn.Module, rank: int, step: int, *arguments: Any) -> list[Tensor | None]:
-    params = [param for param in module.parameters() if param.requires_grad]
-    loss = module(batch(rank, step), *arguments)
-    return list(torch.autograd.grad(loss, params, allow_unused=True)) if loss.requires_grad else [None] * len(params)
-
-
-def mean(of_ranks: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    """The naive reference: divided, then added in rank order; None where no rank has a gradient."""
-    means: list[Tensor | None] = []
-    for of_param in zip(*of_ranks, strict=True):
-        there = [grad for grad in of_param if grad is not None]
-        parts = [torch.zeros_like(there[0]) if grad is None else grad / len(of_param) for grad in of_param] if there else []
-        means.append(torch.stack(parts).sum(dim=0) if parts else None)
-    return means
-
-
-def require_equal(grads: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
-    assert [grad is None for grad in grads] == [grad is None for grad in expected]
-    for grad, value in zip(grads, expected, strict=True):
-        if grad is not None and value is not None:
-            assert torch.equal(grad, value)
-
-
-def grads_of(module: nn.Module) -> list[Tensor | None]:
-    return [param.grad for param in module.parameters() if param.requires_grad]
-
-
-uses = st.lists(st.integers(0, 4), max_size=6)
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> dict[str, Any]:
-    """Steps of some ranks: the layers that each of them uses, and what stays frozen."""
-    num_ranks, num_steps = draw(st.sampled_from([2, 4])), draw(st.integers(1, 4))
-    return {
-        "num_ranks": num_ranks,
-        "uses": [[draw(uses) for _ in range(num_ranks)] for _ in range(num_steps)],
-        "frozen": [draw(st.sets(st.integers(0, 4), max_size=2)) for _ in range(num_steps)],
-        "nests": [draw(st.booleans()) for _ in range(num_steps)],
-        "cap": draw(st.sampled_from(CAPS)),
-    }
-
-
-@given(programs())
-def test_gradients_are_the_mean_whatever_is_used_frozen_and_nested(program: dict[str, Any]) -> None:
-    def freeze(module: Branches, step: int) -> None:
-        for index, layer in enumerate(module.layers):
-            layer.requires_grad_(index not in program["frozen"][step])
-
-    def train(rank: Rank) -> None:
-        module, reference = Branches(5), Branches(5)
-        model = rank.engine(module, bucket_cap_mb=program["cap"])
-        for step, of_ranks in enumerate(program["uses"]):
-            freeze(module, step)
-            freeze(reference, step)
-            arguments = of_ranks[rank.number], program["nests"][step]
-            loss = model(batch(rank.number, step), *arguments)
-            if loss.requires_grad and arguments[0]:
-                loss.backward()
-            model.before_step()
-            expected = mean([own_gradients(reference, other, step, used, False) for other, used in enumerate(of_ranks)])
-            require_equal(grads_of(module), expected)
-            module.zero_grad()
-        model.close()
-
-    ranks_of(program["num_ranks"], train)
-
-
-@pytest.mark.parametrize("cap", CAPS)
-def test_micro_batches_are_added_and_sent_once(cap: float) -> None:
-    def train(rank: Rank) -> None:
-        module = Branches(3)
-        model = rank.engine(module, bucket_cap_mb=cap)
-        for step in range(3):
-            model.engine.is_accumulating = True
-            model(batch(rank.number, 2 * step), [0, 1]).backward()
-            model.engine.is_accumulating = False
-            model(batch(rank.number, 2 * step + 1), [1, 2]).backward()
-            model.before_step()
-            sums = []
-            for other in range(2):
-                own = Branches(3)
-                for part, used in enumerate(([0, 1], [1, 2])):
-                    own(batch(other, 2 * step + part), used).backward()
-                sums.append([param.grad for param in own.parameters()])
-            require_equal(grads_of(module), mean(sums))
-            module.zero_grad()
-        model.close()
-
-    ranks_of(2, train)
-
-
-@pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_backward_that_fails_on_one_rank_fails_on_all_and_the_next_is_sound(cap: float, place: int) -> None:
-    def train(rank: Rank) -> str:
-        module = Branches(3)
-        model = rank.engine(module, bucket_cap_mb=cap)
-        raises = module.layers[place].weight.register_hook(_raise) if rank.number == 1 else None
-        with pytest.raises(PeerFailed if rank.number == 0 else ZeroDivisionError) as caught:
-            model(batch(rank.number, 0), [0, 1, 2]).backward()
-        if raises is not None:
-            raises.remove()
-        with pytest.raises(PhaseError):
-            model.before_step()
-        module.zero_grad()
-        model(batch(rank.number, 1), [0, 1, 2]).backward()
-        model.before_step()
-        expected = mean([own_gradients(Branches(3), other, 1, [0, 1, 2]) for other in range(2)])
-        require_equal(grads_of(module), expected)
-        model.close()
-        return str(caught.value)
-
-    assert "backward failed on rank 1" in ranks_of(2, train)[0]
-
-
-def _raise(_grad: Tensor) -> None:
+def stop(*_: object) -> None:
     raise ZeroDivisionError
 
 
-def changed(change: Callable[[Branches, int], None], *, num_ranks: int = 2) -> list[str]:
-    """Trains a step, changes the module, and trains another one; returns each rank's error."""
-
-    def train(rank: Rank) -> str:
-        module = Branches(3)
-        model = rank.engine(module)
-        _step(model, rank, 0)
-        change(module, rank.number)
-        try:
-            _step(model, rank, 1)
-        except UndertowError as error:
-            return f"{type(error).__name__}: {error}"
-        reference = Branches(3)
-        change(reference, rank.number)
-        used = range(len(module.layers))
-        require_equal(grads_of(module), mean([own_gradients(reference, other, 1, used) for other in range(num_ranks)]))
-        return ""
-
-    return ranks_of(num_ranks, train)
+# Ranks that have data and ranks that have not
 
 
-def _step(model: Trained, rank: Rank, step: int) -> None:
-    model.module.zero_grad()
-    model(batch(rank.number, step), range(len(model.module.layers))).backward()  # type: ignore[arg-type]
-    model.before_step()
+@pytest.mark.parametrize("kinds", ["linear linear linear", "linear twice-reentrant linear"])
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_without_data_shadow_the_others_and_count_again_afterwards(seed: int, kinds: str) -> None:
+    chance = random.Random(seed)
+    num_batches = [chance.randrange(5) for _ in range(3)]
+    overlap = chance.random() < 0.5
+
+    def train(training: Training) -> None:
+        sync, number = training.sync, training.rank.number
+        for step in range(max(num_batches)):
+            active = [rank for rank, most in enumerate(num_batches) if step < most]
+            training.module.zero_grad()
+            if number not in active:
+                kept = training.module.units[0].weight.grad = torch.ones(WIDTH, WIDTH)
+                one_process.shadow(sync)
+                assert training.module.units[0].weight.grad is kept
+                assert torch.equal(kept, torch.ones(WIDTH, WIDTH))
+                training.rank.gather(None)
+                continue
+            one_process.counts_for(sync, len(active))
+            training.backward()
+            everyone = training.rank.gather(training.own())
+            for index, param in enumerate(training.module.parameters()):
+                total = sum(grads[index] for grads in everyone if grads is not None)
+                torch.testing.assert_close(param.grad, total / len(active), rtol=1e-6, atol=1e-6)
+            training.optimizer.step()
+        one_process.join_ends(sync)
+        training.module.zero_grad()
+        training.backward()
+        training.require_mean()
+
+    assert errors_of(3, train, kinds, overlap=overlap) == [""] * 3
 
 
-def test_a_layer_that_all_ranks_add_is_averaged() -> None:
-    def add(module: Branches, _rank: int) -> None:
-        module.layers.append(layer(torch.Generator().manual_seed(3)))
-
-    assert changed(add) == ["", ""]
+# Errors that ranks agree on
 
 
-def test_a_layer_that_one_rank_adds_is_a_mismatch_on_all() -> None:
-    def add(module: Branches, rank: int) -> None:
-        if rank == 1:
-            module.layers.append(nn.Linear(WIDTH, WIDTH))
+@pytest.mark.parametrize("cap", [EACH, LAYER, ONE])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_backward_that_fails_on_one_rank_fails_on_all_and_the_next_is_sound(cap: float, place: int) -> None:
+    def train(training: Training) -> None:
+        is_cause = training.rank.number == 1
+        raises = training.module.units[place].weight.register_hook(stop) if is_cause else None
+        with pytest.raises(ZeroDivisionError if is_cause else PeerFailed):
+            training.backward()
+        if raises is not None:
+            raises.remove()
+        with torch.no_grad():
+            training.module(noise(3, WIDTH), "0")  # which clears nothing
+        with pytest.raises(PhaseError, match="SGD, rank"):
+            training.optimizer.step()
+        training.step()
+        training.require_mean()
 
-    errors = changed(add)
+    def train_after_another_step(training: Training) -> None:
+        training.backward()
+        train(training)
+
+    assert errors_of(2, train, bucket_cap_mb=cap) == ["", ""]
+    assert errors_of(2, train_after_another_step, bucket_cap_mb=cap) == ["", ""]
+
+
+def test_a_rank_that_fails_to_pack_keeps_no_other_waiting() -> None:
+    def train(training: Training) -> None:
+        def fail(op: Op) -> None:
+            if op.kind is OpKind.PACK and op.bucket == 1:
+                stop()
+
+        if training.rank.number == 1:
+            one_process.at_each_op(training.sync, fail)
+        with pytest.raises(ZeroDivisionError if training.rank.number == 1 else RuntimeError):
+            training.backward()
+
+    def on_rank(rank: Rank) -> None:
+        train(Training(rank))
+
+    ranks_of(2, on_rank)
+
+
+def test_ranks_that_are_not_in_the_same_step_say_where_each_is() -> None:
+    def train(training: Training) -> None:
+        training.step()
+        training.backward()
+        if training.rank.number == 0:
+            training.optimizer.step()
+        training.backward()
+
+    errors = errors_of(2, train)
+    for rank, error in enumerate(errors):
+        assert error.splitlines()[:4] == [
+            f"{Desync.__name__}: ranks are not in the same step.",
+            f"  synchronization 2, rank {rank}",
+            "  rank 0: synchronization 2, after an optimizer step",
+            "  rank 1: synchronization 2, without an optimizer step since the one before",
+        ]
+
+
+def test_ranks_that_step_with_other_settings_are_told_which() -> None:
+    def train(training: Training) -> None:
+        training.optimizer.param_groups[0]["lr"] = 0.25 * training.rank.number
+        training.optimizer.param_groups[0]["foreach"] = bool(training.rank.number)  # an implementation
+        training.step()
+        training.backward()
+
+    errors = errors_of(2, train)
+    assert all(error.startswith(f"{PlanMismatch.__name__}: ranks step with different settings") for error in errors)
+    assert all("lr of group 0 of SGD with 'units.0.bias' is 0 on rank 0, 0.25 on rank 1" in error for error in errors)
+
+
+@pytest.mark.parametrize("momentum", [torch.tensor(0.5), 0.5, torch.tensor(0.5, dtype=torch.float64)])
+def test_a_setting_is_the_same_whatever_holds_it(momentum: Any) -> None:
+    def train(training: Training) -> None:
+        training.optimizer.param_groups[0]["lr"] = momentum if training.rank.number else 0.5
+        training.step()
+        training.backward()
+
+    assert errors_of(2, train) == ["", ""]
+
+
+def test_a_gradient_that_a_hook_takes_away_is_an_error_on_all_ranks() -> None:
+    def train(training: Training) -> None:
+        def take(param: Tensor) -> None:
+            param.grad = None
+
+        if training.rank.number == 1:
+            training.module.units[1].weight.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+        training.backward()
+
+    errors = errors_of(2, train)
+    assert all("PhaseError: `.grad` was cleared during backward on rank 1" in error for error in errors)
+    assert "rank 0, synchronization 0" in errors[0]
+    assert "parameter 'units.1.weight' with the hook" in errors[1]
+    assert ".take, synchronization 0" in errors[1]
+
+
+# Changes that ranks agree on
+
+
+def add(training: Training) -> None:
+    training.module.units.append(made("linear", 9))
+    training.order += "3"
+
+
+def freeze(training: Training) -> None:
+    training.module.units[1].requires_grad_(False)
+
+
+def hook(training: Training) -> None:
+    def mean(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        everyone = training.rank.gather(bucket.buffer())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(sum(everyone) / len(everyone))
+        return future
+
+    training.sync.register_comm_hook(None, mean)
+
+
+@pytest.mark.parametrize("change", [add, freeze, hook])
+def test_a_change_on_one_rank_only_is_a_mismatch_on_all(change: Callable[[Training], None]) -> None:
+    def train(training: Training) -> None:
+        training.step()
+        if training.rank.number == 1:
+            change(training)
+        training.step()
+
+    errors = errors_of(2, train)
     assert all(error.startswith(PlanMismatch.__name__) for error in errors)
     assert all("changed on rank 1 and not on rank 0" in error or "ranks disagree" in error for error in errors)
 
 
+@pytest.mark.parametrize("change", [add, freeze, hook])
+def test_ranks_that_change_are_told_of_one_that_fails(change: Callable[[Training], None]) -> None:
+    def train(training: Training) -> None:
+        training.step()
+        if training.rank.number == 1:
+            training.module.units[1].weight.register_hook(stop)
+        else:
+            change(training)
+        training.backward()
+
+    errors = errors_of(3, train)
+    assert [error.partition("\n")[0] for error in errors] == [
+        "PeerFailed: backward failed on rank 1.",
+        "ZeroDivisionError: ",
+        "PeerFailed: backward failed on rank 1.",
+    ]
+
+
+@pytest.mark.parametrize("when", ["before the first step", "later"])
+def test_a_hook_that_all_ranks_register_reduces_the_next_buckets(when: str) -> None:
+    def train(training: Training) -> None:
+        if when == "later":
+            training.step()
+        hook(training)
+        for _ in range(2):
+            training.module.zero_grad()
+            training.backward()
+            training.require_mean()
+            training.optimizer.step()
+        with pytest.raises(PhaseError, match="register_comm_hook can only be called once"):
+            hook(training)
+
+    assert errors_of(2, train) == ["", ""]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_new_parameters_that_were_used_with_other_values_are_a_mismatch(rank: int) -> None:
+    """A forward of the bare module has used them, so that ranks find out after backward."""
+
+    def train(training: Training) -> None:
+        training.step()
+        training.module(noise(3, WIDTH), "0")
+        add(training)
+        with torch.no_grad():
+            training.module.units[3].bias += training.rank.number == rank
+        training.module.forward(training.batch(), "0123").square().sum().backward()
+        training.optimizer.step()
+
+    others = {0: "1, 2", 1: "1", 2: "2"}[rank]
+    errors = errors_of(3, train)
+    assert all(error.startswith(PlanMismatch.__name__) for error in errors), errors
+    assert all(f"had other values on rank {others} than on rank 0" in error for error in errors)
+    assert all("parameter 'units.3.bias', synchronization 1, rank" in error for error in errors)
+
+
+def test_a_parameter_that_is_unfrozen_in_its_backward_is_refused() -> None:
+    def train(training: Training) -> None:
+        first, middle, last = training.module.units
+        freeze(training)
+        training.step()
+        training.module(training.batch(), "0")
+        middle.requires_grad_(True)
+        output = middle(first(training.batch()).tanh()).tanh()
+        freeze(training)
+        output.register_hook(lambda _: middle.requires_grad_(True) and None)  # the gradients of the last unit have arrived
+        last(output).square().sum().backward()
+
+    errors = errors_of(2, train)
+    text = "PhaseError: a parameter was unfrozen while the backward ran that trains it"
+    assert all(error.startswith(text) for error in errors), errors
+    assert all(f"parameter 'units.1.bias', rank {rank}" in error for rank, error in enumerate(errors)), errors
+
+
+@pytest.mark.parametrize("kinds", ["linear linear linear", "linear norm linear"])
+@pytest.mark.parametrize("then", [Training.step, lambda training: training.sync.finish()])
+def test_new_parameters_that_nobody_has_used_take_rank_0s_values(then: Callable[[Training], None], kinds: str) -> None:
+    def train(training: Training) -> None:
+        training.step()
+        add(training)
+        with torch.no_grad():
+            training.module.units[3].bias += training.rank.number
+        then(training)
+        assert torch.equal(training.module.units[3].bias, made("linear", 9).bias)
+
+    assert errors_of(3, train, kinds) == ["", "", ""]
+
+
+def test_ranks_whose_forwards_send_buffers_meet_after_the_last_of_several_forwards() -> None:
+    """Another rank may not have changed, and would be in the next forward: so new values were used when ranks compare them."""
+
+    def train(training: Training) -> None:
+        def step() -> None:
+            training.module.zero_grad()
+            losses = [training.module(training.batch(), training.order).square().sum() for _ in range(2)]
+            torch.stack(losses).sum().backward()
+            training.optimizer.step()
+
+        step()
+        add(training)
+        with torch.no_grad():
+            training.module.units[3].bias += training.rank.number
+        step()
+
+    errors = errors_of(2, train, "linear norm linear")
+    assert all("had other values on rank 1 than on rank 0" in error for error in errors), errors
+
+
+def test_buffers_follow_rank_0_before_the_forward() -> None:
+    def train(training: Training) -> None:
+        norm = training.module.units[1]
+        norm.momentum = 0.0
+        norm.running_mean.fill_(3.0 + training.rank.number)
+        training.step()
+        assert torch.equal(norm.running_mean, torch.full((WIDTH,), 3.0))
+
+    assert errors_of(2, train, "linear norm linear") == ["", ""]
+
+
+LATE = Reading(used=frozenset(), ranks_differ=False, flags={"failed": (1,)}, is_overdue=True)
+
+
+def accumulate(training: Training) -> None:
+    """Draws no conclusions, so it must not take the trailer."""
+    with training.sync.accumulate():
+        training.backward()
+
+
+@pytest.mark.parametrize("change", [lambda _: None, accumulate, add, freeze, hook])
+def test_a_trailer_that_comes_late_is_read_by_the_next_synchronization(change: Callable[[Training], None]) -> None:
+    def train(training: Training) -> None:
+        training.step()
+        training.step()
+        change(training)
+        one_process.reads_late(training.sync, LATE)
+        training.step()
+
+    assert all("PeerFailed: backward failed on rank 1" in error for error in errors_of(2, train))
+
+
+def test_a_trailer_that_comes_late_is_read_after_a_move() -> None:
+    def train(training: Training) -> None:
+        training.backward("012")  # rank 0's order is sent behind it
+        one_process.reads_late(training.sync, LATE)
+        groups = training.sync.plan.groups
+        training.optimizer.step()
+        training.module.zero_grad()
+        try:
+            training.backward("012")
+        finally:
+            assert training.sync.plan.groups != groups
+
+    assert all("PeerFailed: backward failed on rank 1" in error for error in errors_of(2, train, "linear norm linear"))
+
+
+def test_a_trailer_that_comes_late_is_read_after_parameters_are_laid_out() -> None:
+    def train(training: Training) -> None:
+        training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.0)
+        training.backward()
+        one_process.reads_late(training.sync, LATE)
+        training.optimizer.step()
+        training.module.zero_grad()
+        training.backward()
+
+    assert all("PeerFailed: backward failed on rank 1" in error for error in errors_of(2, train, strategy="zero1"))
+
+
+# Plans that all ranks move to
+
+
+MOVES = [[[0, 1], [2, 3, 4, 5]], [[5, 4, 3], [2, 1, 0]], [[0], [1], [2], [3], [4], [5]], None]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("groups", MOVES)
+def test_ranks_move_to_the_plan_that_rank_0_decides_on(strategy: str, groups: list[list[int]] | None) -> None:
+    generations: set[int] = set()
+
+    def train(training: Training) -> None:
+        if strategy != "ddp":
+            training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.0)
+        plans = []
+        for _ in range(13):
+            training.module.zero_grad()
+            training.backward()
+            everyone = training.rank.gather(training.own())
+            for index, param in enumerate(training.module.parameters()):
+                total = sum(grads[index] for grads in everyone)
+                torch.testing.assert_close(training.sync.full_gradient(param), total / 2, rtol=1e-6, atol=1e-6)
+            training.optimizer.step()
+            plans.append(training.sync.plan.groups)
+        wanted = plans[5] if groups is None else tuple(map(tuple, groups))
+        assert plans[-1] == wanted
+        assert plans.index(wanted) == 9 or groups is None
+        assert plans[2] == plans[8]
+        generations.add(training.sync.report().plan_since or 0)
+
+    with one_process.decides(groups):
+        assert errors_of(2, train, strategy=strategy, bucket_cap_mb=None) == ["", ""]
+    assert len(generations) == 1
+
+
+def test_the_plan_follows_rank_0s_order_from_the_second_step_on() -> None:
+    def train(training: Training) -> None:
+        plans = []
+        for _ in range(3):
+            training.module.zero_grad()
+            training.backward("012" if training.rank.number else "210")
+            training.optimizer.step()
+            plans.append(training.sync.plan.groups)
+        names = [training.sync.plan.params[group[0]].name for group in plans[1]]
+        assert plans[0] != plans[1] == plans[2]
+        assert [name.split(".")[1] for name in names] == ["0", "0", "1", "1", "2", "2"]
+
+    assert errors_of(2, train) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_more"),
+    [({"record": "off"}, 0), ({}, 1), ({"bucket_cap_mb": None}, 2), ({"bucket_cap_mb": None, "auto_tune": False}, 1)],
+)
+def test_ranks_measure_once_and_send_nothing_else_afterwards(settings: dict[str, Any], num_more: int) -> None:
+    def train(training: Training) -> None:
+        names: list[str] = []
+        training.rank.at_start = names.append
+        nums = []
+        for _ in range(14):
+            names.clear()
+            training.step()
+            nums.append(len(names))
+        assert nums[0] == nums[-1] + 1  # rank 0's order
+        assert sum(nums[1:]) == 13 * nums[-1] + num_more
+        assert not one_process.is_timed(training.sync)
+
+    with one_process.decides(None):
+        assert errors_of(2, train, order="observed", **settings) == ["", ""]
+
+
+def test_a_copied_model_opens_its_group_in_its_first_synchronization() -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank)
+        training.sync.close()
+        training.sync = rank.unopened(training.module, buffers="off")
+        training.module.zero_grad()
+        one_process.forward_begins(training.sync)
+        training.backward()
+        training.require_mean()
+        training.sync.close()
+
+    ranks_of(2, on_rank)
+
+
+def test_a_model_closes_when_its_parameters_have_arrived() -> None:
+    def train(training: Training) -> None:
+        optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.5)
+        training.backward()
+        optimizer.step()
+        training.sync.close()
+        first, second = training.rank.gather(training.module.units[0].weight.detach())
+        assert torch.equal(first, second)
+
+    assert errors_of(2, train, strategy="zero1") == ["", ""]
+
+
 def test_a_bucket_leaves_when_its_last_gradient_arrives_and_the_last_one_after_backward() -> None:
-    happened: list[str] = []
+    def train(training: Training) -> None:
+        happened: list[str] = []
+        training.rank.at_start = lambda name: happened.extend(["sent"] * name.startswith("all-reduce"))
+        for param in training.module.parameters():
+            param.register_post_accumulate_grad_hook(lambda _: happened.append("arrives"))  # type: ignore[no-untyped-call]
+        for _ in range(3):
+            happened.clear()
+            training.step()
+        assert happened == ["arrives", "arrives", "sent"] * 3
 
-    def train(rank: Rank) -> None:
-        module = Branches(3)
-        model = rank.engine(module, bucket_cap_mb=0.00008)
-        start = rank.group._start
-
-        def noted(name: str, *args: Any) -> Any:
-            happened.extend(["sent"] if name.startswith("all-reduce") else [])
-            return start(name, *args)
-
-        if rank.number == 0:
-            rank.group._start = noted  # type: ignore[method-assign]
-            for param in module.parameters():
-                param.register_post_accumulate_grad_hook(lambda _: happened.append("arrives"))  # type: ignore[no-untyped-call]
-        for step in range(3):
-            if rank.number == 0:
-                happened.clear()
-            _step(model, rank, step)
-        model.close()
-
-    ranks_of(2, train)
-    assert happened == ["arrives", "arrives", "sent"] * 3
+    assert errors_of(2, train, bucket_cap_mb=LAYER) == ["", ""]
 
 
-def test_ranks_that_use_layers_in_other_orders_send_in_one_order() -> None:
-    """The fake group fails if the ranks' collectives differ in size or order."""
-
-    def train(rank: Rank) -> None:
-        module = Branches(3)
-        module.layers[1] = nn.Linear(WIDTH, WIDTH, bias=False)
-        module.layers[1].weight.data.fill_(1.0)
-        model = rank.engine(module, bucket_cap_mb=0.00008)
-        for step in range(4):
-            module.zero_grad()
-            model(batch(rank.number, step), [2, 1, 0] if rank.number else [0, 1, 2]).backward()
-            model.before_step()
-        model.close()
-
-    ranks_of(2, train)
+# Checks of numbers and of replicas
 
 
-class Overdue:
-    """A trailer of an earlier step that has reached the host late, as one on a device does."""
+@pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
+@pytest.mark.parametrize("kinds", ["linear linear linear", "linear twice-reentrant linear"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_infinity_of_one_rank_is_met_by_all(policy: str, kinds: str, overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def train(training: Training) -> None:
+        training.step()
+        training.module.zero_grad()
+        factor = float("inf") if training.rank.number else 1.0
+        (training.module(training.batch(), "012").square().sum() * factor).backward()
+        if policy == "raise":
+            with pytest.raises(NonFiniteGradient, match=r"on rank 1\.\n  synchronization 1, bucket"):
+                training.optimizer.step()
+            assert training.sync.report().num_skipped == 0
+        else:
+            training.optimizer.step()
+            assert training.sync.report().num_skipped == (policy == "skip")
+        training.step()
 
-    def is_there(self) -> bool:
-        return True
-
-    def read(self) -> Reading:
-        return Reading(used=frozenset(), ranks_differ=False, flags={"failed": (1,)}, is_overdue=True)
+    assert errors_of(2, train, kinds, nonfinite=policy, overlap=overlap) == ["", ""]
+    assert caplog.text.count("The step is skipped on every rank") == (policy == "skip")
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_a_trailer_that_comes_late_is_read_by_the_next_synchronization(accumulates: bool) -> None:
-    """A backward that only accumulates draws no conclusions, so it must not take the trailer."""
+def test_a_closure_is_judged_after_it() -> None:
+    def train(training: Training) -> None:
+        def closure() -> Tensor:
+            training.module.zero_grad()
+            loss: Tensor = training.module(training.batch(), "012").square().sum() * float("nan")
+            loss.backward()
+            return loss
 
-    def train(rank: Rank) -> None:
-        model = rank.engine(Branches(2))
-        _step(model, rank, 0)
-        model.engine.current_plan.compiled.snapshots.append(Overdue())  # type: ignore[arg-type]
-        if accumulates:
-            model.engine.is_accumulating = True
-            model(batch(rank.number, 1), [0, 1]).backward()
-            model.engine.is_accumulating = False
-        with pytest.raises(PeerFailed, match="backward failed on rank 1"):
-            model(batch(rank.number, 2), [0, 1]).backward()
-        model.close()
+        for call in (lambda: training.optimizer.step(closure), lambda: training.optimizer.step(closure=closure)):
+            with pytest.raises(NonFiniteGradient):
+                call()
 
-    ranks_of(2, train)
+    assert errors_of(2, train, nonfinite="raise") == ["", ""]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_replicas_that_differ_are_found_by_the_next_comparison(every: int, strategy: str) -> None:
+    """Parameter 2 of 6, or a frozen one, differs from the third step on, and ranks compare after every few ones."""
+    found: list[int] = []
+
+    def train(training: Training) -> None:
+        freeze(training)
+        if strategy == "zero1":
+            training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.0)
+        for step in range(8):
+            if step == 2:
+                training.sync.wait()
+                with torch.no_grad():
+                    training.module.units[1].weight += training.rank.number == 2
+            try:
+                training.step()
+            except ReplicaMismatch:
+                found.append(step)
+                raise
+
+    errors = errors_of(3, train, strategy=strategy, check_replicas_every=every)
+    text = "ReplicaMismatch: parameter 'units.1.weight' has other values on rank 2 than on rank 0, 1.\n  synchronization"
+    assert all(error.startswith(text) and "1 of 6 parameters differ" in error for error in errors), errors
+    first = next(step for step in range(2, 9) if (step + 2) % every == 0)  # the change counts as one more
+    assert set(found) <= {first, first + 1}
+
+
+def load(training: Training, change: float) -> None:
+    state = {name: value.clone() for name, value in training.module.state_dict().items()}
+    state["units.1.bias"] += change
+    training.module.load_state_dict(state)
+
+
+@pytest.mark.parametrize("changes", [(1.0, 1.0), (0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 2.0)])
+def test_ranks_that_load_different_values_are_told(changes: tuple[float, float]) -> None:
+    def train(training: Training) -> None:
+        training.step()
+        load(training, changes[training.rank.number])
+        training.step()
+        training.step()
+
+    errors = errors_of(2, train)
+    if changes[0] == changes[1]:
+        assert errors == ["", ""]
+    else:
+        loaded = ", ".join(str(rank) for rank, change in enumerate(changes) if change)
+        assert all("ReplicaMismatch: parameter 'units.1.bias' has other values on rank 1 than on rank 0." in e for e in errors)
+        assert all(f"synchronization 1, load_state_dict on rank {loaded}; 1 of 6 parameters" in error for error in errors)
+
+
+@pytest.mark.parametrize("cure", ["broadcast", "loaded back", "written"])
+def test_a_load_on_one_rank_is_fine_if_ranks_are_equal_when_they_synchronize(cure: str) -> None:
+    def train(training: Training) -> None:
+        training.step()
+        bias = training.module.units[1].bias
+        if training.rank.number == 0:
+            load(training, 1.0)
+        if cure == "broadcast":
+            training.sync.broadcast_parameters()
+        elif cure == "loaded back" and training.rank.number == 0:
+            load(training, -1.0)
+        elif cure == "written" and training.rank.number == 1:
+            with torch.no_grad():
+                bias += 1.0
+        training.step()
+        names: list[str] = []
+        training.rank.at_start = names.append
+        training.step()
+        assert [name[:10] for name in names] == ["all-reduce"] * 6  # no more comparisons
+
+    assert errors_of(2, train) == ["", ""]
+
+
+# What users may not do, and what they are told
+
+
+def reduces_twice(training: Training) -> None:
+    accumulate(training)
+    training.sync.reduce_gradients_async()
+    training.sync.reduce_gradients_async()
+
+
+def backward_before_wait(training: Training) -> None:
+    accumulate(training)
+    training.sync.reduce_gradients_async()
+    training.module.forward(training.batch(), "012").square().sum().backward()
+
+
+def steps_within(training: Training) -> None:
+    training.module.units[0].weight.register_post_accumulate_grad_hook(lambda _: training.optimizer.step())  # type: ignore[no-untyped-call]
+    training.backward()
+
+
+MISUSES: list[tuple[Callable[[Training], object], str]] = [
+    (reduces_twice, "gradients are being synchronized already"),
+    (lambda training: training.sync.reduce_gradients_async(), "there is nothing to reduce"),
+    (backward_before_wait, "a backward began while gradients are being synchronized"),
+    (steps_within, "an optimizer steps within a backward"),
+]
+
+
+@pytest.mark.parametrize(("misuse", "text"), MISUSES)
+def test_a_misuse_is_refused(misuse: Callable[[Training], object], text: str) -> None:
+    def train(training: Training) -> None:
+        training.step()
+        misuse(training)
+
+    assert all(f"PhaseError: {text}" in error for error in errors_of(2, train))
+
+
+@pytest.mark.parametrize("is_cleared", [True, False])
+def test_an_optimizer_that_uses_gradients_of_the_bare_module_is_warned_of_once(is_cleared: bool) -> None:
+    def train(training: Training) -> None:
+        training.step()
+        training.module.zero_grad()
+        training.module.forward(training.batch(), "12").square().sum().backward()
+        if is_cleared:
+            training.module.zero_grad()
+        training.optimizer.step()
+        training.optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert errors_of(2, train) == ["", ""]
+    assert len(caught) == (0 if is_cleared else 2)
+    assert all("parameter 'units.1.weight', SGD, rank" in str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_closed_model_leaves_nothing_and_its_backwards_are_its_own(strategy: str, reduction: str) -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank, strategy=strategy, reduction=reduction)
+        if strategy == "zero1":
+            training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.0)
+        training.step()
+        training.sync.close()
+        assert not rank.exchanges
+        assert not any(param._post_accumulate_grad_hooks for param in training.module.parameters())
+        training.module.zero_grad()
+        training.module.forward(training.batch(), "012").square().sum().backward()
+        for param, own in zip(training.module.parameters(), training.own(), strict=True):
+            assert torch.equal(param.grad, own)  # type: ignore[arg-type]
+        training.sync.close()
+
+    num_before = one_process.num_hooks_of_torch()
+    ranks_of(2, on_rank)
+    assert one_process.num_hooks_of_torch() == num_before
+
+
+def test_a_backward_after_close_warns() -> None:
+    def train(training: Training) -> None:
+        loss = training.module(training.batch(), "012").square().sum()
+        training.sync.close()
+        loss.backward()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert errors_of(2, train) == ["", ""]
+    assert ["this backward averages nothing" in str(each.message) for each in caught] == [True] * 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("change", [add, freeze])
+def test_traces_are_those_of_the_present_plan(strategy: str, change: Callable[[Training], None]) -> None:
+    def train(training: Training) -> None:
+        if strategy == "zero1":
+            training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.0)
+        num_traces = []
+        for step in range(8):
+            if step == 4:
+                change(training)
+            training.step()
+            num_traces.append(len(training.sync.traces()))
+        # A step is complete when the next one begins. Rank 0's order, or the layout of shards, is a new plan, as the change is.
+        assert num_traces == ([1, 1, 2, 3] if strategy == "ddp" else [0, 1, 1, 2]) + [0, 1, 1, 2]
+
+    assert errors_of(2, train, strategy=strategy) == ["", ""]
+
+
+def test_skipped_steps_are_told_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    def train(training: Training) -> None:
+        for _ in range(5):
+            training.module.zero_grad()
+            (training.module(training.batch(), "012").square().sum() * float("nan")).backward()
+            training.optimizer.step()
+        assert training.sync.report().num_skipped == 5
+
+    assert errors_of(2, train, nonfinite="skip") == ["", ""]
+    assert [record.message.partition(" Steps like this so far: ")[2][:2] for record in caplog.records] == ["", "2.", "4."]

@@ -1,0 +1,52 @@
+"""Programs of training steps on ranks in one process, with the results of the naive reference."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support import programs
+from support.drawn import drawn
+from support.examples import EXAMPLES
+from support.one_process import ranks_of
+from support.programs import Program, run
+
+# Two graphs of gradients on two threads change the same list of filters.
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward")
+
+
+@pytest.fixture(autouse=True)
+def _of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "allreduce_hook", mean_hook)
+    monkeypatch.setattr(programs, "alone", contextlib.nullcontext)  # for a world of one rank
+
+
+def mean_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Does what torch's allreduce_hook does."""
+    mean = bucket.buffer().div_(dist.get_world_size())
+    dist.all_reduce(mean)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(mean)
+    return future
+
+
+def may_run_here(program: Program) -> bool:
+    """There are no groups besides the one of all ranks."""
+    return program.strategy != "hybrid" and not program.is_alone
+
+
+SEEDS = [(seed, num_ranks) for seed in range(30) for num_ranks in (2, 3)]
+
+
+@pytest.mark.parametrize(("seed", "num_ranks"), [*SEEDS, *((seed, 1) for seed in range(6))])
+def test_a_drawn_program_has_the_results_of_the_reference(seed: int, num_ranks: int) -> None:
+    program = dataclasses.replace(drawn(seed, num_ranks), is_alone=num_ranks == 1)
+    ranks_of(num_ranks, lambda _: run(program))
+
+
+@pytest.mark.parametrize("name", [name for name, program in EXAMPLES.items() if may_run_here(program)])
+def test_an_example_has_the_results_of_the_reference(name: str) -> None:
+    ranks_of(2, lambda _: run(EXAMPLES[name]))
