@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
@@ -27,7 +27,6 @@ import undertow.sync.gradient_sync
 from undertow import GradientSync, SyncConfig
 from undertow.buckets.recorder import HostClock
 from undertow.buckets.reducer import Reducer
-from undertow.buckets.trailer import TrailerCodec
 from undertow.checkpoint import files as checkpoint_files
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.engine import params as module_params
@@ -37,7 +36,6 @@ from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.plan import ParamSpec
 from undertow.ranks import connections, facts, patience
 from undertow.ranks.collectives import P2PCollectives
-from undertow.ranks.comm_hook import HookedBucket as HookedBucket
 from undertow.ranks.group import GroupRef, OwnGroup
 from undertow.ranks.handles import ThreadWork
 from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
@@ -107,15 +105,6 @@ def storage_of(model: Model, bucket: int = 0) -> Any:
     return assembly_of(model).buckets[bucket].binding.storage.flat
 
 
-def storages_of(model: Model) -> list[Any]:
-    return [bucket.binding.storage for bucket in assembly_of(model).buckets]
-
-
-def sizes_of_messages(model: Model) -> set[int]:
-    """Of the tensors that are kept for other ranks' parts and trailers, between synchronizations of shards."""
-    return {numel for numel, *_ in _sharding_after_a_step(model).groups.shard.free}
-
-
 def sharding_of(model: Model) -> Sharding | None:
     """Not while ranks have still to meet about a change: then gradients of a backward stay whole."""
     layout = assembly_of(model).layout
@@ -135,10 +124,6 @@ def _sharding_after_a_step(model: Model) -> Sharding:
 
 def own_group_of(model: Model) -> OwnGroup:
     return sync_of(model)._group
-
-
-def share_parameters(model: Model, *, source: int) -> None:
-    sync_of(model)._share(("parameters",), source=source)
 
 
 def watch_of(model: Model) -> Watch:
@@ -162,19 +147,6 @@ def nothing(_op: Op) -> None:
 
 def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
     return mock.patch.object(undertow.demo.run, "_run_rank", target)
-
-
-def interrupted_at_the_end_of_backward(model: Model) -> AbstractContextManager[object]:
-    """`with` it Ctrl-C comes where the end of a backward would have the rest of its ops issued."""
-    releases = assembly_of(model).synchronizing
-    happen = releases.happen
-
-    def raises_at_the_end(op_ids: tuple[int, ...]) -> Sequence[Op]:
-        if op_ids == releases.end:
-            raise KeyboardInterrupt
-        return happen(op_ids)
-
-    return mock.patch.object(releases, "happen", raises_at_the_end)
 
 
 # Calls inside of the library between which tests need a point, with the name that they have in tests.
@@ -336,20 +308,6 @@ def on_device(name: str) -> contextlib.AbstractContextManager[object]:
         return dataclasses.replace(described(*args, **kwargs), device=name)
 
     return mock.patch.object(module_params, "spec_of", named)
-
-
-@contextlib.contextmanager
-def readings_of_trailers() -> Iterator[list[object]]:
-    """What is read of trailers inside: None for one that says nothing."""
-    readings: list[object] = []
-    parse = TrailerCodec.parse
-
-    def noted(*args: Any) -> Any:
-        readings.append(parse(*args))
-        return readings[-1]
-
-    with mock.patch.object(TrailerCodec, "parse", noted):
-        yield readings
 
 
 def hearing_rank() -> Callable[[bytes], None]:

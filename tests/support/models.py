@@ -78,27 +78,6 @@ def convolutions() -> nn.Module:
     ).to(memory_format=torch.channels_last)
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, _grad: Tensor) -> Tensor:
-        raise ZeroDivisionError("in the middle of backward")
-
-
-class Fragile(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        return self.last(Fails.apply(hidden) if self.fails else hidden)
-
-
 @dataclass(frozen=True)
 class Case:
     make: Callable[[], nn.Module]
