@@ -13,11 +13,10 @@ from torch.nested import nested_tensor as nested
 import undertow
 from support.alike import backwards, of_all_ranks
 from support.errors import text_of
-from support.inside import share_parameters
 from support.models import CASES, noise
 from support.naive import collectives, require_same_gradients, wrapped
 from support.ranks import in_ranks
-from undertow import ConfigError, DistributedDataParallel, PlanMismatch
+from undertow import ConfigError, DistributedDataParallel
 
 CASE = CASES["convolutions"]
 WIDE = {
@@ -74,18 +73,6 @@ def test_a_forward_finds_buffers_as_the_setting_says(setting: str, mode: str, fo
         [name for name in wanted if found[0][name].dtype != wanted[name].dtype],
         [name for name in wanted if not torch.equal(found[0][name], wanted[name])],
     ) == (wanted.keys(), [], [])
-
-
-@in_ranks(2, 3)
-def test_a_rank_may_evaluate_alone() -> None:
-    """Not rank 0, which others would have to wait for."""
-    with wrapped(CASE.model()) as ddp, collectives() as called:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            with torch.no_grad():
-                CASE.loss(ddp, 0)
-            ddp.eval()
-            CASE.loss(ddp, 0)
-        assert called == []
 
 
 @in_ranks(2, 3)
@@ -178,42 +165,6 @@ def test_a_buffer_that_is_the_same_on_every_rank_stays_the_same_tensor() -> None
     assert [name for name, buffer in model.named_buffers() if buffer is not before[name]] == []
 
 
-@in_ranks(2, 3)
-@pytest.mark.parametrize("setting", ["rank0", "mean"])
-def test_any_rank_can_be_followed(setting: str) -> None:
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    model = Buffered(count=torch.tensor(0), value=torch.zeros(2, 3).t())
-    with wrapped(model, buffers=setting) as ddp:
-        model.linear.bias.data.fill_(rank)
-        model.count, model.value = torch.tensor(rank), torch.full((2, 3), float(rank)).t()
-        value = model.value
-        ddp._sync_module_buffers(last)
-        share_parameters(ddp, source=last)
-    followed = last / 2 if setting == "mean" else last
-    assert (
-        int(model.count),
-        model.value.unique().tolist(),
-        model.value.stride(),
-        model.value is value,
-        model.linear.bias.tolist(),
-    ) == (last, [followed], (1, 3), followed == rank, [last] * 2)
-
-
-@in_ranks(2, 3)
-def test_large_buffers_travel_in_chunks() -> None:
-    """Five buffers of 8 MiB, of which four fill a chunk."""
-    sizes = {f"b{index}": 2 * 1024 * 1024 for index in range(5)}
-    model = Buffered(**{name: torch.zeros(numel) for name, numel in sizes.items()})
-    with wrapped(model, buffers="mean") as ddp:
-        for index, buffer in enumerate(model.buffers()):
-            buffer.fill_(dist.get_rank() + index)
-        with collectives() as called:
-            ddp(noise(1, 2))
-    assert called == ["all_reduce"] * 2
-    mean = (dist.get_world_size() - 1) / 2
-    assert [bool((buffer == mean + index).all()) for index, buffer in enumerate(model.buffers())] == [True] * 5
-
-
 class Codebook(nn.Module):
     """Reads and changes a buffer in its forward."""
 
@@ -304,80 +255,9 @@ def test_a_rank_that_runs_out_of_micro_batches_follows_rank_0_in_the_same_step(n
     assert model.seen[0 if is_last and num_forwards == 0 else -3] == 6.0
 
 
-@in_ranks(2, timeout_s=20.0)
-def test_ranks_find_equal_buffers_after_one_has_run_out_of_data_within_a_step() -> None:
-    """The last forward of each rank accumulates. While both have data, buffers follow rank 1."""
-    model = Codebook()
-    with wrapped(model) as ddp:
-        with ddp.join():
-            for _ in range(2 - dist.get_rank()):
-                micro_batches(ddp, ddp.no_sync)
-                with ddp.no_sync():
-                    ddp(1.0).backward()
-                    ddp(1.0).backward()
-        micro_batches(ddp, ddp.no_sync)
-    assert model.seen[-3] == 19.0
-
-
-@in_ranks(2)
-def test_buffers_follow_rank_0_after_a_reduction_by_hand() -> None:
-    model = Codebook()
-    with wrapped(model) as ddp:
-        for _ in range(2):
-            with ddp.accumulate():
-                ddp(1.0).backward()
-                ddp(2.0).backward()
-            ddp.reduce_gradients_async().wait()
-    assert model.seen == [0.0, 1.0 + dist.get_rank(), 3.0, 4.0 + dist.get_rank()]
-
-
-@in_ranks(2)
-def test_micro_batches_that_are_reduced_at_once_continue_a_step() -> None:
-    model = Codebook()
-    with wrapped(model, strategy="zero2") as ddp:
-        optimizer = undertow.ShardedOptimizer(torch.optim.SGD, ddp, lr=0.0)
-        for _ in range(3):
-            micro_batches(ddp, ddp.no_sync)
-            optimizer.step()
-            optimizer.zero_grad()
-    rank = dist.get_rank()
-    assert model.seen == [start + it for start in (0.0, 6.0, 12.0) for it in (0.0, 1.0 + rank, 3.0 + 2 * rank)]
-
-
 def cached() -> Buffered:
     """A buffer that may be replaced by a longer one, beside one that is shared."""
     return Buffered(table=torch.full((2,), 1.0 + dist.get_rank()), count=torch.zeros(1))
-
-
-@in_ranks(2, timeout_s=20.0)
-@pytest.mark.parametrize("changing", [0, 1])
-@pytest.mark.parametrize("setting", ["rank0", "mean"])
-def test_a_buffer_that_changes_its_shape_on_one_rank_is_left_alone_there(changing: int, setting: str) -> None:
-    rank, model = dist.get_rank(), cached()
-    is_changing = rank == changing
-    with wrapped(model, buffers=setting) as ddp:
-        ddp(torch.ones(1, 2)).sum().backward()
-        model.count += 1 + rank
-        if is_changing:
-            model.table = torch.full((3,), 9.0)
-            model.register_buffer("added", torch.full((5,), 7.0))
-        for _ in range(2):
-            ddp(torch.ones(1, 2)).sum().backward()
-        if is_changing:
-            model.table = torch.full((2,), 4.0)
-        model.table[:2] += 1
-        ddp(torch.ones(1, 2)).sum().backward()
-    first, *later = model.seen
-    assert (first, [step["count"] for step in later]) == (
-        {"table": [1.0, 1.0], "count": [0.0]},
-        [[1.5 if setting == "mean" else 1.0]] * 3,
-    )
-    assert ([step.get("added") for step in later], [step["table"] for step in later[:2]]) == (
-        [[7.0] * 5 if is_changing else None] * 3,
-        [[9.0] * 3 if is_changing else [1.0] * 2] * 2,
-    )
-    if setting == "rank0":
-        assert later[2]["table"] == ([5.0, 5.0] if changing == 0 else [2.0, 2.0])
 
 
 CHANGES: dict[str, Callable[[Buffered], object]] = {
@@ -462,15 +342,6 @@ def test_a_buffer_that_becomes_one_that_cannot_be_sent_is_refused_in_a_forward(k
         ddp(torch.ones(1, 2)).sum().backward()
         model.linear.odd = make()
         assert text_of(ConfigError, lambda: ddp(torch.ones(1, 2))) == REFUSED.format(words)
-
-
-@in_ranks(2)
-def test_a_buffer_that_only_one_rank_cannot_send_is_named_on_every_rank() -> None:
-    buffer = torch.zeros(3).expand(2, 3) if dist.get_rank() else torch.zeros(2, 3)
-    difference = (
-        "shape of tensor 1 ('linear.odd') is [2, 3] on rank 0 and an expanded tensor: several of its elements share memory"
-    )
-    assert difference in text_of(PlanMismatch, lambda: DistributedDataParallel(with_odd_buffer(buffer)))
 
 
 @in_ranks(2)

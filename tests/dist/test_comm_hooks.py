@@ -12,15 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as default
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from support.alike import backward_alike, backwards, require_equal_values
 from support.errors import text_of
-from support.inside import HookedBucket
 from support.models import CASES, mlp, noise
-from support.naive import TIMEOUT_S, alone, naive_mean, wrapped
+from support.naive import TIMEOUT_S, naive_mean, wrapped
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel, SyncConfig, attach
 from undertow.demo.model import Gpt
@@ -29,7 +26,6 @@ from undertow.errors import ConfigError, PlanMismatch, WrongType
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it compiles scripts, which is deprecated
-    from torch.distributed.optim import PostLocalSGDOptimizer
 
 MLP, CONVOLUTIONS = CASES["mlp"], CASES["convolutions"]
 Hook = Callable[..., Any]
@@ -39,12 +35,6 @@ def completed(value):
     future = torch.futures.Future()
     future.set_result(value)
     return future
-
-
-# Hooks have no annotations, as torch's own wrapper demands: it compares them, and these would be text.
-def scale(factor, bucket):
-    """A hook that does not communicate."""
-    return completed(bucket.buffer().mul_(factor))
 
 
 def power_state(rank: int = 1, *, start: int = 2) -> PowerSGDState:
@@ -106,26 +96,6 @@ def test_a_hook_does_what_it_does_under_torchs_class(name: str, case: str, bucke
         train_both(models, [torch.optim.SGD(model.parameters(), lr=0.05) for model in models], loss, num_steps=4)
 
 
-@in_ranks(2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("post_local_gradient_allreduce", [True, False])
-def test_post_local_sgd_trains_as_under_torchs_class(post_local_gradient_allreduce: bool) -> None:
-    """Global steps first, then steps of pairs or of each rank, with an average of models in every second one."""
-    with alone() as subgroup, both_classes(MLP.model) as models:
-        for model in models:
-            model.register_comm_hook(PostLocalSGDState(None, subgroup, 2, post_local_gradient_allreduce), post_localSGD_hook)
-        train_both(
-            models,
-            [
-                PostLocalSGDOptimizer(
-                    torch.optim.SGD(model.parameters(), lr=0.01), PeriodicModelAverager(period=2, warmup_steps=2)
-                )
-                for model in models
-            ],
-            MLP.loss,
-            num_steps=8,
-        )
-
-
 def mean_in_bfloat16(bare: nn.Module) -> None:
     for param in bare.parameters():
         brain = param.grad.bfloat16() / dist.get_world_size()
@@ -139,35 +109,6 @@ def test_bfloat16_hooks_reduce_on_the_cpu_where_torch_refuses_them(name: str) ->
     bare = mlp()
     with hooked(copy.deepcopy(bare), *BRAIN_HOOKS[name]()) as ddp:
         backward_alike(ddp, bare, MLP.loss, mean=mean_in_bfloat16)
-
-
-POWER_HOOKS: dict[str, Hook] = {
-    "PowerSGD": powerSGD_hook,
-    "PowerSGD in fp16": default.fp16_compress_wrapper(powerSGD_hook),
-}
-
-
-@in_ranks(2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("bucket_cap_mb", [1e-4, None], ids=["many buckets", "default plan"])
-@pytest.mark.parametrize("name", POWER_HOOKS)
-def test_power_sgd_makes_of_our_buckets_what_it_makes_of_the_same_values_by_hand(name: str, bucket_cap_mb: float | None) -> None:
-    """Torch's own class orders a bucket otherwise, so that its random start is another one: so the hook is called by hand."""
-    hook, state, bare = POWER_HOOKS[name], power_state(), CONVOLUTIONS.model()
-    params = list(bare.parameters())
-
-    def by_hand(_bare: nn.Module) -> None:
-        for bucket in ddp.plan.buckets:
-            own = [params[index] for index in bucket.params]
-            # In memory order, as they lie in a bucket.
-            flat = torch.cat([param.grad.as_strided((param.numel(),), (1,)) for param in own])
-            result = hook(state, HookedBucket(bucket.index, flat, own, is_last=bucket.index == len(ddp.plan.buckets) - 1)).wait()
-            for param, piece in zip(own, result.split([param.numel() for param in own]), strict=True):
-                param.grad.as_strided((param.numel(),), (1,)).copy_(piece)
-
-    settings = {"bucket_cap_mb": bucket_cap_mb, "order": "reverse", "buffers": "off"}
-    with hooked(copy.deepcopy(bare), power_state(), hook, **settings) as ddp:
-        backward_alike(ddp, bare, CONVOLUTIONS.loss, steps=range(6), mean=by_hand)
-    assert len(state.error_dict) > 0  # it has compressed something
 
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
@@ -231,37 +172,8 @@ def test_a_hook_is_given_a_bucket_with_torchs_methods(bucket_cap_mb: float | Non
         backward_alike(ddp, bare, loss, mean=require_seen)
 
 
-# Before the hook's future holds the buffer, something is done; then it is multiplied.
-TRIPLING: dict[str, tuple[Callable[[Any], object], Callable[[Tensor], Tensor]]] = {
-    "another tensor": (lambda _: None, lambda buffer: 3 * buffer),
-    "by set_buffer": (lambda bucket: bucket.set_buffer(3 * bucket.buffer()), lambda buffer: buffer),
-    "in place": (lambda bucket: torch._foreach_mul_(bucket.gradients(), 3), lambda buffer: buffer),
-}
-
-
-@in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("in_a_chain", [False, True])
-@pytest.mark.parametrize("name", TRIPLING)
-def test_what_the_future_of_a_hook_holds_becomes_the_gradient(name: str, in_a_chain: bool) -> None:
-    first, then = TRIPLING[name]
-
-    def hook(_state, bucket):
-        first(bucket)
-        if in_a_chain:
-            return completed(bucket.buffer()).then(lambda future: then(future.value()))
-        return completed(then(bucket.buffer()))
-
-    bare = mlp()
-    with hooked(copy.deepcopy(bare), None, hook, bucket_cap_mb=None if name == "another tensor" else 1e-6) as ddp:
-        backward_alike(ddp, bare, MLP.loss, mean=lambda bare: torch._foreach_mul_([it.grad for it in bare.parameters()], 3))
-
-
 def no_future(_state, bucket):
     return bucket.buffer()
-
-
-def forgets_to_return(_state, bucket):
-    dist.all_reduce(bucket.buffer())
 
 
 def too_short(_state, bucket):
@@ -276,12 +188,6 @@ def too_short(_state, bucket):
             no_future,
             "expected the communication hook to return a torch.futures.Future, got Tensor.\n"
             "  no_future, bucket 0\n"
-            "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
-        ),
-        (
-            forgets_to_return,
-            "expected the communication hook to return a torch.futures.Future, got NoneType.\n"
-            "  forgets_to_return, bucket 0\n"
             "  Return torch.distributed.all_reduce(..., async_op=True).get_future(), or a Future with set_result().",
         ),
         (
@@ -380,29 +286,6 @@ def test_hooks_that_differ_are_told_on_every_rank(hooks: tuple[Hook | None, Hook
     assert f"first difference: communication hook is {first!r} on rank 0 and {second!r} on rank 1\n" in text
 
 
-@in_ranks(2)
-@pytest.mark.parametrize("is_accumulating", [False, True])
-def test_a_hook_may_be_registered_between_micro_batches(is_accumulating: bool) -> None:
-    """What was accumulated before is reduced by the hook too."""
-    bare = mlp()
-    with wrapped(copy.deepcopy(bare)) as ddp:
-
-        def second_loss(model: nn.Module, step: int) -> Tensor:
-            with ddp.no_sync():
-                MLP.loss(model, 2 * step).backward()
-            if step == 3 and model is ddp:
-                ddp.register_comm_hook(None, default.allreduce_hook)
-            if not is_accumulating:
-                return MLP.loss(model, 2 * step + 1)
-            with ddp.no_sync():
-                MLP.loss(model, 2 * step + 1).backward()
-            if model is ddp:
-                ddp.reduce_gradients_async().wait()
-            return torch.zeros((), requires_grad=True)  # whose backward reaches nothing
-
-        backward_alike(ddp, bare, second_loss, steps=range(6))
-
-
 @in_ranks(2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("name", ["none", "allreduce", "fp16", "PowerSGD"])
 def test_the_bytes_that_a_hook_sends_are_not_told(name: str) -> None:
@@ -471,25 +354,6 @@ def pinned(module: nn.Module, hook: Callable[[None, Any], Any]) -> Iterator[None
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-
-@in_ranks(2)
-def test_a_change_that_is_refused_leaves_the_hook_that_waits_for_the_ranks() -> None:
-    module, calls = layers(), list[int]()
-
-    def hook(_state, bucket):
-        calls.append(bucket.index())
-        return default.allreduce_hook(None, bucket)
-
-    with pinned(module, hook):
-        module.bad = nn.Parameter(torch.zeros(3))  # the plan does not have it
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that the hook after the forward was refused too
-            with pytest.raises(ConfigError, match="the saved plan is for another model"):
-                module(torch.ones(2, 4))
-        del module.bad
-        module(torch.ones(2, 4)).sum().backward()
-    assert calls
 
 
 @in_ranks(2)

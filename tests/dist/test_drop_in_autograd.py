@@ -3,8 +3,6 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
-from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,26 +12,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
-import undertow
 from support.alike import backward_alike, heard, of_all_ranks, require_equal_values, train
 from support.errors import text_of
 from support.inside import CODE_OF_ROUNDS, before_lines
 from support.models import CASES, mlp, noise
 from support.naive import TIMEOUT_S, naive_mean, require_same, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
-from support.sharded import parameters, require_equal, training
-from undertow import DistributedDataParallel, PhaseError, SyncConfig, attach, average_gradients, clip_grad_norm_
+from support.sharded import require_equal, training
+from undertow import DistributedDataParallel, PhaseError, SyncConfig, attach, average_gradients
 
 MLP = CASES["mlp"]
 
 
 def smooth() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-
-
-def with_a_penalty(model: nn.Module, x: Tensor) -> Tensor:
-    value = model(x).square().mean()
-    return value + sum(it.square().sum() for it in torch.autograd.grad(value, list(model.parameters()), create_graph=True))
 
 
 def in_bfloat16(model: nn.Module, x: Tensor) -> Tensor:
@@ -48,7 +40,7 @@ def changed_in_place(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("loss", [with_a_penalty, in_bfloat16, changed_in_place])
+@pytest.mark.parametrize("loss", [in_bfloat16, changed_in_place])
 def test_the_loss_may_do_anything_with_a_forward(loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
     with wrapped_and_bare(smooth(), bucket_cap_mb=1e-6) as (ddp, bare):
         backward_alike(ddp, bare, lambda model, step: loss(model, noise(5, 6, step=step)))
@@ -61,19 +53,6 @@ def test_wait_may_be_called_anywhere_in_a_backward() -> None:
     with wrapped_and_bare(mlp(), bucket_cap_mb=1e-4) as (ddp, bare), before_lines(CODE_OF_ROUNDS, ddp.wait) as ran:
         backward_alike(ddp, bare, MLP.loss)
     assert len(ran) > 100
-
-
-@in_ranks(2)
-def test_wait_may_be_called_anywhere_while_a_reduction_by_hand_is_waited_for() -> None:
-    def reduced(_bare: nn.Module) -> None:
-        naive_mean(bare)
-        reduction = ddp.sync.reduce_gradients_async()
-        with before_lines(CODE_OF_ROUNDS, ddp.wait, number=next(numbers)):
-            reduction.wait()
-
-    numbers = count(1, 3)
-    with wrapped_and_bare(mlp(), bucket_cap_mb=1e-4) as (ddp, bare), ddp.no_sync():
-        backward_alike(ddp, bare, MLP.loss, steps=range(10), mean=reduced)
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
@@ -94,20 +73,6 @@ def backward_with_graph(loss: Tensor) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True will create a reference cycle")
         loss.backward(create_graph=True)
-
-
-@in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("bucket_cap_mb", [1e-6, None])
-def test_gradients_with_a_graph_are_averaged(bucket_cap_mb: float | None) -> None:
-    with wrapped_and_bare(smooth(), bucket_cap_mb=bucket_cap_mb) as (ddp, bare):
-        for step in range(3):
-            for model in (ddp, bare):
-                model.zero_grad()
-                backward_with_graph(MLP.loss(model, step))
-            for param in bare.parameters():
-                param.grad = param.grad.detach()
-            naive_mean(bare)
-            require_same_gradients(ddp, bare)
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
@@ -202,46 +167,6 @@ def test_an_output_comes_back_as_it_is_and_trains() -> None:
         backward_alike(ddp, bare, loss)
 
 
-@in_ranks(2, 3)
-@pytest.mark.parametrize("clears", [True, False])
-def test_new_data_of_a_gradient_is_noticed_while_another_is_held(clears: bool) -> None:
-    with wrapped_and_bare(mlp(), bucket_cap_mb=1.0) as (ddp, bare):
-        backward_alike(ddp, bare, MLP.loss, steps=[0])
-        held, torn = ddp.module[0].weight.grad.detach(), ddp.module[2].weight.grad
-        torn.data = torn.data * 0.5
-        for model in (ddp, bare):
-            model.zero_grad(set_to_none=clears)
-            MLP.loss(model, 1).backward()
-        naive_mean(bare)
-        require_same_gradients(ddp, bare)
-        assert held.shape == (8, 6)
-
-
-@in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
-def test_gradients_may_have_a_dtype_of_their_own() -> None:
-    """Parameters of half the precision that accumulate in the full one."""
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(6, 5).bfloat16(), nn.Linear(5, 3))
-        layers[0].register_forward_hook(lambda _layer, _inputs, out: out.float())
-        for param in layers[0].parameters():
-            param.grad_dtype = torch.float32
-        return layers
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        first, second = (noise(5, 6, step=2 * step + part).bfloat16() for part in (0, 1))
-        with ddp.no_sync():
-            model(first).square().mean().backward()
-        return model(second).square().mean()
-
-    ours, bare = model(), model()
-    with wrapped(ours, bucket_cap_mb=1e-6) as ddp:
-        backward_alike(ddp, bare, loss)
-    assert {param.grad.dtype for param in ours.parameters()} == {torch.float32}
-
-
 def integers(high: int, *shape: int, step: int) -> Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(1000 * dist.get_rank() + step))
 
@@ -271,7 +196,6 @@ def test_a_gradient_is_sparse_unless_a_rank_has_a_dense_part(dense_on: tuple[int
 
 NUM_LAYERS, WIDTH, SMALL = 5, 600, 60  # 1.4 MB each: torch cuts graphs of 1 MiB and more
 MIB = 1.2
-Call = Callable[[], Any]
 
 
 class Layers(nn.Module):
@@ -395,70 +319,6 @@ def test_sharded_steps_of_a_compiled_model_have_the_same_bits(is_before: bool) -
             ddp.wait()
             found.append({str(at): param.detach().clone() for at, param in enumerate(model.parameters())})
     require_equal(*found)
-
-
-def calls_of_a_step(ddp: Any, opt: Any, step: int) -> dict[str, Call]:
-    """Everything between one forward and the next, in an order in which each is right."""
-    weight, is_sharded = ddp.module[0].weight, isinstance(opt, undertow.ShardedOptimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    mean = ddp.mean_over_ranks(5.0)
-    value: Tensor = MLP.loss(ddp, step)
-    return {
-        "wait for the mean": mean.wait,
-        "backward": scaler.scale(value).backward,
-        "finish": ddp.finish,
-        "sync.finish": ddp.sync.finish,
-        "full gradient": lambda: ddp.full_gradient(weight),
-        "unscale": lambda: scaler.unscale_(opt),
-        "clip all": lambda: clip_grad_norm_(ddp, 1.0),
-        "clip": lambda: opt.clip_grad_norm_(1.0) if is_sharded else None,
-        "scaled step": lambda: scaler.step(opt),
-        "zero_grad": lambda: opt.zero_grad(set_to_none=False),
-        "wait": ddp.wait,
-        "sync.wait": ddp.sync.wait,
-        "state": opt.state_dict,
-        "average": lambda: average_gradients([noise(3)]),
-    }
-
-
-def results(strategy: str, *, run: Callable[[Call], Any]) -> dict[str, Tensor]:
-    """The parameters after a few steps, of which `run` makes each call."""
-    with training(MLP.model(), strategy, "SGD") as (ddp, opt):
-        for step in range(3):
-            for call in calls_of_a_step(ddp, opt, step).values():
-                run(call)
-        run(lambda: ddp.mean_over_ranks(5.0).wait())
-        with ddp.no_sync():
-            MLP.loss(ddp, 3).backward()
-        reductions: list[Any] = []
-        run(lambda: reductions.append(ddp.reduce_gradients_async()))
-        run(reductions[0].wait)
-        run(opt.step)
-        return parameters(ddp)
-
-
-@pytest.mark.slow
-@in_ranks(2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_nothing_of_ours_is_compiled_with_what_calls_it(strategy: str) -> None:
-    from torch._dynamo.convert_frame import input_codes
-
-    torch._dynamo.reset()
-    input_codes.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.compile looks for a `.grad` of the loss
-        found = results(strategy, run=lambda call: torch.compile(call, backend="eager")())
-    seen = [code for ref in input_codes.seen if (code := ref())]
-    assert len(input_codes.seen) > 0
-    assert (
-        sorted(
-            f"{Path(code.co_filename).name}: {code.co_name}"
-            for code in seen
-            if str(Path(undertow.__file__).parent) in code.co_filename
-        )
-        == []
-    )
-    require_equal(results(strategy, run=lambda call: call()), found)
 
 
 class RunsAnotherBackward(torch.autograd.Function):

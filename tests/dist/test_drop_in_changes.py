@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from support.alike import backward_alike, of_all_ranks, require_same_by_position, train
+from support.alike import backward_alike, of_all_ranks
 from support.errors import text_of
 from support.inside import generation_of
 from support.models import CASES, Branches, mlp, noise
@@ -54,20 +54,10 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 # What changes on the last rank, and on all others, and the first difference. Trained before are layers 1 and 2.
 DIFFERENT = [
     ("unfrozen", "new data", "parameter 0 is 'layers.1.weight' on rank 0 and 'layers.0.weight' on rank {}"),
-    ("frozen", "new data", "parameter 0 is 'layers.1.weight' on rank 0 and 'layers.2.weight' on rank {}"),
-    ("exchanged", "new data", "parameter 0 is 'layers.1.weight' on rank 0 and 'layers.0.weight' on rank {}"),
-    ("parameter added", "new data", "parameter 0 is 'layers.1.weight' on rank 0 and 'shift' on rank {}"),
     ("layer added", "new data", "parameter 4 is missing on rank 0 and 'layers.3.weight' on rank {}"),
     ("layer removed", "new data", "parameter 2 is 'layers.2.weight' on rank 0 and missing on rank {}"),
     ("cast to double", "new data", "dtype of parameter 0 ('layers.1.weight') is float32 on rank 0 and float64 on rank {}"),
     ("unfrozen", "frozen", "parameter 0 is 'layers.2.weight' on rank 0 and 'layers.0.weight' on rank {}"),
-    ("layer added", "parameter added", "parameter 0 is 'shift' on rank 0 and 'layers.1.weight' on rank {}"),
-    ("layer removed", "layer replaced", "parameter 2 is 'layers.2.weight' on rank 0 and missing on rank {}"),
-    (
-        "cast to double",
-        "cast to bfloat16",
-        "dtype of parameter 0 ('layers.1.weight') is bfloat16 on rank 0 and float64 on rank {}",
-    ),
 ]
 
 
@@ -163,22 +153,6 @@ ADDED: dict[str, Callable[[Any], object]] = {
 }
 
 
-@in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("what", ADDED)
-@pytest.mark.parametrize("num_steps_before", [0, 2])
-def test_the_first_gradient_of_a_parameter_is_that_of_rank_0s_value(what: str, num_steps_before: int) -> None:
-    model = Squares()
-    model.layers.append(nn.Linear(1, 1, bias=False))
-    nn.init.ones_(model.layers[0].weight)
-    with wrapped(model) as ddp:
-        for _ in range(num_steps_before):
-            step_on(ddp)
-        ADDED[what](model)
-        for _ in range(2):
-            step_on(ddp)
-            require_doubled(ddp)
-
-
 @in_ranks(2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("how", ["eval first", "no_sync", "two models", "attached", "buffers", "buffers off"])
 def test_it_is_so_in_every_setting(how: str) -> None:
@@ -244,21 +218,6 @@ def test_a_sharded_optimizer_gets_a_parameter_with_rank_0s_value(strategy: str, 
         ddp.wait()
         assert torch.equal(ddp.module.first, torch.full((1,), 0.5**5))  # w - 0.25 * 2 w
         assert torch.equal(ddp.module.second, torch.full((3,), 0.5**3))
-
-
-def frozen_layer(model: Squares) -> None:
-    """Comes along with a layer that is trained."""
-    model.layers.append(layer_apart().requires_grad_(False))
-    model.layers.append(layer_apart())
-
-
-@in_ranks(2)
-def test_a_frozen_parameter_that_is_added_with_others_has_rank_0s_value_too() -> None:
-    with wrapped(Squares()) as ddp:
-        step_on(ddp)
-        frozen_layer(ddp.module)
-        step_on(ddp)
-        assert torch.equal(ddp.module.layers[0].weight, torch.ones(1, 1))
 
 
 def drifts(model: Squares) -> None:
@@ -373,17 +332,6 @@ def test_a_functional_call_with_other_parameters_changes_nothing(kind: str, is_f
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
-def test_a_rank_may_ask_a_teacher_alone() -> None:
-    with wrapped_and_bare(mlp(), bucket_cap_mb=1e-6) as (ddp, bare):
-        for step in range(4):
-            if dist.get_rank() == step % 2:
-                # Not in training mode, in which the other ranks would wait for a synchronization of buffers and gradients.
-                functional_call(ddp.eval(), others(ddp), (noise(2, 6, step=step),)).sum().backward()
-                ddp.train()
-            backward_alike(ddp, bare, MLP.loss, steps=[step])
-
-
-@in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["parameters", "tensors too"])
 def test_a_wrapper_may_be_called_with_the_parameters_of_another_one(in_backward: bool) -> None:
     """A is called with B's parameters for a moment; B goes on as if nothing had been."""
@@ -396,27 +344,6 @@ def test_a_wrapper_may_be_called_with_the_parameters_of_another_one(in_backward:
             return value
 
         backward_alike(ddp, bare, loss)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("is_new", [False, True])
-def test_a_gradient_that_was_accumulated_before_its_parameter_was_frozen_is_averaged(is_new: bool) -> None:
-    with wrapped_and_bare(mlp()) as (ddp, bare):
-        backward_alike(ddp, bare, MLP.loss)
-        if is_new:
-            for model in (ddp.module, bare):
-                model[0].weight = nn.Parameter(torch.ones(8, 6))
-        for model in (ddp, bare):
-            model.zero_grad()
-        with ddp.no_sync():
-            MLP.loss(ddp, 1).backward()
-        MLP.loss(bare, 1).backward()
-        for model in (ddp.module, bare):
-            model[0].weight.requires_grad_(False)
-        MLP.loss(ddp, 2).backward()
-        MLP.loss(bare, 2).backward()
-        naive_mean(bare.requires_grad_(True))
-        require_same_by_position(ddp, bare)
 
 
 @in_ranks(2)
@@ -438,28 +365,6 @@ def test_an_old_gradient_of_a_parameter_that_a_change_leaves_unused_stays_to_the
         ddp(noise(3, 4), (0, 1)).sum().backward()
         assert torch.equal(unused.grad, before)
         assert "layers.2.weight" in ddp.unused_parameters
-
-
-@in_ranks(2)
-def test_a_frozen_parameter_that_was_trained_since_is_averaged() -> None:
-    """Frozen, trained again, accumulated behind two forwards, and frozen before the backward that synchronizes."""
-    with wrapped_and_bare(Branches()) as (ddp, bare):
-        backward_alike(ddp, bare, lambda model, step: model(noise(3, 4, step=step), (0, 1, 2)).sum())
-        for model, module in ((ddp, ddp.module), (bare, bare)):
-            model.zero_grad()
-            module.layers[0].requires_grad_(False)
-            first = model(noise(3, 4), (0, 1, 2)).sum()
-            module.layers[0].requires_grad_(True)
-            first.backward()
-        naive_mean(bare)
-        for model, module in ((ddp, ddp.module), (bare, bare)):
-            losses = [model(noise(3, 4, step=step), (0, 1, 2)).sum() for step in (7, 8)]
-            with ddp.no_sync() if model is ddp else contextlib.nullcontext():
-                losses[0].backward()
-            module.layers[0].requires_grad_(False)
-            losses[1].backward()
-        naive_mean(bare.requires_grad_(True))
-        require_same_by_position(ddp, bare)
 
 
 @in_ranks(2)
@@ -520,10 +425,8 @@ class Adversaries(nn.Module):
 @pytest.mark.parametrize(
     ("how", "turns", "is_frozen_at_first"),
     [
-        ("wrapped", "generator discriminator", False),
         ("wrapped", "generator discriminator", True),
         ("wrapped", "generator discriminator discriminator generator", False),
-        ("attached", "discriminator generator", False),
         ("attached", "generator discriminator discriminator generator", False),
         ("each wrapped by itself", "discriminator generator", False),
     ],
@@ -548,25 +451,6 @@ def test_parts_that_are_trained_in_turns_step_on_means(how: str, turns: str, is_
     assert is_frozen_at_first or max(map(generation_of, syncs)) <= 1
     for sync in syncs:
         sync.close()
-
-
-@in_ranks(2)
-def test_what_another_wrapper_trains_is_its_own() -> None:
-    """One holds a frozen discriminator, which is trained in turns by the wrapper that it has to itself."""
-    model = Adversaries()
-    model.discriminator.requires_grad_(False)
-    bare = copy.deepcopy(model)
-    with wrapped(model, bucket_cap_mb=1e-6) as ddp, wrapped(model.discriminator.requires_grad_(True)) as inner:
-
-        def loss(each: nn.Module, step: int) -> Tensor:
-            parts = (model.generator, inner) if each is ddp else (bare.generator, bare.discriminator)
-            each(noise(3, 4), "", naive_mean)  # no turns
-            parts[1].requires_grad_(False)
-            parts[0](noise(3, 4, step=step)).square().sum().backward()
-            return parts[1].requires_grad_(True)(noise(3, 4, step=step)).square().sum()
-
-        backward_alike(ddp, bare, loss)
-        assert len(ddp.plan.params) == len(inner.plan.params) == 2
 
 
 class Thaws(nn.Module):
@@ -609,18 +493,6 @@ def test_a_parameter_that_is_thawed_or_made_within_the_forward_is_averaged_at_on
         backward_alike(ddp, bare, loss)
 
 
-@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("trained", [(2,), (0, 1, 2)], ids=str)
-def test_a_parameter_thawed_on_one_rank_is_an_error_on_both(trained: tuple[int, ...]) -> None:
-    with wrapped(branches(frozen=2), bucket_cap_mb=1e-6) as ddp:
-        ddp.module(noise(3, 4), (0, 1)).square().sum().backward()
-        ddp(noise(3, 4), (0, 1))  # of which no backward comes
-        for index, layer in enumerate(ddp.module.layers):
-            layer.requires_grad_(index in (trained if dist.get_rank() == 0 else (0, 1)))
-        first = text_of(PlanMismatch, lambda: ddp.module(noise(3, 4)).square().sum().backward()).splitlines()[0]
-    assert of_all_ranks(first) == [first] * 2
-
-
 class Unfreezes(torch.autograd.Function):
     """Thaws a layer within a backward, which then trains it."""
 
@@ -646,19 +518,6 @@ def test_a_parameter_thawed_within_a_backward_is_an_error_that_names_it() -> Non
             f"  parameter 'layers.2.bias', rank {dist.get_rank()}\n"
             "  Unfreeze parameters before their backward, and outside of functional_call."
         )
-
-
-@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
-def test_shards_of_a_gradient_do_not_change_their_plan() -> None:
-    """Under zero2 a micro-batch leaves shards, which the new plan that comes after freezing cannot take over."""
-    with wrapped(mlp(), strategy="zero2") as ddp:
-        optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
-        train(ddp, optimizer, MLP.loss, steps=range(2))
-        optimizer.zero_grad()
-        with ddp.no_sync():
-            MLP.loss(ddp, 2).backward()
-        ddp.module[2].requires_grad_(False)
-        assert text_of(PhaseError, lambda: MLP.loss(ddp, 3).backward()).startswith("the parameters have changed while")
 
 
 # Optimizers that update parameters which are not the model's any more, or which another optimizer updates.

@@ -83,19 +83,6 @@ def test_the_newest_wrapper_closes_the_older_one(wrap: Callable[[nn.Module], Any
     require_closed("a training forward", lambda: earlier(batch()))
 
 
-@in_ranks(3, is_fresh=True, timeout_s=TIMEOUT_S)
-def test_a_newer_wrapper_may_have_other_ranks() -> None:
-    """Means over all ranks, then over ranks 0 and 1 while the third stays alone, then over all again."""
-    (group,) = groups_of([0, 1], [2])
-    model = mlp()
-    bare = copy.deepcopy(model)
-    for number, ranks in enumerate([dist.group.WORLD, group, dist.group.WORLD]):
-        ddp = DistributedDataParallel(model, process_group=ranks)
-        backward_alike(ddp, bare, MLP.loss, steps=(2 * number, 2 * number + 1), mean=partial(naive_mean, group=ranks))
-    ddp.close()
-    dist.destroy_process_group(group)
-
-
 DROPPED = (
     "SGD steps on gradients that are not averaged any more: nothing refers to the wrapper of their module, so it is gone.\n"
     "  Linear\n"
@@ -143,18 +130,6 @@ def test_steps_after_a_wrapper_that_nobody_keeps_say_so_once() -> None:
     assert steps_after(lambda module: DistributedDataParallel(module).close()) == []
     assert steps_after(wrapped_twice) == []
     assert steps_after(dropped_then_wrapped) == []
-
-
-@in_ranks(2)
-def test_no_step_says_so_when_the_module_is_gone_too() -> None:
-    ddp = DistributedDataParallel(linear())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
-    ddp(batch()).sum().backward()
-    del ddp
-    gc.collect()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
 
 
 @in_ranks(2)
@@ -256,20 +231,6 @@ def test_close_inside_a_backward_is_refused() -> None:
     ]
 
 
-@in_ranks(2, timeout_s=TIMEOUT_S)
-def test_a_layer_of_an_inner_wrapper_may_be_replaced() -> None:
-    """An inner wrapper whose only layer is exchanged belongs to the outer one as before."""
-    inner = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4)))
-    with wrapped(nn.Sequential(inner, nn.Linear(4, 1))) as outer:
-        for step in range(4):
-            if step == 1:
-                inner.module[0] = nn.Linear(4, 4)
-            outer.zero_grad()
-            outer(noise(2, 4, step=step)).sum().backward()  # of inputs that differ
-            found = [param.grad.tolist() for param in outer.parameters()]
-            assert of_all_ranks(found) == [found] * 2
-
-
 # Copies, and other process groups.
 
 MLP = CASES["mlp"]
@@ -352,21 +313,6 @@ def test_a_communication_hook_is_not_copied(way: Way) -> None:
             param.grad *= 2 * dist.get_world_size()
         require_same_gradients(ddp, bare)
         twin.register_comm_hook(None, allreduce_hook)
-        twin.close()
-
-
-@in_ranks(2)
-@with_every_way
-def test_a_copy_forgets_ignored_names_that_are_gone(way: Way) -> None:
-    model = mlp()
-    model.head = nn.Linear(4, 4)
-    with wrapped(model, ignore=("head", "2.bias")) as ddp:
-        assert ddp.parameters_to_ignore == {"head.weight", "head.bias", "2.bias"}
-        model.head = nn.Identity()
-        twin = way(ddp)
-        for each in (ddp, twin):
-            MLP.loss(each, 0).backward()
-        assert twin.parameters_to_ignore == {"2.bias"}
         twin.close()
 
 

@@ -85,22 +85,6 @@ def test_collectives_follow_one_another_over_one_link_and_take_their_time(link: 
     assert all(later.started_s >= t.started_s + costs[t.num_bytes] - 1e-9 for t, later in pairwise(in_turn))
 
 
-@pytest.mark.alone
-@over_link("8.4mbit,50ms", burst_bytes=20_000_000)
-def test_what_a_token_bucket_holds_passes_at_once_and_latency_does_not(link: EmulatedLink) -> None:
-    """A collective and a message of a megabyte each, which the link carries in a second, after a rest."""
-    payload, rank = torch.zeros(250_000), dist.get_rank()
-    began_s = begin_together(link)
-    dist.all_reduce(payload)
-    assert 0.1 <= time.perf_counter() - began_s < 0.9
-    began_s = begin_together(link)
-    if rank == 0:
-        dist.send(payload, dst=1)
-    else:
-        dist.recv(payload, src=0)
-        assert 0.05 <= time.perf_counter() - began_s < 0.9
-
-
 def start_with_a_late_rank(link: EmulatedLink) -> Any:
     tensor, token = torch.zeros(10), torch.zeros(1)
     if dist.get_rank() == 0:
@@ -117,27 +101,6 @@ def start_with_a_late_rank(link: EmulatedLink) -> Any:
 def test_a_collective_starts_when_its_last_rank_has_launched() -> None:
     first, late = run_over_link(start_with_a_late_rank, "1gbit")
     assert first.launched_s < late.launched_s <= first.started_s
-
-
-@over_link(SLOW)
-def test_a_handle_can_be_polled_and_has_a_future(link: EmulatedLink) -> None:
-    work = dist.all_reduce(torch.ones(100_000), async_op=True)
-    assert not work.is_completed()
-    assert (all((work.wait(), work.is_completed(), work.get_future().done())), work.get_future().value()[0][0]) == (True, 2.0)
-
-
-@over_link("1gbit")
-def test_groups_do_not_wait_for_each_other(link: EmulatedLink) -> None:
-    first, second = (dist.new_group([0, 1], backend=BACKEND) for _ in range(2))
-    total = torch.ones(1)
-    if dist.get_rank() == 0:
-        early = dist.all_reduce(total, group=first, async_op=True)
-    dist.barrier(group=second)
-    dist.barrier()  # which rank 0 reaches only when `second` is done there
-    if dist.get_rank() == 1:
-        early = dist.all_reduce(total, group=first, async_op=True)
-    early.wait()
-    assert total == 2.0
 
 
 @over_link("1gbit")
@@ -228,21 +191,6 @@ def test_sends_and_receives_take_what_they_would_on_the_link(
             in_turn = sorted(seen.log, key=lambda t: t.started_s)
             assert all(later.started_s >= t.started_s + t.num_bytes / link.bytes_per_s - 1e-9 for t, later in pairwise(in_turn))
     assert min(longest_s) <= least_s + num_rounds * MARGIN_S
-
-
-@over_link("1gbit")
-def test_receives_and_collectives_of_one_group_do_not_wait_for_each_other(link: EmulatedLink) -> None:
-    """Rank 1 sends only when a collective is over that rank 0 launches after its receive."""
-    mine, theirs, total = torch.full((1,), dist.get_rank() + 1.0), torch.zeros(1), torch.ones(1)
-    peer = 1 - dist.get_rank()
-    receive = dist.irecv(theirs, peer)
-    reduction = dist.all_reduce(total, async_op=True)
-    if dist.get_rank() == 1:
-        reduction.wait()
-    dist.send(mine, peer)
-    receive.wait()
-    reduction.wait()
-    assert (theirs, total) == (peer + 1.0, 2.0)
 
 
 def die_or_wait(what: str, link: EmulatedLink) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from support.alike import backward_alike, backwards, of_all_ranks, require_equal_gradients, require_equal_values
 from support.errors import text_of
-from support.inside import own_group_of, post
+from support.inside import own_group_of
 from support.mixture import (
     MATCH,
     SGD,
@@ -28,8 +28,8 @@ from support.mixture import (
     trained_naively,
     wrapped_mixture,
 )
-from support.models import Branches, Fails, noise
-from support.naive import TIMEOUT_S, alone, require_same_gradients, wrapped
+from support.models import Branches, noise
+from support.naive import TIMEOUT_S, alone, wrapped
 from support.ranks import in_ranks
 from support.sharded import MLP, require_same_everywhere, training
 from undertow import (
@@ -38,7 +38,6 @@ from undertow import (
     Desync,
     DistributedDataParallel,
     ExpertGroup,
-    PeerFailed,
     PhaseError,
     ShardedOptimizer,
     SyncConfig,
@@ -66,10 +65,8 @@ ALL_EXPERTS = [f"experts.{index}.{kind}" for index in (0, 1) for kind in ("bias"
 @pytest.mark.parametrize(
     ("divisor", "settings"),
     [
-        (4, {}),
         (None, {}),
-        (3, {}),  # not a power of two: the factor rounds
-        (4, {"bucket_cap_mb": 1e-4}),
+        (3, {"bucket_cap_mb": 1e-4}),  # not a power of two: the factor rounds
         (4, {"overlap": False}),
         (4, {"order": "reverse", "auto_tune": False}),
     ],
@@ -118,17 +115,6 @@ def test_experts_may_change_and_their_gradients_may_come_late(name: str) -> None
 
 
 @in_ranks(4)
-def test_a_copy_has_groups_of_its_own_and_experts_their_own_names() -> None:
-    """Experts by their numbers among those of all ranks."""
-    first = 2 * (dist.get_rank() % 2)
-    with wrapped_mixture(mixture((str(first), str(first + 1)))) as (ddp, bare, group):
-        steps_alike(ddp, bare, group)
-        with contextlib.closing(copy.deepcopy(ddp)) as twin:
-            assert [group.match for group in twin.sync.config.experts] == [MATCH]
-            steps_alike(twin, bare, group)
-
-
-@in_ranks(4)
 def test_an_expert_that_one_rank_uses_has_its_gradient_on_all_that_hold_it_when_backward_is_over() -> None:
     with wrapped_mixture(mixture()) as (ddp, bare, group):
         rank, rows, experts = dist.get_rank(), torch.ones(2, WIDTH), ddp.module.experts
@@ -159,24 +145,6 @@ def test_a_backward_that_reaches_one_part_only_is_a_synchronization_of_all() -> 
             ddp.finish()
         reduce_naively(bare, group)
         require_equal_gradients(ddp, bare)
-
-
-@in_ranks(4)
-@pytest.mark.parametrize("way", ["no_sync", "by hand"])
-def test_micro_batches_are_summed_and_reduced_once(way: str) -> None:
-    with wrapped_mixture(mixture()) as (ddp, bare, group):
-
-        def last_loss(model: nn.Module, step: int) -> Tensor:
-            with ddp.no_sync():
-                for part in range(2 if way == "no_sync" else 3):
-                    loss(model, step, part=part).backward()
-            if way == "no_sync":
-                return loss(model, step, part=2)
-            if model is ddp:
-                ddp.reduce_gradients_async().wait()
-            return torch.zeros((), requires_grad=True)  # whose backward reaches nothing
-
-        steps_alike(ddp, bare, group, loss=last_loss)
 
 
 @in_ranks(4)
@@ -215,22 +183,6 @@ def test_experts_take_over_values_and_buffers_of_the_first_rank_of_their_group()
     assert len(set(dense)) == 1
     assert experts[0] == experts[2] != experts[1] == experts[3]
     assert (model.load.tolist(), expert.load.tolist()) == ([0.0] * 2, [11.0 * (rank % 2)] * 2)
-
-
-@in_ranks(4)
-def test_the_newest_wrapper_closes_the_older_one_with_its_experts() -> None:
-    rank, model = dist.get_rank(), mixture()
-    with wrapped_mixture(model) as (earlier, _, _):
-        with pytest.raises(ConfigError, match="a part of this module is synchronized already"):
-            attach(model, ignore=[name for name, _ in model.named_parameters() if ".experts." in f".{name}"])
-        with wrapped_mixture(model) as (ddp, bare, group):
-            for part in (earlier.sync, *earlier.sync.experts):
-                with pytest.raises(PhaseError, match="this model is closed"):
-                    part.broadcast_parameters()
-            for each in (ddp, bare):
-                each(torch.full((2, WIDTH), rank + 1.0)).sum().backward()
-            reduce_naively(bare, group)
-            require_same_gradients(model, bare)
 
 
 @in_ranks(4)
@@ -297,15 +249,6 @@ def test_the_first_gradient_after_a_change_is_divided_too(change: str) -> None:
         expert(rows).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.0).step()  # which finds a parameter that no forward has found
         assert expert.weight.grad.tolist() == [[3 / 4, 3 / 4]]
-
-
-@in_ranks(4)
-def test_after_a_failure_on_one_rank_all_go_on() -> None:
-    with wrapped_mixture(mixture()) as (ddp, bare, group):
-        rows = torch.ones(2, WIDTH)
-        with pytest.raises(ZeroDivisionError if dist.get_rank() == 1 else PeerFailed):
-            ddp(Fails.apply(rows.requires_grad_()) if dist.get_rank() == 1 else rows).sum().backward()
-        steps_alike(ddp, bare, group)
 
 
 @in_ranks(4)
@@ -499,55 +442,6 @@ def test_shards_of_experts_over_their_group_make_the_same_model(strategy: str, s
         require_same_model(ddp, bare, group)
 
 
-@pytest.mark.slow
-@in_ranks(4, is_fresh=True)
-def test_a_dropped_wrapper_leaves_parameters_that_have_come() -> None:
-    model = mixture()
-    bare = copy.deepcopy(model)
-
-    def train_and_drop(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(
-            model,
-            config=SyncConfig(
-                strategy="zero1", reduction="ordered", experts=(ExpertGroup(match=MATCH, process_group=group, divisor=4),)
-            ),
-        )
-        bare.load_state_dict(model.state_dict())
-        optimizers = optimizers_of(ddp)
-        train(ddp, optimizers, range(7))
-        for part in (ddp.sync, *ddp.sync.experts):
-            post(part, partial(time.sleep, 0.2))
-        train(ddp, optimizers, range(7, 8))
-
-    with experts_group() as group:
-        train_and_drop(group)
-        require_same_model(model, bare, group)
-
-
-@in_ranks(4)
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "sharded"])
-def test_experts_on_one_rank_each_have_all_of_their_optimizer_state_there(is_sharded: bool) -> None:
-    model = mixture()
-    with (
-        alone() as mine,
-        contextlib.closing(
-            attach(
-                model, config=SyncConfig(experts=(ExpertGroup(match=MATCH, process_group=mine, divisor=4),), reduction="ordered")
-            )
-        ) as sync,
-    ):
-        bare = copy.deepcopy(model)
-        dense = ShardedOptimizer(torch.optim.AdamW, sync, [param for _, param in sync.named_parameters()], **ADAMW)
-        of_experts: torch.optim.Optimizer
-        if is_sharded:
-            of_experts = ShardedOptimizer(torch.optim.AdamW, sync.experts[0], **ADAMW)
-        else:
-            of_experts = torch.optim.AdamW([param for _, param in sync.experts[0].named_parameters()], **ADAMW)
-        train(model, [dense, of_experts])
-        sync.wait()
-        require_same_model(model, bare, mine)
-
-
 @in_ranks(4)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_clipping_is_exact_over_shards_of_both(strategy: str) -> None:
@@ -608,7 +502,6 @@ def parts(ddp: DistributedDataParallel) -> list[Any]:
 # Settings, and one optimizer for all, or one for each part.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[DistributedDataParallel], list[torch.optim.Optimizer]]]] = {
     "one": ({}, lambda ddp: [torch.optim.SGD(ddp.parameters(), **SGD)]),
-    "fused": ({}, lambda ddp: [torch.optim.SGD(ddp.parameters(), fused=True, **SGD)]),  # scalers leave unscaling to it
     "one for each part": ({}, lambda ddp: [torch.optim.SGD(params, **SGD) for _, params in parts(ddp)]),
     **{
         strategy: (
@@ -637,9 +530,8 @@ def test_an_overflow_in_an_expert_is_everybodys(name: str, unscales: bool) -> No
     scales = []
     with wrapped_mixture(mixture(), **settings) as (ddp, bare, group):
         optimizers = make(ddp)
-        how = {**SGD, "fused": name == "fused" or None}  # its kernel rounds otherwise
-        dense = torch.optim.SGD([*bare.before.parameters(), *bare.after.parameters()], **how)
-        experts = torch.optim.SGD(bare.experts.parameters(), **how)
+        dense = torch.optim.SGD([*bare.before.parameters(), *bare.after.parameters()], **SGD)
+        experts = torch.optim.SGD(bare.experts.parameters(), **SGD)
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
         for step in range(6):
             all_zero_grad((*optimizers, dense, experts))

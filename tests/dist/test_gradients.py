@@ -1,7 +1,6 @@
 """Where gradients lie, what happens in a step, in which order, and what reports, traces and saved plans say of it."""
 
 import copy
-import io
 import json
 import re
 import time
@@ -11,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from support.alike import backwards, train
 from support.inside import issued_ops
 from support.models import CASES, Branches, mlp, noise
-from support.naive import alone, collectives, naive_mean, require_same_gradients, wrapped, wrapped_and_bare
+from support.naive import collectives, naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from support.units import Units
-from undertow import DistributedDataParallel, ExpertGroup, ShardedOptimizer, attach
+from undertow import DistributedDataParallel, ShardedOptimizer, attach
 
 
 @in_ranks(2, 3)
@@ -38,17 +36,6 @@ def test_gradients_are_views_of_buckets_at_the_same_place_in_every_step(case_nam
             assert all(param.grad.untyped_storage().nbytes() > param.grad.nbytes for param in ddp.parameters())
             places.append([param.grad.data_ptr() for param in ddp.parameters()])
     assert places == places[:1] * 4
-
-
-@in_ranks(2, 3)
-def test_a_gradient_of_the_users_that_no_rank_adds_to_stays_where_it_is() -> None:
-    with wrapped(Branches()) as ddp:
-        weight = ddp.module.layers[1].weight
-        weight.grad = torch.ones(4, 4)
-        place = weight.grad.data_ptr()
-        for step in range(3):
-            ddp(noise(2, 4, step=step), (0, 2)).sum().backward()
-            assert weight.grad.data_ptr() == place
 
 
 @in_ranks(2, 3)
@@ -78,22 +65,6 @@ def test_settings_of_torchs_class_that_we_do_not_need_are_accepted() -> None:
     ddp(noise(2, 4), (0,)).sum().backward()
     assert ddp.module.layers[1].weight.grad is None
     ddp.close()
-
-
-@in_ranks(2)
-def test_experts_of_one_rank_that_got_nothing_are_named() -> None:
-    """Layers 1 and 2 are experts that this rank alone has."""
-    with (
-        alone() as group,
-        wrapped(
-            Branches(), experts=tuple(ExpertGroup(match=f"layers.{index}.*", process_group=group) for index in (1, 2))
-        ) as ddp,
-    ):
-        for used, unused in (((0, 1), {"2"}), ((0,), {"1", "2"}), ((1,), {"0", "2"})):
-            ddp.zero_grad()
-            ddp(noise(2, 4), used).sum().backward()
-            ddp.finish()  # where nothing dense was reached
-            assert {name.split(".")[1] for name in ddp.unused_parameters} == unused
 
 
 MLP = CASES["mlp"]
@@ -257,19 +228,6 @@ def test_a_step_of_two_micro_batches_is_one_trace() -> None:
     assert traces == [["comm.dp all_reduce", *(f"compute {kind}" for kind in compute)]] * 2
 
 
-@in_ranks(2)
-def test_a_reduction_that_is_waited_for_later_is_recorded_until_it_is_complete() -> None:
-    with wrapped(MLP.model(), bucket_cap_mb=25.0) as ddp:
-        with ddp.no_sync():
-            MLP.loss(ddp, 0).backward()
-        reduction = ddp.reduce_gradients_async()
-        time.sleep(0.5)
-        reduction.wait()
-        MLP.loss(ddp, 1)
-        (reduced,) = [event for event in ddp.traces()[-1].events if event.kind == "all_reduce"]
-        assert reduced.duration_us < 0.4e6
-
-
 @in_ranks(2, 3)
 def test_a_plan_that_was_saved_can_be_pinned(tmp_path: Path) -> None:
     path = tmp_path / f"plan-{dist.get_rank()}.json"
@@ -314,17 +272,3 @@ def test_what_the_wrapper_does_not_have_the_module_may() -> None:
             ddp.eval().module.training,
             ddp.train().module.training,
         ) == ("hello you", "hello", 2, True, False, ["module.weight", "module.bias"], False, True)
-
-
-@in_ranks(2)
-def test_a_clone_of_a_small_gradient_is_saved_without_its_bucket() -> None:
-    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 100_000))
-    with wrapped(model, bucket_cap_mb=25.0) as ddp:
-        ddp(torch.ones(1, 3)).sum().backward()
-        sizes = []
-        for gradient in (model[0].weight.grad, model[0].weight.grad.clone()):
-            file = io.BytesIO()
-            torch.save(gradient, file)
-            sizes.append(file.tell())
-    whole, small = sizes
-    assert (whole > 800_000, small < 4_000) == (True, True)

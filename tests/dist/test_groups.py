@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from support.alike import backward_alike, backwards, heard, require_equal_values, require_same_by_position
+from support.alike import backward_alike, backwards, heard, require_same_by_position
 from support.errors import text_of
 from support.inside import engine_of, is_watched, own_group_of, storage_of, timeout_of, without_a_ring
 from support.models import CASES, Branches, mlp, noise
@@ -30,7 +30,6 @@ from support.naive import (
     collectives,
     naive_mean,
     require_nearly_same,
-    require_same_gradients,
     within,
     wrapped,
     wrapped_and_bare,
@@ -185,39 +184,6 @@ def test_the_users_own_collectives_do_not_meet_ours() -> None:
     num_ranks = dist.get_world_size()
     sums = [10.0 * number * num_ranks + sum(range(num_ranks)) for number in range(3 * 5)]  # of 4 parameters, and one more
     assert [mine.item() for _, mine in works] == sums
-
-
-def mean_over_ranks(x: Tensor) -> Tensor:
-    total = x.sum(0)
-    dist.all_reduce(total)
-    return total / (len(x) * dist.get_world_size())
-
-
-class Centred(nn.Linear):
-    """Communicates by itself, as torch's SyncBatchNorm does on GPUs: over the user's group, both ways."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x).tanh()
-        out.register_hook(lambda gradient: gradient - mean_over_ranks(gradient))
-        return out - mean_over_ranks(out.detach())
-
-
-@in_ranks(2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize(
-    ("strategy", "settings"), [("ddp", {}), ("ddp", {"reduction": "ordered"}), ("ddp", {"overlap": False}), ("zero1", {})]
-)
-def test_collectives_of_layers_do_not_meet_ours(settings: dict[str, Any], strategy: str) -> None:
-    model = nn.Sequential(*(Centred(6, 6, bias=False) for _ in range(5)))
-    bare = copy.deepcopy(model)
-    theirs = torch.optim.SGD(bare.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-    with training(model, strategy, "SGD", bucket_cap_mb=1e-6, **settings) as (ddp, ours):
-        require = require_same_gradients if strategy == "ddp" else (lambda *_: None)
-        for step in range(4):
-            backward_alike(ddp, bare, lambda it, step: it(noise(4, 6, step=step)).square().mean(), steps=[step], require=require)
-            for optimizer in (ours, theirs):
-                optimizer.step()
-        ddp.wait()
-        require_equal_values(model, bare)
 
 
 @in_ranks(2)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.alike import of_all_ranks
 from support.errors import text_of
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig, attach
@@ -36,40 +35,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(rows()).sum().backward()
     optimizer.step()
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_a_backward_of_the_bare_module_between_two_steps_is_this_ranks_own(is_sharded: bool) -> None:
-    with wrapped(linear()) as ddp:
-        sgd = torch.optim.SGD
-        optimizer = ShardedOptimizer(sgd, ddp, lr=0.1) if is_sharded else sgd(ddp.parameters(), lr=0.1)
-        for number in range(4):
-            step(ddp, optimizer)
-            optimizer.zero_grad()
-            if number % 2 == dist.get_rank():  # the other one has not even heard of it
-                ddp.module(rows()).sum().backward()
-                assert torch.equal(ddp.module.weight.grad, rows().expand(3, 4))
-                optimizer.zero_grad()
-        ddp.wait()
-        values = ddp.module.weight.tolist()
-        assert of_all_ranks(values) == [values] * 2
-
-
-@in_ranks(2)
-def test_a_closure_may_run_only_the_backward_of_an_earlier_forward() -> None:
-    with wrapped(linear()) as ddp:
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        for _ in range(2):
-            result = ddp(rows()).sum()
-
-            def closure(result: Tensor = result) -> Tensor:
-                optimizer.zero_grad()
-                result.backward()
-                return result
-
-            optimizer.step(closure)
-            assert ddp.module.weight.grad.tolist() == MEAN
 
 
 FOLLOWED: dict[str, Callable[[DistributedDataParallel], Tensor]] = {
@@ -191,28 +156,3 @@ def test_a_gradient_that_a_hook_replaces_is_averaged() -> None:
         ddp.module.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", param.grad * 2.0))
         ddp(rows()).sum().backward()
         assert ddp.module.weight.grad.tolist() == [[3.0] * 4] * 3
-
-
-@in_ranks(2)
-def test_a_gradient_that_is_taken_away_in_a_micro_batch_is_the_users() -> None:
-    """Nothing is averaged there, in torch's class either; the rest is averaged afterwards."""
-    with wrapped(linear()) as ddp:
-        hook = ddp.module.weight.register_post_accumulate_grad_hook(take)
-        with ddp.no_sync():
-            ddp(rows()).sum().backward()
-        hook.remove()
-        assert torch.equal(ddp.module.weight.main_grad, rows().expand(3, 4))
-        ddp(rows()).sum().backward()
-        assert ddp.module.weight.grad.tolist() == MEAN
-
-
-@in_ranks(2)
-def test_an_optimizer_that_steps_in_a_hook_is_an_error() -> None:
-    """Of the first gradient of a backward already."""
-    with wrapped(linear()) as ddp:
-        for param in ddp.parameters():
-            optimizer = torch.optim.SGD([param], lr=0.1)
-            param.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
-        before = ddp.module.weight.tolist()
-        assert text_of(PhaseError, ddp(rows()).sum().backward).startswith("an optimizer steps within a backward, on gradients")
-        assert ddp.module.weight.tolist() == before

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from support.errors import text_of
 from support.models import mlp, noise
-from support.naive import TIMEOUT_S, alone, wrapped
+from support.naive import TIMEOUT_S, wrapped
 from support.ranks import in_ranks
 from support.sharded import MLP, optimizer_for, require_same_everywhere, training
-from undertow import ConfigError, PeerFailed, PhaseError, WrongType, attach
+from undertow import ConfigError, PhaseError, WrongType
 
 NUM_STEPS, NUM_MICRO = 3, 2
 STRATEGIES = ["ddp", "zero1", "zero2"]
@@ -72,25 +72,6 @@ def test_training_is_that_of_one_process_with_all_tokens(strategy: str) -> None:
         # The sums of products have other orders: a few units in the last place of fp32 in each step.
         torch.testing.assert_close(list(model.parameters()), list(bare.parameters()), rtol=1e-5, atol=1e-6)
         require_same_everywhere(dict(ddp.named_parameters()))
-
-
-@in_ranks(2)
-def test_gradients_are_bit_identical_to_losses_that_are_divided_by_hand() -> None:
-    rank, model = dist.get_rank(), MLP.model()
-    bare = copy.deepcopy(model)
-    with wrapped(model) as ddp:
-        for step in range(NUM_STEPS):
-            num_tokens = num_tokens_of(rank, step, 0)
-            ddp.zero_grad()
-            mean = ddp.mean_over_ranks(num_tokens)
-            (loss_sum(ddp, batch_of(rank, step, 0)) / mean.wait()).backward()
-            total = torch.tensor(num_tokens, dtype=torch.float64)
-            dist.all_reduce(total)
-            bare.zero_grad()
-            (loss_sum(bare, batch_of(rank, step, 0)) / (total / 2)).backward()
-            for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
-                dist.all_reduce(theirs.grad)
-                assert torch.equal(ours.grad, theirs.grad / 2)
 
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
@@ -160,18 +141,6 @@ def test_a_mean_that_nobody_waits_for_ends_with_the_model() -> None:
         ddp.mean_over_ranks(2)
 
 
-@in_ranks(2)
-def test_a_rank_alone_has_its_number() -> None:
-    with alone() as group, wrapped(nn.Linear(3, 2), process_group=group) as ddp:
-        assert ddp.mean_over_ranks(3 + dist.get_rank()).wait().item() == 3 + dist.get_rank()
-
-
-@in_ranks(2)
-def test_attach_has_it_too() -> None:
-    with contextlib.closing(attach(nn.Linear(3, 2))) as sync:
-        assert sync.mean_over_ranks(4 * dist.get_rank()).wait().item() == 2.0
-
-
 @in_ranks(2, 3)
 def test_it_costs_one_all_reduce_of_eight_bytes() -> None:
     with wrapped(nn.Linear(3, 2), auto_tune=False, record="off") as ddp:
@@ -186,24 +155,6 @@ def test_it_costs_one_all_reduce_of_eight_bytes() -> None:
             assert sizes == [8]
             (ddp(torch.ones(2, 3)).sum() / mean.wait()).backward()
         assert len(sizes) == 1 + len(ddp.plan.buckets)
-
-
-@in_ranks(2)
-def test_it_may_be_called_after_a_backward_that_failed_on_one_rank() -> None:
-    """The other rank still waits for this rank's buckets: they are sent first."""
-    rank, model = dist.get_rank(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    with wrapped(model, bucket_cap_mb=1e-6) as ddp:
-        ddp(torch.ones(2, 3)).sum().backward()
-        hook = model[0].weight.register_hook(lambda _: 1 / 0) if rank == 1 else None
-        with pytest.raises(ZeroDivisionError if rank == 1 else PeerFailed):
-            ddp(torch.ones(2, 3)).sum().backward()
-        if hook is not None:
-            hook.remove()
-        ddp.zero_grad()
-        mean = ddp.mean_over_ranks(1 + rank)
-        assert mean.wait().item() == 1.5
-        (ddp(torch.full((1 + rank, 3), 1.0)).sum() / mean.wait()).backward()
-        assert model[1].bias.grad.tolist() == [1.0, 1.0]
 
 
 @in_ranks(2)

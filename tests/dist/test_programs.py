@@ -13,7 +13,7 @@ from support.examples import EXAMPLES, ON_THREE_RANKS
 from support.programs import Program, run
 from support.ranks import in_ranks
 
-NUM_DRAWN, NUM_DRAWN_THOROUGHLY = 10, 40
+NUM_DRAWN, NUM_DRAWN_THOROUGHLY = 20, 40
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

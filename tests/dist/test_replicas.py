@@ -15,12 +15,10 @@ from torch import Tensor, nn
 
 from support.alike import of_all_ranks
 from support.errors import text_of
-from support.mixture import loss as mixture_loss
-from support.mixture import mixture, wrapped_mixture
 from support.models import noise
 from support.naive import collectives, wrapped
 from support.ranks import in_ranks
-from undertow import DistributedDataParallel, PlanMismatch, ReplicaMismatch, ShardedOptimizer, attach, save_checkpoint
+from undertow import DistributedDataParallel, PlanMismatch, ReplicaMismatch, ShardedOptimizer, save_checkpoint
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 LOAD = "  Load the same values on every rank, or call broadcast_parameters() on every rank after a load on rank 0."
@@ -91,18 +89,6 @@ def test_a_load_on_one_rank_is_an_error_in_the_next_step_on_all(strategy: str, s
 
 
 @in_ranks(2)
-def test_a_load_on_one_rank_into_a_part_that_was_added_later_is_found_too() -> None:
-    with in_training() as (ddp, optimizer):
-        part = nn.Linear(3, 3)
-        ddp.module.append(nn.Sequential(part))
-        optimizer.add_param_group({"params": list(part.parameters())})
-        one_step(ddp, optimizer)
-        load_on([0], part)
-        with pytest.raises(ReplicaMismatch, match=r"'3\.0\.weight' .*\n  synchronization 4, load_state_dict on rank 0"):
-            one_step(ddp, optimizer)
-
-
-@in_ranks(2)
 @STRATEGIES
 def test_different_values_loaded_on_all_ranks_are_an_error(strategy: str) -> None:
     with in_training(strategy) as (ddp, optimizer):
@@ -141,15 +127,6 @@ def test_broadcast_parameters_is_the_way_out(strategy: str) -> None:
 
 
 @in_ranks(2)
-def test_a_broadcast_right_after_a_load_on_one_rank_leaves_no_error() -> None:
-    with in_training() as (ddp, optimizer):
-        load_on([0], ddp.module)
-        ddp.broadcast_parameters()
-        assert all(bool((param == 0.25).all()) for param in ddp.parameters())
-        one_step(ddp, optimizer)
-
-
-@in_ranks(2)
 @STRATEGIES
 def test_a_load_that_is_undone_is_no_error(strategy: str) -> None:
     """As where one rank evaluates averaged weights."""
@@ -162,49 +139,12 @@ def test_a_load_that_is_undone_is_no_error(strategy: str) -> None:
 
 
 @in_ranks(2)
-def test_values_that_the_program_broadcasts_itself_are_no_error() -> None:
-    with in_training() as (ddp, optimizer):
-        load_on([0], ddp.module)
-        for param in ddp.parameters():
-            dist.broadcast(param.data, 0)
-        one_step(ddp, optimizer)
-        one_step(ddp, optimizer)
-
-
-@in_ranks(2)
 @pytest.mark.parametrize("part", ["", "module.2"])
 def test_a_load_into_the_wrapper_or_a_part_counts(part: str) -> None:
     with in_training() as (ddp, optimizer):
         load_on([1], ddp.get_submodule(part))
         with pytest.raises(ReplicaMismatch, match=r"load_state_dict on rank 1; [26] of 6"):
             one_step(ddp, optimizer)
-
-
-@in_ranks(2)
-def test_attach_sees_loads_too() -> None:
-    module = Net()
-    sync = attach(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    one_step(module, optimizer)
-    load_on([0], module)
-    with pytest.raises(ReplicaMismatch, match=r"load_state_dict on rank 0"):
-        one_step(module, optimizer)
-    sync.close()
-
-
-@in_ranks(2)
-@STRATEGIES
-def test_after_micro_batches_the_synchronization_finds_the_load(strategy: str) -> None:
-    with in_training(strategy) as (ddp, optimizer):
-        load_on([0], ddp.module)
-        optimizer.zero_grad()
-        loss = ddp(noise(5, 6)).square().mean()
-        if strategy != "zero2":  # which communicates in micro-batches too
-            with ddp.no_sync():
-                loss.backward()
-            loss = ddp(noise(5, 6)).square().mean()
-        with pytest.raises(ReplicaMismatch):
-            loss.backward()
 
 
 @in_ranks(2)
@@ -228,43 +168,6 @@ def test_ignored_parameters_buffers_and_loads_of_nothing_do_not_count() -> None:
             module.load_state_dict({"1.running_mean": torch.ones(8)}, strict=False)
             module.load_state_dict({"other": torch.ones(8)}, strict=False)
         one_step(ddp, optimizer)
-
-
-@in_ranks(2)
-def test_two_models_in_one_backward_are_compared_in_the_same_step() -> None:
-    """Both are loaded on one rank, and ranks end their backwards in different orders."""
-    with wrapped(nn.Linear(6, 3)) as first, wrapped(nn.Linear(6, 3)) as second:
-        for model in (first, second):
-            load_on([1], model.module)
-        models = (first, second) if dist.get_rank() == 0 else (second, first)
-        loss = sum(model(noise(5, 6)).square().mean() for model in models)
-        for call in (loss.backward, lambda: [model.wait() for model in models]):
-            with pytest.raises(ReplicaMismatch, match="load_state_dict on rank 1"):
-                call()
-
-
-@in_ranks(2)
-def test_a_rank_without_data_does_not_tell_what_it_has_loaded() -> None:
-    """It takes the others' parameters at the end of join."""
-    with in_training() as (ddp, optimizer), ddp.join():
-        for step in range(1 if dist.get_rank() == 0 else 4):
-            one_step(ddp, optimizer, step)
-        load_on([0], ddp.module)
-
-
-@in_ranks(4)
-def test_experts_are_compared_among_the_ranks_that_have_them() -> None:
-    """Ranks 0 and 2 have the same experts, which one of them loads; ranks 1 and 3 go on."""
-    with wrapped_mixture(mixture(), reduction="native") as (ddp, _, _):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-        mixture_loss(ddp, 0).backward()
-        optimizer.step()
-        if dist.get_rank() == 2:
-            experts = ddp.module.experts
-            experts.load_state_dict(other_values(experts))
-        is_wrong = pytest.raises(ReplicaMismatch, match=r"on rank 2 than on rank 0\.\n.*load_state_dict on rank 2;")
-        with contextlib.nullcontext() if dist.get_rank() % 2 else is_wrong:
-            mixture_loss(ddp, 1).backward()
 
 
 @in_ranks(2)
@@ -347,17 +250,6 @@ def test_ranks_may_step_two_optimizers_in_another_order() -> None:
 
 
 @in_ranks(2)
-def test_of_two_optimizers_the_one_that_differs_is_named() -> None:
-    with wrapped(Net()) as ddp:
-        optimizers = of_each_layer(ddp, 0.1 + dist.get_rank(), 0.2)
-        ddp(noise(5, 6)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        with pytest.raises(PlanMismatch, match=r"lr of group 0 of SGD with '0\.bias' is 0\.1 on rank 0, 1\.1 on rank 1"):
-            ddp(noise(5, 6)).square().mean().backward()
-
-
-@in_ranks(2)
 @pytest.mark.parametrize("change", SAME)
 def test_settings_that_step_alike_are_the_same(change: str) -> None:
     with wrapped(Net()) as ddp:
@@ -378,30 +270,6 @@ def test_a_group_of_parameters_that_are_not_synchronized_may_differ() -> None:
             optimizer.zero_grad()
             ddp(noise(5, 6, step=step)).square().mean().backward()
             optimizer.step()
-
-
-class GroupForEachRank(torch.optim.Optimizer):
-    """Each rank steps one of the groups, by an optimizer within this one, and sends it to the others."""
-
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, {"lr": 0.1})
-        self.within = torch.optim.SGD([self.param_groups[dist.get_rank()]], lr=0.1)
-
-    def step(self) -> None:
-        self.within.step()
-        for rank, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                dist.broadcast(param.data, rank)
-
-
-@in_ranks(2)
-def test_an_optimizer_within_another_may_have_its_own_groups_on_every_rank() -> None:
-    with wrapped(Net()) as ddp:
-        first, *others = ddp.parameters()
-        optimizer = GroupForEachRank([{"params": [first], "lr": 0.1}, {"params": others, "lr": 0.01}])
-        for step in range(3):
-            one_step(ddp, optimizer, step)
-        require_equal_on_all(ddp)
 
 
 @in_ranks(2)

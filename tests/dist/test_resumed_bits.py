@@ -134,17 +134,3 @@ def test_the_step_after_a_change_of_parameters_is_rounded_like_the_others() -> N
         step_of(model, optimizer, case, number)
 
     require_resumed(case, freezes)
-
-
-@in_ranks(2)
-def test_a_sum_by_hand_is_not_mixed_up_with_the_mean_before_it() -> None:
-    case = NARROW[torch.bfloat16]
-    with training(case.model(), optimizer="SGD") as (model, optimizer):
-        case.loss(model, 0).backward()
-        optimizer.zero_grad()
-        with model.no_sync():
-            case.loss(model, 1).backward()
-        model.sync.reduce_gradients_async(op="sum").wait()
-        expected = [param.grad.clone() for param in model.parameters()]
-        optimizer.step()
-        assert all(map(torch.equal, map(model.sync.full_gradient, model.parameters()), expected))

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
@@ -85,29 +84,3 @@ def test_gradients_add_up_in_a_context_until_a_backward_synchronizes(tmp_path: P
         require_same(in_context(ddp, number), {name: param.grad for name, param in bare.named_parameters()})
         dist_autograd.backward(number, [ddp(second).square().mean()])
         require_same(in_context(ddp, number), means(bare, bare(second).square().mean()))
-
-
-@in_ranks(2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("is_reversed", [False, True])
-def test_models_may_share_a_backward_and_end_in_any_order(tmp_path: Path, is_reversed: bool) -> None:
-    batch = noise(4, 6)
-    with wrapped_and_bare(mlp()) as one, wrapped_and_bare(mlp()) as other, context(tmp_path) as number:
-        pairs = [other, one] if is_reversed and dist.get_rank() == 1 else [one, other]
-        dist_autograd.backward(number, [sum(ddp(batch).square().mean() for ddp, _ in pairs)])
-        for ddp, bare in (one, other):
-            require_same(in_context(ddp, number), means(bare, bare(batch).square().mean()))
-
-
-@in_ranks(2, timeout_s=TIMEOUT_S)
-def test_backwards_outside_of_distributed_autograd_are_as_always(tmp_path: Path) -> None:
-    batch = noise(4, 6)
-    with wrapped_and_bare(mlp()) as (ddp, bare), context(tmp_path) as number:
-        loss = ddp(batch).square().mean()
-        if dist.get_rank() == 0:
-            torch.autograd.grad(loss, list(ddp.parameters()), retain_graph=True)
-        loss.backward()
-        require_same(
-            {name.removeprefix("module."): param.grad for name, param in ddp.named_parameters()},
-            means(bare, bare(batch).square().mean()),
-        )
-        assert dist_autograd.get_gradients(number) == {}

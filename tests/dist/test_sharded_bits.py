@@ -54,23 +54,6 @@ def test_a_mesh_with_one_rank_along_an_axis_adds_up_in_rank_order(settings: dict
     require_equal(expected, trained(MLP, num_steps=8, **settings, **ORDERED))
 
 
-NEAR = {
-    # Sums of three fp32 values in another order differ by an ulp each; twenty steps of SGD with lr 0.05 keep that small.
-    "native reductions": ("SGD", "native"),
-    # Torch's fused kernel rounds differently after the last whole vector, so that it matters where a piece ends: an update of
-    # at most lr = 0.01 differs by some ulps, over 20 steps.
-    "a fused optimizer": ("fused AdamW", "ordered"),
-}
-
-
-@in_ranks(3)
-@pytest.mark.parametrize("what", NEAR)
-def test_what_rounds_differently_is_near(what: str) -> None:
-    optimizer, reduction = NEAR[what]
-    expected, got = (trained(MLP, strategy, optimizer, reduction=reduction) for strategy in ("ddp", "zero1"))
-    assert [name for name in got if not torch.allclose(expected[name], got[name], rtol=1e-5, atol=1e-6)] == []
-
-
 @pytest.mark.slow
 @in_ranks(2, 3, 4)
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS.keys() - {"fused AdamW"}))
@@ -163,12 +146,7 @@ STEPS = {
     "two forwards and one after": Program(
         events="zero, forward 012, forward 02|012, backward together, step flying, evaluate now", times=5
     ),
-    "a rank without data": Program(events=f"{STEP}, zero, train 012|none, step flying"),
     "one unit is frozen for a while": Program(events=f"{STEP}, freeze 1, {STEP}, {STEP}, thaw 1"),
-    "frozen, with gradients that are zeros": Program(
-        events=f"{IN_PLACE}, backward, step, zero in-place, freeze 1, forward 012, backward, step flying, thaw 1",
-        has_momentum=False,
-    ),
     "everything is frozen for a while": Program(
         events=f"{STEP}, freeze 0, freeze 1, freeze 2, zero, forward 012, backward, thaw 0, thaw 1, thaw 2"
     ),
@@ -185,24 +163,14 @@ STEPS = {
     "micro-batches, zeroed in place": Program(
         events=f"{IN_PLACE}, accumulate, forward 02, accumulate, forward 012, backward, step flying"
     ),
-    "micro-batches of different numbers of tokens": Program(
-        events="zero, tokens 8|12, forward 01, accumulate, forward 2, accumulate, forward 0, backward, step"
-    ),
     "reduced by hand": Program(events=f"{STEP}, zero, forward 012, accumulate, reduce, step flying"),
-    "gradients that are never cleared": Program(events="forward 012, backward, step flying"),
     "one rank uses what nobody else does": Program(
         events=f"{STEP}, zero, forward 01|0, backward, step flying, {STEP}, zero, forward 0|01, backward, step flying"
-    ),
-    "that is so, zeroed in place": Program(
-        events=f"{IN_PLACE}, backward, step flying, zero in-place, forward 01|0, backward, step flying"
     ),
     "a checkpoint and a tied weight": Program(
         units="linear checkpoint tied", events="zero, forward 0121, backward, step flying", plan="each"
     ),
     "statistics travel too": Program(units="linear norm linear", events=f"late 0 all_gather surely, {STEP}"),
-    "other orders of units": Program(
-        events=", ".join(["late 0 all_gather surely", *(STEP.replace("012", order) for order in ("210", "1", "2012"))])
-    ),
     "a method of the module": Program(
         events=f"late 0 all_gather surely, look now, zero, forward 012 inside, backward, step flying, {STEP}"
     ),
@@ -229,20 +197,12 @@ MORE_STEPS = {
     **OVERFLOWS,
     "without overlap": Program(events=f"{STEP}, zero, forward 02|012, backward, step flying", settings={"overlap": False}),
     "several backwards": Program(events="zero, forward 012, backward, forward 012, backward, step flying", times=5),
-    "several backwards, zeroed in place": Program(events=f"{IN_PLACE}, backward, forward 012, backward, step flying"),
-    "several backwards with numbers of tokens": Program(
-        events="zero, tokens 3|7, forward 012, backward, forward 012, backward, step flying"
-    ),
     "parts that come late": Program(
         units="linear twice-reentrant linear",
         events=f"{STEP}, zero, forward 02|012, backward, step",
     ),
-    "parts that come late in several backwards": Program(
-        units="linear twice-reentrant tied", events="zero, forward 012, backward, forward 012, backward, step flying"
-    ),
     "a backward that fails on all ranks": Program(events=f"{STEP}, zero, fail backward, {STEP}"),
     "a backward that fails on one": Program(events=f"{STEP}, zero, fail |backward, {STEP}"),
-    "a backward that fails on another one": Program(events=f"{STEP}, zero, fail backward|, {STEP}"),
 }
 CAPS_IN_TURN = cycle(["each", "several", "default"])
 

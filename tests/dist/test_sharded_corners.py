@@ -14,15 +14,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from support import inside
 from support.alike import of_all_ranks, train
 from support.errors import text_of
 from support.inside import call_before, post
-from support.models import noise
 from support.naive import wrapped
 from support.ranks import in_ranks
 from support.sharded import (
@@ -50,42 +48,6 @@ from undertow import (
     WrongType,
     attach,
 )
-
-
-class TwoWays(nn.Sequential):
-    """Reads its embedding in the embedding's own forward, or, given vectors, in its own."""
-
-    def forward(self, tokens: Tensor | None = None, vectors: Tensor | None = None) -> Tensor:
-        body, embedding = self
-        return body(functional.linear(vectors, embedding.weight) if tokens is None else embedding(tokens))
-
-
-@in_ranks(2)
-def test_a_read_at_a_new_place_waits() -> None:
-    vectors = noise(8, 64)
-
-    def step() -> None:
-        opt.zero_grad()
-        ddp(tokens=torch.arange(8)).square().mean().backward()
-        opt.step()
-
-    with training(TwoWays(nn.Linear(64, 64), nn.Embedding(64, 64)), bucket_cap_mb=0.0166) as (ddp, opt):
-        step()
-        step()
-        call_before(ddp, "gathers", partial(time.sleep, 0.1))
-        step()
-        step()
-        ddp.eval()
-        with torch.no_grad():
-            got = ddp(vectors=vectors)
-        ddp.train()
-        ddp.wait()
-        assert torch.equal(got, ddp.module(vectors=vectors))
-        step()
-        got = ddp(vectors=vectors.requires_grad_())
-        assert torch.equal(got, ddp.module(vectors=vectors))
-        got.square().mean().backward()
-
 
 WRITERS: dict[str, Any] = {
     "broadcast": lambda ddp: ddp.broadcast_parameters(),
@@ -189,22 +151,6 @@ def test_a_dropped_wrapper_does_not_wait_for_a_rank_that_has_left() -> None:
     del ddp, opt
     gc.collect()
     assert time.monotonic() - began_s < 30
-
-
-# It may be the thread that brings what would be waited for.
-@in_ranks(2, is_fresh=True)
-def test_a_thread_of_ours_that_drops_a_wrapper_waits_for_nothing() -> None:
-    ddp, opt = stepped_twice()
-    held, is_dropped = [ddp, opt], threading.Event()
-    one_step(ddp, opt, 2)
-
-    def drop() -> None:
-        held.clear()
-        is_dropped.set()
-
-    post(ddp, drop)
-    del ddp, opt
-    assert is_dropped.wait(10)
 
 
 # As a `__del__` does that the garbage collector runs there.

@@ -5,21 +5,20 @@ import gc
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel
 
 from support.errors import text_of
 from support.inside import call_before, interrupt, patience, sharding_of
 from support.ranks import in_ranks
 from support.sharded import MLP, Parameters, destroy, one_step, optimizer_for, reference, require_equal, training
-from undertow import DistributedDataParallel, PeerFailed, PhaseError, SyncConfig
+from undertow import DistributedDataParallel, PeerFailed, PhaseError
 
 NUM_STEPS = 3
 LATE_S = 0.3  # longer than the other rank takes to destroy its groups and to read
@@ -93,26 +92,6 @@ def test_gathers_outlive_it_that_were_not_sent_yet() -> None:
     model = DistributedDataParallel(MLP.model())
     train(optimizer_for(model, "zero1", "SGD"), model, late="its thread")
     require_trained(values_of(model.module), expected)
-
-
-@in_ranks(4, is_fresh=True)
-def test_gathers_in_rows_outlive_a_mesh() -> None:
-    how = {"reduction": "ordered"}
-    expected = reference(MLP, "hybrid", "SGD", num_steps=NUM_STEPS, **how)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = DistributedDataParallel(MLP.model(), device_mesh=mesh, config=SyncConfig(strategy="hybrid", **how))
-    optimizer = optimizer_for(model, "hybrid", "SGD")
-    train(optimizer, model, late="its step", mesh=mesh)
-    require_trained(closes([model], model.module), expected)
-
-
-@in_ranks(2, is_fresh=True)
-def test_the_model_may_be_closed_when_the_process_has_begun_anew(tmp_path: Path) -> None:
-    expected, rank = reference(MLP, "ddp", "SGD", num_steps=NUM_STEPS), dist.get_rank()
-    model = DistributedDataParallel(MLP.model())
-    train(optimizer_for(model, "zero1", "SGD"), model, late="its thread")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'anew'}", rank=rank, world_size=2)
-    require_trained(closes([model], model.module), expected)
 
 
 TORN = (

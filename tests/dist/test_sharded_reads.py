@@ -22,14 +22,12 @@ from support.checkpoints import copied
 from support.errors import text_of
 from support.inside import (
     CODE_OF_GATHERS,
-    CODE_OF_SHARDS,
     before_lines,
     call_before,
     gathers_of,
     interrupted_steps,
     observe,
     reads_that_wait,
-    sharding_of,
     slow_gathers,
 )
 from support.models import Case, noise
@@ -49,7 +47,6 @@ from support.sharded import (
     require_same_everywhere,
     step_of,
     stepped,
-    trained,
     training,
 )
 from undertow import ConfigError, DistributedDataParallel, PhaseError, RankLost
@@ -69,19 +66,14 @@ class Kept:
 
 READS: dict[str, Callable[[DistributedDataParallel, "Kept"], Iterable[Tensor]]] = {
     "parameters of the wrapper": lambda ddp, _: ddp.parameters(),
-    "parameters of the inner module": lambda ddp, _: ddp.module.parameters(),
-    "the inner module the user kept": lambda _, kept: kept.module.parameters(),
     "a list of parameters": lambda _, kept: kept.params,
     "attributes of a layer": lambda ddp, _: [param for layer in ddp.module[::2] for param in (layer.weight, layer.bias)],
-    "_parameters": lambda ddp, _: [param for layer in ddp.module[::2] for param in layer._parameters.values()],
     "param.data": lambda _, kept: [param.data for param in kept.params],
     "named parameters of the sync": lambda ddp, _: [param for _, param in ddp.sync.named_parameters()],
     "state_dict of the wrapper": lambda ddp, _: ddp.state_dict().values(),
-    "state_dict of the inner module": lambda _, kept: kept.module.state_dict().values(),
     "state_dict with keep_vars": lambda _, kept: kept.module.state_dict(keep_vars=True).values(),
     "a deep copy of the wrapper": lambda ddp, _: copy.deepcopy(ddp).module.parameters(),
     "a deep copy of the inner module": lambda _, kept: copy.deepcopy(kept.module).parameters(),
-    "a deep copy of the list": lambda _, kept: copy.deepcopy(kept.params),
     "copies of parameters": lambda _, kept: map(copy.copy, kept.params),
     "AveragedModel": lambda _, kept: AveragedModel(kept.module).module.parameters(),
     "torch.save": lambda _, kept: copied(kept.module, weights_only=False).parameters(),
@@ -206,17 +198,6 @@ def test_a_write_between_steps_is_trained_on(how: str) -> None:
     require_bits(MLP, num_steps=5, each=each, before=slowly)
 
 
-# Parameters of 16 bits are updated in fp32, unlike the plain optimizer's: what was written is there all the same.
-@in_ranks(2)
-def test_so_it_is_with_sixteen_bits() -> None:
-    def each(ddp: Any, opt: Any, step: int) -> None:
-        step_of(ddp, opt, NARROW[torch.bfloat16], step)
-        WRITES["clamp_"](list(ddp.module.parameters()))
-
-    found = trained(NARROW[torch.bfloat16], "zero1", "SGD", num_steps=5, each=each, before=slowly, **ORDERED)
-    assert all(bool((value.float().abs() <= 0.051).all()) for value in found.values())
-
-
 @in_ranks(2)
 def test_a_step_that_reads_nothing_leaves_its_gathers_to_the_forward() -> None:
     with stepped(2, **SMALL) as (ddp, opt):
@@ -290,54 +271,6 @@ def test_parameters_stay_in_memory_that_processes_share(after_a_step: bool) -> N
             one_step(ddp, opt, number)
         assert pointers == [param.data_ptr() for param in model.parameters()]
         require_moved(values, parameters(ddp))
-
-
-@pytest.mark.slow
-@in_ranks(2)
-def test_a_compiled_function_sees_what_was_stepped() -> None:
-    with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
-        params = list(ddp.module.parameters())
-        total = torch.compile(lambda: sum(param.detach().sum() for param in params), backend="eager")
-        total()
-        one_step(ddp, opt, 0)
-        slow_gathers(ddp)
-        for number in range(1, 4):
-            one_step(ddp, opt, number)
-            found = total()
-            ddp.wait()
-            assert torch.equal(found, sum(param.detach().sum() for param in params))
-
-
-@in_ranks(2)
-def test_a_compiled_function_that_reads_every_step_is_compiled_once() -> None:
-    compiled: list[object] = []
-
-    def backend(graph: Any, _inputs: object) -> Any:
-        compiled.append(graph)
-        return graph.forward
-
-    with training(MLP.model(), "zero1", "SGD", **SMALL) as (ddp, opt):
-        params = list(ddp.module.parameters())
-        shadow = [param.detach().clone() for param in params]
-        follow = torch.compile(torch.no_grad(lambda: torch._foreach_lerp_(shadow, params, 0.1)), backend=backend)
-        for number in range(5):
-            one_step(ddp, opt, number)
-            follow()
-    assert len(compiled) == 1
-
-
-# What has got the memory and the class of a parameter on its way can be read, and waits.
-@in_ranks(2)
-def test_a_tensor_that_is_swapped_with_a_parameter_can_be_read() -> None:
-    with stepped(1) as (ddp, opt):
-        params = list(ddp.module.parameters())
-        others = [nn.Parameter(torch.zeros_like(param)) for param in params]
-        slow_gathers(ddp)
-        one_step(ddp, opt, 1)
-        for param, other in zip(params, others, strict=True):
-            torch.utils.swap_tensors(param, other)
-        require_read(others, ddp, others)
-        assert all(type(param) is nn.Parameter for param in params + others)
 
 
 # A thread reads a parameter; before it goes on, the thread that trains has taken another step.
@@ -415,43 +348,11 @@ def test_between_any_two_lines_parameters_can_be_read(part: str, ends: bool) -> 
     assert ("launch" if part == "step" else "wait") in ran
 
 
-# Gathers that have arrived are copied to that memory by a thread, which must not wait for this one.
-@in_ranks(2)
-def test_a_signal_handler_may_read_parameters_whose_memory_others_share() -> None:
-    case, ran = Case(lambda: nn.Linear(6, 1, bias=False), MLP.loss), ["any line"]
-    with training(case.model(), optimizer="SGD") as (ddp, opt):
-        weight, number = ddp.module.weight, 0
-        kept = weight.data
-        while len(ran) > number:
-            opt.zero_grad()
-            case.loss(ddp, number).backward()
-            number += 1
-            with before_lines(CODE_OF_SHARDS, weight.sum, number=number) as ran:
-                opt.step()
-            require_read([kept], ddp, [weight])
-
-
 # Gathers under the next forward: every reader waits for what it reads, and for no more; delays change nothing.
 
 
 def buckets_of_first_layer(ddp: DistributedDataParallel) -> set[int]:
     return {bucket.index for bucket in ddp.plan.buckets for param in bucket.params if param in (0, 1)}
-
-
-@in_ranks(2, 3)
-def test_a_module_waits_for_its_own_parameters_only() -> None:
-    with stepped(3, **SMALL) as (ddp, opt):
-        waited = slow_gathers(ddp)
-        one_step(ddp, opt, 3)
-        waited.clear()
-        assert len(gathers_of(ddp).in_flight) == len(ddp.plan.buckets)
-        hidden = ddp.module[0](noise(5, 6))
-        assert (set(waited), len(gathers_of(ddp).in_flight)) == (
-            buckets_of_first_layer(ddp),
-            len(ddp.plan.buckets) - len(set(waited)),
-        )
-        ddp.module[2](hidden.relu())
-        assert gathers_of(ddp).in_flight == {}
 
 
 @in_ranks(2, 3)
@@ -502,17 +403,6 @@ class Scaled(nn.Module):
         return Scaling.apply(x, self.child.weight[0]) if self.reads_child else self.child(self.child(x))
 
 
-class Listed(nn.Module):
-    """Has its weight in a list, which is a module that nothing calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.linspace(0.4, 0.6, 6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Scaling.apply(x, self.weights[0])
-
-
 UNSEEN = Case(lambda: nn.Sequential(*(Scaled() for _ in range(6)), nn.Linear(6, 4)), MLP.loss)
 
 
@@ -539,41 +429,9 @@ def test_a_layer_whose_reads_cannot_be_seen_waits_for_its_own_parameters_in_the_
     assert seen == [(place, set(range(place + 1))) for place in range(7)]
 
 
-LISTED = Case(lambda: nn.Sequential(nn.Linear(6, 6), Listed(), nn.Linear(6, 4)), MLP.loss)
-
-
-@in_ranks(2)
-def test_a_layer_waits_for_its_parameters_in_a_list() -> None:
-    with stepped(3, case=LISTED, bucket_cap_mb=24 / 2**20) as (ddp, opt):
-        waited, layer = slow_gathers(ddp), ddp.module[1]
-        names = [[ddp.plan.params[param].name for param in bucket.params] for bucket in ddp.plan.buckets]
-        step_of(ddp, opt, LISTED, 3)
-        waited.clear()
-        layer(noise(5, 6))
-        assert [names[bucket] for bucket in waited] == [["1.weights.0"]]
-
-
 @in_ranks(2)
 def test_reads_that_cannot_be_seen_read_parameters_that_have_come() -> None:
     require_bits(Case(unseen_of_all_kinds, MLP.loss), before=partial(slowly, first=3, seconds=0.005))
-
-
-# Computes with the parameters of a layer that it never calls, and of its own under a condition.
-class Elsewhere(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(nn.functional.linear(x, self.layer.weight, self.layer.bias).tanh()) * self.scale
-
-
-@pytest.mark.slow
-@in_ranks(2, 3)
-def test_what_was_not_seen_before_reads_parameters_that_have_come() -> None:
-    case = Case(lambda: nn.Sequential(Elsewhere()), MLP.loss)
-    require_bits(case, num_steps=10, before=partial(slowly, first=3, seconds=0.005))
 
 
 # What is read after a step that is interrupted on the first ranks, and trained from there, is as
@@ -643,29 +501,6 @@ def test_backward_waits_for_neither_axis_of_a_mesh() -> None:
     assert is_over.is_set()
 
 
-# The first bucket crosses when the second one is reduced inside, which does not wait for it.
-@in_ranks(4)
-def test_the_axes_of_a_mesh_work_at_the_same_time() -> None:
-    is_reduced = threading.Event()
-
-    def before(ddp: Any, _opt: Any, step: int) -> None:
-        if step == 1:
-            inside, num_calls = sharding_of(ddp).groups.shard, count()
-            reduce = inside.reduce_scatter
-
-            def reduced(*args: Any, **kwargs: Any) -> Any:
-                handle = reduce(*args, **kwargs)
-                if next(num_calls) == 1:
-                    handle.on_done(lambda _: is_reduced.set())
-                return handle
-
-            inside.reduce_scatter = reduced
-            call_before(ddp, "reductions across", lambda: wait_for(is_reduced))
-
-    require_bits(MLP, num_steps=3, before=before, among=[{"strategy": "hybrid"}])
-    assert is_reduced.is_set()
-
-
 @in_ranks(2)
 def test_the_trace_has_both_ways_of_every_bucket() -> None:
     with stepped(5, case=TIED, record="full", **SMALL) as (ddp, _):
@@ -683,14 +518,3 @@ def test_without_overlap_nothing_is_in_flight_after_a_step() -> None:
         for number in range(4):
             step_of(ddp, opt, TIED, number)
             assert gathers_of(ddp).in_flight == {}
-
-
-@pytest.mark.slow
-@in_ranks(2)
-def test_a_compiled_model_waits_as_a_whole() -> None:
-    require_bits(
-        MLP,
-        num_steps=4,
-        each=lambda ddp, opt, step: one_step(torch.compile(ddp, backend="eager"), opt, step),
-        among=[{"strategy": "zero1"}],
-    )

@@ -43,10 +43,6 @@ def fresh(param: Tensor) -> dict[str, Tensor]:
     return {"step": torch.tensor(2.0), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.ones_like(param)}
 
 
-def of_all_but_one(params: list[nn.Parameter]) -> defaultdict[Tensor, dict[str, Tensor]]:
-    return defaultdict(dict, {param: fresh(param) for param in params[1:]})
-
-
 # What happens to an optimizer, by the step before which it happens.
 EDITS: dict[str, dict[int, Edit]] = {
     "cleared": {3: lambda it, _: it.state.clear(), 5: lambda it, _: it.state.clear()},
@@ -146,25 +142,3 @@ def test_a_parameter_that_the_model_does_not_have_is_refused_in_the_next_step() 
         opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
         text = text_of(ConfigError, lambda: one_step(ddp, opt, 1))
         assert text.startswith(f"parameter {len(list(ddp.parameters()))} of the optimizer, of shape (3,), is not synchronized")
-
-
-@in_ranks(2)
-def test_changed_defaults_are_read() -> None:
-    """Adagrad reads its first accumulator there."""
-
-    def each(ddp: Any, opt: Any, step: int) -> None:
-        if step == 2:
-            opt.defaults["initial_accumulator_value"] = 2.0
-            opt.state.clear()
-        one_step(ddp, opt, step)
-
-    require_equal(*(trained(MLP, strategy, "Adagrad", num_steps=4, each=each, **ORDERED) for strategy in ("ddp", "zero1")))
-
-
-@in_ranks(2)
-def test_a_parameter_that_has_left_the_model_may_stay_in_a_group() -> None:
-    with stepped(1, **ORDERED) as (ddp, opt):
-        ddp.module[2].bias = None
-        one_step(ddp, opt, 1)
-        one_step(ddp, opt, 2)
-        assert len(opt.owned_parts()) == len(list(ddp.parameters()))

@@ -110,17 +110,3 @@ def test_a_frozen_script_has_nothing_to_average() -> None:
     with wrapped(Around(frozen)) as ddp:
         ddp(noise(3, 4)).square().sum().backward()
         assert torch.equal(*of_all_ranks(ddp.module.head.weight.grad))
-
-
-@in_ranks(2)
-def test_a_wrapped_script_can_be_evaluated_and_loaded() -> None:
-    with wrapped(scripted(Net())) as ddp:
-        ddp(noise(3, 4)).square().sum().backward()
-        state = ddp.state_dict()
-        assert list(state)[:2] == ["module.scale", "module.first.weight"]
-        ddp.load_state_dict({key: torch.ones_like(value) for key, value in state.items()})
-        ddp.eval()
-        assert torch.equal(*of_all_ranks(ddp(torch.ones(3, 4)).detach()))
-        ddp.train()
-        ddp(noise(3, 4)).square().sum().backward()
-        assert torch.equal(*of_all_ranks(ddp.module.scale.grad))

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import undertow
 from support.alike import backwards, of_all_ranks, train
 from support.errors import text_of
 from support.inside import NUM_STEPS_UNTIL_A_MOVE as UNTIL_A_MOVE
-from support.inside import processor_time, sizes_of_messages, storages_of
+from support.inside import processor_time
 from support.models import CASES, noise
 from support.naive import TIMEOUT_S, wrapped
 from support.programs import Program, run
@@ -123,7 +122,7 @@ def fail(_gradient: torch.Tensor) -> None:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("failing_step", [3, UNTIL_A_MOVE - 3, UNTIL_A_MOVE - 2, UNTIL_A_MOVE - 1])
+@pytest.mark.parametrize("failing_step", [3, UNTIL_A_MOVE - 2])
 def test_a_rank_that_fails_in_a_look_does_not_part_the_plans(failing_step: int) -> None:
     with scripted(all_in_one, one_each), training(MLP.model(), "ddp") as (ddp, opt):
         for step in range(2 * UNTIL_A_MOVE + 3):
@@ -147,17 +146,6 @@ def test_a_rank_without_data_follows_the_plans_of_the_others() -> None:
             train(ddp, opt, MLP.loss, steps=range(2 * UNTIL_A_MOVE - 13 * dist.get_rank()))
         last = ddp.plan.to_json()
     assert of_all_ranks(last) == [last] * 2 != [first] * 2
-
-
-@in_ranks(2)
-def test_two_models_in_one_backward_do_not_wait_for_each_other() -> None:
-    models = [MLP.model() for _ in range(2)]
-    with scripted(all_in_one, one_each), training(models[0], "ddp") as (first, _), training(models[1], "ddp") as (second, _):
-        for step in range(2 * UNTIL_A_MOVE):
-            losses = [MLP.loss(ddp, step) for ddp in (first, second)]
-            (losses[0] + losses[1] if dist.get_rank() == 0 else losses[1] + losses[0]).backward()
-        plans = [ddp.plan.to_json() for ddp in (first, second)]
-    assert of_all_ranks(plans) == [plans] * 2
 
 
 def loss_of_timed(model: nn.Module, _step: int) -> torch.Tensor:
@@ -250,7 +238,7 @@ def test_a_sweep_over_sizes_is_in_the_profile_where_somebody_asks_for_it() -> No
 
 @pytest.mark.slow
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("step_of_the_change", [1, 5, 6, 7, 8, 9, 10])
+@pytest.mark.parametrize("step_of_the_change", [1, 6, 8, 10])
 def test_a_change_on_one_rank_is_an_error_on_all_while_ranks_compare_their_times(step_of_the_change: int) -> None:
     with scripted(one_each), training(MLP.model(), "ddp") as (ddp, _):
         backwards(ddp, MLP.loss, range(step_of_the_change))
@@ -282,24 +270,3 @@ def test_an_order_that_fills_the_same_buckets_makes_no_plan() -> None:
         for _ in range(3):
             ddp(torch.ones(2, 8)).sum().backward()
         assert ddp.plan is first
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_the_buckets_of_a_plan_that_is_left_are_freed(strategy: str) -> None:
-    with scripted(one_each, all_in_one), wrapped(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), strategy=strategy) as ddp:
-        sgd = torch.optim.SGD
-        opt = sgd(ddp.parameters(), lr=0.1) if strategy == "ddp" else ShardedOptimizer(sgd, ddp, lr=0.1)
-        storages = [storages_of(ddp)]
-        for _ in range(UNTIL_A_MOVE + 3):
-            opt.zero_grad()
-            ddp(torch.ones(2, 8)).sum().backward()
-            opt.step()
-            storages += [storages_of(ddp)] if storages_of(ddp) != storages[-1] else []
-        left = storages[-2]
-        assert all(storage.flat.numel() == 0 for storage in left)
-        assert all(storage.flat.numel() > 0 for storage in storages[-1])
-        if strategy != "ddp":
-            buckets = ddp.plan.buckets
-            sizes = [(bucket.shard_numel, bucket.storage_numel - bucket.trailer.start) for bucket in buckets]
-            assert sizes_of_messages(ddp) == set(chain.from_iterable(sizes))

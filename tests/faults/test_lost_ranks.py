@@ -71,28 +71,6 @@ def test_a_collective_that_gloo_never_ends_keeps_nobody(way: str, is_script: boo
     assert (survivor.exit_code, "undertow.errors.RankLost: rank 1 is gone" in survivor.log) == (1, True), survivor.log
 
 
-def killed_with_a_child(rank: Rank) -> None:
-    """The child of rank 1 lives on, with copies of its connections."""
-    rank.meet()
-    model = DistributedDataParallel(nn.Linear(4, 4))
-    for step in range(3):
-        if (rank.number, step) == (1, 2):
-            if os.fork() == 0:
-                rank.waits_for("knows", [0])
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            model(torch.ones(2, 4)).sum().backward()
-        finally:
-            if step == 2:
-                rank.tell("knows")
-
-
-def test_a_child_that_lives_on_keeps_no_connection_open() -> None:
-    survivor = run_ranks(killed_with_a_child, 2, stays=[1])[0]
-    assert (survivor.kind, survivor.text.split(", ")[0]) == ("RankLost", "rank 1 is gone: its process has ended without a word")
-
-
 SURVIVES = """
 import contextlib, os, signal, torch, torch.distributed as dist
 import undertow

@@ -27,7 +27,6 @@ import undertow.sync.gradient_sync
 from undertow import GradientSync, SyncConfig
 from undertow.buckets.recorder import HostClock
 from undertow.buckets.reducer import Reducer
-from undertow.buckets.trailer import TrailerCodec
 from undertow.checkpoint import files as checkpoint_files
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.engine import params as module_params
@@ -106,15 +105,6 @@ def storage_of(model: Model, bucket: int = 0) -> Any:
     return assembly_of(model).buckets[bucket].memory.flat
 
 
-def storages_of(model: Model) -> list[Any]:
-    return [bucket.memory for bucket in assembly_of(model).buckets]
-
-
-def sizes_of_messages(model: Model) -> set[int]:
-    """Of the tensors that are kept for other ranks' parts and trailers, between synchronizations of shards."""
-    return {numel for numel, *_ in _sharding_after_a_step(model).groups.shard.free}
-
-
 def sharding_of(model: Model) -> Sharding | None:
     """Not while ranks have still to meet about a change: then gradients of a backward stay whole."""
     layout = assembly_of(model).layout
@@ -134,10 +124,6 @@ def _sharding_after_a_step(model: Model) -> Sharding:
 
 def own_group_of(model: Model) -> OwnGroup:
     return sync_of(model)._group
-
-
-def share_parameters(model: Model, *, source: int) -> None:
-    sync_of(model)._share(("parameters",), source=source)
 
 
 def watch_of(model: Model) -> Watch:
@@ -323,20 +309,6 @@ def on_device(name: str) -> contextlib.AbstractContextManager[object]:
         return dataclasses.replace(described(*args, **kwargs), device=name)
 
     return mock.patch.object(module_params, "spec_of", named)
-
-
-@contextlib.contextmanager
-def readings_of_trailers() -> Iterator[list[object]]:
-    """What is read of trailers inside: None for one that says nothing."""
-    readings: list[object] = []
-    parse = TrailerCodec.parse
-
-    def noted(*args: Any) -> Any:
-        readings.append(parse(*args))
-        return readings[-1]
-
-    with mock.patch.object(TrailerCodec, "parse", noted):
-        yield readings
 
 
 def hearing_rank() -> Callable[[bytes], None]:

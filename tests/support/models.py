@@ -78,16 +78,6 @@ def convolutions() -> nn.Module:
     ).to(memory_format=torch.channels_last)
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, _grad: Tensor) -> Tensor:
-        raise ZeroDivisionError("in the middle of backward")
-
-
 @dataclass(frozen=True)
 class Case:
     make: Callable[[], nn.Module]
