@@ -438,9 +438,6 @@ def test_a_backend_that_cannot_average_gives_the_same() -> None:
     assert averaged.tolist() == [3.0 * (dist.get_world_size() - 1)] * 2
 
 
-@in_ranks(2, 3)
-
-
 PARAM = torch.zeros(2, requires_grad=True)
 ORDER = "Pass the parameters that torch.autograd.grad was given, in the same order."
 ENTRY = "Pass the gradients that torch.autograd.grad returned, and the parameters that you gave it."

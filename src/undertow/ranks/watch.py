@@ -14,9 +14,10 @@ special, so that any may be lost; and one cut link or one rank lost leaves the o
 lost ranks cut it in parts, and each part has a neighbor of a lost rank. News needs half a round: of
 1,000 ranks, 500 hops of a fraction of a millisecond.
 
-A message is a JSON object with its `kind`, the rank that says it (`from`), that rank's number of it
-(`id`), and, if it is about one model, the `number` of the model. It goes both ways round. A rank
-forwards a new message to its other neighbor before it acts on it, because the message may end it.
+A message is a JSON object with its `kind`, the rank that says it (`from`), and, if it is about one
+model, the `number` of the model. It goes both ways round, up to the rank that has said it. A rank
+forwards a message to its other neighbor before it acts on it, because the message may end it. To
+hear one twice changes nothing.
 
     kind     from whom, when                                  a rank that receives it
     fails    a rank that raises, or whose neighbor is lost    latches the error, ends its waits
@@ -40,10 +41,9 @@ import re
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from reprlib import repr as brief
 from typing import Any
 
@@ -60,7 +60,6 @@ Message = dict[str, Any]
 Interrupt = Callable[[], Callable[[], None] | None]
 
 _log = logging.getLogger("undertow")
-_MAX_SEEN = 256  # messages of one rank on their way at a time
 # Timeouts of a collective (also of one whose connections another collective's timeout has closed:
 # of several in flight, either may report first), of the stores that groups are made through, and of
 # connecting. The kernel's messages about a connection are worded differently.
@@ -126,8 +125,6 @@ class Ring:
         # ranks whose process has ended without an error that is fatal to the others
         self.left: dict[int, Fault] = {}
         self._num_watches = 0  # models that this rank has created
-        self._said = itertools.count()
-        self._seen: defaultdict[int, deque[int]] = defaultdict(partial(deque, maxlen=_MAX_SEEN))
 
     def join(self, limits: SyncConfig, here: Activity | None = None) -> Watch:
         """Registers a new model of these ranks; each of them calls it, in the same order."""
@@ -139,7 +136,7 @@ class Ring:
 
     def say(self, kind: str, **content: Any) -> None:
         """Tells every rank, including this one. A message about one model has its `number`."""
-        self._spread({"kind": kind, "from": self.rank, "id": next(self._said), **content})
+        self._spread({"kind": kind, "from": self.rank, **content})
 
     def say_failed(self, error: BaseException) -> None:
         self.say("fails", **faults.failed(self.rank, error).content())
@@ -164,19 +161,14 @@ class Ring:
             self.say("fails", **faults.lost(source.rank).content())
 
     def _spread(self, message: Message, source: Connection | None = None) -> None:
-        """Forwards a new message before handling it, because this process may not live long."""
-        rank, number = message["from"], message["id"]
-        with self.condition:
-            if number in self._seen[rank]:
-                return
-            self._seen[rank].append(number)
+        """Forwards a message before handling it, because this process may not live long."""
+        if message["from"] not in range(self.num_ranks):
+            raise ValueError("it is from no rank.")  # and would go round forever
         encoded = json.dumps(message).encode()
         for neighbor in tuple(self.neighbors):
-            if neighbor is not source:
+            if neighbor is not source and neighbor.rank != message["from"]:
                 neighbor.send(encoded)
         self._handle(message)
-        with self.condition:
-            self.condition.notify_all()
 
     def _handle(self, message: Message) -> None:
         kind, rank, number = message["kind"], message["from"], message.get("number")
@@ -188,6 +180,7 @@ class Ring:
             for watch in list(self.watches.values()):
                 if number in (None, watch.number):
                     watch.handle(kind, rank, message)
+            self.condition.notify_all()
 
     def leave(self, error: BaseException | None) -> None:
         """Sends this rank's last message before the process ends, once."""
@@ -219,7 +212,8 @@ class Watch(NullWatch):
         self.asked_s = -math.inf  # when a rank that had waited for long asked
         self.answers: dict[int, Answer] = {}  # to that
         self.told = -math.inf, ""  # time and text of the last report
-        self._texts: dict[int, str] = {}  # of `ask`, by rank
+        self._asks = itertools.count()
+        self._texts: defaultdict[int, dict[int, str]] = defaultdict(dict)  # of each, by rank
 
     def waiting(self, name: str) -> Waiting:
         return Waiting(self, name)
@@ -239,9 +233,10 @@ class Watch(NullWatch):
             self.ring.say_failed(reason)
 
     def ask(self, text: str) -> dict[int, str]:
-        self.say("tells", text=text)
-        self._wait_for(lambda: len(self._texts) == self.ring.num_ranks, patience.ANSWERS_S)
-        texts, self._texts = self._texts, {}
+        number = next(self._asks)
+        texts = self._texts[number]
+        self.say("tells", ask=number, text=text)
+        self._wait_for(lambda: len(texts) == self.ring.num_ranks, patience.ANSWERS_S)
         return texts
 
     def leave(self, error: BaseException | None) -> None:
@@ -266,7 +261,7 @@ class Watch(NullWatch):
             case "leaves" if "number" in message or rank not in self.left:
                 self.left[rank] = faults.fault_from(message)
             case "tells":
-                self._texts[rank] = str(message["text"])
+                self._texts[int(message["ask"])][rank] = str(message["text"])
             case "asks" if self.has_answers():  # several ranks may ask at once
                 self.asked_s, self.answers = time.monotonic(), {}
                 self.say("does", **asdict(self.here.answer(self.ring.rank)))

@@ -48,13 +48,14 @@ def test_the_guard_is_started_again_where_it_could_not_start(at_exit: list[Any],
     guard._thread.join(10.0)
 
 
-GOOD = {"kind": "tells", "from": 0, "id": 1, "number": 0, "text": "here"}
+GOOD = {"kind": "tells", "from": 0, "number": 0, "ask": 0, "text": "here"}
 
 
 @pytest.mark.parametrize(
     "change",
     [
         pytest.param({"from": [1]}, id="from no rank"),
+        pytest.param({"from": 2}, id="from a rank that does not exist"),
         pytest.param({"kind": "fails", "number": None}, id="of a failure without a text"),
         pytest.param({"kind": "leaves", "number": None, **faults.lost(0).content(), "error": "int"}, id="of a fault of no kind"),
         *("no json", "[1]", "[" * 1500 + "]" * 1500, '{"a":' * 600, "1" * 4400, '{"a": 1, "a": 2}', "\udcff{}", "\ufeff{}"),
@@ -62,15 +63,15 @@ GOOD = {"kind": "tells", "from": 0, "id": 1, "number": 0, "text": "here"}
     ids=lambda line: ascii(line)[:9],
 )
 def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplog: pytest.LogCaptureFixture) -> None:
-    ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection)
+    ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection, rank=0)
     watch = ring.join(SyncConfig())
     line = change if isinstance(change, str) else json.dumps({**GOOD, **change})
     with caplog.at_level(logging.WARNING, "undertow"):
         ring.hear(source, [line.encode("utf-8", "surrogateescape")], is_there=True)
     assert (ring.fault, ring.left, watch._texts) == (None, {}, {})
     assert "made no sense" in caplog.messages[0]
-    ring.hear(source, [json.dumps({**GOOD, "id": 2}).encode()], is_there=True)
-    assert watch._texts == {0: "here"}
+    ring.hear(source, [json.dumps(GOOD).encode()], is_there=True)
+    assert watch._texts == {0: {0: "here"}}
 
 
 @pytest.fixture
@@ -80,15 +81,16 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return Ring([], rank=1, num_ranks=2).join(SyncConfig())
 
 
-def test_a_message_is_handled_once_whatever_way_it_comes() -> None:
-    ring, source, other = Ring([], rank=1, num_ranks=3), Mock(spec=Connection), Mock(spec=Connection)
-    ring.neighbors = [source, other]
+def test_a_message_goes_both_ways_round_up_to_the_rank_that_has_said_it() -> None:
+    ring, before, after = Ring([], rank=1, num_ranks=4), Mock(spec=Connection, rank=0), Mock(spec=Connection, rank=2)
+    ring.neighbors = [after, before]
     watch = ring.join(SyncConfig())
-    said = [json.dumps({**GOOD, "id": number, "number": 0}).encode() for number in (1, 0, 1, 0)]
-    ring.hear(source, said, is_there=True)
-    ring.hear(other, said, is_there=True)
-    assert ([call.args[0] for call in other.send.call_args_list], source.send.call_count) == (said[:2], 0)
-    assert watch._texts == {0: "here"}
+    said = {rank: json.dumps({**GOOD, "from": rank}).encode() for rank in (0, 2, 3)}
+    ring.hear(before, [said[0], said[3], said[2]], is_there=True)
+    ring.hear(after, [said[2], said[3], said[0]], is_there=True)
+    assert [call.args[0] for call in after.send.call_args_list] == [said[0], said[3]]
+    assert [call.args[0] for call in before.send.call_args_list] == [said[2], said[3]]
+    assert watch._texts == {0: dict.fromkeys((0, 2, 3), "here")}
 
 
 def test_the_end_of_a_connection_is_a_lost_rank_unless_it_has_left() -> None:
