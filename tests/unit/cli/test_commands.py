@@ -24,13 +24,14 @@ from support.schedules import schedule_from_text
 from support.strategies import spec
 from undertow import demo
 from undertow.cli import main
-from undertow.cli.simulate import swept_ranks
+from undertow.cli.simulate import SWEEPS, swept_ranks
 from undertow.cost import LINKS, CostCurve
 from undertow.demo import DemoSettings
 from undertow.errors import ConfigError
 from undertow.plan import plan_from_groups
 from undertow.profile import Profile, source_from_file
 from undertow.report.comparison import Outcome
+from undertow.report.what_if import MEASURED as OWN
 from undertow.report.what_if import PLANNED, NetworkOptions, WhatIf
 from undertow.simulate import Conditions
 
@@ -227,6 +228,9 @@ REFUSALS = {
     # Places where no picture can be.
     "simulate small.json --link 1gbit --out file": f"nothing can be written to 'file': File exists.\n{ELSEWHERE}",
     "simulate small.json --link 1gbit --out full": f"nothing can be written to 'full/simulate.png': Is a directory.\n{ELSEWHERE}",
+    "simulate small.json --ranks 0": (
+        "a step has one rank or more, got --ranks 0.\n  undertow simulate\n  Give one or more, or leave it out.\n"
+    ),
 }
 
 
@@ -283,6 +287,13 @@ def test_a_sweep_says_of_every_method_what_is_exposed_and_hidden_in_80_columns(u
     assert "".join(f"{line.rstrip()}\n" for line in table.splitlines()) == SWEEP_TABLE
 
 
+def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
+    costs = what_if(link="1gbit", per_node=8, node_link="80gbit,1us").network.costs
+    assert costs.collective_us("all_reduce", 1e6) == pytest.approx(
+        what_if(link="80gbit,1us").network.costs.collective_us("all_reduce", 1e6)
+    )
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "per_node", "expected"),
     [
@@ -293,6 +304,14 @@ def test_a_sweep_says_of_every_method_what_is_exposed_and_hidden_in_80_columns(u
 )
 def test_ranks_are_swept_over_full_nodes(num_ranks: int, per_node: int | None, expected: list[int]) -> None:
     assert swept_ranks(num_ranks, per_node) == expected
+
+
+def test_rates_are_swept_around_that_of_the_link() -> None:
+    sweep = SWEEPS["bandwidth"](what_if(link="2.5gbit,20us"))
+    assert ([*sweep.points], sweep.points["2.5"]) == (
+        ["0.3125", "0.625", "1.25", "2.5", "5", "10", "20"],
+        what_if(link="2.5gbit,20us").outcomes(),
+    )
 
 
 @pytest.mark.alone  # processor time, which other processes on the same core inflate
@@ -317,6 +336,14 @@ def test_plan_and_simulate_given_the_same_words_answer_the_same(undertow: Undert
     (plan,), optimal = planned["outcomes"]["8"], simulated["outcomes"]["8"][-1]
     assert {**plan, "gradients_sent": PLANNED} == optimal
     assert not Path("out").exists()  # no picture
+
+
+def test_without_overlap_a_step_takes_longer(undertow: Undertow) -> None:
+    steps = [
+        json.loads(undertow(f"simulate small.json --link 10gbit --json {option}").out)["outcomes"]["4"][0]["step_ms"]
+        for option in ("", "--no-overlap")
+    ]
+    assert steps[0] < steps[1]
 
 
 def test_assumptions_are_printed(undertow: Undertow) -> None:
@@ -405,6 +432,12 @@ def test_the_environment_is_shown_if_torch_cannot_be_imported(undertow: Undertow
     assert code == 0
     (reason,) = json.loads(printed)["torch"].values()
     assert reason.startswith("ModuleNotFoundError: import of torch halted")
+
+
+def test_the_buckets_of_a_profile_are_a_row() -> None:
+    measured = replace(SMALL, groups=((3, 2), (1, 0)))
+    assert [it.num_buckets for it in what_if(measured).outcomes() if it.method == OWN] == [2]
+    assert OWN not in [it.method for it in what_if(measured, "zero1").outcomes()]
 
 
 def test_a_model_without_parameters_is_refused() -> None:

@@ -7,7 +7,7 @@ import multiprocessing.util
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -185,6 +185,15 @@ def test_a_thread_of_ours_takes_no_name(which_ends_first: str, watch: Watch) -> 
     assert (said, watch.here.wait) == (["", "bucket 3", "bucket 3"], ("", 0.0))
 
 
+def test_any_other_thread_may_be_the_one_that_trains(watch: Watch) -> None:
+    begins, ends = threading.Event(), threading.Event()
+    with ThreadPoolExecutor() as threads:
+        threads.submit(wait_here, watch, "bucket 3", begins, ends)
+        assert (begins.wait(10.0), watch.here.wait[0]) == (True, "bucket 3")
+        ends.set()
+    assert watch.here.wait[0] == ""
+
+
 def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     # Others would count it as late.
     waits_for = []
@@ -215,6 +224,12 @@ def test_a_process_does_not_wait_at_its_end_for_a_worker_that_is_stuck(monkeypat
     worker.submit(ends.wait, 10.0)
     end_workers()
     ends.set()
+
+
+def test_a_worker_that_cannot_start_is_not_waited_for() -> None:
+    with CANNOT_START, pytest.raises(RuntimeError, match="can't start new thread"):
+        Worker("undertow-test", is_broken=bool).submit(int)
+    end_workers()
 
 
 class Lost:

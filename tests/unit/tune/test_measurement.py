@@ -134,6 +134,19 @@ RARE = [step(arrivals={1: 310.0, 2: 250.0})] * 4 + [STEP]
         pytest.param(([GATHERED], [GATHERED]), {"forward_us": 200.0 - 40.0}, id="forward is without its waits for gathers"),
         # A rank that computes longer waits less: its time to compute counts, and nobody else's wait is taken out of it.
         pytest.param(([GATHERED], [replace(GATHERED, gathers=())]), {"forward_us": 200.0}, id="waits are each rank's own"),
+        pytest.param(
+            ([step(arrivals={**LATE, 0: 520.0})], [STEP]),
+            {"ready_us": (300.0, 140.0, 50.0)},
+            id="the last gradient does not come after backward",
+        ),
+        pytest.param(
+            ([step(cpu_us=100.0)],), {"processors_us": 60.0, "network_us": 0.0}, id="several threads work no longer than a wait"
+        ),
+        pytest.param(
+            ([with_gathers(waited_us=900.0)],),
+            {"forward_us": 200.0 - 110.0},
+            id="of a wait that began before the forward only the rest is the forward's",
+        ),
     ],
 )
 def test_what_is_learned(ranks: tuple[list[StepRecord], ...], expected: dict[str, Any]) -> None:
@@ -284,6 +297,17 @@ def test_a_plan_that_rank_0_chose_is_in_the_table_of_a_rank_with_other_times() -
 def test_it_is_told_what_limits_communication(processors_us: float, bound_by: str) -> None:
     it = explained(plan_of((3, 2), (1, 0)), profile(), measured_us=8000.0, processors_us=processors_us)
     assert (it.bound_by, it.to_dict()["bound_by"]) == (bound_by, bound_by)
+
+
+def test_one_size_tells_what_the_network_took_and_nothing_of_other_plans() -> None:
+    it = explained(plan_of((3, 2), (1, 0)), profile(all_reduce=CostCurve(points=((2e6, 2100.0),))), measured_us=8000.0)
+    assert (it.network, it.predicted_ms, it.best_ms, it.limit_ms, it.plans) == (
+        ("all_reduce: 2 MB in 2.10 ms",),
+        None,
+        None,
+        None,
+        (),
+    )
 
 
 def test_shards_need_reductions_and_gathers() -> None:
