@@ -66,6 +66,16 @@ def test_turns_are_taken_in_an_order_that_is_reversed(calls: list[str]) -> None:
     assert [call[:3] for call in calls if call.endswith("finishes")] == ["one", "two", "two", "one", "one", "two"]
 
 
+def test_the_wait_for_a_device_is_no_work_of_the_system_s(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device(HostClock):
+        def settle(self) -> None:
+            calls.extend(["waits"] * 100)
+
+    monkeypatch.setattr(turns.time, "process_time", lambda: float(len(calls)))
+    play(one := player(calls), clock=Device())
+    assert one.cpu_s == [9 / 4] * 2  # four times backward and update, and finish
+
+
 def test_a_slow_system_has_fewer_turns(calls: list[str]) -> None:
     play(one := player(calls), num_turns=20, turn_budget_s=0.0)
     assert len(one.step_s) == turns.MIN_TURNS * turns.TIMED_PER_TURN
