@@ -12,7 +12,7 @@ import pytest
 import torch
 from benchmarks.matrix import catalog, environments, install, links
 from benchmarks.matrix.catalog import MAIN, SYSTEMS
-from benchmarks.matrix.cell import Cell, Effort, kind_of, measure_cell, runs_of
+from benchmarks.matrix.cell import Cell, Effort, kind_of, max_systems, measure_cell, runs_of
 from benchmarks.matrix.job import Job
 from benchmarks.matrix.links import Network
 from benchmarks.matrix.profile import PROFILES, scaled
@@ -164,6 +164,11 @@ def test_scaling_keeps_the_relation_of_wire_and_compute() -> None:
     )
 
 
+def test_a_sweep_is_all_of_its_variants() -> None:
+    (run,) = runs_of([catalog.SYSTEMS["torch-ddp-best"]], max_systems=10)
+    assert [job.options for job in run.systems] == [{}, *({"bucket_cap_mb": size} for size in catalog.SWEEP_MB)]
+
+
 PEER = catalog.SystemSpec(name="peer", title="a peer", module="peer", environment="elsewhere")
 
 
@@ -182,6 +187,10 @@ def test_systems_share_processes_with_the_bare_model(
     assert [(run.environment, " ".join(job.name for job in run.systems)) for run in runs] == [
         (environment, systems) for environment, each in expected.items() for systems in each
     ]
+
+
+def test_as_many_systems_run_together_as_fit_into_memory() -> None:
+    assert max_systems(num_bytes=10**9, num_ranks=4, available_bytes=10**9) == 2
 
 
 @pytest.mark.slow  # an interpreter of its own

@@ -219,6 +219,13 @@ def test_ratios_are_compared_with_recorded_ones(
     assert guard.report(guard.compare(measured, recorded, expected=guard.names_of(PLACE, asked))).splitlines() == lines
 
 
+def test_recording_keeps_what_was_not_measured_now(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.json"
+    guard.record({"a": 1.0, "b": 2.0}, {"cpu": "one"}, path)
+    guard.record({"b": 3.0}, {"cpu": "two"}, path)
+    assert [guard.read_recorded(it) for it in (path, tmp_path / "absent.json")] == [{"a": 1.0, "b": 3.0}, {}]
+
+
 # Two gradients of 1 MB, ready 20 and 30 ms after the step began; a reduction of one takes 50 ms: both are there after 120.
 PROFILE = Profile(
     params=(spec("first", 250_000), spec("last", 250_000)),

@@ -22,6 +22,7 @@ from benchmarks.matrix.job import Job
 from benchmarks.matrix.limit import Compute, Wire, barrier_limit_s, limit_s, wire_from_calibration
 from benchmarks.matrix.processes import _wait
 from benchmarks.matrix.systems.bare import Bare, Setting
+from benchmarks.matrix.truth import Reference, bounds_of
 from benchmarks.matrix.turns import Player, Table
 
 
@@ -63,6 +64,16 @@ def test_a_turn_is_four_steps_behind_a_barrier_of_which_the_inner_ones_are_timed
 def test_turns_are_taken_in_an_order_that_is_reversed(calls: list[str]) -> None:
     play(player(calls), player(calls, "two"), num_turns=3)
     assert [call[:3] for call in calls if call.endswith("finishes")] == ["one", "two", "two", "one", "one", "two"]
+
+
+def test_the_wait_for_a_device_is_no_work_of_the_system_s(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device(HostClock):
+        def settle(self) -> None:
+            calls.extend(["waits"] * 100)
+
+    monkeypatch.setattr(turns.time, "process_time", lambda: float(len(calls)))
+    play(one := player(calls), clock=Device())
+    assert one.cpu_s == [9 / 4] * 2  # four times backward and update, and finish
 
 
 def test_a_slow_system_has_fewer_turns(calls: list[str]) -> None:
@@ -134,6 +145,17 @@ def test_the_wire_is_as_fast_as_the_best_piece_size_was() -> None:
         Wire(seconds_per_byte=0.01, least_s=0.25),
         [2.0, 0.25, 0.0],
     )
+
+
+START, RIGHT = {"a": torch.zeros(4), "b": torch.zeros(4)}, {"a": torch.ones(4), "b": torch.ones(4)}  # steps are 2 long
+
+
+def test_what_is_further_away_than_rounding_is_wrong() -> None:
+    bounds = bounds_of(START, RIGHT, RIGHT)
+    assert bounds["a"] == pytest.approx(2 * 5e-4, rel=1e-3)
+    found = {"a": RIGHT["a"] + torch.tensor([9e-4, 0, 0, 0]), "b": RIGHT["b"] + torch.tensor([0, 0, 0, 2e-3])}
+    systems = [SimpleNamespace(parameters=lambda params=params: params) for params in (found, {"a": RIGHT["a"]})]
+    assert [Reference(right=RIGHT, bounds=bounds).wrong_parameters(system) for system in systems] == [["b"], ["b"]]
 
 
 # Which rank of a run is blamed, and what it says.

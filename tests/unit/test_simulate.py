@@ -254,6 +254,11 @@ SHARES = "skew and contention are shares, 0.1 is 10 %; the others are microsecon
             "  Make the plan from the parameters of this profile.",
             id="the plan of another model",
         ),
+        pytest.param(
+            lambda: Conditions(launch_us=-1.0),
+            f"launch_us must be 0 or more, got -1.0.{WHERE}{SHARES}",
+            id="a negative launch",
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(call: Callable[[], object], text: str) -> None:

@@ -47,6 +47,16 @@ def test_the_same_elements_in_another_order_differ(order: list[int]) -> None:
     assert num_different([torch.arange(8.0), torch.arange(8.0)[order]]) == (1 if order == sorted(order) else 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_signs_of_several_elements_do_not_make_up_for_each_other(dtype: torch.dtype) -> None:
+    tensors = [torch.ones(1000, dtype=dtype)]
+    for first in range(0, 100, 7):
+        for second in range(first + 1, 1000, 31):
+            tensors.append(tensors[0].clone())
+            tensors[-1][[first, second]] *= -1
+    assert num_different(tensors) == len(tensors)
+
+
 def test_chunks_in_another_order_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_HOST_WORDS", 8)  # at least as many as a rest has bytes
     tensor = torch.randn(83, generator=torch.Generator().manual_seed(1))

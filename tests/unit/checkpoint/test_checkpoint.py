@@ -304,6 +304,10 @@ OTHER_TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a tensor too many": (change_tensors(MODEL, more=HALF), "has 'more', which the model does not have"),
     "a tensor too few": (change_tensors(MODEL, **{"0.weight": None}), "has no '0.weight', which the model has"),
+    "a gap": (
+        change_state(**{"0.weight/exp_avg[0:6]": None, "0.weight/exp_avg[0:2]": HALF[:2], "0.weight/exp_avg[3:6]": HALF.clone()}),
+        "every element of 'exp_avg' of '0.weight'",
+    ),
 }
 INDICES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nested deeply": (text('{"format": 2, "extra": ' + "[" * 100_000 + "]" * 100_000 + "}"), "undertow.json is not"),

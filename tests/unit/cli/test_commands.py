@@ -270,6 +270,14 @@ def test_hardly_any_way_beats_the_planned_buckets(strategy: str, link: str) -> N
     assert optimal.step_us <= 1.027 * min(outcome.step_us for outcome in others)
 
 
+def test_rates_are_swept_around_that_of_the_link() -> None:
+    sweep = SWEEPS["bandwidth"](what_if(link="2.5gbit,20us"))
+    assert ([*sweep.points], sweep.points["2.5"]) == (
+        ["0.3125", "0.625", "1.25", "2.5", "5", "10", "20"],
+        what_if(link="2.5gbit,20us").outcomes(),
+    )
+
+
 @pytest.mark.alone  # processor time, which other processes on the same core inflate
 def test_the_time_to_compare_ways_grows_with_the_number_of_parameters() -> None:
     """10,000 parameters took 2.0 to 2.8 s, by the state of the machine; work that grows with the square takes 150 s."""
@@ -288,6 +296,14 @@ def test_the_time_to_compare_ways_grows_with_the_number_of_parameters() -> None:
 def test_without_overlap_a_step_takes_longer(undertow: Undertow) -> None:
     steps = [
         json.loads(undertow(f"simulate small.json --link 10gbit --json {option}").out)["steps"][0]["step_ms"]
+        for option in ("", "--no-overlap")
+    ]
+    assert steps[0] < steps[1]
+
+
+def test_without_overlap_a_step_takes_longer(undertow: Undertow) -> None:
+    steps = [
+        json.loads(undertow(f"simulate small.json --link 10gbit --json {option}").out)["outcomes"]["4"][0]["step_ms"]
         for option in ("", "--no-overlap")
     ]
     assert steps[0] < steps[1]
@@ -345,6 +361,12 @@ def test_the_buckets_of_a_profile_are_a_row() -> None:
     measured = replace(SMALL, groups=((3, 2), (1, 0)))
     assert [it.num_buckets for it in what_if(measured).steps() if it.method == OWN] == [2]
     assert OWN not in [it.method for it in what_if(measured, "zero1").steps()]
+
+
+def test_the_buckets_of_a_profile_are_a_row() -> None:
+    measured = replace(SMALL, groups=((3, 2), (1, 0)))
+    assert [it.num_buckets for it in what_if(measured).outcomes() if it.method == OWN] == [2]
+    assert OWN not in [it.method for it in what_if(measured, "zero1").outcomes()]
 
 
 def test_a_model_without_parameters_is_refused() -> None:

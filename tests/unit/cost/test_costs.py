@@ -101,6 +101,10 @@ REFUSALS: dict[str, tuple[Call, str]] = {
         lambda: MeasuredCosts({}).collective_us("all_reduce", 1),
         f"the cost of all_reduce was not measured.\n  measured: nothing\n  {MEASURE}",
     ),
+    "no samples": (
+        lambda: curve_from_samples([]),
+        "a cost curve needs samples.\n  Measure one size or more.",
+    ),
 }
 
 
@@ -248,6 +252,11 @@ NETWORK_NODES = {"per_node": 8, "inside": "900gbit,2us"}
             id="ranks of a node have NVLink if nothing else is said",
         ),
         pytest.param(costs_for("none", num_ranks=6), RingCosts(FAST, num_ranks=1), id="no link costs nothing"),
+        pytest.param(
+            costs_for("100gbit,5us", num_ranks=32, is_mesh=True, **NETWORK_NODES),
+            NodeCosts(inside=INSIDE, across=RingCosts(FAST, num_ranks=4), per_node=8, is_mesh=True),
+            id="nodes may be replicas of each other",
+        ),
     ],
 )
 def test_a_name_means_these_costs(one: Costs, other: Costs) -> None:

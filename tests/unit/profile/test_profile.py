@@ -180,6 +180,15 @@ def test_a_file_has_a_line_for_each_parameter_and_bucket(tmp_path: Path) -> None
     assert profile_from_file(tmp_path / "run.json") == WHOLE_PROFILE
 
 
+def test_what_is_not_known_is_not_written() -> None:
+    empty = Profile(params=(), ready_us=(), forward_us=1, backward_us=2)
+    assert (profile_from_json(empty.to_json(), "run.json"), empty.to_json()) == (
+        empty,
+        '{\n  "undertow_profile": 1,\n  "name": "",\n  "num_ranks": 1,\n  "forward_us": 1,\n  "backward_us": 2,\n'
+        '  "update_us": 0.0,\n  "strategy": "ddp",\n  "params": [\n\n  ]\n}\n',
+    )
+
+
 def test_a_file_by_hand_may_leave_out_what_is_not_known() -> None:
     assert read(small()) == Profile(
         params=(

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from support.pages import snippets
 from support.project import ROOT
+from undertow import PeerFailed, RankLost
 from undertow.engine.checks import Finding, mismatch
 from undertow.ranks import faults
 from undertow.ranks.faults import Answer
@@ -38,6 +39,12 @@ def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
         "  rank 3: no answer; it is stopped, out of reach, or in a call that keeps Python from running\n"
         "  rank 4 has left: so it is."
     )
+
+
+def test_a_report_says_where_all_wait_for_different_things() -> None:
+    told = "rank 0 has waited 31 s for bucket 2 ('a', 'b'): all ranks wait, for different things.\n"
+    answers = {0: WAITING[0], 1: waiting(1, 9.0, "the norm of all gradients")}
+    assert faults.stall_text(answers, {}, num_ranks=2).startswith(told)
 
 
 def test_there_is_no_report_where_no_rank_waits_any_more() -> None:
@@ -74,6 +81,12 @@ WRITTEN = {
 )
 def test_what_the_page_quotes_is_ours(text: str) -> None:
     assert text in [snippet.code.rstrip("\n") for snippet in snippets(PAGE)]
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(faults.failed(1, KeyError("x")), PeerFailed), (faults.lost(1), RankLost)])
+def test_every_error_of_a_fault_is_a_new_one(fault: faults.Fault, kind: type[Exception]) -> None:
+    first, second = fault.error("here"), fault.error("here")
+    assert (type(first), type(second), first is second) == (kind, kind, False)
 
 
 def test_a_long_message_of_an_exception_is_cut() -> None:

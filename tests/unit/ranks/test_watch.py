@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -184,6 +184,15 @@ def test_a_thread_of_ours_takes_no_name(which_ends_first: str, watch: Watch) -> 
     ends.set()
     is_over.result(10.0)
     assert (said, watch.here.wait) == (["", "bucket 3", "bucket 3"], ("", 0.0))
+
+
+def test_any_other_thread_may_be_the_one_that_trains(watch: Watch) -> None:
+    begins, ends = threading.Event(), threading.Event()
+    with ThreadPoolExecutor() as threads:
+        threads.submit(wait_here, watch, "bucket 3", begins, ends)
+        assert (begins.wait(10.0), watch.here.wait[0]) == (True, "bucket 3")
+        ends.set()
+    assert watch.here.wait[0] == ""
 
 
 def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:

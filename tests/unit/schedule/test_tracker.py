@@ -118,6 +118,12 @@ def after(tracker: Tracker, event: str) -> str:
             ["note 0:", "note 1:", "note 1:", "arrived: 0 1", "missing: - | 2 | 3", "repeats: False", ALL_LEAVE],
             id="what is only noted has arrived and releases nothing",
         ),
+        pytest.param(
+            BY_BUCKET,
+            WHOLE,
+            [*AFTER_REPEATS, "0:", "1:", "learn:", "reset:", "0:", "1: pack b0, all_reduce b0"],
+            id="learning from a round without repeats forgets them",
+        ),
     ],
 )
 def test_a_round(schedule: Schedule, buckets: list[tuple[int, ...]], script: list[str]) -> None:
@@ -270,6 +276,16 @@ CALLS: dict[str, Callable[..., Any]] = {
                 *("enter 7:", "0: first in 7", "1:", "forget_traversal:", "1: first in 7", "0:"),
             ],
             id="a traversal is told of at the first arrival of a bucket, and when it is full",
+        ),
+        pytest.param(
+            [(0,), (1,)],
+            ["each:", "reset:", "0: first in 7, p0, b0", "none:", "1: b1", "reset:", "0: b0"],
+            id="nobody wants to know any more",
+        ),
+        pytest.param(
+            [(0, 1)],
+            ["0: first in 7", "1: b0", "forget_traversal:", "0: first in 7", "1:"],
+            id="a forgotten traversal is told again",
         ),
     ],
 )

@@ -127,3 +127,9 @@ KNOWN = "Use names of named_parameters(), named_buffers() or named_modules()."
 )
 def test_what_cannot_be_ignored_is_refused(ignore: Any, error: type[Exception], text: str) -> None:
     assert text_of(error, lambda: names_to_ignore(Model(), ignore)) == text
+
+
+def test_the_whole_model_cannot_be_ignored() -> None:
+    model = Model()
+    with pytest.raises(ConfigError, match="is not inside the model"):
+        names_to_ignore(model, [model])

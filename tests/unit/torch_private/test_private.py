@@ -115,6 +115,12 @@ def test_arguments_of_a_forward_keep_their_structure_when_they_are_moved() -> No
     ) == (("meta",) * 3, 3, "text", 3, ["a"])
 
 
+@pytest.mark.parametrize(("inputs", "kwargs"), [((), {}), ((torch.ones(1),), {}), ((), {"x": torch.ones(1)})])
+def test_arguments_of_a_forward_may_be_missing(inputs: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+    moved, moved_kwargs = private.moved_to_device(inputs, kwargs, torch.device("meta"))
+    assert ([x.device.type for x in moved], list(moved_kwargs)) == (["meta"] * len(inputs), list(kwargs))
+
+
 @pytest.mark.parametrize(
     "register",
     [
@@ -170,6 +176,13 @@ def test_scaled_gradients_are_scaled_before_each_addition_and_not_where_nothing_
     handle.remove()
     (3 * param).sum().backward()
     assert (param.grad.tolist(), private.accumulating_node(param)) == ([7.0, 7.0], node)
+
+
+def test_rows_of_a_table_are_scaled() -> None:
+    table = nn.Embedding(2, 1, sparse=True)
+    _alive = private.scale_gradients(table.weight, 0.5)
+    table(torch.tensor([1, 1])).sum().backward()
+    assert table.weight.grad.to_dense().tolist() == [[0.0], [1.0]]
 
 
 def test_an_optimizer_steps_without_the_hooks_of_all_and_with_its_own() -> None:

@@ -147,6 +147,14 @@ def test_models_of_a_rank_keep_their_distance_and_ranks_are_aligned_by_the_same_
     assert begins == {"rank 0": 0.0, "rank 0, model 2": 1e6, "rank 1": 0.0, "rank 1, model 2": 1e6}
 
 
+def test_without_a_common_step_the_hosts_clocks_count(tmp_path: Path) -> None:
+    saved(tmp_path, trace_of(record()))
+    saved(tmp_path, trace_of(record(step=9), rank=1, began_ns=START_NS + 10**9))
+    merge(tmp_path, tmp_path / "all.json")
+    steps = [(it["ts"], it["name"]) for it in json.loads((tmp_path / "all.json").read_text())["traceEvents"] if it["ph"] == "X"]
+    assert [it for it in steps if it[1].startswith("step")] == [(0.0, "step 0"), (1e6, "step 9")]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     path = tmp_path / "traces"

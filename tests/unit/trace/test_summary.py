@@ -243,6 +243,9 @@ def test_advice_is_one_sentence_from_the_figures(found: StepReport, advice: str)
         (six(buckets=(row(0, 59_000, 61_000, (60_000, 61_000)),), step_us=5e3), "poor"),
         (PLAIN, ""),
         (report(), ""),
+        (six(step_us=9.9e5), "good"),
+        (six(step_us=1.99e5), "poor"),
+        (six(buckets=(row(0, 59_000, 60_999, (60_000, 60_999)),), step_us=5e3), ""),
     ],
 )
 def test_a_verdict_is_of_the_exposed_share_if_there_is_enough_to_judge(found: StepReport, verdict: str) -> None:
@@ -250,11 +253,21 @@ def test_a_verdict_is_of_the_exposed_share_if_there_is_enough_to_judge(found: St
     assert (f"hidden; {verdict}: " in str(found)) == bool(verdict)
 
 
+def test_nothing_is_shown_as_less_than_nothing() -> None:
+    buckets = tuple(replace(it, launched_ms=-0.01, ready_ms=-0.0) for it in PLAIN.buckets)
+    assert "-0.0" not in str(replace(six(step_us=1e6), buckets=buckets, exposed_ms=-1e-9))
+
+
 def test_scalars_are_flat_floats() -> None:
     found = report(*SIX).scalars()
     assert {type(value) for value in found.values()} == {float}
     some = ("step_ms", "exposed_ms", "overlap", "limit_ms", "slowest_rank", "late_rank_ms", "buckets", "sent_mb")
     assert [found[f"undertow/{name}"] for name in some] == [100.0, 20.0, 0.5, 80.0, 1.0, 15.0, 2.0, 0.012]
+
+
+def test_scalars_that_do_not_exist_are_left_out() -> None:
+    assert report().scalars() == {}
+    assert not {"undertow/overlap", "undertow/slowest_rank"} & ALONE.scalars().keys()
 
 
 def test_a_saved_report_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

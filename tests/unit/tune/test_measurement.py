@@ -133,6 +133,19 @@ RARE = [step(arrivals={1: 310.0, 2: 250.0})] * 4 + [STEP]
         pytest.param(([GATHERED], [GATHERED]), {"forward_us": 200.0 - 40.0}, id="forward is without its waits for gathers"),
         # A rank that computes longer waits less: its time to compute counts, and nobody else's wait is taken out of it.
         pytest.param(([GATHERED], [replace(GATHERED, gathers=())]), {"forward_us": 200.0}, id="waits are each rank's own"),
+        pytest.param(
+            ([step(arrivals={**LATE, 0: 520.0})], [STEP]),
+            {"ready_us": (300.0, 140.0, 50.0)},
+            id="the last gradient does not come after backward",
+        ),
+        pytest.param(
+            ([step(cpu_us=100.0)],), {"processors_us": 60.0, "network_us": 0.0}, id="several threads work no longer than a wait"
+        ),
+        pytest.param(
+            ([with_gathers(waited_us=900.0)],),
+            {"forward_us": 200.0 - 110.0},
+            id="of a wait that began before the forward only the rest is the forward's",
+        ),
     ],
 )
 def test_what_is_learned(ranks: tuple[list[StepRecord], ...], expected: dict[str, Any]) -> None:

@@ -193,6 +193,12 @@ def test_the_choice_from_a_saved_profile_is_that_of_training(
     assert WhatIf.of(saved, None, None, NetworkOptions(), Conditions()).choice == online
 
 
+def test_the_users_order_is_kept() -> None:
+    order = list(range(len(SLOW.params)))  # the last gradient to arrive comes first
+    decision = decided(SLOW, SLOW.plan([[param] for param in order]), Tuner(order))
+    assert decision.groups is None or [param for group in decision.groups for param in group] == order
+
+
 def test_a_profile_has_what_was_learned() -> None:
     plan, tuner = SLOW.plan_of_size(FEW), Tuner()
     decided(SLOW, plan, tuner)
