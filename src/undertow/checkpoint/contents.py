@@ -82,7 +82,7 @@ def contents_of_optimizer(
     """Returns the state on this rank, and values for the index, the same on every rank."""
     parts: dict[Tensor, ShardPart] = {}
     if isinstance(optimizer, ShardedOptimizer):
-        packed, parts = optimizer.own_state_dict()
+        packed, parts = optimizer._own_state_dict()
     else:
         packed = optimizer.state_dict()
     params = list(names.params_of(optimizer).items())

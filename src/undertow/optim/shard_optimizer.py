@@ -79,7 +79,7 @@ def shard_optimizer(
         remedy="Give a plain optimizer and all its schedulers, as schedulers=[...], and register "
         "hooks on the one that is returned; or write ShardedOptimizer(cls, model, params, ...).",
     )
-    sharded = ShardedOptimizer.of(optimizer, model, elementwise=elementwise)
+    sharded = ShardedOptimizer._of(optimizer, model, elementwise=elementwise)
     # a scheduler that is not known acts on the result
     optimizer.param_groups = sharded.param_groups
     sharded.state.update(optimizer.state)

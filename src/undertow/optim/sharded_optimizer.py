@@ -80,7 +80,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._set_up(make(given), make, sync)
 
     @classmethod
-    def of(
+    def _of(
         cls,
         whole: torch.optim.Optimizer,
         target: GradientSync | nn.Module,
@@ -203,7 +203,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         )
         return self._packed(states)
 
-    def own_state_dict(self) -> tuple[dict[str, Any], dict[Tensor, ShardPart]]:
+    def _own_state_dict(self) -> tuple[dict[str, Any], dict[Tensor, ShardPart]]:
         """Returns the state on this rank in the layout of `state_dict`, and the parts of
         parameters.
 
