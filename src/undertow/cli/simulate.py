@@ -5,7 +5,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from undertow.errors import make_directory
 from undertow.report.comparison import print_steps
 from undertow.report.timeline import require_matplotlib, save_timeline
 from undertow.report.what_if import FIXED, PLANNED, WhatIf
@@ -31,7 +30,6 @@ def show_simulation(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
         print(json.dumps(facts, indent=2))
         return
     require_matplotlib()
-    make_directory(out, where="undertow simulate")
     console = Console()
     print_line(
         console,
@@ -40,7 +38,16 @@ def show_simulation(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
         f"{what_if.compute_us / 1e3:.1f} ms of computing per step",
     )
     print_line(console, f"Network: {what_if.network}")
-    _print_assumptions(what_if, console)
+    conditions = what_if.conditions.of(profile)
+    texts = ", ".join(f"{name} {value:g}" for name, value in conditions.items())
+    print_line(console, f"Conditions, as given or measured, else assumed: {texts}")
+    if what_if.link is None and profile.is_of_one_size:
+        print_line(
+            console,
+            "Warning: messages of one size were measured, and smaller ones count as no cheaper, "
+            "so the times of other buckets "
+            "say little. Give --link, or call model.measure_network() before you save the profile.",
+        )
     print_steps(steps, console)
     path = out / "simulate.png"
     save_timeline(
@@ -49,21 +56,3 @@ def show_simulation(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
         conditions=f"simulated, {what_if.network}",
     )
     print_line(console, f"Picture: {path}")
-
-
-def _print_assumptions(what_if: WhatIf, console: Console) -> None:
-    """Prints the numbers that are neither measured nor given."""
-    profile, given = what_if.profile, what_if.conditions
-    assumed = []
-    for name, value in given.of(profile).items():
-        if getattr(given, name) is None and getattr(profile, name) is None:
-            assumed.append(f"{name} {value:g}")
-    if assumed and not profile.is_measured:
-        print_line(console, f"Assumed, not measured: {', '.join(assumed)}")
-    if what_if.link is None and profile.is_of_one_size:
-        print_line(
-            console,
-            "Warning: messages of one size were measured, and smaller ones count as no cheaper, "
-            "so the times of other buckets "
-            "say little. Give --link, or call model.measure_network() before you save the profile.",
-        )
