@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate, repeat
 from operator import attrgetter, is_
 from sys import getrefcount
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -84,13 +84,14 @@ class BucketMemory:
         stops = (trailer.stop, trailer.numbers.start)
         self.trailer = [self.flat[trailer.start : stop] for stop in stops]
         self.pointers = list(map(Tensor.data_ptr, self.views))
-        self._num_sharing = private.storage_use_count(self.flat)
+        self._count_uses = private.counter_of_uses(self.flat)
+        self._num_uses = self._count_uses()
 
     def release(self) -> None:
         """Frees the memory, except what other code holds. It is used no more."""
         self.flat = torch.empty(0)
         self.views = []
-        self.trailer = []
+        self.trailer.clear()
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Returns views like `views` of `flat`, which has the same layout."""
@@ -104,8 +105,7 @@ class BucketMemory:
         the caller holds.
         """
         expected = _REFERENCES_OF_OURS * len(self.views) + num_references
-        is_held = sum(map(getrefcount, self.views)) > expected
-        return is_held or private.storage_use_count(self.flat) > self._num_sharing
+        return sum(map(getrefcount, self.views)) > expected or self._count_uses() > self._num_uses
 
 
 def strides_of_gradient(param: Tensor) -> tuple[int, ...]:
@@ -138,26 +138,28 @@ class Shared:
     recorder: Recorder
 
 
-class Layout(Protocol):
-    """Where the parameters and the reduced gradients of a plan lie: whole on every rank, or in
-    shards."""
+class Layout:
+    """Where the parameters and the reduced gradients of a plan lie: whole on every rank of `group`.
 
-    @property
-    def strategy(self) -> Strategy: ...
+    `Sharding` is a layout of shards. Reductions wait for the ranks of `group`.
+    """
 
-    @property
-    def group(self) -> OwnGroup:
-        """The ranks that its reductions wait for."""
+    strategy: Strategy = DDP
+
+    def __init__(self, group: OwnGroup) -> None:
+        self.group = group
 
     @property
     def holds_shards(self) -> bool:
         """True if ranks have shards of a gradient that was not set to zero."""
+        return False
 
     def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
         """Returns the buckets of the plan, in its order."""
-
-    def round_begins(self) -> None:
-        """Called when a round starts."""
+        return [
+            SparseBucket(bucket, shared) if bucket.is_sparse else DenseBucket(bucket, shared)
+            for bucket in shared.plan.buckets
+        ]
 
     def wait_for_parameters(self) -> None:
         """Waits until all parameters that an optimizer has updated have arrived."""
@@ -167,30 +169,6 @@ class Layout(Protocol):
 
         Raises PhaseError if ranks have shards of one of them.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class WholeLayout:
-    """Every rank has whole parameters and gradients."""
-
-    group: OwnGroup
-    strategy: Strategy = DDP
-    holds_shards: bool = False
-
-    def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
-        return [
-            SparseBucket(bucket, shared) if bucket.is_sparse else DenseBucket(bucket, shared)
-            for bucket in shared.plan.buckets
-        ]
-
-    def round_begins(self) -> None:
-        """Nothing is in flight between rounds."""
-
-    def wait_for_parameters(self) -> None:
-        """Parameters never leave."""
-
-    def make_gradients_whole(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
-        """They are."""
 
 
 class LiveBucket(ABC):
@@ -382,7 +360,6 @@ class LiveBucket(ABC):
     def release(self) -> None:
         """Frees the memory, except what other code holds. The bucket is used no more."""
         self.memory.release()
-        self.trailer.place(self.memory.trailer)
 
     def _reduce(self, values: Sequence[Tensor]) -> list[Handle]:
         """Starts to reduce values that lie outside of the bucket, or are for the hook alone."""
@@ -414,10 +391,6 @@ class LiveBucket(ABC):
             if not self.layout.is_sparse:
                 largest = reducer.largest_sent(dtype, exchanges)
             reducer.finite.look(values, self.layout, self.trailer, largest)
-
-    def _unused(self, grads: Sequence[Tensor | None], not_arrived: Collection[int]) -> list[int]:
-        absent = [position for position, grad in enumerate(grads) if grad is None]
-        return sorted({*not_arrived, *absent})
 
 
 class DenseBucket(LiveBucket):
@@ -452,18 +425,21 @@ class DenseBucket(LiveBucket):
             grads = list(map(_grad_of, params))
             has_none = any(map(is_, grads, repeat(None)))
             if has_none:
-                unused += [start + place for place in self._unused(grads, ())]
+                unused += [start + place for place, grad in enumerate(grads) if grad is None]
             self._fill(start, grads, are_new=not has_none)
             with private.as_plain_tensors():
                 for param in params:
                     param.grad = None
         self._kept = dict.fromkeys(unused)
+        self._saved = {}
         return unused
 
     def _pack_any(self, not_arrived: Collection[int], *, is_rebased: bool) -> list[int]:
         memory = self.memory
         grads = [param.grad for param in self.params]
-        unused = self._unused(grads, not_arrived)
+        unused = _unused(grads, not_arrived)
+        self._kept = {}
+        self._saved = {}
         for position in unused:  # and no reference to a view stays behind
             if grads[position] is memory.views[position]:
                 self._saved[position] = memory.views[position].clone()
@@ -610,7 +586,7 @@ class SparseBucket(LiveBucket):
     @torch.no_grad()
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         grads = [param.grad for param in self.params]
-        unused = self._unused(grads, not_arrived)
+        unused = _unused(grads, not_arrived)
         self._kept = {position: grads[position] for position in unused}
         self._values = list(map(_rows, self.params, grads))
         self._are_dense = [grad is not None and not grad.is_sparse for grad in grads]
@@ -647,6 +623,11 @@ class SparseBucket(LiveBucket):
     def _add_late(self, values: Sequence[Tensor]) -> None:
         for param, value in zip(self.params, values, strict=True):
             param.grad = value if param.grad is None else param.grad + value
+
+
+def _unused(grads: Sequence[Tensor | None], not_arrived: Collection[int]) -> list[int]:
+    absent = [position for position, grad in enumerate(grads) if grad is None]
+    return sorted({*not_arrived, *absent})
 
 
 def _rows(param: Tensor, grad: Tensor | None) -> Tensor:

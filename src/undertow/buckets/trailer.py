@@ -13,6 +13,7 @@ from torch import Tensor
 
 from undertow.plan import Bucket
 from undertow.plan.facts import (
+    DIGEST_BITS,
     FACTS,
     SIGNATURE_BITS,
     STEP_BITS,
@@ -88,7 +89,8 @@ class TrailerCodec:
             self._are_all_used = not unused
         # Ranks that differ do so by a few steps. A bit that changes also changes its complement.
         signature ^= step % 2**STEP_BITS * (1 + 2**SIGNATURE_BITS)
-        self._write_bits(self._signature, signature)
+        bits = _bits_of(signature, 2 * SIGNATURE_BITS)
+        self._signature.copy_(bits if mine.is_cpu else to_device(bits, bits.dtype, mine.device))
         if facts is None:
             self._memory[0].copy_(mine)
             return
@@ -96,10 +98,10 @@ class TrailerCodec:
             mine[self._facts[name].start + self._rank] = min(value, _LARGEST_NUMBER)
         if facts.digests != self._digests:
             self._digests = facts.digests
-            for name in self._facts:
+            for name, place in self._facts.items():
                 if FACTS[name] is FactKind.DIGEST:
-                    digest = with_complements(facts.digests.get(name))
-                    self._write_bits(mine[self._facts[name]], digest)
+                    bits = _bits_of(with_complements(facts.digests.get(name)), 2 * DIGEST_BITS)
+                    mine[place].copy_(to_device(bits, bits.dtype, mine.device))
         self._memory[0].copy_(mine)
         # Not into `mine`: flags that are the same on all ranks must still be read.
         for name, marked in facts.flags.items():
@@ -164,11 +166,6 @@ class TrailerCodec:
         for number in self._memory[0][self._facts[name]].tolist():
             found.append(abs(number) * self._divisor)
         return tuple(found)
-
-    def _write_bits(self, place: Tensor, number: int) -> None:
-        """Writes bits and their complements as zeros and ones, lowest first, without waiting."""
-        bits = _bits_of(number, place.numel())
-        place.copy_(bits if place.is_cpu else to_device(bits, bits.dtype, place.device))
 
 
 @lru_cache(maxsize=512)

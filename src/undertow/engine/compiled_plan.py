@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from undertow.buckets.bucket import Layout, LiveBucket, Shared, WholeLayout
+from undertow.buckets.bucket import Layout, LiveBucket, Shared
 from undertow.buckets.recorder import Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Reading, Snapshot
@@ -52,7 +52,7 @@ class CompiledPlan:
         # of this moment, as buckets are laid out
         self.strides = tuple(param.stride() for param in params)
         self.reducer, self.recorder = reducer, recorder
-        self.layout = WholeLayout(reducer.group) if layout is None else layout
+        self.layout = Layout(reducer.group) if layout is None else layout
         self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
         self.is_profiling = False  # torch's profiler runs
         self._num_rounds = 0
@@ -111,7 +111,8 @@ class CompiledPlan:
             self.reducer.hook.begin_round()
         if self.reducer.finite is not None:
             self.reducer.finite.begin()
-        self.layout.round_begins()
+        # In case no forward has. Autograd detects most parameters that were read too early.
+        self.layout.wait_for_parameters()
         if not self.snapshots or not is_synchronized:
             return []
         there = [snapshot for snapshot in self.snapshots if snapshot.is_there()]

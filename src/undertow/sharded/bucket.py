@@ -244,13 +244,8 @@ class ShardedBucket(DenseBucket):
             param.grad, placeholder.added = placeholder, param.grad
 
     def has_result(self) -> bool:
-        for grad in map(_grad_of, self.params):
-            is_cleared = (
-                isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None
-            )
-            if grad is not None and not is_cleared:
-                return True
-        return False
+        grads = map(_grad_of, self.params)
+        return any(grad is not None and not _is_dropped(grad) for grad in grads)
 
     def is_written(self, position: int) -> bool:
         grad = self.params[position].grad
@@ -271,6 +266,10 @@ class ShardedBucket(DenseBucket):
         super().release()
         if isinstance(self._groups.shard, P2PCollectives):
             self._groups.shard.free.clear()
+
+
+def _is_dropped(grad: Tensor) -> bool:
+    return isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None
 
 
 def _make(copies: list[Callable[[], None]]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from undertow.buckets.bucket import LiveBucket, Shared, strides_of_gradient
+from undertow.buckets.bucket import Layout, LiveBucket, Shared, strides_of_gradient
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig, refused
 from undertow.engine.engine import Engine
@@ -22,7 +22,6 @@ from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import Bucket, Plan
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.facts import Agreement
-from undertow.ranks.transport import OwnGroup
 from undertow.schedule import ZERO1, OpKind, Strategy, strategy_named
 from undertow.sharded.bucket import GradientPlaceholder, ShardedBucket
 from undertow.sharded.gathers import Gathers, wait_before_forwards
@@ -33,7 +32,7 @@ from undertow.torch_private import private
 _grad_of = attrgetter("grad")
 
 
-class Sharding:
+class Sharding(Layout):
     """This rank's shards of `plan` over `params`, which move into memory of the buckets.
 
     `flats` is the memory of each bucket, and `parts` has this rank's part of each parameter, which
@@ -49,6 +48,7 @@ class Sharding:
         recorder: Recorder,
     ) -> None:
         _require_shardable(plan, params)
+        super().__init__(groups.shard.group)  # the ranks with the other shards of this replica
         self.plan, self.params, self.strategy, self.groups = plan, tuple(params), strategy, groups
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
@@ -72,11 +72,6 @@ class Sharding:
             for spec, param in zip(plan.params, params, strict=True)
         ]
         self.gathers = Gathers(self.flats, groups.shard, recorder)
-
-    @property
-    def group(self) -> OwnGroup:
-        """The ranks with the other shards of this replica."""
-        return self.groups.shard.group
 
     def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
         self.buckets = [
@@ -110,13 +105,9 @@ class Sharding:
         """Returns the number of a bucket's elements that a rank owns, padding included."""
         return bucket.shard_numel * (self.plan.num_ranks // self.group.num_ranks)
 
-    def round_begins(self) -> None:
-        # no forward has waited; autograd then detects most parameters that were read too early
+    def wait_for_parameters(self) -> None:
         if self.gathers.in_flight:
             self.gathers.wait_for_all()
-
-    def wait_for_parameters(self) -> None:
-        self.gathers.wait_for_all()
 
     def follow_parameters(self) -> None:
         """Takes over values written into parameters from outside since the last step.

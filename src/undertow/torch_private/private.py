@@ -190,9 +190,9 @@ def is_held_by_torch(tensor: torch.Tensor) -> bool:
     return int(tensor._use_count()) > 1  # type: ignore[attr-defined]
 
 
-def storage_use_count(tensor: torch.Tensor) -> int:
-    """Returns the number of tensors that share `tensor`'s storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def counter_of_uses(tensor: torch.Tensor) -> Callable[[], int]:
+    """Returns a function that counts the tensors that share `tensor`'s storage, while it exists."""
+    return partial(torch._C._storage_Use_Count, tensor.untyped_storage()._cdata)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
