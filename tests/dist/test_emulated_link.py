@@ -69,12 +69,12 @@ def test_every_collective_has_gloos_answer(link: EmulatedLink) -> None:
 @over_link("1gbit")
 def test_collectives_follow_one_another_over_one_link_and_take_their_time(link: EmulatedLink) -> None:
     groups = None, dist.new_group([0, 1], backend=BACKEND)
-    link.take_log()
+    link.drain_log()
     numels = [numel for numel in (50_000, 7, 200_000) for _ in groups]
     works = [dist.all_reduce(torch.zeros(n), group=group, async_op=True) for n, group in zip(numels, groups * 3, strict=True)]
     for work in works:
         work.wait()
-    log = link.take_log()
+    log = link.drain_log()
     assert sorted(transfer.num_bytes for transfer in log) == sorted(4 * numel for numel in numels)
     cable = link_from_text("1gbit")
     costs = {t.num_bytes: collective_seconds(cable, t.kind, num_bytes=t.num_bytes, num_ranks=2) for t in log}
@@ -94,7 +94,7 @@ def start_with_a_late_rank(link: EmulatedLink) -> Any:
         dist.recv(token, src=0)  # only now: rank 0 has launched before
         work = dist.all_reduce(tensor, async_op=True)
     work.wait()
-    (transfer,) = (it for it in link.take_log() if it.kind == "all_reduce")
+    (transfer,) = (it for it in link.drain_log() if it.kind == "all_reduce")
     return transfer
 
 
@@ -143,7 +143,7 @@ def exchange_parts(link: EmulatedLink) -> Exchanged:
         all(bool((tensor == 10.0 * peer + tag).all()) for (peer, tag), tensor in received.items()),
         began_s,
         ended_s,
-        link.take_log(),
+        link.drain_log(),
     )
 
 
@@ -163,12 +163,12 @@ def scatter_and_gather(link: EmulatedLink) -> Exchanged:
     total = storages[0].clone()
     for storage in storages[1:]:
         total += storage
-    return Exchanged(torch.equal(gathered, (total / size)[:-1]), began_s, ended_s, link.take_log())
+    return Exchanged(torch.equal(gathered, (total / size)[:-1]), began_s, ended_s, link.drain_log())
 
 
 def begin_together(link: EmulatedLink) -> float:
     dist.barrier()
-    link.take_log()
+    link.drain_log()
     return time.perf_counter()
 
 
@@ -220,9 +220,9 @@ def test_torchs_own_wrapper_trains_over_it(link: EmulatedLink) -> None:
         dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
     model.zero_grad()
     wrapped = nn.parallel.DistributedDataParallel(model)
-    link.take_log()
+    link.drain_log()
     assert all(map(torch.equal, gradients(wrapped), expected))
-    assert [(transfer.kind, transfer.num_bytes) for transfer in link.take_log()] == [("all_reduce", 4 * 2 * (8 * 8 + 8))]
+    assert [(transfer.kind, transfer.num_bytes) for transfer in link.drain_log()] == [("all_reduce", 4 * 2 * (8 * 8 + 8))]
 
 
 def leave_handles(ends: Callable[[], object], rank: Rank) -> None:

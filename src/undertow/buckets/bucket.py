@@ -204,7 +204,7 @@ class LiveBucket(ABC):
         self._late_sent: tuple[Sequence[Tensor], list[Handle]] | None = None
         # `.grad` and its version at the last look, by position
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self.look()
+        self.note_known()
 
     @abstractmethod
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
@@ -268,7 +268,7 @@ class LiveBucket(ABC):
             self._is_packed = False
             self.bind()
 
-    def look(self) -> None:
+    def note_known(self) -> None:
         """Called when a step begins: whatever is in `.grad` now is not a new gradient.
 
         Hooks report every gradient that autograd adds. But a function of the user's may write
@@ -390,7 +390,7 @@ class LiveBucket(ABC):
             largest = torch.finfo(dtype).max  # rows of sparse gradients are sent as they are
             if not self.layout.is_sparse:
                 largest = reducer.largest_sent(dtype, exchanges)
-            reducer.finite.look(values, self.layout, self.trailer, largest)
+            reducer.finite.check(values, self.layout, self.trailer, largest)
 
 
 class DenseBucket(LiveBucket):
@@ -535,7 +535,7 @@ class DenseBucket(LiveBucket):
             param.grad = view
         self._kept = {}
         self._saved = {}
-        self.look()
+        self.note_known()
 
     def is_written(self, position: int) -> bool:
         return not self._is_bound(position) and super().is_written(position)
@@ -613,7 +613,7 @@ class SparseBucket(LiveBucket):
                 param.grad = value.to_dense() if self._are_dense[position] else value
         self._values = []
         self._kept = {}
-        self.look()
+        self.note_known()
 
     @torch.no_grad()
     def _late_values(self) -> Sequence[Tensor]:

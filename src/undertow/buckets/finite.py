@@ -27,7 +27,7 @@ class FiniteCheck:
         self._has_found = None
 
     @torch.no_grad()
-    def look(
+    def check(
         self, values: Sequence[Tensor], layout: Bucket, trailer: TrailerCodec, largest: float
     ) -> None:
         """Marks gradients with a NaN or a number above `largest` in the trailer of a packed bucket.

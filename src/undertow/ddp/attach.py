@@ -312,7 +312,7 @@ def _fail(everybody: OwnGroup, fault: Fault) -> None:
 
 
 def _alike_on_all_ranks(
-    weak_sync: weakref.ref[GradientSync], optimizer: Optimizer, look: private.Look
+    weak_sync: weakref.ref[GradientSync], optimizer: Optimizer, unscale: private.Unscale
 ) -> private.Found:
     """Returns a scaler's finding over all ranks: each has checked only its own experts, and all
     must skip the same steps.
@@ -320,7 +320,7 @@ def _alike_on_all_ranks(
     Costs one all-reduce of one number, for every optimizer that holds a parameter of the model, an
     expert or not: which experts are trained may differ from group to group.
     """
-    found, sync = look(), weak_sync()
+    found, sync = unscale(), weak_sync()
     if sync is None or sync.num_ranks == 1:
         return found
     # By id: a comparison of tensors would wait for gathers.

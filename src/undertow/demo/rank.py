@@ -125,7 +125,7 @@ def _train_all_ways(settings: DemoSettings, link: EmulatedLink, console: Console
                 for run in runs:
                     run.compare_gradients(runs[0], is_exact=settings.is_exact)
     dist.barrier()  # by now every collective of the steps is in the log
-    transfers = link.take_log()
+    transfers = link.drain_log()
     for run in runs:
         run.finish(batches[0])
     results = []

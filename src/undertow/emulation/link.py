@@ -150,7 +150,7 @@ class EmulatedLink:
         )
         work.finish()
 
-    def take_log(self) -> tuple[Carried, ...]:
+    def drain_log(self) -> tuple[Carried, ...]:
         """Returns all transfers that ended since the last call, in the order they ended."""
         return tuple(self.log.popleft() for _ in range(len(self.log)))
 

@@ -80,21 +80,26 @@ class NonFinite:
     "ignore".
 
     It acts at the optimizer's step, because a GradScaler makes gradients overflow on purpose and
-    does not step on them. `look` checks there the gradients that no synchronization has seen.
+    does not step on them. `find_alone` checks there the gradients that no synchronization has seen.
     `fails_others` makes the ranks that do not hold these experts raise too, at their next wait.
     """
 
     fails_others: Callable[[faults.Fault], object] | None = None
 
     def __init__(
-        self, policy: str, *, rank: int, look: Callable[[], Finding | None], names: Sequence[int]
+        self,
+        policy: str,
+        *,
+        rank: int,
+        find_alone: Callable[[], Finding | None],
+        names: Sequence[int],
     ) -> None:
         self.num_skipped = 0  # steps
         self.is_on = policy != "ignore"
         self._policy = policy
         self._rank = rank
         self._names = names  # of the ranks
-        self._look = look
+        self._find_alone = find_alone
         self._finding: Finding | None = None
         self._is_judged = False  # an optimizer has stepped, or skipped, on it
 
@@ -121,7 +126,7 @@ class NonFinite:
         # Torch's own kernels skip the step by this.
         if not self.is_on or getattr(optimizer, "found_inf", None) is not None:
             return False
-        finding = self._finding or self._look()
+        finding = self._finding or self._find_alone()
         if finding is None:
             return False
         is_counted = self._finding is not None and self._is_judged
@@ -285,7 +290,7 @@ class Checks:
         self.numbers = NonFinite(
             config.nonfinite,
             rank=group.rank,
-            look=partial(_found_alone, current_plan, names[0]),
+            find_alone=partial(_found_alone, current_plan, names[0]),
             names=names,
         )
         # Synchronizations between two comparisons of parameters; None if there is nothing to
@@ -358,7 +363,7 @@ class Checks:
     def _difference(
         self, number: int, names: Sequence[str], received: Handle
     ) -> ReplicaMismatch | None:
-        rows = received.take().tolist()
+        rows = received.result().tolist()
         of_ranks = {rank: row[2:] for rank, row in zip(self._names, rows, strict=True) if row[0]}
         differing = [
             index

@@ -168,10 +168,10 @@ class CompiledPlan:
         """Returns True if the collectives of all buckets are complete."""
         return all(handle.is_completed() for bucket in self.buckets for handle in bucket.handles)
 
-    def look(self) -> None:
+    def note_known(self) -> None:
         """Called when a step begins: marks present tensors in `.grad` as known."""
         for bucket in self.buckets:
-            bucket.look()
+            bucket.note_known()
 
     def written(self, params: Collection[int]) -> set[int]:
         """Returns the `params` whose `.grad` was written without a gradient from autograd."""

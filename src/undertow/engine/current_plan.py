@@ -79,7 +79,7 @@ class CurrentPlan:
         self.members, self.group = members, group
         self._recorder, self._listeners = recorder, listeners
         self.change: Change | None = None
-        self.is_stale = False  # the next `look_again` compares the module's parameters
+        self.is_stale = False  # the next `find_change` compares the module's parameters
         # parameters of the plan, by id, that the last forward has found frozen or gone
         self._left: frozenset[int] = frozenset()
         self.compiled: CompiledPlan
@@ -127,7 +127,7 @@ class CurrentPlan:
         # Called by every optimizer's step; there may be an optimizer for each parameter.
         return not self.members.ids.isdisjoint(params) or self.members.has_new_of(params)
 
-    def look_at_forward(self) -> None:
+    def find_change_at_forward(self) -> None:
         """Called by a forward.
 
         Looks for a change of the module's parameters, also of those that are frozen now.
@@ -135,9 +135,9 @@ class CurrentPlan:
         self.is_stale = False
         if self.members.has_changed():
             self._left = self.hooks.ids
-            self._find_change(begins_forward=True, has_more=self.members.has_more())
+            self._set_change(begins_forward=True, has_more=self.members.has_more())
 
-    def look_again(self) -> None:
+    def find_change(self) -> None:
         """Called when a forward ends, a round begins, or a gradient arrives outside of the plan:
         the change may be another one.
 
@@ -147,12 +147,12 @@ class CurrentPlan:
         if not self.is_stale and self.change is None:
             return
         if self.members.has_changed() or (self.change is not None and not self.members.are_lent()):
-            self._find_change()
+            self._set_change()
         self.is_stale = False
         if not self.is_active and self.change is not None:  # one rank agrees with nobody
             self.follow()
 
-    def _find_change(self, *, begins_forward: bool = False, has_more: bool = False) -> None:
+    def _set_change(self, *, begins_forward: bool = False, has_more: bool = False) -> None:
         hooks, compiled = self.hooks, self.compiled
         reducer = compiled.reducer if self.change is None else self.change.reducer
         present = self.members.named_params()
@@ -283,7 +283,7 @@ class CurrentPlan:
             remedy="Write one hook that calls the others, and register it before training.",
             error=PhaseError,
         )
-        self.look_again()
+        self.find_change()
         self.group.borrowers.add("hooks")
         reducer = dataclasses.replace(self.compiled.reducer, hook=hook)
         named_params = self.hooks.named_params if self.change is None else self.change.named_params
@@ -492,7 +492,7 @@ def measure(
 def sharded_plan(now: Plan, hooks: ParamHooks, config: SyncConfig) -> Plan:
     """Returns the plan for shards, the pinned plan, or the plan to which a sharded optimizer
     moves."""
-    order = None if hooks.order is None else hooks.order.take()
+    order = None if hooks.order is None else hooks.order.receive()
     if hooks.groups is not None:
         return plan_from_groups(now.params, hooks.groups, num_ranks=now.num_ranks)
     if config.plan is not None:
@@ -508,10 +508,10 @@ def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | 
     Not if every bucket would hold the same gradients as now: their order within a bucket changes
     nothing.
     """
-    order = None if hooks.order is None else hooks.order.take()
+    order = None if hooks.order is None else hooks.order.receive()
     if order is not None:
         hooks.order = None
-    groups = None if hooks.tuning is None else hooks.tuning.take(now.present)
+    groups = None if hooks.tuning is None else hooks.tuning.receive(now.present)
     if groups is None and order is not None:
         groups = groups_in_order(now.plan.params, order, config)
     if groups is None or list(map(frozenset, groups)) == list(map(frozenset, now.plan.groups)):

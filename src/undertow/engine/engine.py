@@ -134,10 +134,10 @@ class Engine:
             self._abandon()
         if self.checks.sent:
             self.checks.require_alike()
-        current_plan.look_at_forward()
+        current_plan.find_change_at_forward()
         current_plan.hooks.arrival_hooks.run_last()
         if is_training and progress.num_forwards == 0:
-            current_plan.compiled.look()
+            current_plan.compiled.note_known()
         # nothing tells the end of a compiled one
         progress.forward = Forward.ENDED if is_compiled else Forward.RUNNING
         if progress.gradients is not Gradients.SOUND and not current_plan.has_result:
@@ -166,7 +166,7 @@ class Engine:
         if progress.num_rounds == 0:
             current_plan.open()
         current_plan.wait_for_parameters()
-        current_plan.look_again()
+        current_plan.find_change()
         current_plan.adopt_plan()
         hooks = current_plan.hooks
         hooks.arrivals.reset()  # they belong to the round before
@@ -179,7 +179,7 @@ class Engine:
         """Called after such a forward, which may have made a layer."""
         self.recorder.forward_ends()
         if self.current_plan.is_stale:
-            self.current_plan.look_again()
+            self.current_plan.find_change()
         self.progress.forward = min(self.progress.forward, Forward.ENDED)
 
     # A backward.
@@ -191,7 +191,7 @@ class Engine:
             outside = self.current_plan.hooks.outside_hooks
             if outside.watched and outside.has_thawed():
                 self._follow_thawed()
-            self._take_part_all(task)
+            self._begin_rounds(task)
         else:
             self._end.watch(task)
 
@@ -207,12 +207,12 @@ class Engine:
         is_between = self._is_between_rounds()
         if is_between:
             current_plan.is_stale = True
-            current_plan.look_again()
+            current_plan.find_change()
         if current_plan.change is not None and id(param) in current_plan.change.ids:
             current_plan.hooks.outside[id(param)] = param
             if is_between:
                 self._follow_thawed()
-                self._take_part_all(private.graph_task_id())
+                self._begin_rounds(private.graph_task_id())
         elif not is_between and (name := current_plan.members.names.get(id(param))) is not None:
             raise agreed_errors.unfrozen_in_backward(name, rank=current_plan.group.rank)
 
@@ -232,12 +232,12 @@ class Engine:
         self.current_plan.is_stale = True
         self.progress.forward = max(self.progress.forward, Forward.ENDED)
 
-    def _take_part_all(self, task: int) -> None:
-        (self.siblings if self.siblings.are_several else self).take_part(task)
+    def _begin_rounds(self, task: int) -> None:
+        (self.siblings if self.siblings.are_several else self).begin_round(task)
         if self._round is None:
             self._end.watch(task)
 
-    def take_part(self, task: int) -> None:
+    def begin_round(self, task: int) -> None:
         """Begins a round in backward `task`, unless one is under way, with or without gradients for
         this engine."""
         is_open = self.current_plan.is_active and not self.is_closed
@@ -245,7 +245,7 @@ class Engine:
             private.require_eager_backward()
             # first: a round that is open without an end to come counts as a failed backward
             self._end.watch(task)
-            self.current_plan.look_again()
+            self.current_plan.find_change()
             kind = RoundKind.REDUCE
             if not self.synchronizes:
                 kind = RoundKind.ACCUMULATE
@@ -350,7 +350,7 @@ class Engine:
     def _late_stage(self, ending: Round) -> Stage:
         """Returns the first stage of a round that has not started: it waited for a change."""
         current_plan = self.current_plan
-        current_plan.look_again()
+        current_plan.find_change()
         start = partial(self._start_late, ending)
         if current_plan.change is None:
             return start
@@ -504,7 +504,7 @@ class Engine:
         if not is_up_to_date:
             # the next backward may run without a forward that finds a change
             current_plan.is_stale = True
-            current_plan.look_again()
+            current_plan.find_change()
             current_plan.is_stale = True
             # parameters that no forward has found
             progress.is_owed |= current_plan.change is not None
@@ -564,7 +564,7 @@ class Engine:
         begins = self.is_step_empty and not was_abandoned
         if begins:
             self.progress.unused.so_far = None
-            self.current_plan.look_at_forward()  # in place of the forward that others ran
+            self.current_plan.find_change_at_forward()  # in place of the forward that others ran
         if self.progress.is_owed or begins:
             self._run_outside_of_backward()
 
@@ -580,7 +580,7 @@ class Engine:
         """
         self._abandon()
         self.current_plan.hooks.arrived_before.clear()
-        self.current_plan.look_again()
+        self.current_plan.find_change()
         if self._meets:
             with gradients_aside(self.current_plan.all_params()):
                 self._begin(RoundKind.SHADOW)
@@ -603,7 +603,7 @@ class Engine:
         """Sends accumulated gradients, outside of a backward; `complete` waits for them."""
         if self._round is not None:
             raise agreed_errors.synchronized_already(self.progress.num_rounds)
-        self.current_plan.look_again()
+        self.current_plan.find_change()
         self._begin(RoundKind.REDUCE, op=op)
         self._launch_rest()
 
@@ -635,10 +635,10 @@ class SiblingEngines:
         if close is not None:
             close()
 
-    def take_part(self, task: int) -> None:
+    def begin_round(self, task: int) -> None:
         """Begins a round of every engine in backward `task`, unless it is in one."""
         for engine in self._present():
-            engine.take_part(task)
+            engine.begin_round(task)
 
     @property
     def follow_forward(self) -> bool:

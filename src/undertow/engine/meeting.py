@@ -91,7 +91,7 @@ class Meeting:
         return self._require_equal
 
     def _require_equal(self) -> Stage | None:
-        are_used_by, *of_ranks = self._fingerprints.take().T.tolist()
+        are_used_by, *of_ranks = self._fingerprints.result().T.tolist()
         differing = [index for index, values in enumerate(of_ranks) if len(set(values)) > 1]
         if not differing:
             return self._end()

@@ -62,10 +62,10 @@ class ObservedOrder:
                 order.to(self._group.device), "the order of rank 0's gradients"
             )
 
-    def take(self) -> list[int] | None:
+    def receive(self) -> list[int] | None:
         """Waits for the order that was sent and returns it, once."""
         pending, self.sent = self.sent, None
-        return None if pending is None else pending.take().tolist()
+        return None if pending is None else pending.result().tolist()
 
     def close(self) -> None:
         """Ends the watch."""
@@ -121,7 +121,7 @@ class Tuning:
         """True if the end of the next round, if that is sound, starts a message."""
         return self.act in (self._exchange_times, self._decide)
 
-    def take(self, present: Present) -> Groups | None:
+    def receive(self, present: Present) -> Groups | None:
         """Called when a round begins.
 
         Returns new groups of the buckets if they were decided, in the same round on every rank.
@@ -129,7 +129,7 @@ class Tuning:
         if self.sent is None:
             return None
         (decided_on, sent), self.sent = self.sent, None
-        decision = decision_from_array(sent.take().cpu().numpy())
+        decision = decision_from_array(sent.result().cpu().numpy())
         if decided_on != present:
             decision = Decision(outcome=Outcome.INCOMPLETE)
         self.decision = decision

@@ -252,14 +252,14 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         """
         loaded: dict[str, Any] = {}
 
-        def take(_self: object, found: dict[str, Any]) -> dict[str, Any]:
+        def set_aside(_self: object, found: dict[str, Any]) -> dict[str, Any]:
             loaded.update(found)
             return {**found, "state": {}}  # super() would narrow the state of 16-bit parameters
 
         # User hooks that run before may change the state, and user hooks that run after see the
         # loaded one.
         with (
-            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_pre_hook(set_aside),
             self.register_load_state_dict_post_hook(lambda _: self._load(loaded), prepend=True),
         ):
             super().load_state_dict(state_dict)

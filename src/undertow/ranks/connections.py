@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import Store
 
 from undertow.ranks import patience
 
-Look = Callable[[Sequence[int]], object]
+OnWait = Callable[[Sequence[int]], object]
 
 _MAX_UNSENT = 1 << 20  # bytes for a neighbor that does not read; further messages to it are dropped
 _READ = 1 << 18
@@ -132,17 +132,17 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """A meeting of ranks in a store, which they ask for nothing that waits.
 
-    `look` is called from time to time with the ranks that have not arrived; it may raise.
+    `on_wait` is called from time to time with the ranks that have not arrived; it may raise.
     """
 
     store: Store
     key: str
     rank: int
     num_ranks: int
-    look: Look
+    on_wait: OnWait
 
     def arrive(self, place: str, told: str = "") -> None:
         """Leaves the text `told` at a place, and waits until all ranks have arrived there."""
@@ -158,7 +158,7 @@ class Meeting:
             if num_here < self.num_ranks and time.monotonic() > look_s:
                 look_s = time.monotonic() + patience.PROBE_S
                 ranks = range(self.num_ranks)
-                self.look([rank for rank in ranks if not self.store.check([f"{key}/{rank}"])])
+                self.on_wait([rank for rank in ranks if not self.store.check([f"{key}/{rank}"])])
 
     def told_by(self, rank: int, place: str) -> str:
         """Returns the text that a rank has left at a place where all have arrived."""
@@ -187,7 +187,7 @@ class _Place:
         return f"rank {self.rank} at {self.address} port {self.port}"
 
 
-def connect_ring(meeting: Meeting) -> list[Connection]:
+def connect_ring(meeting: Rendezvous) -> list[Connection]:
     """Connects this rank to its neighbors and returns them, the next one first; every rank of the
     ring calls it.
 
@@ -233,7 +233,7 @@ def _connected(place: _Place) -> socket.socket:
     return link
 
 
-def _accepted(listener: socket.socket, here: _Place, meeting: Meeting) -> socket.socket:
+def _accepted(listener: socket.socket, here: _Place, meeting: Rendezvous) -> socket.socket:
     """Returns the first connection that brings the token; closes all others."""
     until_s = time.monotonic() + patience.CONNECT_S
     while time.monotonic() < until_s and not meeting.has_failed:

@@ -55,7 +55,7 @@ def gather_json(group: OwnGroup, value: object, *, waits_for: str = _COMPARISON)
     text = json.dumps(value, sort_keys=True).encode()
 
     def all_gather(tensor: Tensor) -> Tensor:
-        return group.all_gather(tensor, waits_for).take()
+        return group.all_gather(tensor, waits_for).result()
 
     return list(map(json.loads, gather_bytes(text, all_gather, group.device)))
 
@@ -105,7 +105,7 @@ class Agreement:
 
     def require(self) -> None:
         """Waits, and raises PlanMismatch on every rank if ranks differ."""
-        digests = [bytes(digest).hex() for digest in self._digests.take().tolist()]
+        digests = [bytes(digest).hex() for digest in self._digests.result().tolist()]
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is None:
             return

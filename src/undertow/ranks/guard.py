@@ -8,6 +8,7 @@ Guard          the rings of this process, their connections, and the ends of a p
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import multiprocessing.util
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from undertow.config import SyncConfig
 from undertow.errors import RankLost, UndertowError
 from undertow.ranks import faults, patience
-from undertow.ranks.connections import Meeting, connect_ring
+from undertow.ranks.connections import Rendezvous, connect_ring
 from undertow.ranks.faults import Activity
 from undertow.ranks.threads import end_workers
 from undertow.ranks.watch import NullWatch, Ring, Watch
@@ -113,7 +114,7 @@ def _meeting(
     limits: SyncConfig,
     within_s: float,
     check: Callable[[], object] = bool,
-) -> Iterator[Meeting]:
+) -> Iterator[Rendezvous]:
     """Context for a meeting of these ranks, each of which counts its own. `check` may raise."""
     here = f"rank {ranks[rank]}"
     where = f"the making of a process group, {here}"
@@ -121,7 +122,7 @@ def _meeting(
     began_s = time.monotonic()
     told_s = 0.0
 
-    def look(late: Sequence[int]) -> None:
+    def on_wait(late: Sequence[int]) -> None:
         """Raises if the ranks that have not arrived do not arrive in time."""
         nonlocal told_s
         check()
@@ -140,11 +141,12 @@ def _meeting(
 
     try:
         store = private.default_store()
-        name = f"undertow/ring/{'_'.join(map(str, ranks))}"
+        # a list of thousands of ranks is longer than a store's key may be
+        name = f"undertow/ring/{hashlib.sha256(json.dumps(ranks).encode()).hexdigest()}"
         key = f"{name}/{store.add(f'{name}/tries/{rank}', 1)}"
         over = f"{key}/over"
-        look(())
-        yield Meeting(store, key, rank, len(ranks), look)
+        on_wait(())
+        yield Rendezvous(store, key, rank, len(ranks), on_wait)
     except UndertowError:
         raise
     except RuntimeError as error:  # from the store
@@ -259,7 +261,7 @@ class Guard:
                 neighbor.close()
             ring.hear(neighbor, messages, is_there)
         for watch in self._watches():
-            watch.look()
+            watch.judge()
 
 
 GUARD = Guard()  # one for the process, like sys.excepthook

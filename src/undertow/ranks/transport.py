@@ -105,7 +105,7 @@ class Handle:
         self._is_waited = True
         self.is_found_complete = True
 
-    def take(self) -> Tensor:
+    def result(self) -> Tensor:
         """Waits for the tensor that the message brings, and returns it."""
         self.wait()
         assert self._result is not None  # OwnGroup.all_gather and broadcast bring one

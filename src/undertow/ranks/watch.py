@@ -313,7 +313,7 @@ class Watch(NullWatch):
         """Returns True if the ranks have had their time to answer."""
         return time.monotonic() > self.asked_s + patience.ANSWERS_S
 
-    def look(self) -> None:
+    def judge(self) -> None:
         """Interrupts groups that cannot continue.
 
         Otherwise checks whether this rank has waited too long.
@@ -328,9 +328,9 @@ class Watch(NullWatch):
             self.told = now_s, self.report()
             if self.told[1]:
                 faults.tell(self.told[1])
-        self._look_at_stall(now_s, waited_s)
+        self._judge_stall(now_s, waited_s)
 
-    def _look_at_stall(self, now_s: float, waited_s: float) -> None:
+    def _judge_stall(self, now_s: float, waited_s: float) -> None:
         warning_s = self.limits.stall_warning_s
         is_over = waited_s > self.limits.stall_timeout_s
         if waited_s < warning_s and not is_over:

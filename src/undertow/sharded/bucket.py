@@ -150,9 +150,9 @@ class ShardedBucket(DenseBucket):
         groups: ShardGroups,
     ) -> None:
         super().__init__(layout, shared)
-        self._trailer = range(layout.trailer.start, layout.storage_numel)
+        trailer = self._trailer
         # it is a separate message
-        self.wire_bytes = shared.reducer.wire_bytes(layout, num_wide=len(self._trailer))
+        self.wire_bytes = shared.reducer.wire_bytes(layout, num_wide=len(trailer))
         self._groups = groups
         num_rows = shared.plan.num_ranks // groups.shard.group.num_ranks
         dtype = accumulation_dtype(self.memory.flat.dtype)
@@ -167,6 +167,10 @@ class ShardedBucket(DenseBucket):
         self._before: dict[int, GradientPlaceholder] = {}  # by position, the former `.grad`
         # copies of gradients into the bucket, for another thread, so that backward continues
         self._copies: list[Callable[[], None]] = []
+
+    @property
+    def _trailer(self) -> range:
+        return range(self.layout.trailer.start, self.layout.storage_numel)
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         self._copies = []
@@ -230,7 +234,7 @@ class ShardedBucket(DenseBucket):
             self.params[position].grad = placeholder
         self._before = {}
         if unused:
-            self.look()
+            self.note_known()
 
     @torch.no_grad()
     def bind_local(self) -> None:

@@ -698,9 +698,9 @@ class GradientSync:
         # Weak, because torch keeps such hooks for the life of the process.
         before_step = partial(GradientSync._before_step, weakref.ref(self))
 
-        def around_unscaling(optimizer: Optimizer, look: private.Look) -> private.Found:
+        def around_unscaling(optimizer: Optimizer, unscale: private.Unscale) -> private.Found:
             before_step(optimizer, (), {}, steps=False)
-            return look()
+            return unscale()
 
         hooks = contextlib.ExitStack()
         hooks.callback(register_optimizer_step_pre_hook(before_step).remove)

@@ -72,8 +72,8 @@ _STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(int).__code__
 # Of GradScaler, which unscales gradients and looks for infinite ones.
 # by device: 1.0 if a gradient there is not finite, else 0.0
 Found = dict[torch.device, torch.Tensor]
-Look = Callable[[], Found]
-Around = Callable[[torch.optim.Optimizer, Look], Found]
+Unscale = Callable[[], Found]
+Around = Callable[[torch.optim.Optimizer, Unscale], Found]
 _unscale = torch.amp.GradScaler._unscale_grads_
 _changing = threading.RLock()  # reentrant: the garbage collector may call the undo at any time
 _arounds: list[Around] = []  # of everything attached; if empty, torch has its original method
@@ -340,10 +340,11 @@ def require_eager_backward() -> None:
 
 
 def around_unscaling(around: Around) -> Callable[[], None]:
-    """Calls `around(optimizer, look)` whenever a scaler looks at an optimizer's gradients; returns
-    a function that undoes this.
+    """Calls `around(optimizer, unscale)` whenever a scaler looks at an optimizer's gradients.
 
-    `look()` does the scaler's own work. The first `around` registered is the outermost.
+    Returns a function that undoes this.
+
+    `unscale()` does the scaler's own work. The first `around` registered is the outermost.
     GradScaler.step uses the returned values to decide whether it skips, and GradScaler.update to
     choose the next scale.
     """
@@ -365,10 +366,10 @@ def around_unscaling(around: Around) -> Callable[[], None]:
 def _unscale_within(
     scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
 ) -> Found:
-    look: Look = partial(_unscale, scaler, optimizer, *args, **kwargs)
+    unscale: Unscale = partial(_unscale, scaler, optimizer, *args, **kwargs)
     for around in reversed(tuple(_arounds)):
-        look = partial(around, optimizer, look)
-    return look()
+        unscale = partial(around, optimizer, unscale)
+    return unscale()
 
 
 def moved_to_device(

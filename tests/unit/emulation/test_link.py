@@ -56,7 +56,7 @@ def post(receives: Receives, message: Message) -> LinkWork:
 def test_messages_follow_one_another_and_pay_their_latency_side_by_side(link: EmulatedLink, receives: Receives) -> None:
     for work in [post(receives, Message(source).come()) for source in (1, 2, 1, 2, 1)]:
         work.wait()
-    log, cost_s = link.take_log(), 4 * NUMEL / 1e6
+    log, cost_s = link.drain_log(), 4 * NUMEL / 1e6
     assert [(it.kind, it.num_bytes) for it in log] == [("send", 4 * NUMEL)] * 5
     # 1e-9: times of day are large doubles.
     assert all(later.started_s >= it.started_s + cost_s - 1e-9 for it, later in pairwise(log))
@@ -86,7 +86,7 @@ def test_messages_of_one_sender_are_done_as_they_were_posted(receives: Receives)
 def test_a_receive_waits_for_what_else_is_on_the_link(link: EmulatedLink, receives: Receives) -> None:
     _, free_s = link.reserve(ready_s=time.perf_counter(), bytes_s=0.2)
     post(receives, Message(1).come()).wait()
-    (transfer,) = link.take_log()
+    (transfer,) = link.drain_log()
     assert transfer.started_s >= free_s
 
 
