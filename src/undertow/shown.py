@@ -62,8 +62,8 @@ def with_experts(parts: "Iterable[RenderableType]", experts: Mapping[str, Shown]
         *parts,
         *(
             part
-            for name, it in experts.items()
-            for part in (cell(""), cell(f"Experts {name}:"), it)
+            for name, table in experts.items()
+            for part in (cell(""), cell(f"Experts {name}:"), table)
         ),
     )
 

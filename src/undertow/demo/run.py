@@ -139,7 +139,7 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
     compared = next(
         (done for done in results if done.way == TORCH_DDP), results[0]
     ).typical.duration_us
-    for done in sorted(results, key=lambda it: -it.typical.duration_us):
+    for done in sorted(results, key=lambda done: -done.typical.duration_us):
         overlap = overlap_of(done.typical)
         table.add_row(
             WAYS[done.way],

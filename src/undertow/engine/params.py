@@ -137,8 +137,8 @@ class ModuleParams:
 
     def _synchronized(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         return [
-            (name, it)
-            for name, it in named
+            (name, tensor)
+            for name, tensor in named
             if name not in self._ignored and name not in self._elsewhere
         ]
 

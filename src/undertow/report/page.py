@@ -154,7 +154,11 @@ def _require_one_run(reports: Sequence[Mapping[str, Any]], suffix: str, where: s
         remedy="Copy the files of all ranks into one folder; each node writes its own.",
     )
     first, *others = (
-        [report.get("run"), len(report["busy_ms"]), [it["params"] for it in report["buckets"]]]
+        [
+            report.get("run"),
+            len(report["busy_ms"]),
+            [bucket["params"] for bucket in report["buckets"]],
+        ]
         for report in reports
     )
     require(

@@ -82,7 +82,7 @@ def save_timeline(
     `baseline`, by default the first. `conditions` are drawn below: where the steps ran.
     """
     title = takeaway(traces, baseline=baseline)
-    slowest_first = dict(sorted(traces.items(), key=lambda it: -it[1].duration_us))
+    slowest_first = dict(sorted(traces.items(), key=lambda named: -named[1].duration_us))
     save_themes(lambda: _timeline(slowest_first, title, conditions), Path(path))
 
 

@@ -54,8 +54,8 @@ def class_for(cls: type[TorchDistributedDataParallel]) -> type[TorchDistributedD
     foreign = cls.__mro__[: cls.__mro__.index(TorchDistributedDataParallel)]
     private = {
         name
-        for name, it in vars(TorchDistributedDataParallel).items()
-        if name[0] == "_" != name[1] and callable(it)
+        for name, value in vars(TorchDistributedDataParallel).items()
+        if name[0] == "_" != name[1] and callable(value)
     }
     overridden = sorted(private & set().union(*map(vars, foreign)))
     require(

@@ -475,8 +475,8 @@ class GradientSync:
             ConfigError: If the file cannot be written.
         """
         paths = [
-            save_trace(it._engine, path, steps=steps, number=at)
-            for at, it in enumerate(self._parts)
+            save_trace(part._engine, path, steps=steps, number=at)
+            for at, part in enumerate(self._parts)
         ]
         return paths[0]
 

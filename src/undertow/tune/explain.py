@@ -47,25 +47,26 @@ class Explanation(Shown):
         return with_experts(map(cell, _lines(self)), self.experts)
 
 
-def _lines(it: Explanation) -> Iterator[str]:
-    sizes = ", ".join(f"{megabytes:.2f}" for megabytes in it.bucket_mb)
-    yield (
-        f"The plan: {_num_buckets_text(len(it.bucket_mb))} of {sizes} MB, {it.strategy}, "
-        f"{it.num_ranks} ranks"
-    )
-    for line in (it.why, it.decision, it.bound_by):
+def _lines(explained: Explanation) -> Iterator[str]:
+    sizes = ", ".join(f"{megabytes:.2f}" for megabytes in explained.bucket_mb)
+    buckets = f"{_num_buckets_text(len(explained.bucket_mb))} of {sizes} MB"
+    yield f"The plan: {buckets}, {explained.strategy}, {explained.num_ranks} ranks"
+    for line in (explained.why, explained.decision, explained.bound_by):
         if line:
             yield f"  {line}"
-    times = {"measured before the decision": it.measured_ms, "predicted": it.predicted_ms}
+    times = {
+        "measured before the decision": explained.measured_ms,
+        "predicted": explained.predicted_ms,
+    }
     known = [f"{name} {time_ms:.2f}" for name, time_ms in times.items() if time_ms is not None]
     if known:
         yield f"Until gradients are synchronized, ms since the step began: {', '.join(known)}"
-    if it.plans:
+    if explained.plans:
         yield "The fastest plans of each number of buckets, predicted:"
-        yield from (f"  {row}" for row in it.plans)
-    if it.network:
+        yield from (f"  {row}" for row in explained.plans)
+    if explained.network:
         yield "The network, as measured:"
-        yield from (f"  {row}" for row in it.network)
+        yield from (f"  {row}" for row in explained.network)
 
 
 def explanation(
@@ -114,11 +115,13 @@ def table_of_choice(candidates: Iterable[Candidate], present: Groups) -> tuple[s
     return tuple(rows)
 
 
-def _bound_text(it: Profile) -> str:
-    by = "processors" if it.is_bound_by_processors else "the network"
+def _bound_text(profile: Profile) -> str:
+    by = "processors" if profile.is_bound_by_processors else "the network"
+    processors_ms = (profile.processors_us or 0.0) * _MS
+    network_ms = (profile.network_us or 0.0) * _MS
     return (
-        f"bound by {by}: packing and copying add {(it.processors_us or 0.0) * _MS:.2f} ms to a "
-        f"step, the network {(it.network_us or 0.0) * _MS:.2f} ms"
+        f"bound by {by}: packing and copying add {processors_ms:.2f} ms to a step, "
+        f"the network {network_ms:.2f} ms"
     )
 
 
@@ -134,11 +137,11 @@ def _curve_text(profile: Profile, kind: str) -> str:
     )
 
 
-def _decision_text(it: Decision) -> str:
-    return _TEXTS[it.outcome].format(
-        buckets=_num_buckets_text(len(it.groups or ())),
-        numbers=f"predicted {it.present_us * _MS:.2f} ms, the best plan "
-        f"{it.predicted_us * _MS:.2f} ms",
+def _decision_text(decision: Decision) -> str:
+    return _TEXTS[decision.outcome].format(
+        buckets=_num_buckets_text(len(decision.groups or ())),
+        numbers=f"predicted {decision.present_us * _MS:.2f} ms, the best plan "
+        f"{decision.predicted_us * _MS:.2f} ms",
     )
 
 

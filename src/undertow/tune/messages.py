@@ -65,7 +65,7 @@ def _row(record: StepRecord, plan: Plan) -> list[float]:
         max(bucket.waited[1] for bucket in record.buckets),
     )
     negated = (
-        {it.bucket: it.launched_us - it.done_us for it in sent}
+        {row.bucket: row.launched_us - row.done_us for row in sent}
         for sent in (record.buckets, record.gathers)
     )
     return [
@@ -107,7 +107,7 @@ def measurement_from_array(
     launch_us, us_per_byte = line_through(curve_from_samples(_packed(records, plan)).points)
     skews = [
         float(np.std(busy)) / max(_LEAST_US, float(np.mean(busy)))
-        for busy in (it.busy_ms or (1.0,) for it in records)
+        for busy in (record.busy_ms or (1.0,) for record in records)
     ]
     begins, backward_begins, backward_ends, rest, synchronized, host_us, waited, computed = times.T
     # Median over steps: a parameter whose gradient arrived only once counts as one that never does.

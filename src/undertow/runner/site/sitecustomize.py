@@ -69,14 +69,14 @@ def _import_the_next():
     """Imports the sitecustomize that Python would have found without this one."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]
-    this = sys.modules.pop(__name__)
+    own = sys.modules.pop(__name__)
     try:
         import sitecustomize  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != __name__:
             raise
     finally:
-        sys.modules.setdefault(__name__, this)
+        sys.modules.setdefault(__name__, own)
 
 
 if __name__ == "sitecustomize":
