@@ -364,3 +364,21 @@ def test_whatever_is_changed_is_loaded_or_is_an_error_and_no_other_file_is_touch
     assert {path: (found.st_size, found.st_mtime_ns) for path, found in before.items()} == {
         path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*")
     }
+
+
+def test_a_checkpoint_of_torchs_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    """Earlier versions wrote these files."""
+    path = tmp_path / "saved"
+    path.mkdir()
+    for name in (".metadata", "__0_0.distcp"):
+        (path / name).write_bytes(b"\x80\x04")
+    (path / INDEX).write_text('{"format": 1, "optimizer": null, "extra": null}')
+    assert has_checkpoint(path)
+    assert refusal(path) == (
+        "the checkpoint has the format of torch.distributed.checkpoint, which earlier versions wrote.\n"
+        f"  {path}\n"
+        "  Load it with torch.distributed.checkpoint.load(), and save it to another path."
+    )
+    assert text_of(CheckpointError, lambda: save_checkpoint(path, nn.Linear(1, 1))).startswith(
+        ".metadata is not part of a checkpoint"
+    )
