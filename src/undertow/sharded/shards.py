@@ -43,7 +43,7 @@ class ShardPart:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Slot:
+class _FlatParam:
     """One parameter in `flat`."""
 
     part: ShardPart
@@ -111,7 +111,7 @@ class FlatParams:
         self.flat[bucket.numel :].zero_()  # padding
         shard = bucket.shard_range(rank, num_replicas=num_replicas)
         self._slots = [
-            _Slot(
+            _FlatParam(
                 _part_of(bucket, slot, shard),
                 param,
                 self.flat[slot.start : slot.stop],
