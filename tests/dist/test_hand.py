@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support import inside
+from support.alike import of_all_ranks
 from support.errors import Call, text_of
 from support.models import CASES, noise
 from support.naive import collectives, naive_mean, require_same, require_same_gradients
@@ -24,6 +25,7 @@ from undertow import (
     GradientBucket,
     GradientBucketManager,
     PhaseError,
+    PlanMismatch,
     WrongType,
     average_gradients,
 )
@@ -477,4 +479,23 @@ def test_a_call_inside_a_backward_is_refused() -> None:
     assert text_of(PhaseError, x.sum().backward) == (
         f"average_gradients() was called inside a backward.\n  {WHERE}\n"
         "  Call it after torch.autograd.grad has returned: during a backward, ranks may run in different orders."
+    )
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("first", "others"), [([(2, 3)], [(3, 2)]), ([(4,), (2, 1)], [(2, 1), (4,)])], ids=["another shape", "another order"]
+)
+def test_shapes_that_differ_between_ranks_are_an_error_on_every_rank(
+    first: list[tuple[int, ...]], others: list[tuple[int, ...]]
+) -> None:
+    gradients = [torch.zeros(shape) for shape in (others if dist.get_rank() else first)]
+    what, where, remedy = text_of(PlanMismatch, lambda: average_gradients(gradients)).splitlines()
+    assert average_gradients([torch.ones(2)])[0].tolist() == [1.0, 1.0]  # nothing is left over from before
+    assert what == "ranks gave gradients of different shapes or dtypes."
+    before, _, fingerprint = where.rpartition(" ")
+    assert (before, len(set(of_all_ranks(fingerprint))), remedy) == (
+        f"  rank {dist.get_rank()}: fingerprint",
+        2,
+        "  Give the gradients of the same parameters in the same order on every rank.",
     )

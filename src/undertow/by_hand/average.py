@@ -1,5 +1,6 @@
 """Averages over ranks gradients that no hook has seen."""
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.errors import PhaseError, WrongType, require
+from undertow.errors import PhaseError, PlanMismatch, WrongType, require
 from undertow.ranks.group import GroupRef, user_group, warn_of_lone_rank
 from undertow.ranks.transport import Handle, all_reduce_over
 from undertow.torch_private import private
@@ -36,9 +37,8 @@ def average_gradients(
 
     Args:
         gradients: The gradients, in the same order and with the same shapes and dtypes on all
-            ranks, which is not checked. A None (`allow_unused=True`) counts as zeros and needs
-            `parameters`; the result is None only if every rank has None. A sparse gradient becomes
-            a dense one.
+            ranks. A None (`allow_unused=True`) counts as zeros and needs `parameters`; the result
+            is None only if every rank has None. A sparse gradient becomes a dense one.
         parameters: The parameters of the gradients, in the same order.
         process_group: The ranks to average over; the default group if None.
 
@@ -48,6 +48,9 @@ def average_gradients(
     Raises:
         ConfigError: If tensors cannot be averaged.
         PhaseError: Inside a backward.
+        PlanMismatch: If gradients differ between ranks although their total sizes agree. On a
+            device only ranks that have a None raise it, because the check makes the host wait.
+            If sizes differ the backend fails, or waits.
 
     ```python
     gradients = torch.autograd.grad(loss, parameters)
@@ -67,30 +70,45 @@ def average_gradients(
     reference = GroupRef.of(group)
     given = None if parameters is None else _listed(parameters, "parameters")
     pairs = _with_examples(_listed(gradients, "gradients"), given)
+    # The index of a device may differ between ranks.
+    described = [(tuple(it.shape), str(it.dtype), it.device.type) for _, it in pairs]
+    fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()[:6]
     by_kind: defaultdict[object, list[int]] = defaultdict(list)
     for index, (_, example) in enumerate(pairs):
         by_kind[example.dtype, example.device].append(index)
-    flats = [_flat([pairs[index] for index in indices]) for indices in by_kind.values()]
+    flats = [
+        _flat([pairs[index] for index in indices], fingerprint) for indices in by_kind.values()
+    ]
     if group.size() > 1:
         for handle in [_started(flat, group, reference) for flat in flats]:
             handle.wait()
     averaged: list[Tensor | None] = [None] * len(pairs)
     for indices, flat in zip(by_kind.values(), flats, strict=True):
-        results = _results([pairs[index] for index in indices], flat)
+        results = _results(
+            [pairs[index] for index in indices], flat, fingerprint, rank=reference.rank
+        )
         for index, result in zip(indices, results, strict=True):
             averaged[index] = result
     return tuple(averaged)
 
 
-def _flat(pairs: Sequence[_Pair]) -> Tensor:
-    """Returns gradients one after another, and a flag for each: whether it is there."""
+def _flat(pairs: Sequence[_Pair], fingerprint: str) -> Tensor:
+    """Returns gradients one after another, and flags: whether each is there, and `_bits`."""
     # In logical order, whatever the strides: those may differ from rank to rank, especially if one
     # has None.
     values = [
         torch.zeros_like(example) if gradient is None else gradient for gradient, example in pairs
     ]
     flags = [gradient is not None for gradient, _ in pairs]
-    return torch.cat([*map(Tensor.flatten, values), values[0].new_tensor(flags)])
+    return torch.cat(
+        [*map(Tensor.flatten, values), values[0].new_tensor(flags + _bits(fingerprint))]
+    )
+
+
+def _bits(fingerprint: str) -> list[bool]:
+    """Returns bits and their complements: they come back with other zeros if ranks differ."""
+    bits = [bit == "1" for bit in f"{int(fingerprint, 16):024b}"]
+    return bits + [not bit for bit in bits]
 
 
 def _started(flat: Tensor, group: dist.ProcessGroup, reference: GroupRef) -> Handle:
@@ -99,13 +117,24 @@ def _started(flat: Tensor, group: dist.ProcessGroup, reference: GroupRef) -> Han
     return all_reduce_over(flat.div_(group.size()), group)
 
 
-def _results(pairs: Sequence[_Pair], mean: Tensor) -> list[Tensor | None]:
+def _results(
+    pairs: Sequence[_Pair], mean: Tensor, fingerprint: str, *, rank: int
+) -> list[Tensor | None]:
     """Returns the mean gradients, None for a gradient that no rank has."""
-    *parts, flags = torch.split(mean, [*(example.numel() for _, example in pairs), len(pairs)])
-    are_there = [True] * len(pairs)
+    sizes = [example.numel() for _, example in pairs]
+    *parts, flags = torch.split(mean, [*sizes, mean.numel() - sum(sizes)])
+    are_there = [gradient is not None for gradient, _ in pairs]
     # Reading makes the host wait for a device. A rank that has all gradients learns nothing.
-    if any(gradient is None for gradient, _ in pairs):
-        are_there = (flags != 0).tolist()
+    if mean.device.type == "cpu" or not all(are_there):
+        read = (flags != 0).tolist()
+        are_there = read[: len(pairs)]
+        require(
+            read[len(pairs) :] == _bits(fingerprint),
+            "ranks gave gradients of different shapes or dtypes.",
+            where=f"rank {rank}: fingerprint {fingerprint}",
+            remedy="Give the gradients of the same parameters in the same order on every rank.",
+            error=PlanMismatch,
+        )
     found: list[Tensor | None] = []
     for (_, example), part, is_there in zip(pairs, parts, are_there, strict=True):
         # `.data` is a separate tensor. Views of one tensor share a version counter: changing

@@ -4,12 +4,14 @@ import argparse
 import os
 import shutil
 import sys
+import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from undertow.errors import ConfigError, UndertowError, make_directory, require
-from undertow.runner.settings import RUN, settings_from, variables_of
+from undertow.runner.settings import MARK, RUN, settings_from, variables_of
 
 _SITE = str(Path(__file__).with_name("site"))
 
@@ -97,6 +99,8 @@ def _environment(out: Path | None, assignments: Sequence[str]) -> dict[str, str]
         make_directory(out, where="undertow run")
     # This one may run within another, whose folder holds.
     environment[RUN] = environment.get(RUN, "") if out is None else str(out.absolute())
+    mark = os.path.join(tempfile.gettempdir(), f"undertow-run-{uuid.uuid4().hex}")
+    environment.setdefault(MARK, f"{os.getpid()}:{mark}")
     others = [
         folder
         for folder in environment.get("PYTHONPATH", "").split(os.pathsep)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.errors import require
 from undertow.runner.ending import end
-from undertow.runner.settings import RUN, TRACE, settings_from
+from undertow.runner.settings import MARK, RUN, TRACE, settings_from
 from undertow.sync.gradient_sync import GradientSync
 
 _numbers = itertools.count()
@@ -47,6 +48,9 @@ def class_for(cls: type[TorchDistributedDataParallel]) -> type[TorchDistributedD
     Raises ConfigError for a class that overrides private methods of torch's, which Undertow does
     not call.
     """
+    _, _, mark = os.environ.get(MARK, "").partition(":")
+    if mark:
+        Path(mark).touch()
     if cls in (TorchDistributedDataParallel, DistributedDataParallel):
         return Wrapped
     if issubclass(cls, DistributedDataParallel):

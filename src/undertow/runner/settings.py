@@ -8,6 +8,8 @@ from undertow.config import SyncConfig
 from undertow.errors import require, require_known
 
 RUN = "UNDERTOW_RUN"  # the folder for files, or empty
+# The process that `undertow run` becomes, and a file that a process makes with its first wrapper.
+MARK = "UNDERTOW_RUN_MARK"
 TRACE = "UNDERTOW_TRACE"
 _PREFIX = "UNDERTOW_"
 
@@ -42,7 +44,7 @@ def settings_from(environment: Mapping[str, str]) -> dict[str, Any]:
     """
     settings = {}
     for name in sorted(environment):
-        if name.startswith(_PREFIX) and name not in (RUN, TRACE):
+        if name.startswith(_PREFIX) and name not in (RUN, MARK, TRACE):
             settings[name.removeprefix(_PREFIX).lower()] = _value(environment[name])
     SyncConfig(**settings)
     return settings

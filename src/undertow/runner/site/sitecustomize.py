@@ -6,6 +6,7 @@ Undertow: it waits until the program has imported torch, and Undertow is importe
 wrapper is made.
 """
 
+import atexit
 import functools
 import importlib.util
 import os
@@ -79,10 +80,31 @@ def _import_the_next():
         sys.modules.setdefault(__name__, own)
 
 
+def _say_if_nothing_was_wrapped(process, mark):
+    if process != str(os.getpid()):  # a forked one
+        return
+    try:
+        os.unlink(mark)
+    except FileNotFoundError:
+        if not hasattr(sys, "last_value"):  # an error that has ended the program says more
+            print(
+                "undertow run: no process of this program made a DistributedDataParallel: "
+                "Undertow had nothing to do.",
+                file=sys.stderr,
+            )
+
+
+def _begin():
+    process, _, mark = os.environ.get("UNDERTOW_RUN_MARK", "").partition(":")
+    if process == str(os.getpid()):
+        atexit.register(_say_if_nothing_was_wrapped, process, mark)
+    if _MODULE in sys.modules:  # something that Python imports even earlier needs torch
+        _redirect(sys.modules[_MODULE].DistributedDataParallel)
+    else:
+        sys.meta_path.insert(0, _Finder)
+
+
 if __name__ == "sitecustomize":
     if "UNDERTOW_RUN" in os.environ:
-        if _MODULE in sys.modules:  # something that Python imports even earlier needs torch
-            _redirect(sys.modules[_MODULE].DistributedDataParallel)
-        else:
-            sys.meta_path.insert(0, _Finder)
+        _begin()
     _import_the_next()
