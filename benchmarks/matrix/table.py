@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.matrix.catalog import BARE, MODES, OURS, OWN, TORCH
+from benchmarks.matrix.catalog import BARE, OURS, OWN, TORCH
 from benchmarks.matrix.finished import place_of, title_of
 from benchmarks.matrix.interval import ALIKE, LEAST_TURNS, Ratio, ratio_of
 
@@ -103,14 +103,8 @@ def _at_a_glance(cells: Sequence[Row]) -> list[str]:
     return ["## Whole steps", markdown_table(_GLANCE, lines), _HOW_SURE, *(_count(compared) if compared else ())]
 
 
-def may_be_lost(cell: Row) -> bool:
-    """True if Undertow's defaults are slower than the fastest peer, or if that is undecided."""
-    ours = _defaults(cell)
-    return ours is not None and _is_compared(cell) and ratio_of(ours, _fastest(_peers(cell))).may_be_lost
-
-
 def _modes(cell: Row) -> list[Row]:
-    return [row for row in cell["rows"] if row["error"] is None and row["system"] in MODES]
+    return [row for row in cell["rows"] if row["error"] is None and row["system"] in OWN]
 
 
 def _peers(cell: Row) -> list[Row]:
@@ -148,8 +142,7 @@ def _glance(cell: Row) -> list[str]:
 
 
 def _named(row: Row) -> str:
-    kept = f", of {row['kept_from']}" if "kept_from" in row else ""
-    return f"{row['variant'] or row['system']} {_step_ms(row):.0f}{kept}"
+    return f"{row['variant'] or row['system']} {_step_ms(row):.0f}"
 
 
 def _ratio(ratio: Ratio) -> str:

@@ -219,27 +219,3 @@ def test_a_run_that_is_resumed_measures_what_is_missing(out: Path, monkeypatch: 
     measured.clear()
     start(out, "--link", "none")
     assert measured == [(("gpt", 2, "1gbit", "shaped", "cpu"), True), *missing]
-
-
-@pytest.mark.usefixtures("measured")
-def test_the_figures_of_a_peer_that_cannot_be_measured_here_are_kept_out_of_turn(out: Path) -> None:
-    earlier = at()
-    peer = {**earlier["rows"][1], "system": "megatron-ddp", "title": "Megatron-core DDP", "variant": "megatron-ddp@1MB"}
-    write(out, {**earlier, "rows": [*earlier["rows"], peer]})
-    for _ in range(2):
-        assert start(out, "--resume", "--ranks", "2", "--steps", "100") == 0
-        (now,) = written(out)
-        kept = next(row for row in now["rows"] if row["system"] == "megatron-ddp")
-        assert (kept["kept_from"], kept["step_ms"], kept.keys() & {"turns_ms", "runs"}) == ("2026-01-01", peer["step_ms"], set())
-    assert ", of 2026-01-01 |" in (out / "matrix.md").read_text()
-
-
-def test_only_cells_that_are_lost_or_may_be_are_measured_again(out: Path, measured: list[list[str]]) -> None:
-    def beside_torch(ours: float, *place: Any) -> dict[str, Any]:
-        made = cell("bare", "ours", "torch-ddp-best", ours=played([ours] * 2), **{"torch-ddp-best@1MB": played([100.0] * 2)})
-        return {**at(*place), "rows": made["rows"]}
-
-    write(out, beside_torch(121.0, "gpt", 2), beside_torch(99.0, "gpt", 4), at("gpt", 2, "5gbit"))
-    assert start(out, "--lost", "--link", "5gbit") == 0
-    assert measured == [["bare", "ours", "torch-ddp-best"]]
-    assert len(written(out)) == 3

@@ -10,8 +10,7 @@ import pytest
 from support.strategies import spec
 from undertow.plan import ParamSpec, Plan, SizeCaps, default_caps, group_by_size, plan_from_groups
 from undertow.profile import Profile, profile_from_file
-from undertow.report.what_if import NetworkOptions, WhatIf
-from undertow.simulate import Conditions
+from undertow.report.what_if import WhatIf
 from undertow.trace import Transfer, cost_samples
 from undertow.tune import Decision, Measurement, Outcome, Tuner
 
@@ -77,7 +76,6 @@ class World:
             update_us=UPDATE_US,
             num_ranks=NUM_RANKS,
             step_us=self.finish_us(plan) + UPDATE_US,
-            spread=0.0,
             processors_us=self.processors_us,
             network_us=self.network_us,
         )
@@ -190,7 +188,7 @@ def test_the_choice_from_a_saved_profile_is_that_of_training(
     online, _ = tuner.choice(plan, has_shards=has_shards)
     tuner.profile(plan, strategy="zero1" if has_shards else "ddp").save(tmp_path / "profile.json")
     saved = profile_from_file(tmp_path / "profile.json")
-    assert WhatIf.of(saved, None, None, NetworkOptions(), Conditions()).choice == online
+    assert WhatIf.of(saved).choice == online
 
 
 def test_the_users_order_is_kept() -> None:
