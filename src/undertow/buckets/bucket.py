@@ -179,7 +179,7 @@ class LiveBucket(ABC):
     """
 
     reduction: ClassVar = OpKind.ALL_REDUCE
-    is_trailer_summed: ClassVar = False  # by its reduction, which otherwise averages it
+    is_trailer_apart: ClassVar = False  # a separate message, in full width, summed and not averaged
 
     # positions whose results of earlier synchronizations are added to this one's
     live: Collection[int] = ()
@@ -191,11 +191,11 @@ class LiveBucket(ABC):
         self.params = tuple([shared.params[index] for index in layout.params])
         self.memory = BucketMemory(layout, () if layout.is_sparse else self.params)
         group = shared.reducer.group
-        divisor = 1 if self.is_trailer_summed else group.num_ranks
+        divisor = 1 if self.is_trailer_apart else group.num_ranks
         self.trailer = TrailerCodec(layout, self.memory.trailer, divisor=divisor, rank=group.rank)
         names = [repr(shared.plan.params[index].name) for index in dict.fromkeys(layout.params)]
         self.label = f"bucket {layout.index} ({listed(names) or 'flags only'})"  # in messages
-        self.wire_bytes = shared.reducer.wire_bytes(layout)
+        self.wire_bytes = shared.reducer.wire_bytes(layout, is_trailer_wide=self.is_trailer_apart)
         self.handles: list[Handle] = []
         self._is_packed = False  # by a round that only accumulates
         # by position, gradients that arrived after the bucket was launched

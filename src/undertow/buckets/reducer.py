@@ -107,14 +107,12 @@ class Reducer:
         )  # the end of the numbers that a cast rounds down
         return min(largest, rounded_down * (self.group.num_ranks if is_divided else 1))
 
-    def wire_bytes(self, bucket: Bucket, *, num_wide: int = 0) -> int:
-        """Returns the bytes of a bucket that are passed to collectives; 0 if a hook sends it.
-
-        `num_wide` elements travel in the bucket's dtype.
-        """
+    def wire_bytes(self, bucket: Bucket, *, is_trailer_wide: bool) -> int:
+        """Returns the bytes of a bucket that are passed to collectives; 0 if a hook sends it."""
         if self.hook is not None:
             return 0
         if self.wire is None or not travels_narrower(getattr(torch, bucket.dtype), self.wire):
             return bucket.wire_bytes
+        num_wide = bucket.storage_numel - bucket.trailer.start if is_trailer_wide else 0
         num_narrow = bucket.storage_numel - num_wide
         return num_narrow * self.wire.itemsize + num_wide * bucket.itemsize

@@ -139,7 +139,7 @@ class ShardedBucket(DenseBucket):
     """
 
     reduction: ClassVar = OpKind.REDUCE_SCATTER
-    is_trailer_summed: ClassVar = True
+    is_trailer_apart: ClassVar = True
 
     def __init__(
         self,
@@ -150,9 +150,6 @@ class ShardedBucket(DenseBucket):
         groups: ShardGroups,
     ) -> None:
         super().__init__(layout, shared)
-        trailer = self._trailer
-        # it is a separate message
-        self.wire_bytes = shared.reducer.wire_bytes(layout, num_wide=len(trailer))
         self._groups = groups
         num_rows = shared.plan.num_ranks // groups.shard.group.num_ranks
         dtype = accumulation_dtype(self.memory.flat.dtype)
