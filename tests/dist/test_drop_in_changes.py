@@ -331,21 +331,6 @@ def test_a_functional_call_with_other_parameters_changes_nothing(kind: str, is_f
         assert [spec.name for spec in ddp.plan.params] == [name for name, _ in bare.named_parameters()]
 
 
-@in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("in_backward", [False, True], ids=["parameters", "tensors too"])
-def test_a_wrapper_may_be_called_with_the_parameters_of_another_one(in_backward: bool) -> None:
-    """A is called with B's parameters for a moment; B goes on as if nothing had been."""
-    with wrapped(mlp(), bucket_cap_mb=1e-6) as other, wrapped_and_bare(mlp(), bucket_cap_mb=1e-6) as (ddp, bare):
-
-        def loss(model: nn.Module, step: int) -> Tensor:
-            value, mine = MLP.loss(model, step), dict(ddp.named_parameters())
-            for lent in (mine, {name: 2 * param for name, param in mine.items()})[: 1 + in_backward if model is ddp else 0]:
-                functional_call(other, lent, (noise(5, 6),))
-            return value
-
-        backward_alike(ddp, bare, loss)
-
-
 @in_ranks(2)
 @pytest.mark.parametrize("change", ["frozen", "added"])
 def test_an_old_gradient_of_a_parameter_that_a_change_leaves_unused_stays_to_the_bit(change: str) -> None:
@@ -451,6 +436,25 @@ def test_parts_that_are_trained_in_turns_step_on_means(how: str, turns: str, is_
     assert is_frozen_at_first or max(map(generation_of, syncs)) <= 1
     for sync in syncs:
         sync.close()
+
+
+@in_ranks(2)
+def test_what_another_wrapper_trains_is_its_own() -> None:
+    """One holds a frozen discriminator, which is trained in turns by the wrapper that it has to itself."""
+    model = Adversaries()
+    model.discriminator.requires_grad_(False)
+    bare = copy.deepcopy(model)
+    with wrapped(model, bucket_cap_mb=1e-6) as ddp, wrapped(model.discriminator.requires_grad_(True)) as inner:
+
+        def loss(each: nn.Module, step: int) -> Tensor:
+            parts = (model.generator, inner) if each is ddp else (bare.generator, bare.discriminator)
+            each(noise(3, 4), "", naive_mean)  # no turns
+            parts[1].requires_grad_(False)
+            parts[0](noise(3, 4, step=step)).square().sum().backward()
+            return parts[1].requires_grad_(True)(noise(3, 4, step=step)).square().sum()
+
+        backward_alike(ddp, bare, loss)
+        assert len(ddp.plan.params) == len(inner.plan.params) == 2
 
 
 class Thaws(nn.Module):

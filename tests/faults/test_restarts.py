@@ -165,12 +165,6 @@ def test_an_interrupted_job_leaves_no_process_and_goes_on_where_it_was(tmp_path:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("elastic")] == ["elastic_checkpoint"]
 
 
-def test_the_example_says_how_it_is_used(tmp_path: Path) -> None:
-    (done,) = run(tmp_path, "--help", num_ranks=1)
-    told = "torchrun --standalone --nproc-per-node=4 --max-restarts=3 examples/elastic_train.py", "--kill-rank RANK"
-    assert (done.exit_code, [text for text in told if text not in done.out]) == (0, [])
-
-
 @pytest.mark.slow
 @pytest.mark.smoke
 @pytest.mark.timeout(3600)  # for as many as are asked for

@@ -81,11 +81,6 @@ def test_a_late_rank_is_reported_on_every_rank_and_training_goes_on(name: str, n
         ), rank.text
 
 
-def test_the_report_comes_again_while_the_rank_is_late() -> None:
-    for rank in outcomes(PLACES["in data"].fault("late until reported", 2, settings=WARNS, num_reports=2)):
-        assert [plain(text).split("\n")[0] for text in rank.words["logged"]].count(HEAD.format(bucket=FIRST, faulty=1)) >= 2
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_that_is_too_late_fails_the_step_on_every_rank(num_ranks: int, record: Record) -> None:

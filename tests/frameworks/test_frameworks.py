@@ -509,28 +509,12 @@ def test_fabric_needs_the_model_with_its_optimizer(framework_ranks: Ranks) -> No
     )
 
 
-def odd_uses_of_lightning() -> None:
-    from support import lightning_recipes as recipes
-
-    with as_launched():
-        trainer = recipes.trainer_of(DistributedDataParallel, precision="bf16-true", ours=SHARDS, max_epochs=1)
-        for _ in range(2):  # with a new wrapper each time
-            trainer.fit(module := recipes.Plain(), recipes.loader())
-            assert all(param.isfinite().all() and param.dtype == torch.bfloat16 for param in module.parameters())
-
-
 def on_one_device() -> None:
     from support import lightning_recipes as recipes
 
     with as_launched():
         trainer = recipes.trainer_of(DistributedDataParallel, devices=1, gradient_clip_val=0.1, ours=SHARDS)
         trainer.fit(recipes.Regression(), recipes.loader())
-
-
-@pytest.mark.slow
-def test_lightning_fits_twice_with_parameters_of_16_bits(framework_ranks: Ranks) -> None:
-    require_installed("lightning")
-    framework_ranks.run(odd_uses_of_lightning, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.slow
@@ -645,8 +629,3 @@ def test_an_example_learns(tmp_path: Path, name: str) -> None:
     assert done.returncode == 0, done.stderr
     first, *_, last = [float(loss) for loss in re.findall(r"^step +\d+ .*loss (\S+)$", done.stdout, re.MULTILINE)]
     assert last < 0.8 * first
-
-
-def test_a_missing_framework_skips_and_says_what_installs_it() -> None:
-    told = text_of(pytest.skip.Exception, lambda: require_installed("torch", "no_such_framework"))
-    assert told == "not installed: no_such_framework; make works-with installs frameworks"
