@@ -41,7 +41,7 @@ class Counting(torch.optim.Optimizer):
 
 
 def numbers(policy: str = "skip", *, is_found: bool) -> NonFinite:
-    judge = NonFinite(policy, rank=1, look=lambda: None, names=range(2))
+    judge = NonFinite(policy, rank=1, find_alone=lambda: None, names=range(2))
     judge.round_ends(a_round(is_found), PLAN)
     return judge
 

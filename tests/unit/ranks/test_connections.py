@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from undertow.ranks import connections as module
 from undertow.ranks import patience
-from undertow.ranks.connections import Connection, Meeting, connect_ring, host_of, own_address
+from undertow.ranks.connections import Connection, Rendezvous, connect_ring, host_of, own_address
 
 Made = list[tuple[list[Connection], str]]
 
@@ -44,7 +44,7 @@ def made(num_ranks: int, *, ranks: Sequence[int] | None = None, look: Any = lamb
     def rank(number: int) -> tuple[list[Connection], str]:
         store = dist.FileStore(str(path), num_ranks)
         try:
-            return connect_ring(Meeting(store, "ring", number, num_ranks, look)), ""
+            return connect_ring(Rendezvous(store, "ring", number, num_ranks, look)), ""
         except ConnectionError as error:
             return [], str(error)
 

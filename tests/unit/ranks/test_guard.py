@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from support.processes import Ended, Rank, run_ranks
 from undertow import SyncConfig
-from undertow.ranks.connections import Meeting, connect_ring
+from undertow.ranks.connections import Rendezvous, connect_ring
 from undertow.ranks.guard import GUARD
 from undertow.ranks.watch import Ring, Watch
 
@@ -23,7 +23,7 @@ GONE = ["RankLost", "rank 1 is gone: its process has ended without a word, or wa
 def joined(rank: Rank, **limits: float) -> Watch:
     """This rank's watch in a ring with the others."""
     store = dist.FileStore(str(rank.directory / "store"), rank.num_ranks)
-    meeting = Meeting(store, "ring", rank.number, rank.num_ranks, lambda _: None)
+    meeting = Rendezvous(store, "ring", rank.number, rank.num_ranks, lambda _: None)
     neighbors = connect_ring(meeting)
     ring = Ring(neighbors, rank=rank.number, num_ranks=rank.num_ranks)
     GUARD.adopt(tuple(range(rank.num_ranks)), ring, store)

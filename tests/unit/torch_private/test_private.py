@@ -219,9 +219,9 @@ def test_what_is_around_unscaling_is_called_wherever_a_scaler_looks(how: str) ->
     optimizer = torch.optim.SGD([param], lr=1.0, fused=how == "fused step")
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
-    def around(name: str, looking: torch.optim.Optimizer, look: private.Look) -> private.Found:
+    def around(name: str, looking: torch.optim.Optimizer, unscale: private.Unscale) -> private.Found:
         seen.append(f"{name} begins with {'it' if looking is optimizer else 'another'}")
-        found = look()
+        found = unscale()
         seen.append(f"{name} ends")
         return {device: torch.ones_like(value) for device, value in found.items()}
 
