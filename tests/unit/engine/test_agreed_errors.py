@@ -1,12 +1,13 @@
 """Readings of a round become errors."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from support.errors import text_of
 from undertow.buckets.trailer import Reading
-from undertow.engine.agreed_errors import changed_unlike, loaded_apart, require_sound, settings_differ
+from undertow.engine.agreed_errors import changed_unlike, loaded_apart, require_same_settings, require_sound, settings_differ
 from undertow.engine.agreed_errors import text_of as text_of_settings
 from undertow.engine.round import Round, RoundKind, Terms
 from undertow.errors import Desync, PeerFailed, PlanMismatch
@@ -121,6 +122,12 @@ def test_the_first_setting_that_differs_is_named_with_the_values_of_all_ranks() 
         "  save_checkpoint",
         "  first difference: momentum of group 0 of SGD is not set on rank 0, 0.5 on rank 1, 1 on rank 2",
     ]
+
+
+@pytest.mark.parametrize("texts", [["lr: 1"], ["lr: 1", "lr: 1"], ["lr: 1", "lr: 1", "lr: 2"]])
+def test_ranks_whose_settings_have_the_same_text_have_the_same_settings(texts: list[str]) -> None:
+    with pytest.raises(PlanMismatch, match="lr is 1 on rank 0, 1 on rank 1, 2 on rank 2") if len(texts) == 3 else nullcontext():
+        require_same_settings(texts, where="save_checkpoint")
 
 
 @pytest.mark.parametrize(
