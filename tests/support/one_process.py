@@ -18,7 +18,7 @@ ranks that wait for each other for ever. Nothing is found out by time, except th
 import contextlib
 import copy
 import threading
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -53,6 +53,21 @@ PATIENCE_S = 20.0
 _LEFT = "another rank has failed"
 T = TypeVar("T")
 _thread = threading.local()  # `rank`, in a rank's thread
+
+
+class Snapshots(OrderedDict[int, Any]):
+    """Hooks that a thread may go through while another one adds or removes some; torch expects one thread."""
+
+    def values(self) -> Any:
+        return list(super().values())
+
+
+for _place, _name in (
+    (module, "_global_module_registration_hooks"),
+    (module, "_global_parameter_registration_hooks"),
+    (optimizer, "_global_optimizer_pre_hooks"),
+):
+    setattr(_place, _name, Snapshots(getattr(_place, _name)))
 
 
 @dataclass(eq=False)
