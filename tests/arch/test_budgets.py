@@ -18,12 +18,15 @@ from support.naive import wrapped
 from support.project import DOCS, ROOT, SOURCES
 from support.ranks import in_ranks
 from support.style import phrases
+from undertow.config import REFUSED
 
 PACKAGE = ROOT / "src" / "undertow"
 TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in SOURCES}
 BUDGETS = {
-    "statements": 12_000,
-    "statements of the four rooms": 5_000,
+    "statements": 9_000,
+    "nodes": 105_000,
+    "nodes of what training runs": 45_000,
+    "refused pairs": 12,
     "statements of integrations": 260,
     "statements of the runner": 319,
     "files of a folder": 12,
@@ -33,21 +36,28 @@ BUDGETS = {
     "phrases of docs": 20,
     "phrases of src": 30,
 }
-ROOMS = ("engine/", "buckets/", "ranks/", "sharded/")  # what training runs
+ROOMS = ("engine/", "buckets/", "ranks/", "sharded/", "sync/")  # what training runs
 LEAVES = ("integrations/", "runner/")  # nothing else imports them; each has a budget of its own
 # An entry may not grow. It leaves this table when it is within its budget; the table ends empty.
 NOT_YET = {
-    "statements": 12_272,
-    "statements of the four rooms": 5_527,
+    "statements": 11_610,
+    "nodes": 135_500,
+    "nodes of what training runs": 66_150,
 }
 # With one bucket, so that all runs enter the same.
-STEP_BUDGETS = {"ddp": (12, 120), "zero1": (18, 200)}  # files and frames of undertow that a steady step of ten parameters enters
-STEPS_NOT_YET = {"ddp": (18, 141), "zero1": (27, 216)}
+STEP_BUDGETS = {"ddp": (10, 120), "zero1": (15, 200)}  # files and frames of undertow that a steady step of ten parameters enters
+STEPS_NOT_YET = {"ddp": (16, 132), "zero1": (24, 202)}
 
 
 def statements(folder: str) -> int:
     trees = [tree for path, tree in TREES.items() if path.as_posix().startswith(folder)]
     return sum(isinstance(node, ast.stmt) for tree in trees for node in ast.walk(tree))
+
+
+def nodes(*folders: str) -> int:
+    """Nodes of the syntax trees, which dense lines do not hide."""
+    trees = [tree for path, tree in TREES.items() if path.as_posix().startswith(folders)]
+    return sum(1 for tree in trees for _ in ast.walk(tree))
 
 
 def attributes(cls: ast.ClassDef) -> set[str]:
@@ -87,7 +97,9 @@ def in_circles() -> set[Path]:
 
 MEASURES: dict[str, Callable[[], int]] = {
     "statements": lambda: statements("") - sum(map(statements, LEAVES)),
-    "statements of the four rooms": lambda: sum(map(statements, ROOMS)),
+    "nodes": lambda: nodes(""),
+    "nodes of what training runs": lambda: nodes(*ROOMS),
+    "refused pairs": lambda: len(REFUSED),
     "statements of integrations": lambda: statements("integrations/"),
     "statements of the runner": lambda: statements("runner/"),
     "files of a folder": lambda: max(Counter(path.parent for path in TREES).values()),

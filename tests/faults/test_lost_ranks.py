@@ -260,3 +260,11 @@ def test_the_way_a_script_ends_is_told(fault: str, told: str) -> None:
     assert re.search(rf"^undertow\.errors\.{re.escape(told)}$", said, re.MULTILINE), said
     assert ("ValueError: row 7 has no label" in second.log) == (fault == RAISES)
     assert ("Connection closed" in said, "another exception" in said, "direct cause" in said) == (False, False, False), said
+
+
+def test_a_failure_is_told_though_the_process_and_its_connections_stay() -> None:
+    """Errors of ours all ranks raise at once: a rank that still waits two seconds later waits for one that will not come."""
+    fault = 'atexit.register(time.sleep, 600); raise undertow.PhaseError("no batch.", where="here", remedy="None.")'
+    first, second = run_ranks(partial(script, SCRIPT.format(fault=fault, train=HERE)), 2, is_script=True, stays=[1])
+    told = "PeerFailed: rank 1 has failed: undertow.errors.PhaseError: no batch."
+    assert (told in first.log, first.exit_code, second.was_killed) == (True, 1, True)

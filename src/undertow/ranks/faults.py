@@ -39,6 +39,8 @@ class Fault:
     what: str
     remedy: str
     told: str = ""  # details from the rank that detected it, several lines
+    # when this rank learned of it
+    known_s: float = field(default_factory=time.monotonic, compare=False)
 
     def error(self, where: str) -> UndertowError:
         """Returns a new error each time: raising one twice would accumulate both tracebacks."""

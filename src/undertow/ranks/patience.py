@@ -12,6 +12,8 @@ PROBE_S = 2.0  # between two checks whether a rank that has not arrived at a mee
 # Actions of a waiting rank.
 ANSWERS_S = 1.0  # for ranks to report their activity
 VERDICT_S = 5.0  # from a broken connection until it is known which rank is gone
+# grace period after another rank ended with an error: this rank may be about to raise the same
+ENDS_S = 2.0
 GRACE_S = 0.2  # for messages that a rank sent before it ended: they may complete the step
 
 # Connecting and closing.

@@ -48,7 +48,7 @@ from reprlib import repr as brief
 from typing import Any
 
 from undertow.config import SyncConfig
-from undertow.errors import UndertowError
+from undertow.errors import PeerFailed, UndertowError
 from undertow.foreign import parsed_json
 from undertow.ranks import faults, patience
 from undertow.ranks.connections import Connection
@@ -324,6 +324,10 @@ class Watch(NullWatch):
                 self.interrupt_s = math.inf
                 self.interrupt()
             return
+        # Its process may live on, so that no connection ends.
+        failed = next((fault for fault in self.left.values() if fault.kind is PeerFailed), None)
+        if failed is not None and min(waited_s, now_s - failed.known_s) > patience.ENDS_S:
+            self.fail(failed)
         if self.told[0] < self.asked_s and self.has_answers():
             self.told = now_s, self.report()
             if self.told[1]:

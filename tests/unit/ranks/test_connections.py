@@ -123,6 +123,13 @@ def test_an_address_that_nobody_listens_at_leaves_all_without_a_ring(num_ranks: 
         assert re.fullmatch(r"rank (\d) cannot connect to rank \d at 127\.0\.0\.1 port \d+: .*Connection refused", reason)
 
 
+def test_a_firewall_that_drops_everything_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError("timed out")))
+    for neighbors, reason in made(2):
+        assert neighbors == []
+        assert re.fullmatch(r"rank 0 cannot connect to rank 1 at 127\.0\.0\.1 port \d+: timed out", reason)
+
+
 def test_a_rank_that_nobody_reaches_waits_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "CONNECT_S", 0.05)
     monkeypatch.setattr(module, "_connected", lambda _: MagicMock())  # it is taken, and never arrives
