@@ -33,10 +33,11 @@ def test_the_architecture_lists_every_page() -> None:
 def test_classes_and_files_that_a_page_names_exist(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     classes = re.findall(r"`([A-Z]\w*[a-z]\w*)", text)
+    methods = re.findall(r"`[A-Z]\w*\.(\w+)`", text)
     paths = re.findall(r"`([a-z]\w*/[\w./]*)`", text)
     homes = (ROOT, ROOT / "src" / "undertow")
     assert (
-        [name for name in classes if not re.search(rf"\b{name}\b", SOURCE)],
+        [name for name in (*classes, *methods) if not re.search(rf"\b{name}\b", SOURCE)],
         [path for path in paths if not any((home / path).exists() for home in homes)],
     ) == ([], [])
 

@@ -54,9 +54,9 @@ class BucketMemory:
     """The memory of one bucket of a plan, with a view for each of `like`, tensors of the shapes and
     strides of its gradients."""
 
-    def __init__(self, layout: Bucket, like: Sequence[Tensor]) -> None:
-        self._layout = layout
-        self._device = like[0].device if like else torch.device(layout.device)
+    def __init__(self, spec: Bucket, like: Sequence[Tensor]) -> None:
+        self._spec = spec
+        self._device = like[0].device if like else torch.device(spec.device)
         # Fixed now: parameters may be cast or moved later, and new memory must keep the layout of
         # the other ranks.
         self._shapes = [tensor.shape for tensor in like]
@@ -72,26 +72,23 @@ class BucketMemory:
 
     def reallocate(self) -> None:
         """Allocates new memory; code that holds the old one keeps its values."""
-        dtype = getattr(torch, self._layout.dtype)
-        self.flat = torch.empty(self._layout.storage_numel, dtype=dtype, device=self._device)
+        dtype = getattr(torch, self._spec.dtype)
+        self.flat = torch.empty(self._spec.storage_numel, dtype=dtype, device=self._device)
         # Padding stays zero. Gradients are written first by `pack`, under backward: pages that are
         # new to a process are slow.
         self.flat[self.starts[-1] :].zero_()
         # `.data` gives each view a separate version counter; plain views share one with their base.
         self.views = [view.data for view in self.views_of(self.flat)]
-        trailer = self._layout.trailer
-        # The trailer, and its part without the numbers.
-        stops = (trailer.stop, trailer.numbers.start)
-        self.trailer = [self.flat[trailer.start : stop] for stop in stops]
+        trailer = self._spec.trailer
+        self.trailer = self.flat[trailer.start : trailer.stop]
         self.pointers = list(map(Tensor.data_ptr, self.views))
         self._count_uses = private.counter_of_uses(self.flat)
         self._num_uses = self._count_uses()
 
     def release(self) -> None:
         """Frees the memory, except what other code holds. It is used no more."""
-        self.flat = torch.empty(0)
+        self.flat = self.trailer = torch.empty(0)
         self.views = []
-        self.trailer.clear()
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Returns views like `views` of `flat`, which has the same layout."""
@@ -185,24 +182,24 @@ class LiveBucket(ABC):
     live: Collection[int] = ()
     marks: BucketMarks  # of the last reduction; the round sets them
 
-    def __init__(self, layout: Bucket, shared: Shared) -> None:
-        self.layout = layout
+    def __init__(self, spec: Bucket, shared: Shared) -> None:
+        self.spec = spec
         self.shared = shared
-        self.params = tuple([shared.params[index] for index in layout.params])
-        self.memory = BucketMemory(layout, () if layout.is_sparse else self.params)
+        self.params = tuple([shared.params[index] for index in spec.params])
+        self.memory = BucketMemory(spec, () if spec.is_sparse else self.params)
         group = shared.reducer.group
         divisor = 1 if self.is_trailer_apart else group.num_ranks
-        self.trailer = TrailerCodec(layout, self.memory.trailer, divisor=divisor, rank=group.rank)
-        names = [repr(shared.plan.params[index].name) for index in dict.fromkeys(layout.params)]
-        self.label = f"bucket {layout.index} ({listed(names) or 'flags only'})"  # in messages
-        self.wire_bytes = shared.reducer.wire_bytes(layout, is_trailer_wide=self.is_trailer_apart)
+        self.trailer = TrailerCodec(spec, self.memory.trailer, divisor=divisor, rank=group.rank)
+        names = [repr(shared.plan.params[index].name) for index in dict.fromkeys(spec.params)]
+        self.label = f"bucket {spec.index} ({listed(names) or 'flags only'})"  # in messages
+        self.wire_bytes = shared.reducer.wire_bytes(spec, is_trailer_wide=self.is_trailer_apart)
         self.handles: list[Handle] = []
         self._is_packed = False  # by a round that only accumulates
         # by position, gradients that arrived after the bucket was launched
         self._late: dict[int, Tensor] = {}
         # these, on their way in a second collective
         self._late_sent: tuple[Sequence[Tensor], list[Handle]] | None = None
-        # `.grad` and its version at the last look, by position
+        # `.grad` and its version when the step began, by position
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.note_known()
 
@@ -287,7 +284,7 @@ class LiveBucket(ABC):
             }
 
     def is_written(self, position: int) -> bool:
-        """Returns True if `.grad` was written since `bind` and `look`.
+        """Returns True if `.grad` was written since `bind` and `note_known`.
 
         Called for positions without a gradient from autograd.
         """
@@ -341,7 +338,7 @@ class LiveBucket(ABC):
         # They have no trailer, but their reduced values are the same on all ranks.
         bad = None
         if reducer.finite is not None:
-            bad = bad_slots(values, self.layout, torch.finfo(values[0].dtype).max)
+            bad = bad_slots(values, self.spec, torch.finfo(values[0].dtype).max)
         if rescale != 1.0:
             for value in values:
                 value.mul_(rescale)
@@ -360,24 +357,25 @@ class LiveBucket(ABC):
     def release(self) -> None:
         """Frees the memory, except what other code holds. The bucket is used no more."""
         self.memory.release()
+        self.trailer.place(self.memory.trailer)
 
     def _reduce(self, values: Sequence[Tensor]) -> list[Handle]:
         """Starts to reduce values that lie outside of the bucket, or are for the hook alone."""
-        reducer, layout, params = self.shared.reducer, self.layout, self.params
+        reducer, spec, params = self.shared.reducer, self.spec, self.params
         if reducer.hook is None:
             return [reducer.reduce(value) for value in values]
-        of_values = [[param] for param in params] if layout.is_sparse else [params]
-        last = len(values) - 1 if layout.trailer.facts else None
+        of_values = [[param] for param in params] if spec.is_sparse else [params]
+        last = len(values) - 1 if spec.trailer.facts else None
         return [
             reducer.hook.start(
-                HookedBucket(layout.index, value, of_value, is_last=place == last), reducer.group
+                HookedBucket(spec.index, value, of_value, is_last=place == last), reducer.group
             )
             for place, (value, of_value) in enumerate(zip(values, of_values, strict=True))
         ]
 
     def _reduce_with_trailer(self, values: Sequence[Tensor]) -> list[Handle]:
         """Like `_reduce`; a small collective has the trailer."""
-        trailer = self.memory.flat[self.layout.trailer.start :]
+        trailer = self.memory.flat[self.spec.trailer.start :]
         return [*self._reduce(values), self.shared.reducer.reduce(trailer)]
 
     def _mark_nonfinite(
@@ -388,19 +386,19 @@ class LiveBucket(ABC):
         if reducer.finite is not None:
             dtype = self.memory.flat.dtype
             largest = torch.finfo(dtype).max  # rows of sparse gradients are sent as they are
-            if not self.layout.is_sparse:
+            if not self.spec.is_sparse:
                 largest = reducer.largest_sent(dtype, exchanges)
-            reducer.finite.check(values, self.layout, self.trailer, largest)
+            reducer.finite.check(values, self.spec, self.trailer, largest)
 
 
 class DenseBucket(LiveBucket):
     """A bucket that holds its gradients."""
 
-    def __init__(self, layout: Bucket, shared: Shared) -> None:
-        super().__init__(layout, shared)
+    def __init__(self, spec: Bucket, shared: Shared) -> None:
+        super().__init__(spec, shared)
         reducer = shared.reducer
         self._reduce_flat = reducer.reducing(self.memory.flat.dtype)
-        self._is_hooked = reducer.hook is not None and bool(layout.slots)
+        self._is_hooked = reducer.hook is not None and bool(spec.slots)
         self._own: Tensor | None = None  # a copy of its memory before the last reduction
         # The previous `.grad` of positions that are unused on this rank, and copies of those that
         # lie in the bucket, because the reduction overwrites them.
@@ -426,7 +424,7 @@ class DenseBucket(LiveBucket):
             has_none = any(map(is_, grads, repeat(None)))
             if has_none:
                 unused += [start + place for place, grad in enumerate(grads) if grad is None]
-            self._fill(start, grads, are_new=not has_none)
+            self._copy_in(start, grads, are_new=not has_none)
             with private.as_plain_tensors():
                 for param in params:
                     param.grad = None
@@ -454,10 +452,10 @@ class DenseBucket(LiveBucket):
         if is_rebased or memory.is_referenced(num_references=num_in_place):
             memory.reallocate()
             self.trailer.place(memory.trailer)
-        self._fill(0, grads, are_new=False)
+        self._copy_in(0, grads, are_new=False)
         return unused
 
-    def _fill(self, start: int, grads: Sequence[Tensor | None], *, are_new: bool) -> None:
+    def _copy_in(self, start: int, grads: Sequence[Tensor | None], *, are_new: bool) -> None:
         """Copies gradients, from position `start` on, into their views.
 
         `are_new` is False if some may be None, or in place already.
@@ -465,7 +463,7 @@ class DenseBucket(LiveBucket):
         memory, stop = self.memory, start + len(grads)
         try:
             if not are_new:
-                self._fill_some(start, grads)
+                self._copy_some_in(start, grads)
             elif memory.row_shape is None:
                 private.copy_each(memory.views[start:stop], grads)  # type: ignore[arg-type]
             else:
@@ -479,9 +477,9 @@ class DenseBucket(LiveBucket):
             is_sparse = [grad is not None and grad.layout is not torch.strided for grad in grads]
             if not any(is_sparse):
                 raise
-            self._fill_some(start, [None if grad is None else grad.to_dense() for grad in grads])
+            self._copy_some_in(start, [None if grad is None else grad.to_dense() for grad in grads])
 
-    def _fill_some(self, start: int, grads: Sequence[Tensor | None]) -> None:
+    def _copy_some_in(self, start: int, grads: Sequence[Tensor | None]) -> None:
         """Copies the gradients that are not in place already, and writes zeros for None."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -547,7 +545,7 @@ class DenseBucket(LiveBucket):
     def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
         if self._own is None:
             return {}
-        own = zip(self.layout.params, self.memory.views_of(self._own), strict=True)
+        own = zip(self.spec.params, self.memory.views_of(self._own), strict=True)
         return {
             param: (gradient, self._is_bound(position))
             for position, (param, gradient) in enumerate(own)
@@ -577,8 +575,8 @@ class DenseBucket(LiveBucket):
 class SparseBucket(LiveBucket):
     """A bucket of sparse gradients, such as of the weight of nn.Embedding(sparse=True)."""
 
-    def __init__(self, layout: Bucket, shared: Shared) -> None:
-        super().__init__(layout, shared)
+    def __init__(self, spec: Bucket, shared: Shared) -> None:
+        super().__init__(spec, shared)
         self._values: list[Tensor] = []
         self._are_dense: list[bool] = []
         self._kept: dict[int, Tensor | None] = {}

@@ -53,27 +53,28 @@ class TrailerCodec:
     Its sum over ranks comes back divided by `divisor`.
     """
 
-    def __init__(
-        self, layout: Bucket, memory: Sequence[Tensor], *, divisor: float, rank: int = 0
-    ) -> None:
-        trailer, start = layout.trailer, layout.trailer.start
+    def __init__(self, spec: Bucket, memory: Tensor, *, divisor: float, rank: int = 0) -> None:
+        trailer, start = spec.trailer, spec.trailer.start
         self._divisor = divisor
         self._rank = rank
         self._used = slice(0, len(trailer.used))
         self._facts = {
             name: slice(place.start - start, place.stop - start) for name, place in trailer.facts
         }
-        self._mine = torch.zeros_like(memory[0])
+        self._mine = torch.zeros_like(memory)
         self._mine[self._used] = 1
         self._signature = self._mine[self._used.stop :][: 2 * SIGNATURE_BITS]
-        self._told = self._mine[: trailer.numbers.start - start]  # all but the numbers
+        self._num_told = trailer.numbers.start - start  # elements: all but the numbers
         self._are_all_used = True
         self._digests: Mapping[str, int | None] = {}
         self.place(memory)
 
-    def place(self, memory: Sequence[Tensor]) -> None:
-        """Moves to other memory: the trailer's, and the part of it without the numbers."""
+    def place(self, memory: Tensor) -> None:
+        """Moves to other memory, of the trailer's size."""
         self._memory = memory
+        # all but the numbers, of this rank and as it comes back
+        self._sent = self._mine[: self._num_told]
+        self._told = memory[: self._num_told]
 
     def write(
         self, *, unused: Sequence[int], signature: int, step: int, facts: Facts | None
@@ -92,7 +93,7 @@ class TrailerCodec:
         bits = _bits_of(signature, 2 * SIGNATURE_BITS)
         self._signature.copy_(bits if mine.is_cpu else to_device(bits, bits.dtype, mine.device))
         if facts is None:
-            self._memory[0].copy_(mine)
+            self._memory.copy_(mine)
             return
         for name, value in facts.numbers.items():
             mine[self._facts[name].start + self._rank] = min(value, _LARGEST_NUMBER)
@@ -102,34 +103,34 @@ class TrailerCodec:
                 if FACTS[name] is FactKind.DIGEST:
                     bits = _bits_of(with_complements(facts.digests.get(name)), 2 * DIGEST_BITS)
                     mine[place].copy_(to_device(bits, bits.dtype, mine.device))
-        self._memory[0].copy_(mine)
+        self._memory.copy_(mine)
         # Not into `mine`: flags that are the same on all ranks must still be read.
         for name, marked in facts.flags.items():
             if marked:
-                self._memory[0][self._facts[name]][list(marked)] = 1
+                self._memory[self._facts[name]][list(marked)] = 1
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""
-        self._memory[0][self._used].masked_fill_(are_bad, math.nan)
+        self._memory[self._used].masked_fill_(are_bad, math.nan)
 
     def tell_nonfinite(self, has_any: Tensor) -> None:
         """Tells, with the last bucket, whether this rank has such gradients anywhere. [] bool"""
-        self._memory[0][self._facts["nonfinite"]][self._rank].copy_(has_any)
+        self._memory[self._facts["nonfinite"]][self._rank].copy_(has_any)
 
     def read(self) -> Reading | None:
         """Waits, and reads the reduced trailer.
 
         None if every rank used the same parameters and none had anything to report.
         """
-        told = self._memory[1]
         # They are equal in the usual case if the sum was divided.
-        return None if torch.equal(told, self._told) else self.parse(told, self._told)
+        is_usual = torch.equal(self._told, self._sent)
+        return None if is_usual else self.parse(self._told, self._sent)
 
     def snapshot(self) -> Snapshot:
         """Starts to copy the reduced trailer to the host, on the current stream."""
         reduced, mine = (
             torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
-            for part in (self._memory[1], self._told)
+            for part in (self._told, self._sent)
         )
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
@@ -163,7 +164,7 @@ class TrailerCodec:
     def numbers(self, name: str) -> tuple[float, ...]:
         """Waits for the device; returns the numbers of all ranks."""
         found: list[float] = []
-        for number in self._memory[0][self._facts[name]].tolist():
+        for number in self._memory[self._facts[name]].tolist():
             found.append(abs(number) * self._divisor)
         return tuple(found)
 

@@ -21,7 +21,7 @@ from undertow.engine.hooks import earlier_watchers
 from undertow.engine.progress import settings_of
 from undertow.errors import CheckpointError
 from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.ranks.facts import gather_bytes
+from undertow.ranks.agreement import gather_bytes
 from undertow.ranks.group import GroupRef
 from undertow.ranks.guard import over_users
 from undertow.ranks.transport import OwnGroup, all_gather_over

@@ -11,7 +11,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from undertow.engine.engine import Engine
 from undertow.engine.hooks import is_outermost_forward, remove_all
-from undertow.ranks.facts import send_in_place
+from undertow.ranks.agreement import send_in_place
 from undertow.sync.gradient_sync import GradientSync
 from undertow.torch_private import private
 

@@ -180,7 +180,7 @@ class CompiledPlan:
         return {
             param
             for bucket in self.buckets
-            for position, param in enumerate(bucket.layout.params)
+            for position, param in enumerate(bucket.spec.params)
             if param in params and bucket.is_written(position)
         }
 

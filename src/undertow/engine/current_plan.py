@@ -32,8 +32,8 @@ from undertow.engine.round import Round, RoundKind
 from undertow.engine.tuning import ObservedOrder, Tuning, why_fixed
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, groups_in_order, plan_from_groups, plan_in_order
+from undertow.ranks.agreement import Agreement, surroundings
 from undertow.ranks.comm_hook import CommHook
-from undertow.ranks.facts import Agreement, surroundings
 from undertow.ranks.transport import OwnGroup
 from undertow.tune import Tuner
 

@@ -32,12 +32,12 @@ class Engine:
     A round synchronizes gradients or only accumulates them, as decided when backward runs. One is
     under way at a time.
 
-        first gradient ──> _begin ──> hooks fill buckets ──> outermost backward ends: _launch_rest
-                                                                       │
-        [Meeting ──> _start_late ──>] the stages of the Round ──> _conclude ──> _judge
+        first gradient ──> begin_round ──> hooks fill buckets ──> the outermost backward ends:
+                                                                                   │
+        _backward_ends sends ──> [Meeting ──>] _wait_after_others waits, binds ──> _judge
 
-    `Round` explains stages. With several engines in one backward, every engine runs its first
-    stage before any of them runs the next one.
+    `Round` explains stages. With several engines in one backward, every engine sends before any of
+    them waits.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Engine:
         self._round: Round | None = None  # the one under way
         # After a backward that has failed, the next gradient looks whether there is a round.
         self._end = OutermostEnd(
-            self._launch_rest, lambda: self.current_plan.hooks.arrivals.forget_traversal()
+            self._backward_ends, lambda: self.current_plan.hooks.arrivals.forget_traversal()
         )
         listeners = Listeners(self, self._enter, self._arrives_outside)
         self.current_plan = CurrentPlan(members, group, config, recorder, listeners)
@@ -245,7 +245,7 @@ class Engine:
             private.require_eager_backward()
             # first: a round that is open without an end to come counts as a failed backward
             self._end.watch(task)
-            self.current_plan.find_change()
+            self.current_plan.find_change()  # does nothing unless something may have changed
             kind = RoundKind.REDUCE
             if not self.synchronizes:
                 kind = RoundKind.ACCUMULATE
@@ -256,7 +256,7 @@ class Engine:
                 self.progress.gradients = max(self.progress.gradients, Gradients.LOCAL)
             self._begin(kind)
 
-    def _launch_rest(self) -> None:
+    def _backward_ends(self) -> None:
         """Called at the end of backward: parameters without a gradient are unused here.
 
         Launches the remaining buckets.
@@ -264,13 +264,13 @@ class Engine:
         ending = self._round
         if ending is None or ending.has_ended:
             return  # a nested backward has reached the outermost end as well
-        self._end_backward(ending)
+        self._set_stage(ending)
         self._advance(ending)
         if private.graph_task_id() != -1:
-            private.call_after_backward(self._go_on)
+            private.call_after_backward(self._wait_after_others)
 
     @private.left_alone
-    def _go_on(self) -> None:
+    def _wait_after_others(self) -> None:
         """Called after the callbacks of all other engines.
 
         With several models in one backward all launch, then all wait.
@@ -281,10 +281,10 @@ class Engine:
         try:
             self._advance(ending)
         except BaseException:
-            self.siblings.complete()
+            self.siblings.finish_rounds()
             raise
         if ending.stage is not None:
-            private.call_after_backward(self._go_on)
+            private.call_after_backward(self._wait_after_others)
 
     # A round, from its begin to its end.
 
@@ -305,7 +305,7 @@ class Engine:
         if is_synchronized:
             if progress.num_rounds == 0:
                 current_plan.open()
-            current_plan.adopt_plan()
+            current_plan.adopt_plan()  # most rounds have none
             progress.gradients = Gradients.INCOMPLETE
         current_plan.hooks.arrivals.reset()
         self._round = opened
@@ -336,7 +336,7 @@ class Engine:
         )
         opened.start(current_plan.compiled, hooks, terms)
 
-    def _end_backward(self, ending: Round) -> None:
+    def _set_stage(self, ending: Round) -> None:
         self.recorder.backward_ends()
         if ending.has_started:
             ending.stage = ending.send
@@ -440,7 +440,7 @@ class Engine:
                 self._close_round()
             raise
 
-    def complete(self) -> None:
+    def finish_round(self) -> None:
         """Waits for launched buckets and binds the gradients.
 
         Raises the error that the ranks have agreed on.
@@ -466,7 +466,7 @@ class Engine:
         if self._round is None or private.graph_task_id() != -1:
             return
         if self._round.has_ended:
-            self.complete()
+            self.finish_round()
         else:
             self._give_up(self._round)
 
@@ -481,8 +481,8 @@ class Engine:
         self.progress.gradients = Gradients.INCOMPLETE
         params = self.current_plan.all_params()
         with gradients_aside(params) if failed.has_failed else contextlib.nullcontext():
-            self._end_backward(failed)
-            self.complete()
+            self._set_stage(failed)
+            self.finish_round()
 
     # An optimizer's step.
 
@@ -584,8 +584,8 @@ class Engine:
         if self._meets:
             with gradients_aside(self.current_plan.all_params()):
                 self._begin(RoundKind.SHADOW)
-                self._launch_rest()
-                self.complete()
+                self._backward_ends()
+                self.finish_round()
 
     def close(self) -> None:
         """Removes the hooks and begins no more rounds; the caller has ended the one under way."""
@@ -593,9 +593,9 @@ class Engine:
         self.current_plan.close()
 
     def _run_outside_of_backward(self) -> None:
-        own = (
-            (self._launch_accumulated, self.complete) if self._meets and not self.is_closed else ()
-        )
+        own: tuple[Callable[[], object], ...] = ()
+        if self._meets and not self.is_closed:
+            own = (self._launch_accumulated, self.finish_round)
         self.progress.is_owed = False
         all_of(*own, self.siblings.finish_owed)
 
@@ -605,7 +605,7 @@ class Engine:
             raise agreed_errors.synchronized_already(self.progress.num_rounds)
         self.current_plan.find_change()
         self._begin(RoundKind.REDUCE, op=op)
-        self._launch_rest()
+        self._backward_ends()
 
 
 class SiblingEngines:
@@ -652,14 +652,14 @@ class SiblingEngines:
         """
         all_of(*(engine.finish_owed for engine in self._present()))
 
-    def complete(self) -> None:
+    def finish_rounds(self) -> None:
         """Called after one engine has failed.
 
         Ends the launched rounds of the others, and drops their errors.
         """
         for engine in self._present():
             with contextlib.suppress(UndertowError):
-                engine.complete()
+                engine.finish_round()
 
     def wait_for_parameters(self) -> None:
         """Waits for the parameters of all engines; drops errors."""

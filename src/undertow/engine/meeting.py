@@ -11,7 +11,7 @@ from undertow.buckets.fingerprints import fingerprints
 from undertow.engine.agreed_errors import require_sound, started_unlike
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.round import Round, RoundKind, Stage, Terms
-from undertow.ranks.facts import Agreement, send_in_place
+from undertow.ranks.agreement import Agreement, send_in_place
 from undertow.ranks.transport import Handle
 
 

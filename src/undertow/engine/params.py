@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec
-from undertow.ranks.facts import Agreement, CommonBuffers, Place, why_not_sent
+from undertow.ranks.agreement import Agreement, CommonBuffers, Place, why_not_sent
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private, tables
 

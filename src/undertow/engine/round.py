@@ -131,14 +131,14 @@ class Round:
             self.releases = compiled.adding_up_shards  # and nothing more
         self.releases.reset()
         if hooks is not None:
-            hooks.arrivals.on_full = self._fill
+            hooks.arrivals.on_full = self._bucket_is_full
         self.has_started = True
         self.found.readings += compiled.round_begins(
             is_synchronized=self.kind is not RoundKind.ACCUMULATE
         )
 
     @private.untraced
-    def _fill(self, bucket: int) -> None:
+    def _bucket_is_full(self, bucket: int) -> None:
         """Called when all gradients of a bucket have arrived.
 
         It leaves, if the buckets before it have left.
@@ -176,7 +176,7 @@ class Round:
         for bucket in self.compiled.buckets:
             bad = bucket.bind_late(rescale=self.terms.rescale)
             if bad:
-                found, index = self.found.nonfinite, bucket.layout.index
+                found, index = self.found.nonfinite, bucket.spec.index
                 found[index] = bad | found.get(index, frozenset())
         assert self.hooks is not None  # only a round of gradients gets here
         assert self.conclude is not None
@@ -184,23 +184,21 @@ class Round:
         return self.conclude(self)
 
     def _pack(self, bucket: LiveBucket) -> None:
-        layout = bucket.layout
+        spec = bucket.spec
         if self.kind is RoundKind.ACCUMULATE:
             bucket.pack_local()
             return
         recorder, hooks = self.compiled.recorder, self.hooks
         bucket.marks = recorder.ready(
-            layout.index, num_bytes=bucket.wire_bytes, kind=bucket.reduction
+            spec.index, num_bytes=bucket.wire_bytes, kind=bucket.reduction
         )
-        has_all = hooks is not None and hooks.arrivals.buckets[layout.index].is_full
-        not_arrived = () if has_all else self._not_arrived(layout)
-        unused = self.found.unused[layout.index] = bucket.pack(not_arrived)
+        has_all = hooks is not None and hooks.arrivals.buckets[spec.index].is_full
+        not_arrived = () if has_all else self._not_arrived(spec)
+        unused = self.found.unused[spec.index] = bucket.pack(not_arrived)
         if hooks is not None and len(unused) > len(not_arrived) and not self.has_failed:
             # Without a hook of the user's, the gradient that arrived was undefined, as of a
             # function that returns None for it.
-            gone = set(map(layout.params.__getitem__, unused)) - hooks.arrivals.missing(
-                layout.index
-            )
+            gone = set(map(spec.params.__getitem__, unused)) - hooks.arrivals.missing(spec.index)
             self.found.taken.update(
                 param for param in gone if users_hooks(self.compiled.params[param])
             )
@@ -214,14 +212,14 @@ class Round:
             unused=unused,
             signature=signature,
             step=self.terms.number % _NUM_STEPS_TOLD_APART,
-            facts=self._facts() if layout.trailer.facts else None,
+            facts=self._own_facts() if spec.trailer.facts else None,
         )
 
-    def _not_arrived(self, layout: Bucket) -> Sequence[int]:
+    def _not_arrived(self, spec: Bucket) -> Sequence[int]:
         """Returns the positions without a gradient since the last synchronization, on this rank."""
         if self.hooks is None:
-            return range(len(layout.params))
-        return self.hooks.not_arrived(layout.params, self.hooks.arrivals.missing(layout.index))
+            return range(len(spec.params))
+        return self.hooks.not_arrived(spec.params, self.hooks.arrivals.missing(spec.index))
 
     def _launch(self, bucket: LiveBucket) -> None:
         # At the end of the backward of one model, a single bucket is waited for at once.
@@ -239,7 +237,7 @@ class Round:
         else:
             bucket.launch_across()
 
-    def _facts(self) -> Facts:
+    def _own_facts(self) -> Facts:
         # No `.grad` holds anything except late gradients, from autograd or written by some
         # function, which no hook reports. This includes the last bucket, just packed.
         compiled = self.compiled
@@ -254,7 +252,7 @@ class Round:
                 "failed": here if self.has_failed else (),
                 "taken": here if self.found.taken else (),
                 "changed": here if self.kind is RoundKind.RETIRE else (),
-                "late": [each.layout.index for each in compiled.buckets if each.catch_late()]
+                "late": [each.spec.index for each in compiled.buckets if each.catch_late()]
                 if has_late
                 else (),
             },
@@ -270,20 +268,22 @@ class Round:
             if self.terms.rescale != 1.0:
                 for value in bucket.values():
                     value.mul_(self.terms.rescale)
-            bucket.bind(self._used_elsewhere(bucket))
+            reading = self._read_trailer(bucket)
+            is_retired = self.kind is RoundKind.RETIRE
+            bucket.bind(frozenset() if reading is None or is_retired else reading.used)
 
-    def _used_elsewhere(self, bucket: LiveBucket) -> frozenset[int]:
-        """Reads the trailer.
+    def _read_trailer(self, bucket: LiveBucket) -> Reading | None:
+        """Notes the findings of all ranks in a bucket's trailer, and returns them.
 
-        Returns the positions to bind that are unused here and were used on another rank.
+        None if there are none, or if they are on their way from a device.
         """
-        index, found = bucket.layout.index, self.found
+        index, found = bucket.spec.index, self.found
         must_know = bool(found.unused[index]) or self.terms.is_read_at_once
         if not (bucket.memory.flat.is_cpu or must_know or self.compiled.is_learning):
             # the host does not wait for a device
             self.compiled.snapshots.append(bucket.trailer.snapshot())
-            return frozenset()
-        if bucket.layout.trailer.facts:  # the last bucket
+            return None
+        if bucket.spec.trailer.facts:  # the last bucket
             found.busy_ms = bucket.trailer.numbers("busy_ms")
         # torch's name for it
         with (
@@ -292,12 +292,11 @@ class Round:
             else nullcontext()
         ):
             reading = bucket.trailer.read()
-        if reading is None:
-            return frozenset()
-        found.readings.append(reading)
-        if reading.nonfinite:
-            found.nonfinite[index] = reading.nonfinite
-        return frozenset() if self.kind is RoundKind.RETIRE else reading.used
+        if reading is not None:
+            found.readings.append(reading)
+            if reading.nonfinite:
+                found.nonfinite[index] = reading.nonfinite
+        return reading
 
     acts: ClassVar[Acts[Round]] = {
         OpKind.PACK: _pack,

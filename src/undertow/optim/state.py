@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from undertow.buckets.bucket import strides_of_gradient
+from undertow.ranks.agreement import gather_json
 from undertow.ranks.exchanges import accumulation_dtype
-from undertow.ranks.facts import gather_json
 from undertow.sharded.shards import ShardPart, in_memory_order
 from undertow.sharded.steps import Sharding
 

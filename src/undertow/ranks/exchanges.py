@@ -16,7 +16,7 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.errors import require
-from undertow.ranks.transport import Handle, OwnGroup, Stage, Work
+from undertow.ranks.transport import Handle, OwnGroup, Task, Work
 
 _GATHER_TAG = 1 << 24  # ranks may start gathers in different orders: a number identifies each
 _NUM_EXCHANGES = 1 << 16  # far more than may be in flight
@@ -57,7 +57,7 @@ class P2PCollectives:
         self._gathering = group.worker("undertow-gathers")
 
     def reduce_scatter(
-        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Stage | None = None
+        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Task | None = None
     ) -> Handle:
         """Starts to write the mean over ranks of this rank's part of `storage` into `shard`.
 
@@ -71,7 +71,7 @@ class P2PCollectives:
         num_ranks = self.group.num_ranks
         tag = next(self._tags)
 
-        def post() -> Stage:
+        def post() -> Task:
             if pack is not None:
                 pack()
             sent = cast_for_wire(storage[: num_ranks * shard.numel()], self._wire)
@@ -109,7 +109,7 @@ class P2PCollectives:
         """
         tag = next(self._tags)
 
-        def post() -> Stage:
+        def post() -> Task:
             before.wait()
             add_up_trailer = self._post_sum(trailer, tag + 2)
             divisor = self._divisor
@@ -121,7 +121,7 @@ class P2PCollectives:
             sent = tensor if self._in_order else tensor.to(trailer.dtype)
             add_up_values = self._post_all_reduce(sent, tensor, divisor, tag)
 
-            def add_up() -> Stage:
+            def add_up() -> Task:
                 add_up_trailer()
                 return add_up_values()
 
@@ -131,7 +131,7 @@ class P2PCollectives:
             post, self._posting, self._adding, self._gathering, complete=self.group.complete
         )
 
-    def all_gather(self, flat: Tensor, *, number: int, then: Stage | None = None) -> Handle:
+    def all_gather(self, flat: Tensor, *, number: int, then: Task | None = None) -> Handle:
         """Starts to fill `flat`, which has this rank's part, with the parts of all ranks.
 
         `then` is called at the end. `number` identifies a gather among those in flight.
@@ -151,7 +151,7 @@ class P2PCollectives:
 
     def _post_all_reduce(
         self, values: Tensor, target: Tensor, divisor: float, tag: int
-    ) -> Callable[[], Stage]:
+    ) -> Callable[[], Task]:
         group = self.group.process_group
         narrow = cast_for_wire(values, self._wire)
         parts = narrow.tensor_split(self.group.num_ranks)
@@ -162,7 +162,7 @@ class P2PCollectives:
         # the part.
         returning = self.group.receive(parts, tag + 1, group)
 
-        def add_up() -> Stage:
+        def add_up() -> Task:
             own.copy_(self._add_up(arriving, total).div_(divisor))
             self._give_back([total])
             returning.extend(self.group.send([own] * len(parts), tag + 1, group))
@@ -181,8 +181,8 @@ class P2PCollectives:
         return lambda: tensor.copy_(self._add_up(arriving, torch.empty_like(tensor)))
 
     def _post_all_gather(
-        self, group: dist.ProcessGroup, flat: Tensor, then: Stage | None, tag: int
-    ) -> Stage:
+        self, group: dist.ProcessGroup, flat: Tensor, then: Task | None, tag: int
+    ) -> Task:
         parts = flat.view(self.group.num_ranks, -1).unbind()
         works = self.group.receive(parts, tag, group)
         works += self.group.send([parts[self.group.rank]] * len(parts), tag, group)
@@ -221,7 +221,7 @@ def _wait_for(works: Sequence[Work]) -> None:
         work.wait()
 
 
-def _end_gather(works: Sequence[Work], then: Stage | None, _held: dist.ProcessGroup) -> None:
+def _end_gather(works: Sequence[Work], then: Task | None, _held: dist.ProcessGroup) -> None:
     _wait_for(works)
     if then is not None:
         then()
@@ -249,7 +249,7 @@ class BackendCollectives:
         self._behind = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def reduce_scatter(
-        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Stage | None = None
+        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Task | None = None
     ) -> Handle:
         if pack is not None:
             with torch.no_grad():
@@ -309,7 +309,7 @@ class BackendCollectives:
         works = (*of_trailer.works, *work.works)
         return Handle(*works, finish=lambda: tensor.copy_(_used_here(sent)))
 
-    def all_gather(self, flat: Tensor, *, number: int, then: Stage | None = None) -> Handle:
+    def all_gather(self, flat: Tensor, *, number: int, then: Task | None = None) -> Handle:
         own = flat.view(self.group.num_ranks, -1)[self.group.rank]
         return Handle(self.group.gather_parts(flat, own), finish=then)
 

@@ -35,7 +35,7 @@ from undertow.ranks.watch import NullWatch
 from undertow.torch_private import private
 
 Work: TypeAlias = Any  # a dist.Work, to which torch's signatures add None, or the like
-Stage = Callable[[], Any]
+Task = Callable[[], Any]
 
 _BACKENDS_OVER_GLOO = ("gloo", "emulated")
 _CLOSED = NullWatch()  # of groups that are closed
@@ -73,7 +73,7 @@ class Handle:
 
     @classmethod
     def in_threads(
-        cls, stage: Stage, *threads: Worker, complete: Callable[[Work], object]
+        cls, stage: Task, *threads: Worker, complete: Callable[[Work], object]
     ) -> Handle:
         """Runs `stage` in the first thread, then in each other one the stage that the one before
         has returned."""
@@ -137,7 +137,7 @@ class _ThreadWork(Future[Any]):
 
     is_completed = Future.done
 
-    def run(self, stage: Stage, *threads: Worker) -> None:
+    def run(self, stage: Task, *threads: Worker) -> None:
         """Runs `stage`, then in each of `threads` the stage that the one before has returned.
 
         The result of the last stage is the work's. An error is passed to those who wait.

@@ -274,8 +274,11 @@ class Watch(NullWatch):
             self.ring.condition.wait_for(lambda: self.fault or arrived(), timeout=patience_s)
 
     def last_error(self, fault: Fault) -> UndertowError:
-        """Ends waits of Undertow's threads over these groups first, because the script may do
-        anything after this error."""
+        """Ends waits over these groups, and returns the error to raise.
+
+        Also the waits of Undertow's threads, because the script may do anything after this error,
+        and of other ranks, because connections close.
+        """
         self.interrupt()
         return fault.error(f"synchronization {self.here.num_steps()}, rank {self.ring.rank}")
 

@@ -143,21 +143,21 @@ class ShardedBucket(DenseBucket):
 
     def __init__(
         self,
-        layout: Bucket,
+        spec: Bucket,
         shared: Shared,
         flat: FlatParams,
         placeholders: Sequence[GradientPlaceholder],
         groups: ShardGroups,
     ) -> None:
-        super().__init__(layout, shared)
+        super().__init__(spec, shared)
         self._groups = groups
         num_rows = shared.plan.num_ranks // groups.shard.group.num_ranks
         dtype = accumulation_dtype(self.memory.flat.dtype)
         device = self.memory.flat.device
-        self.shard = torch.zeros(layout.shard_numel * num_rows, dtype=dtype, device=device)
+        self.shard = torch.zeros(spec.shard_numel * num_rows, dtype=dtype, device=device)
         # `launch` sets it to other memory if `shard` may have values that must be kept.
         self._reduced = self.shard
-        own = [placeholders[index] for index in layout.params]
+        own = [placeholders[index] for index in spec.params]
         self._own_parts = tuple(zip(own, flat.parts, strict=True))
         for placeholder, part in self._own_parts:
             placeholder.part = part.of_shard(self.shard)
@@ -167,7 +167,7 @@ class ShardedBucket(DenseBucket):
 
     @property
     def _trailer(self) -> range:
-        return range(self.layout.trailer.start, self.layout.storage_numel)
+        return range(self.spec.trailer.start, self.spec.storage_numel)
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         self._copies = []
@@ -183,8 +183,8 @@ class ShardedBucket(DenseBucket):
         self.live = live
         return super().pack(not_arrived)
 
-    def _fill(self, start: int, grads: Sequence[Tensor | None], *, are_new: bool) -> None:
-        self._copies.append(partial(super()._fill, start, grads, are_new=are_new))
+    def _copy_in(self, start: int, grads: Sequence[Tensor | None], *, are_new: bool) -> None:
+        self._copies.append(partial(super()._copy_in, start, grads, are_new=are_new))
 
     def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
         shard, recorder, flat = self._groups.shard, self.shared.recorder, self.memory.flat

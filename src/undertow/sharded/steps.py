@@ -20,8 +20,8 @@ from undertow.config import SyncConfig, refused
 from undertow.engine.engine import Engine
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import Bucket, Plan
+from undertow.ranks.agreement import Agreement
 from undertow.ranks.exchanges import accumulation_dtype
-from undertow.ranks.facts import Agreement
 from undertow.schedule import ZERO1, OpKind, Strategy, strategy_named
 from undertow.sharded.bucket import GradientPlaceholder, ShardedBucket
 from undertow.sharded.gathers import Gathers, wait_before_forwards
@@ -446,7 +446,7 @@ class ShardedSteps:
 
 
 def _gather(gathers: Gathers, bucket: LiveBucket) -> None:
-    gathers.launch(bucket.layout.index)
+    gathers.launch(bucket.spec.index)
 
 
 def finish_before_look(engine: Engine, params: Iterable[Tensor]) -> None:

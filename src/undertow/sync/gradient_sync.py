@@ -36,8 +36,8 @@ from undertow.engine.tuning import why_fixed
 from undertow.errors import PhaseError, WrongType, all_of, require
 from undertow.plan import Plan
 from undertow.profile import Profile
+from undertow.ranks.agreement import broadcast_in_place, synchronize_buffers
 from undertow.ranks.comm_hook import CommHook
-from undertow.ranks.facts import broadcast_in_place, synchronize_buffers
 from undertow.ranks.group import GroupRef, chosen_group
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import DDP
@@ -491,7 +491,7 @@ class GradientSync:
     def _wait(self) -> None:
         # In a backward, a hook or a signal handler calls this: its end waits for the gradients.
         if private.graph_task_id() == -1:
-            self._engine.complete()
+            self._engine.finish_round()
         self._engine.current_plan.wait_for_parameters()
 
     @private.untraced

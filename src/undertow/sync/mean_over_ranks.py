@@ -64,7 +64,7 @@ def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
     if "join" in group.borrowers:
         raise refused("join", "mean_over_ranks", where=f"{_WHERE}, rank {group.rank}")
     # if a backward has failed here, the others still wait in its round
-    all_of(*(engine.complete for engine in engines))
+    all_of(*(engine.finish_round for engine in engines))
     current_plan.open()
     return MeanOverRanks(group, mean)
 

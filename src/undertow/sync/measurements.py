@@ -79,7 +79,7 @@ def sweep(engine: Engine, config: SyncConfig) -> None:
 
     Raises PhaseError if nothing is measured.
     """
-    engine.complete()
+    engine.finish_round()
     tuner, group = engine.current_plan.hooks.tuner, engine.current_plan.group
     if tuner is None:
         raise no_profile(config, group)

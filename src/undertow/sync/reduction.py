@@ -32,7 +32,7 @@ class Reduction:
     @private.untraced
     def wait(self) -> None:
         """Waits until every `.grad` is the mean over ranks, or the result of another `op`."""
-        all_of(*(engine.complete for engine in self._engines))
+        all_of(*(engine.finish_round for engine in self._engines))
 
     def is_completed(self) -> bool:
         """Returns True if `wait` would not wait for other ranks."""
