@@ -52,7 +52,7 @@ def train(link: EmulatedLink, *, is_bucketed: bool) -> Result:
     for step in range(NUM_WARM_UP_STEPS + NUM_STEPS):
         if step == NUM_WARM_UP_STEPS:
             dist.barrier()
-            link.take_log()
+            link.drain_log()
             began_s = time.perf_counter()
         optimizer.zero_grad()
         model(torch.randn(32, 160, generator=random)).square().mean().backward()
@@ -61,7 +61,7 @@ def train(link: EmulatedLink, *, is_bucketed: bool) -> Result:
         gradients = [param.grad.clone() for param in model.parameters()]
         optimizer.step()
     step_ms = (time.perf_counter() - began_s) / NUM_STEPS * 1e3
-    num_collectives = len(link.take_log()) // NUM_STEPS
+    num_collectives = len(link.drain_log()) // NUM_STEPS
     if hooks is not None:
         hooks.close()
     return Result(gradients=gradients, num_collectives=num_collectives, step_ms=step_ms)

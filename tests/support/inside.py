@@ -34,7 +34,7 @@ from undertow.engine.compiled_plan import CompiledPlan
 from undertow.engine.engine import Engine
 from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.plan import ParamSpec
-from undertow.ranks import connections, facts, patience
+from undertow.ranks import agreement, connections, patience
 from undertow.ranks.comm_hook import HookedBucket as HookedBucket
 from undertow.ranks.exchanges import P2PCollectives
 from undertow.ranks.group import GroupRef
@@ -299,7 +299,7 @@ def without_a_ring() -> contextlib.AbstractContextManager[object]:
 
 
 def of_version(version: str) -> contextlib.AbstractContextManager[object]:
-    return mock.patch.object(facts, "__version__", version)
+    return mock.patch.object(agreement, "__version__", version)
 
 
 def on_device(name: str) -> contextlib.AbstractContextManager[object]:

@@ -140,7 +140,7 @@ def test_json_is_read_to_a_depth() -> None:
 
 NAMES = {
     "an end of markup": "[/bold]",
-    "a link": "[link=http://x]y[/link]",
+    "a link": "[link=//x]y[/link]",
     "a style with a backslash": "\\[red]z",
     "a title of the window": "\x1b]0;t\x07",
     "another direction": "\u202ea",

@@ -226,7 +226,7 @@ def test_collectives_leave_in_the_order_of_the_schedule(
     schedule = lower_data_parallel(len(plan.buckets), strategy, overlap=overlap)
     assert [row.bucket for row in record.buckets] == [op.bucket for op in schedule.ops if op.kind is strategy.reduction]
     launched = [op.bucket for op in schedule.ops if op.kind is OpKind.ALL_GATHER]
-    assert [row.bucket for row in record.gathers] == [bucket for bucket in launched if plan.buckets[bucket or 0].params]
+    assert [row.bucket for row in record.gathers] == [bucket for bucket in launched if plan.buckets[bucket or 0].shard_numel]
     launches_us = [[row.launched_us for row in rows] for rows in (record.gathers, record.buckets)]
     assert launches_us == [sorted(times_us) for times_us in launches_us]
 

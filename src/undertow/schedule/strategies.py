@@ -47,7 +47,7 @@ def strategy_named(name: str | None) -> Strategy:
     if name is None:
         return DDP
     require(
-        name in STRATEGIES,
+        isinstance(name, str) and name in STRATEGIES,
         f"strategy {name!r} does not exist.",
         where="strategy",
         remedy=f"Choose one of: {', '.join(map(repr, STRATEGIES))}.",
