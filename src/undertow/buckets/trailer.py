@@ -64,7 +64,7 @@ class TrailerCodec:
         self._mine = torch.zeros_like(memory)
         self._mine[self._used] = 1
         self._signature = self._mine[self._used.stop :][: 2 * SIGNATURE_BITS]
-        self._num_told = trailer.numbers.start - start  # elements: all but the numbers
+        self._sent = self._mine[: trailer.numbers.start - start]  # all but the numbers
         self._are_all_used = True
         self._digests: Mapping[str, int | None] = {}
         self.place(memory)
@@ -72,9 +72,6 @@ class TrailerCodec:
     def place(self, memory: Tensor) -> None:
         """Moves to other memory, of the trailer's size."""
         self._memory = memory
-        # all but the numbers, of this rank and as it comes back
-        self._sent = self._mine[: self._num_told]
-        self._told = memory[: self._num_told]
 
     def write(
         self, *, unused: Sequence[int], signature: int, step: int, facts: Facts | None
@@ -122,15 +119,22 @@ class TrailerCodec:
 
         None if every rank used the same parameters and none had anything to report.
         """
+        told = self._told()
         # They are equal in the usual case if the sum was divided.
-        is_usual = torch.equal(self._told, self._sent)
-        return None if is_usual else self.parse(self._told, self._sent)
+        return None if torch.equal(told, self._sent) else self.parse(told, self._sent)
+
+    def _told(self) -> Tensor:
+        """Returns the reduced trailer without the numbers.
+
+        A view of the moment: one that is kept would count as other code's use of the memory.
+        """
+        return self._memory[: self._sent.numel()]
 
     def snapshot(self) -> Snapshot:
         """Starts to copy the reduced trailer to the host, on the current stream."""
         reduced, mine = (
             torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
-            for part in (self._told, self._sent)
+            for part in (self._told(), self._sent)
         )
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
