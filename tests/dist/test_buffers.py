@@ -391,3 +391,26 @@ def test_a_buffer_that_requires_gradients_stays_the_same_tensor() -> None:
         scale.data += 1 + dist.get_rank()
         (ddp(torch.ones(1, 2)) * model.scale).sum().backward()
     assert (model.scale is scale, scale.tolist(), scale.grad is None) == (True, [1.0, 1.0], False)
+
+
+class Doubled(nn.Module):
+    """Two buffers are the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("sum", torch.zeros(4))
+        self.register_buffer("table", self.sum.view(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.sum += x.mean()
+        return self.linear(x) * self.table.sum()
+
+
+@in_ranks(2)
+def test_buffers_that_are_views_of_all_of_one_memory_stay_shared() -> None:
+    with wrapped(Doubled()) as ddp:
+        for step in range(3):
+            ddp(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+            assert ddp.module.sum.data_ptr() == ddp.module.table.data_ptr(), step

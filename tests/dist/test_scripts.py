@@ -293,14 +293,19 @@ def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_ranks_of_the_demo(demo: subprocess.Popen[str]) -> None:
+@pytest.mark.parametrize("is_interrupted", [True, False], ids=["Ctrl-C", "killed"])
+def test_ranks_do_not_outlive_the_process_that_started_them(demo: subprocess.Popen[str], is_interrupted: bool) -> None:
     ranks, until_s = [], time.monotonic() + PATIENCE_S
     while len(ranks) < 2:
         assert time.monotonic() < until_s, "the ranks did not start"
         time.sleep(0.02)
         ranks = [child for child in psutil.Process(demo.pid).children() if "spawn_main" in " ".join(child.cmdline())]
-    os.killpg(demo.pid, signal.SIGINT)
+    if is_interrupted:
+        os.killpg(demo.pid, signal.SIGINT)
+    else:
+        demo.kill()
     text, _ = demo.communicate(timeout=PATIENCE_S)
     assert psutil.wait_procs(ranks, timeout=PATIENCE_S)[1] == []
-    assert (demo.returncode, text.endswith("Interrupted; all ranks have ended.\n")) == (130, True)
-    assert "Traceback" not in text
+    if is_interrupted:
+        assert (demo.returncode, text.endswith("Interrupted; all ranks have ended.\n")) == (130, True)
+        assert "Traceback" not in text

@@ -248,3 +248,13 @@ def test_ranks_with_other_settings_are_found_out() -> None:
     with contextlib.closing(attach(MLP.model())) as sync:
         opt = torch.optim.SGD([param for _, param in sync.named_parameters()], lr=0.1 * (1 + dist.get_rank()))
         assert "ranks disagree on the settings" in text_of(PlanMismatch, lambda: shard_optimizer(opt, sync))
+
+
+@in_ranks(2)
+def test_a_state_on_one_rank_only_is_an_error_on_every_rank() -> None:
+    with wrapped() as ddp:
+        plain = torch.optim.AdamW(ddp.parameters())
+        if dist.get_rank() == 0:
+            for param in ddp.parameters():
+                plain.state[param] = {"step": torch.tensor(5.0), "exp_avg": torch.ones_like(param)}
+        assert "state of the optimizer" in text_of(PlanMismatch, lambda: shard_optimizer(plain, ddp))

@@ -262,9 +262,25 @@ def test_the_way_a_script_ends_is_told(fault: str, told: str) -> None:
     assert ("Connection closed" in said, "another exception" in said, "direct cause" in said) == (False, False, False), said
 
 
-def test_a_failure_is_told_though_the_process_and_its_connections_stay() -> None:
-    """Errors of ours all ranks raise at once: a rank that still waits two seconds later waits for one that will not come."""
-    fault = 'atexit.register(time.sleep, 600); raise undertow.PhaseError("no batch.", where="here", remedy="None.")'
-    first, second = run_ranks(partial(script, SCRIPT.format(fault=fault, train=HERE)), 2, is_script=True, stays=[1])
-    told = "PeerFailed: rank 1 has failed: undertow.errors.PhaseError: no batch."
-    assert (told in first.log, first.exit_code, second.was_killed) == (True, 1, True)
+IN_A_THREAD = (
+    "if rank.number == 1:\n    threading.Thread(target=train, args=[wrapped()], daemon=True).start()\n    time.sleep(60)\n" + HERE
+)
+OF_OURS = 'atexit.register(time.sleep, 600); raise undertow.PhaseError("no batch.", where="here", remedy="None.")'
+
+
+@pytest.mark.parametrize(
+    ("fault", "train", "told"),
+    [
+        (RAISES, IN_A_THREAD, TOLD),
+        # Errors of ours all ranks raise at once: who still waits two seconds later waits for a rank that will not come.
+        (OF_OURS, HERE, "PeerFailed: rank 1 has failed: undertow.errors.PhaseError: no batch."),
+        # Rank 0 waits in the store for the second model.
+        (OF_OURS, f"{HERE}\nwrapped()", "PeerFailed: rank 1 has failed: undertow.errors.PhaseError: no batch."),
+    ],
+    ids=["a thread", "an error of ours, and an end that lasts", "an error of ours before it"],
+)
+def test_a_failure_is_told_though_the_process_and_its_connections_stay(fault: str, train: str, told: str) -> None:
+    number = 3 if train.endswith("wrapped()") else 2
+    text = SCRIPT.replace("(1, 2)", f"(1, {number})").replace("range(3)", "range(3 + rank.number)")
+    first, second = run_ranks(partial(script, text.format(fault=fault, train=train)), 2, is_script=True, stays=[1])
+    assert (told in first.log, first.exit_code, second.was_killed) == (True, 1, True), first.log

@@ -6,9 +6,11 @@ Trains the same model in several variants, one step of each in turn, and measure
 import contextlib
 import copy
 import math
+import multiprocessing
 import os
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -71,6 +73,7 @@ _LOSS_TOLERANCE = 1e-2
 def run_rank(rank: int, settings: DemoSettings, folder: str) -> None:
     """Trains; rank 0 shows the progress and leaves the results in the folder."""
     torch.set_num_threads(1)  # every rank represents a separate machine
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with emulated_backend(link_from_text(settings.link)) as link:
         dist.init_process_group(
@@ -84,6 +87,14 @@ def run_rank(rank: int, settings: DemoSettings, folder: str) -> None:
             Path(folder, RESULTS).write_bytes(pickle.dumps(results))
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that has started it is gone, which cannot do it any more."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _train_all_ways(settings: DemoSettings, link: EmulatedLink, console: Console) -> list[WayDone]:

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from undertow.engine.progress import params_of
 from undertow.errors import WrongType, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
+from undertow.optim.state import description
+from undertow.ranks.agreement import Agreement
 from undertow.sync.gradient_sync import GradientSync
 from undertow.torch_private import private
 
@@ -46,7 +49,7 @@ def shard_optimizer(
         ConfigError: If `optimizer` has hooks, a replaced `step`, or schedulers although none are
             given. Also if one of `schedulers` belongs to another optimizer, and if ShardedOptimizer
             raises it. `optimizer` and `schedulers` stay as they are.
-        PlanMismatch: On every rank, if ranks have different groups.
+        PlanMismatch: On every rank, if ranks have different groups or different kinds of state.
     """
     require(
         isinstance(optimizer, torch.optim.Optimizer)
@@ -80,6 +83,11 @@ def shard_optimizer(
         "hooks on the one that is returned; or write ShardedOptimizer(cls, model, params, ...).",
     )
     sharded = ShardedOptimizer._of(optimizer, model, elementwise=elementwise)
+    group = sharded._sync._group
+    if group.num_ranks > 1:
+        states = (optimizer.state.get(param, {}) for param in params_of(optimizer))
+        described = [{key: description(value) for key, value in state.items()} for state in states]
+        Agreement(group, settings={"state of the optimizer": described}).require()
     # a scheduler that is not known acts on the result
     optimizer.param_groups = sharded.param_groups
     sharded.state.update(optimizer.state)

@@ -114,7 +114,7 @@ def _agreed_descriptions(
     """Describes each parameter's state entries, by parameter index and then by key, combined from
     all ranks."""
     own = {
-        sharding.parts[param].param: {key: _description(value) for key, value in state.items()}
+        sharding.parts[param].param: {key: description(value) for key, value in state.items()}
         for param, state in mine.items()
     }
     if sharding.group.num_ranks == 1:
@@ -126,7 +126,7 @@ def _agreed_descriptions(
     return dict(sorted(found.items()))
 
 
-def _description(value: Any) -> list[Any]:
+def description(value: Any) -> list[Any]:
     """Returns an entry of a state as JSON, without the elements of tensors."""
     if not isinstance(value, Tensor):
         return [_VALUE, value]

@@ -156,6 +156,7 @@ class _Item:
 
     tensor: Tensor
     places: Sequence[Place] = ()
+    overlaps: bool = False  # another buffer has the same memory
     is_checked: bool = False  # its tensor can be sent
 
 
@@ -180,6 +181,11 @@ class CommonBuffers:
             if tensor is not None and not tensor.is_meta:  # which has no values
                 found[tensor].append(place)
         self.buffers = list(map(_Item, found, found.values()))
+        sent = [item for item in self.buffers if not why_not_sent(item.tensor)]
+        pointers = [item.tensor.untyped_storage().data_ptr() for item in sent]
+        num_buffers = Counter(pointers)
+        for item, pointer in zip(sent, pointers, strict=True):
+            item.overlaps = num_buffers[pointer] > 1
 
     def now(self) -> list[_Item]:
         """Returns the current buffers, or an earlier one if the current one has another shape or
@@ -288,8 +294,7 @@ def _replace(arrived: _Values) -> None:
         if value.device.type == "cpu" and torch.equal(item.tensor, value):
             continue
         # it must stay the same tensor, as under torch's class
-        is_part = item.tensor.untyped_storage().nbytes() > item.tensor.nbytes
-        if is_part or item.tensor.requires_grad:
+        if item.overlaps or item.tensor.requires_grad:
             _write([(item, value)])
         else:
             replaced.append((item, value))

@@ -116,7 +116,7 @@ def _meeting(
     check: Callable[[], object] = bool,
 ) -> Iterator[Rendezvous]:
     """Context for a meeting of these ranks, each of which counts its own. `check` may raise."""
-    here = f"rank {ranks[rank]}"
+    here = f"rank {rank}"
     where = f"the making of a process group, {here}"
     patience_s = min(limits.stall_timeout_s, within_s)
     began_s = time.monotonic()
@@ -129,12 +129,12 @@ def _meeting(
         waited_s = time.monotonic() - began_s
         if waited_s > patience_s and not store.check([over]):
             # tells ranks that arrive later that the others have given up
-            store.set(over, json.dumps([ranks[other] for other in late]))
+            store.set(over, json.dumps(list(late)))
         if store.check([over]):
             raise faults.never_came(json.loads(store.get(over)), patience_s).error(where)
         if waited_s > told_s + limits.stall_warning_s:
             told_s = waited_s
-            named = ", ".join(str(ranks[other]) for other in late)
+            named = ", ".join(map(str, late))
             faults.tell(
                 f"{here} has waited {waited_s:.0f} s for rank {named} to synchronize a model."
             )
@@ -204,13 +204,20 @@ class Guard:
             os.register_at_fork(after_in_child=self._forget)
         # Unlike those of atexit, it also runs in processes that multiprocessing has started.
         multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
-        of_process = sys.excepthook
+        of_process, of_threads = sys.excepthook, threading.excepthook
 
         def process_ends(kind: type[BaseException], error: BaseException, trace: Any) -> object:
             self.leave(error)
             return of_process(kind, error, trace)
 
-        sys.excepthook = process_ends
+        def thread_ends(args: Any) -> object:
+            thread = args.thread and args.thread.ident
+            is_training = any(watch.here.thread == thread for watch in self._watches())
+            if args.exc_value is not None and thread is not None and is_training:
+                self.leave(args.exc_value)
+            return of_threads(args)
+
+        sys.excepthook, threading.excepthook = process_ends, thread_ends
 
     def _at_exit(self) -> None:
         end_workers()

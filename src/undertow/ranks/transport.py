@@ -214,8 +214,8 @@ class OwnGroup:
         else:
             self.watch = self._within.watch
         self.watch.interrupts.append(weakref.WeakMethod(self.interrupt))
-        meet(ranks, self.rank, self._limits, self.watch, within_s=within_s)
         with self.waiting("all ranks, to make a process group"):
+            meet(ranks, self.rank, self._limits, self.watch, within_s=within_s)
             self._group = weakref.ref(self._made())
 
     def _made(self) -> dist.ProcessGroup:

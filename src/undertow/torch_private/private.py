@@ -1,6 +1,6 @@
 """Calls to torch's private API, in one place.
 
-Tests/unit/runtime/test_private.py pins the behavior that Undertow relies on.
+`tests/unit/torch_private` pins the behavior that Undertow relies on.
 """
 
 import contextlib
