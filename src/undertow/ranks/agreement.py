@@ -231,8 +231,8 @@ def synchronize_buffers(
     floating-point and complex ones over ranks.
 
     A buffer that changes becomes a new tensor: autograd may have saved the old one for a pending
-    backward, which would use whatever was written into it. Buffers that are parts of a larger
-    tensor, which others may share, or require gradients, are written in place.
+    backward, which would use whatever was written into it. Buffers that share
+    memory with another buffer, or require gradients, are written in place.
     """
     of_source: list[_Item] = []
     averaged: list[_Item] = []

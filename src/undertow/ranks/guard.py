@@ -48,7 +48,7 @@ def watch_over(
     ring = GUARD.ring_of(ranks)
     if ring is None:
         neighbors = []
-        with _meeting(ranks, rank, limits, within_s) as meeting:
+        with _meeting(ranks, rank, limits, NullWatch(), within_s) as meeting:
             try:
                 neighbors = connect_ring(meeting)
             except ConnectionError as error:
@@ -71,7 +71,7 @@ def meet(
 
     Raises StallTimeout if one does not arrive in time.
     """
-    with _meeting(ranks, rank, limits, within_s, watch.check) as meeting:
+    with _meeting(ranks, rank, limits, watch, within_s) as meeting:
         meeting.arrive("group")
 
 
@@ -109,13 +109,12 @@ _NO_WATCH = (
 
 @contextlib.contextmanager
 def _meeting(
-    ranks: tuple[int, ...],
-    rank: int,
-    limits: SyncConfig,
-    within_s: float,
-    check: Callable[[], object] = bool,
+    ranks: tuple[int, ...], rank: int, limits: SyncConfig, watch: NullWatch, within_s: float
 ) -> Iterator[Rendezvous]:
-    """Context for a meeting of these ranks, each of which counts its own. `check` may raise."""
+    """Context for a meeting of these ranks, each of which counts its own.
+
+    Raises what `watch` knows of a rank that is gone, or StallTimeout.
+    """
     here = f"rank {rank}"
     where = f"the making of a process group, {here}"
     patience_s = min(limits.stall_timeout_s, within_s)
@@ -125,7 +124,7 @@ def _meeting(
     def on_wait(late: Sequence[int]) -> None:
         """Raises if the ranks that have not arrived do not arrive in time."""
         nonlocal told_s
-        check()
+        watch.check()
         waited_s = time.monotonic() - began_s
         if waited_s > patience_s and not store.check([over]):
             # tells ranks that arrive later that the others have given up
@@ -202,7 +201,7 @@ class Guard:
         self._thread = thread
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
-        # Unlike those of atexit, it also runs in processes that multiprocessing has started.
+        # Unlike a handler of atexit, it also runs in processes that multiprocessing has started.
         multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
         of_process, of_threads = sys.excepthook, threading.excepthook
 
