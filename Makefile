@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 QUICK := not (slow or waits or alone or root or bench or gpu) or smoke
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test test-all test-torch test-oldest works-with mutants soak bench bench-peers figures lint format docs clean
+.PHONY: help demo test test-all test-torch test-oldest works-with mutants soak bench bench-peers figures lint format docs dist clean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -70,6 +70,12 @@ format: $(READY)lint ## Rewrite the sources in the project's format
 
 docs: $(READY)docs ## Build the documentation in out/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+dist: $(READY)release ## Build the wheel and the source archive in dist, and check them and the workflows
+	rm -rf dist build
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 clean: ## Remove outputs and caches; the virtual environment stays
 	rm -rf out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,6 +2,8 @@
 
 python -m benchmarks matrix ...: workloads x ranks x links x systems; --help says more. `make bench` runs both.
 python -m benchmarks fidelity: the simulator beside what the matrix has measured.
+python -m benchmarks --only slow-networks: what fewer bytes gain; --only quality: what they change. Both take hours.
+python -m benchmarks --only outer-link --only outer-quality: the same of outer synchronization; the second takes hours.
 python -m benchmarks figures: the tables of README.md and docs/benchmarks.md, from recorded results. `make figures` runs it.
 """
 
@@ -16,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks import fidelity, figures
+from benchmarks import fidelity, figures, outer, quality, slow_networks
 from benchmarks.figure import Part
 from benchmarks.machine import machine
 from benchmarks.matrix import run as matrix
@@ -49,7 +51,12 @@ def _measure_parts(asked: argparse.Namespace) -> int:
     """Measures the parts asked for and writes their figures; how many could not be measured."""
     asked.out.mkdir(parents=True, exist_ok=True)
     console = Console()
-    chosen = [part for part in PARTS if not asked.only or part.name in asked.only]
+    alone = (
+        slow_networks.part(asked.out, resumes=asked.resume),
+        quality.part(asked.out, resumes=asked.resume),
+        *outer.parts(asked.out, resumes=asked.resume),
+    )
+    chosen = [part for part in (*PARTS, *alone) if part.name in asked.only] if asked.only else PARTS
     described = {**machine(), "is_quick": asked.quick}
     results: list[Measured] = []
     try:
@@ -93,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [part.name for part in PARTS]
+    names = [*(part.name for part in PARTS), slow_networks.NAME, quality.NAME, outer.LINK, outer.QUALITY]
     parser.add_argument(
         "--only",
         action="append",
@@ -102,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"one of {', '.join(names)}, without the matrix; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps and repetitions: to see that it works")
-    parser.add_argument("--resume", action="store_true", help="keep the cells of the matrix that are in --out")
+    parser.add_argument("--resume", action="store_true", help="keep what an interrupted matrix or a long part has left in --out")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where to write (default: out)")
     return parser
 

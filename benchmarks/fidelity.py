@@ -100,7 +100,7 @@ def _predictions(rows: Sequence[dict[str, Any]], out: Path) -> Iterator[Predicti
 def _prediction(cell: str, system: str, profile: Profile, source: str, known: Profile) -> Prediction:
     assert profile.groups is not None  # measured under a plan
     assert profile.step_us is not None
-    plan = plan_from_groups(known.params, profile.groups, num_ranks=known.num_ranks)
+    plan = plan_from_groups(known.params, profile.groups, num_ranks=known.num_ranks, wires=profile.wires)
     step_us = WhatIf.of(known).step(system, plan).step_us
     return Prediction(
         cell=cell,

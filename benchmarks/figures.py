@@ -1,4 +1,4 @@
-"""python -m benchmarks figures, or make figures: the tables of README.md and docs/benchmarks.md, from recorded results.
+"""python -m benchmarks figures, or make figures: the tables of README.md, docs/benchmarks.md and docs/slow-networks.md.
 
 Reads docs/matrix/matrix.jsonl, benchmarks/matrix/recorded.json and benchmarks/recorded.json. Writes docs/figures.json, and fills
 the blocks of the pages between <!-- figures: NAME --> and <!-- end of figures --> from it. With --record FILE, the results of a
@@ -18,8 +18,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks import outer, quality, slow_networks
 from benchmarks.matrix import guard
-from benchmarks.matrix.catalog import OURS, OWN, PER_PARAMETER, TORCH
+from benchmarks.matrix.catalog import OURS, OWN, PER_PARAMETER, SYSTEMS, TORCH
 from benchmarks.matrix.finished import read_cells
 from benchmarks.matrix.interval import ALIKE
 from benchmarks.matrix.table import markdown_table
@@ -28,10 +29,11 @@ ROOT = Path(__file__).parents[1]
 FIGURES, RECORDED, MATRIX = (
     ROOT / name for name in ("docs/figures.json", "benchmarks/recorded.json", "docs/matrix/matrix.jsonl")
 )
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "slow-networks.md")
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(\n<!-- end of figures -->)", re.DOTALL)
 _BEST = "torch-ddp-best"
 _LINKS = {"1gbit": "1 Gb/s", "5gbit": "5 Gb/s", "none": "unshaped"}
+_ON_THEIR_PAGE = (slow_networks.NAME, quality.NAME, outer.LINK, outer.QUALITY)
 _SYSTEMS = {
     TORCH: "torch DDP, defaults",
     _BEST: "torch DDP, best of six bucket sizes",
@@ -53,15 +55,21 @@ def tables() -> dict[str, Table]:
     cells = [cell for cell in read_cells(MATRIX) if cell["kind"] == "shaped" and OURS in _steps(cell)]
     compared = [cell for cell in cells if _BEST in _steps(cell)]  # with all systems
     parts = _recorded()
+    of_parts = {
+        slow_networks.NAME: _slow_networks,
+        quality.NAME: _quality,
+        outer.LINK: _outer_link,
+        outer.QUALITY: _outer_quality,
+    }
     return {
         "readme": _readme(compared, parts),
         "summary": _summary(compared),
         "systems": _systems(compared),
-        "by-size": _by_size(cells),
         "model-size": _model_size(parts),
         "targets": _targets(parts),
         "guard": _guard(),
         "demo": _demo(parts),
+        **{name: table(parts[name]["rows"]) for name, table in of_parts.items() if name in parts},
     }
 
 
@@ -144,19 +152,28 @@ def _range(ratios: Sequence[float]) -> str:
 
 
 def _readme(cells: Sequence[Cell], parts: Mapping[str, Any]) -> Table:
-    replay = _cell(cells, "replay", 2)
-    steps, (defaults,) = _steps(replay), [row for row in replay["rows"] if row["system"] == OURS]
-    of_torch = _ratios(cells, [OURS], [TORCH])
-    of_size = [float(row["times_faster"]) for row in parts["model-size"]["rows"] if row["system"] == "Undertow"]
-    return [
-        ["measured on CPU with gloo", "figure"],
-        ["step time over torch DDP's, both with defaults, 24 layers on 2 ranks over 1 Gb/s", f"{steps[OURS] / steps[TORCH]:.2f}"],
-        ["the same with a sharded optimizer", f"{steps['ours-zero1'] / steps[TORCH]:.2f}"],
-        [f"the same as the first, mean of {len(cells)} benchmark cases (range)", f"{_mean(of_torch)} ({_range(of_torch)})"],
-        ["defaults over the fastest of all peers and their bucket sizes, same cases", _mean(_ratios(cells, [OURS], None))],
-        ["time until gradients are averaged, over the earliest possible, first row's case", f"{defaults['over_limit']:.2f}"],
-        ["times faster than a reduction per parameter, small to large GPT", f"{max(of_size):.1f} to {min(of_size):.1f}"],
+    """A figure for overlap, one for fewer bytes and one for fewer synchronizations, each beside torch's best in the same run."""
+    layers = _steps(_cell(cells, "replay", 2))
+    narrow, far = (_of_gpt(parts[name]["rows"]) for name in (slow_networks.NAME, outer.LINK))
+    lines = [
+        ("24 timed layers, 1 Gb/s", "`ShardedOptimizer`", layers[_BEST], layers["ours-zero1"]),
+        ("a GPT, 1 Gb/s", '`SyncConfig(wire="auto")`', narrow[_BEST], narrow["ours-auto"]),
+        ("a GPT, 100 Mb/s between sites", "`SyncConfig(outer=Outer(every=30))`", far[outer.TORCH], far[outer.OUTER]),
     ]
+    head = ["ms of a step, two ranks", "set", "torch DDP, best of six bucket sizes", "Undertow", "ratio"]
+    return [
+        head,
+        *([case, chosen, f"{of_torch:.0f}", f"{ours:.0f}", f"{ours / of_torch:.2f}"] for case, chosen, of_torch, ours in lines),
+    ]
+
+
+def _of_gpt(rows: Sequence[Cell]) -> dict[str, float]:
+    """Returns the steps of the GPT on two ranks in ms, by system: over 1 Gb/s, or the one link of the rows."""
+    return {
+        row["system"]: row["step_ms"]
+        for row in rows
+        if row["workload"] == "gpt" and row.get("ranks", 2) == 2 and row.get("link", "1gbit") == "1gbit"
+    }
 
 
 def _summary(cells: Sequence[Cell]) -> Table:
@@ -189,18 +206,6 @@ def _systems(cells: Sequence[Cell]) -> Table:
     return [["whole step over 1 Gb/s, ms", "2 ranks", "4 ranks"], *sorted(rows, key=lambda row: int(row[1]), reverse=True)]
 
 
-def _by_size(cells: Sequence[Cell]) -> Table:
-    """How many times faster than a reduction per parameter; in brackets, than torch DDP's defaults."""
-    places = sorted({(cell["num_params"], cell["workload"], cell["ranks"]) for cell in cells})
-    rows = []
-    for num_params, workload, ranks in places:
-        by_link = {cell["link"]: _steps(cell) for cell in cells if (cell["workload"], cell["ranks"]) == (workload, ranks)}
-        faster = {link: (steps[PER_PARAMETER] / steps[OURS], steps[TORCH] / steps[OURS]) for link, steps in by_link.items()}
-        told = (f"{faster[link][0]:.3g} ({faster[link][1]:.2f})" if link in faster else "" for link in _LINKS)
-        rows.append([f"{num_params / 1e6:.1f} M", f"`{workload}`", str(ranks), *told])
-    return [["parameters", "workload", "ranks", *_LINKS.values()], *rows]
-
-
 def _model_size(parts: Mapping[str, Any]) -> Table:
     rows = parts["model-size"]["rows"]
     names = list(dict.fromkeys(row["system"] for row in rows))
@@ -219,7 +224,7 @@ def _targets(parts: Mapping[str, Any]) -> Table:
             [f"{name}: {it['figure']}", _judged(it), it["target"], part["date"]]
             for name, part in parts.items()
             for it in part["figures"]
-            if it["target"] != "-"
+            if it["target"] != "-" and name not in _ON_THEIR_PAGE
         ),
     ]
 
@@ -239,6 +244,64 @@ def _wanted(name: str) -> str:
     return f"≤ {guard.TARGETS[name]:.2f}" if name in guard.TARGETS else "-"
 
 
+def _slow_networks(rows: Sequence[Cell]) -> Table:
+    """Whole steps in ms on 2 ranks, by system; a column for each workload and link."""
+    steps = {(row["workload"], row["link"], row["system"]): f"{row['step_ms']:.0f}" for row in rows if row["ranks"] == 2}
+    links = {"100mbit": "100 Mb/s", **_LINKS}
+    names = {"replay": "24 timed layers", "gpt": "GPT"}
+    columns = [(workload, link) for link in links for workload in names if any(key[:2] == (workload, link) for key in steps)]
+    lines = [
+        [SYSTEMS[system].title, *(steps.get((*column, system), "") for column in columns)]
+        for system in dict.fromkeys(system for _, _, system in steps)
+    ]
+    return [["ms of a step", *(f"{names[workload]}, {links[link]}" for workload, link in columns)], *lines]
+
+
+def _quality(rows: Sequence[Cell]) -> Table:
+    """Losses on held-out text as means over seeds, and in percent above those in full width, with the range over seeds."""
+    losses = {(row["variant"], row["ranks"], row["seed"]): row["validation_loss"] for row in rows}
+    ranks, seeds = (sorted({row[key] for row in rows}) for key in ("ranks", "seed"))
+    lines = []
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        line = [variant]
+        for number in ranks:
+            above = [100 * (losses[variant, number, seed] / losses[quality.FULL_WIDTH, number, seed] - 1) for seed in seeds]
+            loss = mean(losses[variant, number, seed] for seed in seeds)
+            line += [f"{loss:.4f}", f"{mean(above):+.2f} ({min(above):+.2f} to {max(above):+.2f})"]
+        lines.append(line)
+    head = [text for number in ranks for text in (f"loss, {number} ranks", f"above {quality.FULL_WIDTH}, %")]
+    return [["sent as", *head], *lines]
+
+
+def _outer_link(rows: Sequence[Cell]) -> Table:
+    """Whole steps in ms and over the bare model's, by system and workload."""
+    steps = {(row["workload"], row["system"]): row["step_ms"] for row in rows}
+    workloads = {"replay": "24 timed layers", "gpt": "GPT"}
+    lines = []
+    for system in dict.fromkeys(row["system"] for row in rows):
+        line = [system]
+        for workload in workloads:
+            step_ms = steps[workload, system]
+            line.append(f"{step_ms:.0f} ({step_ms / steps[workload, outer.BARE]:.2f})")
+        lines.append(line)
+    return [["ms of a step (over bare)", *workloads.values()], *lines]
+
+
+def _outer_quality(rows: Sequence[Cell]) -> Table:
+    """Losses on held-out text in percent above those of a mean in every step: means over seeds, with their range."""
+    losses = {(row["variant"], row["ranks"], row["seed"]): row["validation_loss"] for row in rows}
+    ranks = sorted({row["ranks"] for row in rows})
+    lines = []
+    for variant in dict.fromkeys(row["variant"] for row in rows if row["variant"] != outer.PLAIN):
+        line = [variant]
+        for number in ranks:
+            seeds = [seed for name, of, seed in losses if (name, of) == (variant, number)]
+            above = [100 * (losses[variant, number, seed] / losses[outer.PLAIN, number, seed] - 1) for seed in seeds]
+            line.append(f"{mean(above):+.2f} ({min(above):+.2f} to {max(above):+.2f})")
+        lines.append(line)
+    return [["exchange", *(f"{number} replicas, %" for number in ranks)], *lines]
+
+
 def _demo(parts: Mapping[str, Any]) -> Table:
     rows = parts["demo"]["rows"]
     return [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
@@ -248,7 +311,7 @@ def draw() -> None:
     """Runs the demo and the simulator; writes their pictures into docs, and records the demo's figures."""
     from benchmarks.machine import machine
     from undertow.demo import DemoSettings
-    from undertow.demo.run import train
+    from undertow.demo.run import headline, train
     from undertow.demo.settings import WAYS
     from undertow.report.timeline import save_timeline
     from undertow.trace import overlap_of
@@ -259,9 +322,9 @@ def draw() -> None:
     done = train(settings)
     typical = {WAYS[it.way]: it.typical for it in done}
     conditions = f"{settings.num_ranks} ranks on one machine, {settings.link} emulated, typical of {settings.num_steps} steps"
-    for name, ways in (("demo-zero2", list(typical)), ("demo", list(typical)[:-1])):
-        chosen = {way: typical[way] for way in ways}
-        save_timeline(chosen, ROOT / "docs" / f"{name}.png", baseline=WAYS["torch-ddp"], conditions=conditions)
+    for name, chosen in (("demo-zero2", done), ("demo", done[:-1])):
+        traces = {WAYS[it.way]: it.typical for it in chosen}
+        save_timeline(traces, ROOT / "docs" / f"{name}.png", title=headline(chosen), conditions=conditions)
     rows = [
         {
             "variant": way,

@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks.matrix.errors import UnknownName, require_known
 from benchmarks.matrix.job import SystemJob
-from benchmarks.matrix.links import SHAPES
 from benchmarks.matrix.profile import PROFILES, scaled
 
 MAIN = "main"  # the project's own virtual environment
@@ -22,6 +21,10 @@ _MEGATRON_NOTE = (
     "Its default buckets have 40 million elements: smaller models are one bucket. "
     "The best of several medians is chosen after the fact: noise is in its favor."
 )
+
+
+# An element of a block is off by up to the 254th part of the largest one; the format of some buckets may be any.
+_ROUNDING = {"bfloat16": 0.01, "int8": 0.05, "auto": 0.05}
 
 
 def _megatron_sweep(sizes_mb: Iterable[int], **options: Any) -> dict[str, dict[str, Any]]:
@@ -39,6 +42,7 @@ class SystemSpec:
     environment: str = MAIN
     devices: tuple[str, ...] = DEVICES  # that the module sets it up for
     is_averaged: bool = True
+    rounding: float = 0.0  # of the length of the first steps: how far fewer bytes may lead away; 0 for full width
     is_sharded: bool = False  # its update communicates: the whole step is compared, not the backward
     num_settling: int = 0  # steps before the turns in which it finds its plan
     note: str = ""  # what would be unfair to conclude
@@ -51,6 +55,7 @@ class SystemSpec:
                 options=dict(options),
                 num_settling=self.num_settling,
                 is_averaged=self.is_averaged,
+                rounding=self.rounding,
             )
             for suffix, options in self.variants.items()
         ]
@@ -86,6 +91,26 @@ SYSTEMS = {
             )
             for stage in (1, 2)
         ),
+        *(
+            SystemSpec(
+                name=f"ours-{wire}",
+                title=f'Undertow, wire="{wire}"',
+                module=f"{_MODULES}.ours",
+                variants={"": {"wire": wire}},
+                rounding=_ROUNDING[wire],
+                num_settling=NUM_SETTLING,
+            )
+            for wire in ("bfloat16", "int8", "auto")
+        ),
+        SystemSpec(
+            name="ours-zero1-int8",
+            title="Undertow, sharded optimizer, zero1, gradients and gathers in int8",
+            module=f"{_MODULES}.ours_sharded",
+            variants={"": {"strategy": "zero1", "wire": "int8", "param_wire": "int8"}},
+            is_sharded=True,
+            rounding=_ROUNDING["int8"],
+            num_settling=NUM_SETTLING,
+        ),
         SystemSpec(name="torch-ddp", title="torch DDP, default", module=f"{_MODULES}.torch_ddp"),
         SystemSpec(
             name="torch-ddp-best",
@@ -93,6 +118,22 @@ SYSTEMS = {
             module=f"{_MODULES}.torch_ddp",
             variants={f"@{size}MB": {"bucket_cap_mb": size} for size in SWEEP_MB},
             note="The best of several medians is chosen after the fact: noise is in its favor.",
+        ),
+        SystemSpec(
+            name="torch-ddp-bfloat16",
+            title="torch DDP with its bf16_compress_hook, better of two bucket sizes",
+            module=f"{_MODULES}.torch_ddp",
+            variants={f"@{size}MB": {"bucket_cap_mb": size, "hook": "bf16"} for size in (4, 25)},
+            rounding=_ROUNDING["bfloat16"],
+        ),
+        SystemSpec(
+            name="torch-ddp-powersgd",
+            title="torch DDP with PowerSGD of rank 4",
+            module=f"{_MODULES}.torch_ddp",
+            variants={"": {"bucket_cap_mb": 1000, "hook": "powersgd", "matrix_approximation_rank": 4, "start_powerSGD_iter": 2}},
+            rounding=1.0,
+            note="In one bucket: its callbacks start collectives, which over gloo may pair those of different buckets. "
+            "Vectors, as replayed layers have them, are sent in full width.",
         ),
         SystemSpec(
             name="torch-zero",
@@ -187,7 +228,7 @@ WORKLOADS = {
         WorkloadSpec(name="moe", title="replay of a mixture of experts: 3,104 tensors, 51 MB"),
     )
 }
-LINKS = tuple(SHAPES)
+LINKS = ("1gbit", "5gbit", "none")  # of a run that names none
 RANKS = (2, 4)
 
 

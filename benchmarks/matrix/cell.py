@@ -26,7 +26,6 @@ from benchmarks.matrix.links import LOCAL, Network, emulated_network, local_netw
 from benchmarks.matrix.processes import run_job
 
 Tell = Callable[[str], None]
-_TURN_BUDGET_S = 30.0  # for the turns of one system in one run
 _SILENCE_S = 180.0  # without a step: to import and build, or for one step that sends thousands of messages
 _COPIES = 3.0  # of its parameters that a system holds: gradients, and buckets beside them
 _SHARE_OF_MEMORY = 0.5
@@ -39,6 +38,7 @@ class Effort:
     num_turns: int  # of each system; see `turns`
     has_start_up: bool
     max_settling: int = 1_000  # steps, of a system that has any
+    turn_budget_s: float = 30.0  # for the turns of one system in one run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Netwo
             gradient_bytes=cell.workload.gradient_bytes(cell.device),
             systems=tuple(replace(job, num_settling=min(job.num_settling, effort.max_settling)) for job in jobs),
             num_turns=effort.num_turns,
-            turn_budget_s=_TURN_BUDGET_S,
+            turn_budget_s=effort.turn_budget_s,
             counted_interface=network.interface if network.namespaces else None,
             emulated=network.emulated,
             burst_bytes=network.burst_bytes,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.matrix.catalog import LINKS, WORKLOADS
-from benchmarks.matrix.links import LOCAL
+from benchmarks.matrix.catalog import WORKLOADS
+from benchmarks.matrix.links import LOCAL, SHAPES
 
 Document = dict[str, Any]
 ROW, MACHINE = "row", "machine"  # types of lines
@@ -87,7 +87,7 @@ def with_start_up_of(earlier: Document, cell: Document) -> Document:
 
 def in_order(cells: Iterable[Document]) -> list[Document]:
     """By workload, link and ranks, whenever they were measured."""
-    workloads, links = list(WORKLOADS), list(LINKS)
+    workloads, links = list(WORKLOADS), list(SHAPES)
 
     def key(cell: Document) -> tuple[Any, ...]:
         name, _, scale = cell["workload"].partition("@")

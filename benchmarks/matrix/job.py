@@ -18,6 +18,7 @@ class SystemJob:
     options: dict[str, Any] = field(default_factory=dict)
     num_settling: int = 0
     is_averaged: bool = True
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

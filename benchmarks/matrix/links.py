@@ -39,6 +39,7 @@ class Shape:
 
 
 SHAPES = {
+    "100mbit": Shape(rate="100mbit"),
     "1gbit": Shape(rate="1gbit"),
     "5gbit": Shape(rate="5gbit", burst_bytes=640 * 1024),
     "none": Shape(rate=None),

@@ -34,7 +34,7 @@ from benchmarks.matrix.finished import (
     title_of,
     with_start_up_of,
 )
-from benchmarks.matrix.links import remove_abandoned, what_is_missing
+from benchmarks.matrix.links import SHAPES, remove_abandoned, what_is_missing
 from benchmarks.matrix.rows import link_of_cell, profiles_of, rows_of_cell
 from benchmarks.matrix.table import markdown
 from benchmarks.matrix.turns import STEPS_PER_TURN, TIMED_PER_TURN
@@ -61,7 +61,7 @@ class Asked:
     has_large: bool  # the workload at its full size as well
     records: bool
     resumes: bool
-    is_quick: bool
+    validates: bool  # the emulated link as well
     left_out: tuple[tuple[str, int], ...]  # cells of a workload and a number of ranks
 
 
@@ -73,15 +73,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"benchmarks matrix: {error}", file=sys.stderr)
         return 2
     command = shlex.join(["python", "-m", "benchmarks", "matrix", *arguments])
-    return run(asked, command)
+    return interruptible(partial(run, asked, command))
 
 
 def run(asked: Asked, command: str) -> int:
     """Measures cell by cell and writes what there is after each: an interrupted run is not lost, and can be resumed."""
-    return interruptible(partial(_run, asked, command))
-
-
-def _run(asked: Asked, command: str) -> int:
     began_s = time.perf_counter()
     asked.out.mkdir(parents=True, exist_ok=True)
     removed, not_removed = remove_abandoned()
@@ -183,7 +179,7 @@ def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
     Start-up and memory are measured in a workload's first cell: they hardly depend on the link.
     """
     brief = replace(asked.effort, has_start_up=False)
-    validated = _among(asked.systems, _VALIDATED[2]) if is_shaped and asked.device == "cpu" and not asked.is_quick else ()
+    validated = _among(asked.systems, _VALIDATED[2]) if is_shaped and asked.device == "cpu" and asked.validates else ()
     cells: list[Cell] = []
     for workload in asked.workloads:
         effort = asked.effort
@@ -296,12 +292,14 @@ def _tell(line: str) -> None:
 def _asked(given: argparse.Namespace) -> Asked:
     """The command line with every name looked up; raises UnknownName."""
     for link in given.link or ():
-        require_known("link", link, catalog.LINKS)
+        require_known("link", link, SHAPES)
     for system in given.system or ():
         require_known("system", system, catalog.SYSTEMS)
     workloads = given.workload or (["replay", "gpt"] if given.quick else list(catalog.WORKLOADS))
     quick_systems = [catalog.OURS, catalog.TORCH]
-    names = given.system or (quick_systems if given.quick else catalog.SYSTEMS)
+    names = given.system or (
+        quick_systems if given.quick else [name for name, spec in catalog.SYSTEMS.items() if not spec.rounding]
+    )
     chosen = [name for name in catalog.SYSTEMS if name in (catalog.BARE, *names)]  # the bare model is always there
     effort = QUICK if given.quick else FULL
     if given.steps is not None:
@@ -317,7 +315,7 @@ def _asked(given: argparse.Namespace) -> Asked:
         has_large=not given.workload and not given.quick,
         records=given.record,
         resumes=given.resume,
-        is_quick=given.quick,
+        validates=not given.quick,
         left_out=(_QUICK_LEAVES_OUT,) if given.quick and not given.workload and not given.ranks else (),
     )
 
@@ -327,7 +325,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--workload", action="append", metavar="NAME[@SCALE]", help=f"{', '.join(catalog.WORKLOADS)}; may be repeated")
     add("--ranks", action="append", type=_num_ranks, metavar="N", help="2 to 64, default 2 and 4; may be repeated")
-    add("--link", action="append", metavar="NAME", help=f"{', '.join(catalog.LINKS)}; may be repeated")
+    add(
+        "--link",
+        action="append",
+        metavar="NAME",
+        help=f"{', '.join(SHAPES)}; default {', '.join(catalog.LINKS)}; may be repeated",
+    )
     add("--system", action="append", metavar="NAME", help=f"{', '.join(catalog.SYSTEMS)}; may be repeated")
     add("--device", default="cpu", metavar="NAME", help=f"{', '.join(catalog.DEVICES)}: where models compute (default: cpu)")
     add(

@@ -6,41 +6,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.matrix.catalog import BARE, OURS, OWN, TORCH
-from benchmarks.matrix.finished import place_of, title_of
+from benchmarks.matrix.finished import link_of, place_of, title_of
 from benchmarks.matrix.interval import ALIKE, LEAST_TURNS, Ratio, ratio_of
 
 Row = Mapping[str, Any]
-_TORCH = (TORCH, "torch-ddp-best")
-_GLANCE = (
-    "case",
-    "defaults, ms",
-    "until averaged / limit",
-    "/ torch DDP",
-    "/ its best size",
-    "Undertow's fastest, ms",
-    "fastest peer, ms",
-    "defaults / peer",
-    "fastest / peer",
-)
+_BEST_OF_TORCH = "torch-ddp-best"
 _LONG = 200  # characters of a reason; matrix.jsonl has all of it
 _VERDICTS = ("won", "level", "undecided", "lost")
 _RECORD = (
-    "`matrix.jsonl` beside this page has every measurement: all systems, their versions and notes, minimum and maximum, bytes, "
-    "memory, start-up, machine load. The page *Benchmarks* has the method."
+    "Look up the time of a step in each benchmark case: a workload on a number of ranks over one link. `matrix.jsonl` "
+    "in this folder has every measurement, and the page *Benchmarks* has the method."
+)
+_HOW_TO_READ = (
+    "Each entry has the whole step of Undertow's defaults in ms, and three ratios: this step over torch DDP's, over the "
+    "fastest peer's, and the step of Undertow's fastest mode over the fastest peer's. Below 1 Undertow is faster."
 )
 _HOW_SURE = (
-    f"All ratios are of whole steps, except the second figure. Ratios to the fastest peer have a 95 % confidence interval if "
-    f"both systems took at least {LEAST_TURNS} turns: a bootstrap over pairs of turns. A case is won or lost if all of the "
-    f"interval is beyond {ALIKE:.0%}, level if none of it is above {1 + ALIKE:.2f}, undecided otherwise. *Another run*: the two "
-    f"did not take turns, and the machine may have drifted. The fastest systems are chosen by the medians that are compared, "
-    f"which favors the side with more to choose from."
+    f"If Undertow and the fastest peer took at least {LEAST_TURNS} turns, their ratio has a 95 % confidence interval, a "
+    f"bootstrap over pairs of turns. A case is won or lost if all of the interval is beyond {ALIKE:.0%}, level if none of it "
+    f"is above {1 + ALIKE:.2f}, undecided otherwise. The fastest systems are chosen by the medians that are compared, which "
+    f"favors the side with more to choose from."
 )
 
 
 def markdown(header: Row, cells: Sequence[Row]) -> str:
-    """Returns the page: the machine, a line for each cell, the counts, and every system without a figure."""
-    blocks = ["# The matrix", " · ".join(f"{key} {value}" for key, value in header.items()), _RECORD]
-    blocks += [*_at_a_glance(cells), *_validation(cells), *_not_measured(cells), *_divided(cells)]
+    """Returns the page: the machine, an entry for each cell, the counts, and every system without a figure."""
+    machine = " · ".join(f"{key} {value}" for key, value in header.items())
+    blocks = ["# The matrix", _RECORD, *_at_a_glance(cells), *_validation(cells), *_not_measured(cells)]
+    blocks += [*_divided(cells), "## The last run", machine]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -95,12 +88,20 @@ def _divided(cells: Sequence[Row]) -> list[str]:
 
 
 def _at_a_glance(cells: Sequence[Row]) -> list[str]:
-    """A line for each cell in which Undertow was measured, and the counts of the cells that have all peers."""
-    lines = [_glance(cell) for cell in cells if _modes(cell)]
-    if not lines:
+    """An entry for each cell in which Undertow was measured, and the counts of the cells that have all peers."""
+    measured = [cell for cell in cells if _modes(cell)]
+    if not measured:
         return []
+    links = list(dict.fromkeys(link_of(cell) for cell in measured))
+    entries: dict[tuple[str, str], dict[str, str]] = {}
+    for cell in measured:
+        on = "" if cell["device"] == "cpu" else f", {cell['device']}"
+        place = (f"{cell['workload']}{on}", str(cell["ranks"]))
+        entries.setdefault(place, {})[link_of(cell)] = _entry(cell)
+    lines = [[*place, *(of_links.get(link, "") for link in links)] for place, of_links in entries.items()]
     compared = [cell for cell in cells if _is_compared(cell)]
-    return ["## Whole steps", markdown_table(_GLANCE, lines), _HOW_SURE, *(_count(compared) if compared else ())]
+    table = markdown_table(("workload", "ranks", *links), lines)
+    return ["## Whole steps", _HOW_TO_READ, table, *((_HOW_SURE, *_count(compared)) if compared else ())]
 
 
 def _modes(cell: Row) -> list[Row]:
@@ -121,33 +122,25 @@ def _defaults(cell: Row) -> Row | None:
 
 def _is_compared(cell: Row) -> bool:
     """False for the emulated link, and for cells that were measured with some systems only."""
-    has_all_peers = any(row["system"] == _TORCH[1] for row in _peers(cell))
+    has_all_peers = any(row["system"] == _BEST_OF_TORCH for row in _peers(cell))
     return cell["kind"] != "emulated" and has_all_peers and _defaults(cell) is not None
 
 
-def _glance(cell: Row) -> list[str]:
-    own, peers = _fastest(_modes(cell)), _peers(cell)
-    of_torch = {row["system"]: row for row in peers if row["system"] in _TORCH}
-    of_defaults = [""] * 4
-    over_peer = [""] * 2
+def _entry(cell: Row) -> str:
+    """Returns the step of the defaults, and ratios of steps; "-" for systems that were not measured."""
+    defaults, fastest = _defaults(cell), _fastest(_modes(cell))
+    peers = _peers(cell)
+    torch = next((row for row in peers if row["system"] == TORCH), None)
     peer = _fastest(peers) if peers else None
-    if peer is not None:
-        over_peer[1] = _ratio(ratio_of(own, peer))
-    defaults = _defaults(cell)
+    ms = of_torch = "-"
     if defaults is not None:
-        ratios = [f"{_step_ms(defaults) / _step_ms(of_torch[it]):.2f}" if it in of_torch else "" for it in _TORCH]
-        of_defaults = [f"{_step_ms(defaults):.0f}", _number(defaults["over_limit"], 3), *ratios]
-        over_peer[0] = "" if peer is None else _ratio(ratio_of(defaults, peer))
-    return [title_of(cell), *of_defaults, _named(own), "" if peer is None else _named(peer), *over_peer]
+        ms = f"{_step_ms(defaults):.0f} ms"
+        of_torch = "-" if torch is None else f"{_step_ms(defaults) / _step_ms(torch):.2f}"
+    return f"{ms}: {of_torch}, {_over_peer(defaults, peer)}, {_over_peer(fastest, peer)}"
 
 
-def _named(row: Row) -> str:
-    return f"{row['variant'] or row['system']} {_step_ms(row):.0f}"
-
-
-def _ratio(ratio: Ratio) -> str:
-    """The interval and the verdict if there is an interval; else the ratio alone."""
-    return f"{ratio.value:.2f}" if ratio.interval is None else str(ratio)
+def _over_peer(own: Row | None, peer: Row | None) -> str:
+    return "-" if own is None or peer is None else f"{ratio_of(own, peer).value:.2f}"
 
 
 def _count(compared: Sequence[Row]) -> list[str]:
@@ -183,7 +176,3 @@ def _validation(cells: Sequence[Row]) -> list[str]:
         f"Over the emulated link, steps differ from the shaped link by at most {abs(worst['difference']):.1%} "
         f"({place}; {len(rows)} pairs)."
     ]
-
-
-def _number(value: float | None, num_decimals: int) -> str:
-    return "" if value is None else f"{value:.{num_decimals}f}"

@@ -27,18 +27,22 @@ Parameters = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Where right steps lead, and how far from there each parameter may be."""
+    """Where right steps lead, how far they go, and how far from there each parameter may be."""
 
     right: Parameters
+    lengths: Mapping[str, float]
     bounds: Mapping[str, float]
 
-    def wrong_parameters(self, system: System) -> list[str]:
-        """Names of parameters that are not where right steps lead; all ranks call it together."""
+    def wrong_parameters(self, system: System, *, rounding: float) -> list[str]:
+        """Names of parameters that are not where right steps lead; all ranks call it together.
+
+        `rounding` is the part of its way by which a parameter may be off more, where gradients are rounded.
+        """
         found = system.parameters()
         return [
             name
             for name, right in self.right.items()
-            if name not in found or _distance(found[name].detach(), right) > self.bounds[name]
+            if name not in found or _distance(found[name].detach(), right) > self.bounds[name] + rounding * self.lengths[name]
         ]
 
 
@@ -50,7 +54,8 @@ def reference_of(
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     right = right_parameters(model, batch, group, beat=beat)
     reordered = right_parameters(make_model(), batch, group, beat=beat, is_reversed=True)
-    return Reference(right=right, bounds=bounds_of(start, right, reordered))
+    lengths = {name: _distance(right[name], start[name]) for name in right}
+    return Reference(right=right, lengths=lengths, bounds=bounds_of(start, right, reordered))
 
 
 def right_parameters(

@@ -147,7 +147,7 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) ->
         result["systems"][system.name] = seat.report
         _agree(job, system.name, rank, seat.report)
         if reference is not None and "error" not in seat.report and system.is_averaged:
-            seat.compare(reference)
+            seat.compare(reference, rounding=system.rounding)
             _agree(job, f"{system.name}, compared", rank, seat.report)
         if seat.player is None or "error" in seat.report:
             continue
@@ -220,9 +220,9 @@ class _Seat:
         self.report |= {name: stop - begin for name, begin, stop in zip(names, stamps, stamps[1:], strict=False)}
         return Player(name=job.name, system=system)
 
-    def compare(self, reference: Reference) -> None:
+    def compare(self, reference: Reference, *, rounding: float) -> None:
         """A system that trains wrongly has no figures."""
-        if self.player is not None and (wrong := reference.wrong_parameters(self.player.system)):
+        if self.player is not None and (wrong := reference.wrong_parameters(self.player.system, rounding=rounding)):
             self.report["error"] = f"trains wrongly: {', '.join(wrong[:3])} and {len(wrong)} in all are not the reference's"
 
     def settle(self, num_steps: int, batch: Any, *, beat: Callable[[], object]) -> None:

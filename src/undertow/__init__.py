@@ -7,7 +7,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from undertow.config import ExpertGroup, SyncConfig
+from undertow.config import ExpertGroup, Outer, SyncConfig
 from undertow.errors import (
     CheckpointError,
     ConfigError,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from undertow.ddp.attach import BucketedDDPHooks, attach
     from undertow.ddp.wrapper import DistributedDataParallel
     from undertow.optim.clipping import clip_grad_norm_
+    from undertow.optim.hidden_matrices import hidden_matrices
     from undertow.optim.shard_optimizer import shard_optimizer
     from undertow.optim.sharded_optimizer import ShardedOptimizer
     from undertow.sync.gradient_sync import GradientSync
@@ -48,6 +49,7 @@ _LAZY = {
     "average_gradients": "undertow.by_hand.average",
     "clip_grad_norm_": "undertow.optim.clipping",
     "has_checkpoint": "undertow.checkpoint.checkpoint",
+    "hidden_matrices": "undertow.optim.hidden_matrices",
     "load_checkpoint": "undertow.checkpoint.checkpoint",
     "save_checkpoint": "undertow.checkpoint.checkpoint",
     "shard_optimizer": "undertow.optim.shard_optimizer",
@@ -64,6 +66,7 @@ __all__ = [
     "GradientBucketManager",
     "GradientSync",
     "NonFiniteGradient",
+    "Outer",
     "PeerFailed",
     "PhaseError",
     "PlanMismatch",
@@ -79,6 +82,7 @@ __all__ = [
     "average_gradients",
     "clip_grad_norm_",
     "has_checkpoint",
+    "hidden_matrices",
     "load_checkpoint",
     "save_checkpoint",
     "shard_optimizer",

@@ -3,8 +3,9 @@
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from reprlib import repr as brief
 from typing import Any, Literal, Protocol, Self, get_args, get_origin, runtime_checkable
@@ -17,16 +18,19 @@ from undertow.errors import (
     WrongType,
     require,
     require_known,
+    suggestion,
 )
 from undertow.foreign import as_float
+from undertow.wire import AUTO, PARAM_WIRES, WIRES
 
 _MAX_SHOWN = 200  # characters of a path
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _REMEDIES = {
     "op": "Gradients are always averaged. For the mean over all tokens, divide the loss by "
     "model.mean_over_ranks(num_tokens).wait(); for a sum, multiply it by the number of ranks.",
+    "wire_dtype": 'Write wire="bfloat16".',
 }
-_DTYPES = {"reduce_dtype": (None, "float32"), "wire_dtype": (None, "bfloat16", "float16")}
+_DTYPES = ("reduce_dtype", "wire", "param_wire")
 # Every pair of features that cannot be used together: the error, the reason and the way out.
 # docs/limits.md lists them.
 REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
@@ -53,6 +57,11 @@ REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
         "experts that it holds.",
         "Give every rank the same number of batches.",
     ),
+    ("experts", "outer"): (
+        ConfigError,
+        "outer synchronization does not go with experts: replicas hold different parameters.",
+        "Leave outer out.",
+    ),
     ("experts", "skip"): (
         ConfigError,
         'nonfinite="skip" cannot be used with experts: only some ranks would know that a step is '
@@ -70,12 +79,29 @@ REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
         "them.",
         "Use a plain optimizer with the hook, or leave the hook out.",
     ),
+    ("hook", "wire"): (
+        ConfigError,
+        "a communication hook chooses the format of the gradients that it sends, and wire asks for "
+        "another one.",
+        "Leave wire out, or encode in the hook.",
+    ),
+    ("hybrid", "outer"): (
+        ConfigError,
+        'outer synchronization does not go with strategy="hybrid", which synchronizes rows in '
+        "every step.",
+        'Use "zero1": on a mesh, each row shards, and rows are replicas.',
+    ),
     ("join", "mean_over_ranks"): (
         PhaseError,
         "mean_over_ranks() was called inside join(): a rank that has left its loop does not "
         "answer.",
         "Leave join() out. Give 0 on a rank without data, call finish() there, and end every "
         "rank's loop when the mean is 0.",
+    ),
+    ("join", "outer"): (
+        PhaseError,
+        "join() cannot be used with outer synchronization: each exchange needs all replicas.",
+        "Give every rank the same number of batches.",
     ),
     ("join", "shards"): (
         PhaseError,
@@ -155,6 +181,98 @@ class ExpertGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Outer:
+    """Settings of outer synchronization: replicas train alone for `every` steps.
+
+    A replica is one rank, or one row of a two-dimensional DeviceMesh. The layers of the model form
+    fragments. A fragment's exchange averages, over replicas, the difference between the global
+    parameters and the replica's own. Then an outer optimizer, SGD with momentum, steps on the mean.
+
+    Args:
+        every: Steps between two exchanges of a fragment.
+        lr: The learning rate of the outer optimizer.
+        momentum: Its momentum, from 0 to less than 1.
+        nesterov: True uses Nesterov momentum.
+        fragments: Number of fragments; at most the number of layers. "auto" measures the first
+            steps and the link.
+        delay: Steps of training that hide an exchange; 0 waits for it at once. "auto" measures.
+        wire: The format of differences, as `SyncConfig.wire`; None: full width.
+        mix: The share that a replica keeps of the parameters it has, from 0 to less than 1.
+
+    Raises:
+        ConfigError: For every value that cannot work.
+
+    ```python
+    config = SyncConfig(outer=Outer(every=30))
+    ```
+    """
+
+    every: int = 0  # must be given
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    fragments: int | Literal["auto"] = "auto"
+    delay: int | Literal["auto"] = "auto"
+    wire: Literal["bfloat16", "float16", "int8"] | Any | None = "int8"
+    mix: float = 0.0
+
+    def __new__(cls, **settings: Any) -> Self:
+        require_known(settings, cls.__dataclass_fields__, "setting", where="Outer")
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "wire", _dtype_name(self.wire))
+        delay = self.delay
+        checks = (
+            ("every", _is_whole(self.every, least=1), "a whole number of steps from 1 on", "30"),
+            ("lr", 0 < as_float(self.lr) < math.inf, "a positive number", "0.7"),
+            ("momentum", 0 <= as_float(self.momentum) < 1, "from 0 to less than 1", "0.9"),
+            ("nesterov", type(self.nesterov) is bool, "True or False", "True"),
+            (
+                "fragments",
+                self.fragments == AUTO or _is_whole(self.fragments, least=1),
+                'a whole number from 1 on, or "auto"',
+                "4",
+            ),
+            (
+                "delay",
+                delay == AUTO or _is_whole(delay, least=0),
+                'a whole number of steps from 0 on, or "auto"',
+                "1",
+            ),
+            ("mix", 0 <= as_float(self.mix) < 1, "from 0 to less than 1", "0.0"),
+        )
+        for name, holds, wanted, example in checks:
+            require(
+                holds,
+                f"{name} must be {wanted}, got {brief(getattr(self, name))}.",
+                where="Outer",
+                remedy=f"Write {name}={example}.",
+            )
+        require(
+            not isinstance(delay, int) or delay < self.every,
+            f"delay must be less than every={self.every}, got {delay}.",
+            where="Outer",
+            remedy="An exchange of a fragment ends before its next one begins: give a smaller "
+            "delay.",
+        )
+        require(
+            self.wire is None or self.wire in WIRES,
+            f"wire cannot be {self.wire!r}.",
+            where="Outer",
+            remedy=suggestion(self.wire, [*WIRES]),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings by name."""
+        return dataclasses.asdict(self)
+
+
+def _is_whole(value: object, *, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
     """Sets how gradients are synchronized.
 
@@ -184,7 +302,7 @@ class SyncConfig:
         reduction: "native" uses the backend's reduction, whose rounding may depend on the plan with
             three ranks or more. "ordered" adds in rank order, in fp32 if gradients are narrower:
             bit-identical under every plan. With "ordered" the strategies agree too if each step
-            synchronizes once, parameters have 32 bits or more and `wire_dtype` is None. Two
+            synchronizes once, parameters have 32 bits or more and `wire` is None. Two
             strategies add in another order: "zero2" averages each micro-batch over ranks and adds
             the means, and "hybrid" adds row by row.
         average_in_collective: False divides whole gradients before the collective, which then sums.
@@ -195,9 +313,19 @@ class SyncConfig:
         reduce_dtype: "float32", "fp32" or torch.float32 accumulates and reduces gradients of 16-bit
             parameters in fp32, and `.grad` is fp32. The optimizer must accept such gradients, as a
             ShardedOptimizer and torch's SGD do. None: in the gradients' own dtype.
-        wire_dtype: "bfloat16" or "float16", also as "bf16", "fp16" or a torch.dtype: wider
-            gradients are sent in it, which halves the bytes of fp32. If ranks add the values
-            themselves ("ordered", and shards over gloo) they add in fp32.
+        wire: The format of gradients on their way. "bfloat16" (or "bf16") and "float16" ("fp16")
+            halve the bytes of fp32; "int8" sends a byte for each element and an fp32 scale for
+            each block of 512, a quarter. Ranks decode and add in fp32, in rank order, and send the
+            mean in the same format: all ranks hold equal bits, whatever the plan. "auto" measures
+            first, then sends in int8 only the buckets that computation does not hide; it keeps
+            full width if the plan does not follow measurements, except with `bucket_cap_mb`. None:
+            as they are. For "hybrid" a pair is possible, within rows and across them:
+            (None, "int8"). Sparse, complex and 16-bit gradients travel as they are if the format
+            has no fewer bytes, and parameters of less than a block in full width.
+        param_wire: The format of updated parameters on their way from a ShardedOptimizer,
+            "bfloat16" or "int8". Ranks send the difference to the values that all ranks hold, and
+            each rank keeps the exact values of its shard; so errors do not add up. A checkpoint has
+            both, if the optimizer has state. None: as they are.
         ignore: Names of parameters and buffers that are left alone.
         nonfinite: The action if gradients on some rank contain NaN or Inf when an optimizer is
             about to step. "ignore" does not look for them: looking would cost a pass over every
@@ -217,12 +345,14 @@ class SyncConfig:
         experts: Groups of parameters that are reduced over separate process groups, each an
             ExpertGroup, in the same order on every rank. Not with "hybrid".
         record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
+        outer: An Outer, or a dict of its settings, lets replicas train alone for many steps and
+            averages the differences of their parameters; for links between sites. None: never.
 
     Raises:
         ConfigError: For every value that cannot work.
 
     ```python
-    config = SyncConfig(strategy="zero2", wire_dtype="bfloat16", nonfinite="raise")
+    config = SyncConfig(strategy="zero2", wire="bfloat16", nonfinite="raise")
     ```
     """
 
@@ -235,7 +365,8 @@ class SyncConfig:
     reduction: Literal["native", "ordered"] = "native"
     average_in_collective: bool = True
     reduce_dtype: Literal["float32", "fp32"] | Any | None = None
-    wire_dtype: Literal["bfloat16", "bf16", "float16", "fp16"] | Any | None = None
+    wire: Literal["bfloat16", "bf16", "float16", "fp16", "int8", "auto"] | Any | None = None
+    param_wire: Literal["bfloat16", "bf16", "int8"] | Any | None = None
     buffers: Literal["rank0", "mean", "off"] = "rank0"
     ignore: tuple[str, ...] = ()
     experts: tuple[ExpertGroup, ...] = ()
@@ -244,6 +375,7 @@ class SyncConfig:
     stall_warning_s: float = 30.0
     stall_timeout_s: float = 300.0
     record: Literal["summary", "full", "off"] = "summary"
+    outer: Outer | None = None
 
     def __new__(cls, **settings: Any) -> Self:
         require_known(
@@ -291,12 +423,14 @@ class SyncConfig:
             )
         for name in _DTYPES:
             object.__setattr__(self, name, _dtype_name(getattr(self, name)))
+        object.__setattr__(self, "wire", _wire_of_axes(self.wire, self.strategy))
         if isinstance(self.bucket_cap_mb, list):
             object.__setattr__(self, "bucket_cap_mb", caps)
         # The order of a set of names differs from process to process.
         object.__setattr__(self, "ignore", tuple(sorted(ignored)))
         object.__setattr__(self, "experts", tuple(self.experts))
         object.__setattr__(self, "plan", _text_of_plan(self.plan))
+        object.__setattr__(self, "outer", _outer_of(self))
         for field in dataclasses.fields(self):
             _check_choice(field, getattr(self, field.name))
         for group in self.experts:
@@ -313,6 +447,25 @@ class SyncConfig:
         """
         groups = tuple(group.to_dict() for group in self.experts)
         return {**dataclasses.asdict(dataclasses.replace(self, experts=())), "experts": groups}
+
+    @property
+    def wires(self) -> tuple[str | None, str | None]:
+        """The formats of gradients from the first plan on: within rows of a mesh, and across."""
+        if isinstance(self.wire, tuple):
+            inside, across = self.wire
+            return inside, across
+        wire = None if self.wire == AUTO else self.wire
+        return wire, wire
+
+    @property
+    def plan_wire(self) -> str | None:
+        """The format that buckets are laid out for: the one with the larger blocks."""
+        return max(filter(None, self.wires), key=lambda name: WIRES[name].block, default=None)
+
+    @property
+    def block(self) -> int:
+        """The elements of a block of the format of updated parameters."""
+        return 1 if self.param_wire is None else WIRES[self.param_wire].block
 
 
 def _require(holds: object, what: str, remedy: str) -> None:
@@ -353,6 +506,33 @@ def _dtype_name(value: object) -> object:
     return _SHORT_DTYPES.get(str(name), name)
 
 
+def _outer_of(config: "SyncConfig") -> Outer | None:
+    """Returns the outer settings, which may be given as a dict."""
+    outer = Outer(**config.outer) if isinstance(config.outer, Mapping) else config.outer
+    _require(
+        isinstance(outer, Outer | None),
+        f"outer must be an Outer, got {brief(outer)}.",
+        "Write outer=Outer(every=30).",
+    )
+    if outer is not None and config.strategy == "hybrid":
+        raise refused("hybrid", "outer", where="SyncConfig")
+    if outer is not None and config.experts:
+        raise refused("experts", "outer", where="SyncConfig")
+    return outer
+
+
+def _wire_of_axes(wire: object, strategy: str | None) -> object:
+    """Returns the long names of a pair of formats; any other value as it is."""
+    if not isinstance(wire, list | tuple):
+        return wire
+    _require(
+        strategy == "hybrid" and len(wire) == 2,
+        f"wire must be one format, got {wire!r}.",
+        'Only strategy="hybrid" takes two: within rows of the mesh, and across them.',
+    )
+    return tuple(map(_dtype_name, wire))
+
+
 def bytes_from_mib(value: Any, *, name: str) -> float:
     """Converts `value` MiB to bytes.
 
@@ -371,12 +551,25 @@ def _check_choice(field: dataclasses.Field[Any], value: object) -> None:
     """Raises ConfigError unless the value is one of those that the type of the setting lists, if it
     lists them."""
     literals = get_args(field.type) if get_origin(field.type) is Literal else None
-    choices = _DTYPES.get(field.name, (True, False) if field.type is bool else literals)
+    choices: Sequence[object] | None = (True, False) if field.type is bool else literals
+    match field.name:
+        case "reduce_dtype":
+            choices = (None, "float32")
+        case "wire" if isinstance(value, tuple):
+            choices = tuple(product((None, *WIRES), repeat=2))
+        case "wire":
+            choices = (None, *WIRES, AUTO)
+        case "param_wire":
+            choices = (None, *PARAM_WIRES)
     if choices is None or any(
         type(value) is type(choice) and value == choice for choice in choices
     ):
         return
     remedy = f"Choose one of: {', '.join(map(repr, choices))}."
+    if isinstance(value, tuple):
+        remedy = f"Each of the two is one of: {', '.join(map(repr, (None, *WIRES)))}."
+    if field.name in ("wire", "param_wire") and isinstance(value, str):
+        remedy = suggestion(value, [choice for choice in choices if isinstance(choice, str)])
     if field.name == "strategy" and value in ("zero3", "fsdp"):
         remedy = "Use torch.distributed.fsdp.fully_shard to shard parameters."
     raise ConfigError(f"{field.name} cannot be {value!r}.", where="SyncConfig", remedy=remedy)

@@ -15,10 +15,11 @@ from typing import Any
 from undertow.cost import COLLECTIVES, CostCurve, MeasuredCosts
 from undertow.errors import ConfigError, require, suggestion
 from undertow.foreign import as_float, parsed_json
-from undertow.plan import Groups, ParamSpec, StepTiming, plan_from_groups
+from undertow.plan import Groups, ParamSpec, Plan, StepTiming, Wires, plan_from_groups
 from undertow.plan.layout import ITEMSIZES, MOST
-from undertow.plan.plan import groups_from_json
+from undertow.plan.plan import groups_from_json, wires_from_json
 from undertow.schedule import strategy_named
+from undertow.wire import AUTO, PARAM_WIRES, WIRES
 
 __all__ = ["Profile", "profile_from_file", "profile_from_json"]
 
@@ -35,11 +36,12 @@ _NUMBERS = {
     "processors_us": math.inf,
     "network_us": math.inf,
 }
+_FORMATS = {"wire": (*WIRES, AUTO), "param_wire": PARAM_WIRES}
 # the fields that are one value, in the order of a file
-_SIMPLE = tuple(dict.fromkeys(("name", "num_ranks", *_TIMES, "strategy", *_NUMBERS)))
+_SIMPLE = tuple(dict.fromkeys(("name", "num_ranks", *_TIMES, "strategy", *_FORMATS, *_NUMBERS)))
 _REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
-FIELDS = (FORMAT_FIELD, *_SIMPLE, "params", "costs", "buckets")
-PARAM_FIELDS = ("name", "ready_us", "shape", "dtype", "device", "sparse")
+FIELDS = (FORMAT_FIELD, *_SIMPLE, "params", "costs", "buckets", "wires")
+PARAM_FIELDS = ("name", "ready_us", "shape", "dtype", "device", "sparse", "whole")
 _REMEDY = "docs/profiles.md has the format and an example."
 _ROUNDING_US = 1.0  # two times of a step may disagree by this much, as each is rounded separately
 
@@ -56,8 +58,8 @@ class Profile:
 
     ```python
     profile = profile_from_file("profile.json")
-    choice = choose(profile.params, profile.order, profile.timing, profile.costs(),
-    num_ranks=profile.num_ranks) ```
+    choice = choose(profile.params, profile.order, profile.timing, profile.costs())
+    ```
     """
 
     params: tuple[ParamSpec, ...]  # in order of registration
@@ -69,7 +71,10 @@ class Profile:
     num_ranks: int = 1  # of the run that measured it
     curves: Mapping[str, CostCurve] = field(default_factory=dict)  # by kind of collective
     strategy: str = "ddp"
-    groups: Groups | None = None  # the buckets under which it was measured
+    wire: str | None = None  # the setting of the run: a format of gradients, or "auto"
+    param_wire: str | None = None  # the format of gathered parameters in the run
+    groups: Groups | None = None  # the buckets of the run
+    wires: Wires | None = None  # their formats; None: all in full width
     step_us: float | None = None  # measured time of the whole step
     launch_us: float | None = None  # computing time of a rank per collective
     copy_us_per_mb: float | None = None  # computing time of a rank to fill a bucket
@@ -113,8 +118,13 @@ class Profile:
         for kind in self.curves:
             _require_known(kind, COLLECTIVES, "costs.")
         strategy_named(self.strategy)
-        if self.groups is not None:
-            plan_from_groups(self.params, self.groups, num_ranks=self.num_ranks)
+        for name, formats in _FORMATS.items():
+            value = getattr(self, name)
+            if value is not None:
+                _require_known(value, formats, f"{name} ")
+        if self.wires is not None:
+            wires_from_json([*self.wires], num_buckets=len(self.groups or ()))
+        _ = self.plan  # raises ConfigError
 
     @property
     def is_measured(self) -> bool:
@@ -166,9 +176,24 @@ class Profile:
             used_us=self.used_us,
         )
 
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the run, if its buckets are known."""
+        if self.groups is None:
+            return None
+        return plan_from_groups(
+            self.params, self.groups, num_ranks=self.num_ranks, wires=self.wires
+        )
+
     def costs(self) -> MeasuredCosts:
-        """Returns the measured costs of communication."""
-        return MeasuredCosts(self.curves)
+        """Returns the measured costs of communication.
+
+        They contain the coding of the formats of the run; with "auto" they were measured before
+        it chose any.
+        """
+        wire = None if self.wire == AUTO else self.wire
+        wires = {"all_reduce": wire, "reduce_scatter": wire, "all_gather": self.param_wire}
+        return MeasuredCosts(self.curves, wires)
 
     def to_json(self) -> str:
         """Returns the file format of docs/profiles.md, with one line per parameter.
@@ -187,6 +212,8 @@ class Profile:
             lines.append(f'"costs": {json.dumps(points)}')
         if self.groups is not None:
             lines.append(f'"buckets": {_list_text(self.groups)}')
+        if self.wires is not None:
+            lines.append(f'"wires": {json.dumps(self.wires)}')
         return "{\n  " + ",\n  ".join(lines) + "\n}\n"
 
     def save(self, path: str | Path) -> None:
@@ -212,6 +239,8 @@ def _row(spec: ParamSpec, ready_us: float) -> dict[str, Any]:
         row["device"] = spec.device
     if spec.is_sparse:
         row["sparse"] = True
+    if spec.is_whole:
+        row["whole"] = True
     return row
 
 
@@ -261,6 +290,8 @@ def _profile(data: Any) -> Profile:
         rows.append(_object(row, f"params[{index}]", PARAM_FIELDS, ("name", "ready_us", "shape")))
     if "buckets" in fields:
         fields["groups"] = groups_from_json(fields.pop("buckets"))
+    if "wires" in fields:
+        fields["wires"] = tuple(_list(fields["wires"], "wires"))
     return Profile(
         params=tuple(_param(row, f"params[{index}]") for index, row in enumerate(rows)),
         ready_us=tuple(row["ready_us"] for row in rows),
@@ -280,6 +311,7 @@ def _param(row: Mapping[str, Any], path: str) -> ParamSpec:
         itemsize=ITEMSIZES[dtype],
         device=row.get("device", "cpu"),
         is_sparse=row.get("sparse", False),
+        is_whole=row.get("whole", False),
     )
 
 

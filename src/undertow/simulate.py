@@ -6,18 +6,28 @@ The runtime's schedule and its release of ops, driven by a clock and a cost mode
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
-from undertow.cost import Costs
+from undertow.cost import Costs, Payload, payloads_us
 from undertow.errors import require
-from undertow.plan import Plan, plan_from_groups
+from undertow.plan import Bucket, Plan, payload_of
+from undertow.plan.owners import totals_by_rank, update_work
+from undertow.plan.timing import stretched
 from undertow.profile import Profile
-from undertow.schedule import Op, OpKind, Releases, Strategy, lower_data_parallel
+from undertow.schedule import (
+    Op,
+    OpKind,
+    Releases,
+    Strategy,
+    lower_data_parallel,
+    strategy_named,
+)
 from undertow.trace import BucketRecord, StepRecord
 
 __all__ = ["DEFAULTS", "IDEAL", "Conditions", "simulate"]
@@ -92,14 +102,17 @@ def simulate(
     strategy: Strategy,
     costs: Costs,
     conditions: Conditions | None = None,
+    *,
+    param_wire: str | None = None,
 ) -> StepRecord:
     """Simulates one step of steady training on the ranks that `plan` is for and returns its record.
 
     The code that orders and releases ops in training does so here too. A collective starts when
     every rank has launched it and the communication stream is free. Parameters are first read at
-    the times of `profile.used_us`. The update takes as long as in the profile. On a mesh of two
-    axes the cost of a reduce-scatter includes the transfer of shards across the second axis, as
-    in `NodeCosts` and in measured profiles.
+    the times of `profile.used_us`. The update takes as long as in the profile. A bucket with one
+    owner for each parameter takes as long as one in equal parts of the largest part's size. On a
+    mesh of two axes the cost of a reduce-scatter includes the transfer of shards across the second
+    axis, as in `NodeCosts` and in measured profiles.
 
     Args:
         profile: The computation of a step.
@@ -108,6 +121,7 @@ def simulate(
         costs: The time of a collective by kind and bytes, such as `costs_for` or a profile
             gives.
         conditions: None is `Conditions()`.
+        param_wire: The format of gathered parameters. The plan has the formats of gradients.
 
     Returns:
         The record of the fastest rank, which shows all waiting, for the network and for other
@@ -130,7 +144,52 @@ def simulate(
         where=f"the plan has {len(plan.params)} parameters, the profile {len(profile.params)}",
         remedy="Make the plan from the parameters of this profile.",
     )
-    return _Step(profile, plan, strategy, costs, conditions).run()
+    payloads = {strategy.reduction: [_gradients(bucket) for bucket in plan.buckets]}
+    if strategy.gather is not None:
+        payloads[strategy.gather] = [
+            _parameters(bucket, plan, param_wire) for bucket in plan.buckets
+        ]
+    if strategy.gather is not None:
+        for kind, sent in payloads.items():
+            payloads[kind] = list(map(partial(_in_parts, plan), plan.buckets, sent))
+    return _Step(profile, plan, strategy, costs, conditions, payloads).run()
+
+
+def _gradients(bucket: Bucket) -> Payload:
+    return Payload(num_bytes=bucket.wire_bytes, wire=bucket.wire, num_encoded=bucket.narrow_numel)
+
+
+def _parameters(bucket: Bucket, plan: Plan, wire: str | None) -> Payload:
+    if wire is None:
+        return Payload(num_bytes=bucket.shard_numel * plan.num_ranks * bucket.itemsize)
+    return payload_of(plan.params, bucket.params, wire)
+
+
+def _in_parts(plan: Plan, bucket: Bucket, payload: Payload) -> Payload:
+    """Returns a payload in equal parts that takes as long as the largest part of the bucket."""
+    return stretched(payload, plan.params, bucket.params, bucket.owners, num_ranks=plan.num_shards)
+
+
+def with_divided_update(profile: Profile, plan: Plan, strategy: Strategy) -> Profile:
+    """Returns the profile with the time of an update that is divided as `plan` and `strategy`
+    divide it.
+
+    The measured time belongs to the rank with the largest share under the plan and the strategy of
+    the profile. It counts as time of the optimizer alone.
+    """
+    measured = 1.0
+    if strategy_named(profile.strategy).gather is not None:
+        measured = 1 / profile.num_ranks if profile.plan is None else _largest_share(profile.plan)
+    share = 1.0 if strategy.gather is None else _largest_share(plan)
+    return replace(profile, update_us=profile.update_us * share / measured)
+
+
+def _largest_share(plan: Plan) -> float:
+    """Returns the largest rank's share of the work of all updates."""
+    work = [update_work(spec) if spec.is_whole else spec.numel for spec in plan.params]
+    owned = totals_by_rank(work, plan.groups, plan.owners, num_ranks=plan.num_shards)
+    equal = sum(work) - sum(owned)
+    return (max(owned) + equal / plan.num_shards) / (sum(work) or 1)
 
 
 class _Clocks:
@@ -180,7 +239,13 @@ class _Step:
     this step's."""
 
     def __init__(
-        self, profile: Profile, plan: Plan, strategy: Strategy, costs: Costs, conditions: Conditions
+        self,
+        profile: Profile,
+        plan: Plan,
+        strategy: Strategy,
+        costs: Costs,
+        conditions: Conditions,
+        payloads: Mapping[OpKind, Sequence[Payload]],
     ) -> None:
         self._profile = _without_packing(profile)
         self._plan = plan
@@ -188,14 +253,9 @@ class _Step:
         self._overlaps = conditions.overlap
         self._effects = (conditions if plan.num_ranks > 1 else IDEAL).of(self._profile)
         self._uses = _uses(self._profile, plan)
-        num_bytes = {strategy.reduction: [bucket.wire_bytes for bucket in plan.buckets]}
-        if strategy.gather is not None:
-            num_bytes[strategy.gather] = [
-                bucket.shard_numel * plan.num_ranks * bucket.itemsize for bucket in plan.buckets
-            ]
-        self._num_bytes = num_bytes
+        self._payloads = payloads
         self._cost_us = {
-            kind: costs.collective_us(kind, sizes).tolist() for kind, sizes in num_bytes.items()
+            kind: payloads_us(costs, kind, sent).tolist() for kind, sent in payloads.items()
         }
         self._schedule = lower_data_parallel(
             len(plan.buckets),
@@ -287,8 +347,8 @@ class _Step:
                     )
                 case OpKind.BIND:
                     self._wait(self._reduction, bucket)
-                case kind if kind in self._num_bytes:
-                    if self._num_bytes[kind][bucket]:
+                case kind if kind in self._payloads:
+                    if self._payloads[kind][bucket].num_bytes:
                         self._sent[kind][bucket] = self._send(kind, bucket)
                 case _:  # the second half of a hybrid reduction, whose cost the first half includes
                     self._clocks.compute(self._effects["launch_us"])
@@ -299,7 +359,7 @@ class _Step:
         self._clocks.compute(self._effects["launch_us"])
         return BucketRecord(
             bucket=bucket,
-            num_bytes=self._num_bytes[kind][bucket],
+            num_bytes=self._payloads[kind][bucket].num_bytes,
             kind=kind,
             ready_us=ready_us,
             launched_us=launched_us,
@@ -333,14 +393,14 @@ def _without_packing(profile: Profile) -> Profile:
 
     The last one was launched after backward.
     """
-    if profile.groups is None or profile.launch_us is None or profile.copy_us_per_mb is None:
+    measured = profile.plan
+    if measured is None or profile.launch_us is None or profile.copy_us_per_mb is None:
         return profile
     full_us, packing_us = (
         [0.0],
         [0.0],
     )  # when each bucket but the last was full, and the packing until then
-    buckets = plan_from_groups(profile.params, profile.groups, num_ranks=profile.num_ranks).buckets
-    for bucket in buckets[:-1]:
+    for bucket in measured.buckets[:-1]:
         last_us = max(profile.ready_us[param] for param in bucket.params)
         full_us.append(max(full_us[-1], last_us))
         packing_us.append(

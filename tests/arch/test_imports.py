@@ -136,6 +136,16 @@ def test_communication_is_found(text: str, found: list[str]) -> None:
     assert collectives_in(ast.parse(text)) == found
 
 
+# Streams, events, and questions whether the host may read a tensor.
+STREAMS = re.compile(
+    r"torch\.(?:cuda|xpu)\b|torch\.(?:Stream|Event)\(|(?:record|current|set|wait)_stream\(|pin_memory|is_cpu\b|is_cuda\b"
+)
+
+
+def test_only_the_device_layer_knows_streams() -> None:
+    assert [path.name for path in SOURCES if STREAMS.search(path.read_text())] == ["device.py"]
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'undertow' has no attribute 'nonsense'"):
         importlib.import_module("undertow").nonsense  # noqa: B018

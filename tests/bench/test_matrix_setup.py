@@ -125,7 +125,7 @@ def test_what_could_not_be_removed_is_said_once_and_why(run: Any, why: str, monk
 # Names that the command of the matrix knows, and the systems that run together.
 
 
-LINKS = "links: 1gbit, 5gbit, none"
+LINKS = "links: 100mbit, 1gbit, 5gbit, none"
 ANSWERS = {
     "--system torch-dpd": "there is no system 'torch-dpd'. Did you mean 'torch-ddp'?",
     "--workload replya": "there is no workload 'replya'. Did you mean 'replay'?",

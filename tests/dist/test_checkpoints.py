@@ -334,8 +334,8 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "the index missing": ("undertow.json", Path.unlink, "undertow.json is missing"),
     "the index of the future": (
         "undertow.json",
-        lambda path: path.write_text('{"format": 3}'),
-        "undertow.json is of format 3, and this version reads format 2",
+        lambda path: path.write_text('{"format": 4}'),
+        "undertow.json is of format 4, and this version reads format 3",
     ),
 }
 
@@ -507,13 +507,10 @@ def test_a_snippet_holds(tmp_path: Path, snippet: Snippet) -> None:
         execute(snippet)
 
 
-def test_every_section_has_a_snippet_that_can_fail_and_is_in_the_contents() -> None:
+def test_every_snippet_can_fail_and_every_section_is_in_the_contents() -> None:
     text = PAGE.read_text(encoding="utf-8")
     # None has slipped through.
-    assert (text.count("```"), [snippet.section for snippet in SNIPPETS]) == (
-        2 * sum(snippet.mark == "two ranks" for snippet in snippets(PAGE)),
-        titles(text),
-    )
+    assert text.count("```") == 2 * len(SNIPPETS) == 2 * len(list(snippets(PAGE)))
     assert all(any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(snippet.code))) for snippet in SNIPPETS)
     assert re.findall(r"\]\(#([^)]*)\)", text) == [
         re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles(text)

@@ -544,14 +544,14 @@ def step_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
 @in_ranks(2)
 def test_a_second_sharded_optimizer_is_refused_while_the_first_is_there() -> None:
     model = DistributedDataParallel(net())
-    first = ShardedOptimizer(SGD, model, model.module[0].parameters(), lr=0.1)
+    first = ShardedOptimizer(SGD, model, lr=0.1)
     first.step = first.step  # a reference of an object to itself, as schedulers make it
     text = text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.AdamW, model, model.module[1].parameters(), lr=0.1))
     assert text == (
-        "this model has a ShardedOptimizer already, of SGD: its gradients are cut into shards for one optimizer.\n"
+        "a ShardedOptimizer of SGD updates '1.weight', '1.bias' already.\n"
         "  ShardedOptimizer(AdamW, ...)\n"
-        "  Give all parameters to one ShardedOptimizer, in several groups. Wrap networks that step in turns each on its own. "
-        "To replace the optimizer, `del` the first one before you make another."
+        "  Give each of several optimizers its own parameters, as params=. "
+        "To replace an optimizer, `del` the first one before you make another."
     )
     step_of(model, first)  # as if nothing had happened
     model.zero_grad()
@@ -564,7 +564,7 @@ def test_a_second_sharded_optimizer_is_refused_while_the_first_is_there() -> Non
     assert text_of(PhaseError, SGD(model.parameters(), lr=0.1).step) == (
         "SGD steps on parameters that a ShardedOptimizer updates.\n"
         f"  rank {dist.get_rank()}: each rank has its shards of the gradients only\n"
-        "  Give all parameters to the ShardedOptimizer, and step that one."
+        "  Give all parameters to ShardedOptimizers, and step those."
     )
     model.close()
 
@@ -577,7 +577,7 @@ def test_ranks_that_have_not_dropped_the_first_alike_are_told_so() -> None:
             kept.clear()
         text = text_of(PlanMismatch, lambda: ShardedOptimizer(SGD, model, lr=0.1))
     assert of_all_ranks(text) == [text] * 2
-    assert "first difference: there is an earlier ShardedOptimizer is True on rank 0 and False on rank 1" in text
+    assert "first difference: earlier ShardedOptimizers is ['SGD'] on rank 0 and [] on rank 1" in text
 
 
 def assigned(module: nn.Sequential) -> None:

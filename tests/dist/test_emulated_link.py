@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from support.emulated import ended_over_link, over_link, run_over_link
 from support.errors import text_of
-from support.inside import BACKEND, EmulatedLink, emulated_backend, posted_exchanges
+from support.inside import BACKEND, EmulatedLink, emulated_backend, equal_shards, posted_exchanges
 from support.models import noise
 from support.processes import Rank, run_ranks
 from undertow.cost import collective_seconds, link_from_text
@@ -156,9 +156,9 @@ def scatter_and_gather(link: EmulatedLink) -> Exchanged:
     trailer = range(numel * size, numel * size + 1)
     with posted_exchanges() as exchanges:
         began_s = begin_together(link)
-        exchanges.reduce_scatter(storages[rank].clone(), shard, trailer=trailer).wait()
+        exchanges.reduce_scatter(storages[rank].clone(), shard, equal_shards(size, numel), trailer=trailer).wait()
         gathered.view(size, -1)[rank] = shard
-        exchanges.all_gather(gathered, number=0).wait()
+        exchanges.all_gather(gathered, equal_shards(size, numel).parts, number=0).wait()
         ended_s = time.perf_counter()
     total = storages[0].clone()
     for storage in storages[1:]:

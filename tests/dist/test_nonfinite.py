@@ -75,7 +75,8 @@ def found(rank: int, *, step: int = BAD_STEP) -> str:
         ("ddp", {"overlap": False}),
         ("ddp", {"reduction": "ordered"}),
         ("ddp", {"average_in_collective": False}),
-        ("ddp", {"wire_dtype": "bfloat16"}),
+        ("ddp", {"wire": "bfloat16"}),
+        ("zero1", {"wire": "bfloat16"}),
         ("ddp", {"record": "off"}),
     ],
     ids=str,
@@ -102,18 +103,57 @@ def test_large_gradients_are_no_infinite_ones(dtype: torch.dtype) -> None:
         assert (ddp.module.first.weight.grad == most).all()
 
 
-# fp16 ends below 65520. A mean over two ranks is divided before it is cast; shards and ordered sums are not.
+class Blocks(Layers):
+    """The weights have several blocks of int8, and the biases less than one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 130), nn.Linear(130, 12)
+        self.first.weight.register_hook(lambda grad: grad if self.factor is None else grad * self.factor)
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("factor", [torch.inf, torch.nan])
+@pytest.mark.parametrize("cap", [EACH_ALONE, ALL_IN_ONE])
+@pytest.mark.parametrize("order", ["reverse", "observed"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_scales_tell_what_is_not_finite(strategy: str, order: Any, cap: float, factor: float) -> None:
+    """Of a block with an infinite value; other parameters of its bucket are not named."""
+    settings: dict[str, Any] = {"nonfinite": "raise", "bucket_cap_mb": cap, "order": order, "wire": "int8"}
+    with training(Blocks(), strategy, "SGD", **settings) as (ddp, optimizer):
+        for step in range(BAD_STEP):
+            train(ddp, optimizer, step)
+        text = text_of(NonFiniteGradient, lambda: train(ddp, optimizer, BAD_STEP, factor=factor))
+        assert text.startswith(f"{WHAT.format('first.weight', f'rank {dist.get_world_size() - 1}')}\n")
+        train(ddp, optimizer, BAD_STEP + 1)
+        assert all(param.isfinite().all() for param in parameters(ddp).values())
+
+
 @in_ranks(2)
-@pytest.mark.parametrize(
-    ("strategy", "settings", "times"),
-    [("ddp", {}, 2), ("zero1", {}, 1), ("ddp", {"reduction": "ordered"}, 1)],
-    ids=["ddp", "zero1", "ordered"],
-)
-def test_what_overflows_on_a_narrow_wire_is_found(strategy: str, settings: dict[str, Any], times: int) -> None:
-    with training(Layers(), strategy, "SGD", nonfinite="raise", wire_dtype="float16", **settings) as (ddp, optimizer):
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("name", ["first.bias", "last.weight"])
+def test_a_bad_step_in_int8_is_skipped_whichever_parameter_is_bad(name: str, strategy: str) -> None:
+    """A bias travels in full width in the same message."""
+    with training(Blocks(), strategy, "SGD", nonfinite="skip", wire="int8", bucket_cap_mb=ALL_IN_ONE) as (ddp, optimizer):
+        spoilt_now = []
+        param = dict(ddp.module.named_parameters())[name]
+        param.register_hook(lambda grad: grad * torch.inf if spoilt_now and dist.get_rank() == 1 else grad)
+        for step in range(4):
+            before = parameters(ddp)
+            spoilt_now[:] = [step] if step == 2 else []
+            train(ddp, optimizer, step)
+            assert all(torch.equal(value, before[each]) for each, value in parameters(ddp).items()) == (step == 2)
+        assert ddp.report().num_skipped == 1
+
+
+# fp16 ends below 65520, and gradients are cast before they are added.
+@in_ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_what_overflows_on_a_narrow_wire_is_found(strategy: str) -> None:
+    with training(Layers(), strategy, "SGD", nonfinite="raise", wire="float16") as (ddp, optimizer):
         for value in (65519.0, 65519.0, 65519.0, 65520.0):
             optimizer.zero_grad()
-            mine = times * value if dist.get_rank() == 1 else 0.0
+            mine = value if dist.get_rank() == 1 else 0.0
             hook = ddp.module.first.weight.register_hook(lambda grad, mine=mine: torch.full_like(grad, mine))
             (ddp(noise(5, 4)).sum() * 1e-3).backward()
             hook.remove()
@@ -319,7 +359,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object] |
 def test_what_is_not_finite_is_found_wherever_it_is(name: str) -> None:
     make, cap, before, loss, what, buckets = FOUND[name]
     wire = "float16" if name == "large rows" else None
-    with wrapped(make(), nonfinite="raise", bucket_cap_mb=cap, order="reverse", wire_dtype=wire) as ddp:
+    with wrapped(make(), nonfinite="raise", bucket_cap_mb=cap, order="reverse", wire=wire) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-9)
         if before is not None:
             before(ddp)

@@ -158,7 +158,7 @@ def mean_on_the_wire(grad: Tensor, wire: torch.dtype, *, is_native: bool, is_sha
 )
 def test_gradients_travel_in_sixteen_bits(wire: str, strategy: str, reduction: str) -> None:
     reference = MLP.model()
-    with training(MLP.model(), strategy, "SGD", wire_dtype=wire, reduction=reduction) as (ddp, opt):
+    with training(MLP.model(), strategy, "SGD", wire=wire, reduction=reduction) as (ddp, opt):
         for step in range(4):
             reference.load_state_dict(ddp.module.state_dict())
             for model in (ddp, reference):
@@ -180,12 +180,12 @@ def test_gradients_travel_in_sixteen_bits(wire: str, strategy: str, reduction: s
 def test_sixteen_bits_halve_the_bytes(strategy: str) -> None:
     sent = {}
     for wire in (None, "bfloat16"):
-        with training(nn.Linear(512, 512), strategy, "SGD", wire_dtype=wire) as (ddp, opt):
+        with training(nn.Linear(512, 512), strategy, "SGD", wire=wire) as (ddp, opt):
             train(ddp, opt, lambda model, step: model(noise(3, 512, step=step)).square().mean())
             sent[wire] = ddp.report().sent_bytes
     ratio = sent["bfloat16"] / sent[None]
     print(f"bytes {sent}: ratio {ratio:.4f}", flush=True)  # shown by -rP, for docs/concepts.md
-    # A megabyte of gradients; of shards the trailer, some hundred elements, stays as it is.
+    # A megabyte of gradients; the trailer, some hundred elements, stays as it is.
     assert 0.5 <= ratio < 0.501
 
 
@@ -193,7 +193,7 @@ def test_sixteen_bits_halve_the_bytes(strategy: str) -> None:
 def test_what_travels_narrower_has_the_same_bits_under_every_plan() -> None:
     results = []
     for cap in (1e-4, 1.0):
-        with training(MLP.model(), "zero1", "SGD", wire_dtype="bfloat16", reduction="ordered", bucket_cap_mb=cap) as (ddp, opt):
+        with training(MLP.model(), "zero1", "SGD", wire="bfloat16", reduction="ordered", bucket_cap_mb=cap) as (ddp, opt):
             train(ddp, opt, MLP.loss, steps=range(5))
             results.append(parameters(ddp))
     require_equal(*results)
@@ -238,7 +238,7 @@ def steep(wire: str | None) -> tuple[nn.Module, Tensor]:
 @pytest.mark.parametrize("wire", [None, "float16"])
 def test_sums_that_cross_a_mesh_in_fp16_are_divided_before(reduction: str, shape: tuple[int, int], wire: str | None) -> None:
     model, x = steep(wire)
-    with hybrid(model, "SGD", shape=shape, reduction=reduction, wire_dtype=wire) as (ddp, opt):
+    with hybrid(model, "SGD", shape=shape, reduction=reduction, wire=wire) as (ddp, opt):
         for step in range(3):
             opt.zero_grad()
             ddp(x).sum().backward()
@@ -253,6 +253,6 @@ def test_sums_that_cross_a_mesh_in_fp16_are_divided_before(reduction: str, shape
 @pytest.mark.parametrize("wire", [None, "float16"])
 def test_a_mean_of_halves_does_not_overflow(wire: str | None, reduction: str) -> None:
     model, x = steep(wire)
-    with wrapped(model, wire_dtype=wire, reduction=reduction) as ddp:
+    with wrapped(model, wire=wire, reduction=reduction) as ddp:
         ddp(x).sum().backward()
         assert torch.equal(model.weight.grad.float(), torch.full((1, 8), 4e4))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.models import Case
+from support.models import CASES, Case
 from support.ranks import in_ranks
 from support.sharded import MLP, NARROW, of_ranks, step_of, training
 
@@ -19,8 +19,9 @@ Each = Callable[[Any, Any, Case, int], None]
 
 def masters(model: Any, optimizer: Any) -> Masters:
     """The values that the optimizer updates: of 16-bit parameters, fp32 copies."""
-    states = optimizer.state_dict()["state"].values()
-    return [state.get("master", param) for state, param in zip(states, map(torch.clone, model.module.parameters()), strict=True)]
+    states = optimizer.state_dict()["state"]
+    params = map(torch.clone, model.module.parameters())
+    return [states.get(number, {}).get("master", param) for number, param in enumerate(params)]
 
 
 def run(case: Case, each: Each, *, breaks: tuple[int, ...] = (), **settings: Any) -> list[Masters]:
@@ -94,7 +95,13 @@ def test_so_it_does_with_other_settings(settings: dict[str, Any]) -> None:
 @in_ranks(2)
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
 def test_so_does_a_run_whose_gradients_travel_in_sixteen_bits(reduction: str) -> None:
-    require_resumed(MLP, wire_dtype="bfloat16", reduction=reduction)
+    require_resumed(MLP, wire="bfloat16", reduction=reduction)
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("param_wire", ["int8", "bfloat16"])
+def test_so_does_a_run_whose_parameters_travel_in_a_format(param_wire: str) -> None:
+    require_resumed(CASES["wide"], wire="int8", param_wire=param_wire)
 
 
 @in_ranks(4)

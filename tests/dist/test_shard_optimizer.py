@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from support.errors import text_of
+from support.errors import in_pieces, text_of
 from support.inside import num_state_elements
 from support.ranks import in_ranks
 from support.sharded import MLP, OPTIMIZERS, ORDERED, one_step, parameters, require_equal
@@ -192,14 +192,20 @@ class Settings(torch.optim.Optimizer):
 @pytest.mark.parametrize(("cls", "settings"), [(Named, {"name": "mine", "lr": 0.01}), (Settings, {"rate": 0.1})])
 def test_optimizers_of_other_classes_are_taken_over_if_the_user_vouches_for_them(cls: Any, settings: dict[str, Any]) -> None:
     found = []
-    for then in (lambda opt, _: opt, functools.partial(shard_optimizer, elementwise=True)):
+
+    def cut(opt: torch.optim.Optimizer, ddp: Any) -> ShardedOptimizer:
+        with in_pieces():
+            return shard_optimizer(opt, ddp, whole=False)
+
+    for then in (lambda opt, _: opt, functools.partial(shard_optimizer, whole=True), cut):
         with wrapped() as ddp:
             opt = cls(ddp.parameters(), **settings)
             one_step(ddp, opt)
             opt = then(opt, ddp)
             one_step(ddp, opt, 1)
             found.append(parameters(ddp))
-    require_equal(*found)
+    require_equal(found[0], found[1])
+    require_equal(found[0], found[2])
 
 
 def changed(change: Callable[[Any], object]) -> Callable[[Any], Any]:
@@ -220,11 +226,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a hook": (changed(lambda opt: opt.register_step_pre_hook(lambda *_: None)), "SGD cannot be taken over: it has hooks."),
     "a class of the user's": (
         lambda ddp: Settings(ddp.parameters(), rate=0.1),
-        "Settings cannot be sharded: Undertow does not know that it updates each element on its own.",
+        "Settings cannot be sharded: Undertow does not know that it updates each parameter on its own.",
     ),
-    "an optimizer of matrices": (
-        lambda ddp: torch.optim.Adafactor(ddp.parameters()),
-        "Adafactor cannot be sharded: Undertow does not know that",
+    "an optimizer of all parameters": (
+        lambda ddp: torch.optim.LBFGS(ddp.parameters()),
+        "LBFGS cannot be sharded: it needs all parameters at once",
     ),
 }
 
@@ -258,3 +264,64 @@ def test_a_state_on_one_rank_only_is_an_error_on_every_rank() -> None:
             for param in ddp.parameters():
                 plain.state[param] = {"step": torch.tensor(5.0), "exp_avg": torch.ones_like(param)}
         assert "state of the optimizer" in text_of(PlanMismatch, lambda: shard_optimizer(plain, ddp))
+
+
+def of_two_kinds(ddp: nn.Module) -> list[Any]:
+    weights, biases = ([it for it in ddp.parameters() if (it.dim() > 1) is is_weight] for is_weight in (True, False))
+    return [torch.optim.Muon(weights, lr=0.02), torch.optim.AdamW(biases, lr=0.01)]
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("num_plain", [0, 2])
+def test_several_continue_with_the_bits_of_the_plain_ones(num_plain: int) -> None:
+    found = []
+    for shards in (False, True):
+        with wrapped() as ddp:
+            optimizers = of_two_kinds(ddp)
+            schedules = [lr_scheduler.ExponentialLR(opt, gamma) for opt, gamma in zip(optimizers, (0.9, 0.5), strict=True)]
+            for step in range(5):
+                if shards and step == num_plain:
+                    optimizers = shard_optimizer(optimizers, ddp, schedulers=schedules)
+                    assert [opt.optimizer_class.__name__ for opt in optimizers] == ["Muon", "AdamW"]
+                    assert [schedule.optimizer for schedule in schedules] == optimizers
+                MLP.loss(ddp, step).backward()
+                for each in (*optimizers, *schedules):
+                    each.step()
+                for opt in optimizers:
+                    opt.zero_grad()
+            ddp.wait()
+            states = {
+                f"{number} {key}": value for number, opt in enumerate(optimizers) for key, value in flat(opt.state_dict()).items()
+            }
+            found.append({**parameters(ddp), **states})
+    require_equal(*found)
+
+
+@in_ranks(2)
+def test_several_are_refused_before_one_is_taken_over() -> None:
+    with wrapped() as ddp:
+        matrices, rest = of_two_kinds(ddp)
+        again = torch.optim.AdamW(ddp.parameters())
+        stranger = lr_scheduler.StepLR(torch.optim.SGD(ddp.parameters()), 1)
+        refused: list[tuple[list[Any], list[Any], str]] = [
+            ([matrices, again], [], "several of the optimizers have the same parameters, 2 of 4."),
+            ([matrices, rest, rest], [], "several of the optimizers have the same parameters, 2 of 4."),
+            ([matrices, rest], [stranger], "Muon cannot be taken over: StepLR is not a scheduler of it."),
+            ([matrices, changed(lambda opt: lr_scheduler.StepLR(opt, 1))(ddp)], [], "SGD cannot be taken over: it has a sched"),
+            ([matrices, torch.optim.LBFGS(ddp.parameters())], [], "LBFGS cannot be sharded"),
+        ]
+        for given, schedulers, text in refused:
+            call = functools.partial(shard_optimizer, given, ddp, schedulers=schedulers)
+            assert text_of(ConfigError, call).startswith(text)
+        assert text_of(WrongType, lambda: shard_optimizer([], ddp)).startswith("optimizer must be an optimizer of torch's")
+        one_step(ddp, matrices)  # it is as it was
+        assert matrices.state
+
+
+@in_ranks(2)
+def test_parameters_that_are_left_out_are_named_in_the_first_step() -> None:
+    with wrapped() as ddp:
+        matrices, _ = of_two_kinds(ddp)
+        (opt,) = shard_optimizer([matrices], ddp)
+        MLP.loss(ddp, 0).backward()
+        assert text_of(ConfigError, opt.step).startswith("no ShardedOptimizer updates ")

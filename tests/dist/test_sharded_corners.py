@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from support import inside
 from support.alike import of_all_ranks, train
-from support.errors import text_of
+from support.errors import in_pieces, text_of
 from support.inside import call_before, post
 from support.naive import wrapped
 from support.ranks import in_ranks
@@ -209,20 +209,30 @@ class Lion(torch.optim.Optimizer):
 
 
 UNKNOWN = (
-    "{} cannot be sharded: Undertow does not know that it updates each element on its own.\n"
-    "  ShardedOptimizer, which gives each rank a part of a parameter as a flat piece\n"
-    "  Pass elementwise=True if the update of an element depends on no other element. If it does, or if you are not sure, use "
-    "this optimizer without sharding."
+    "{0} cannot be sharded: it needs all parameters at once, or sparse gradients.\n"
+    "  ShardedOptimizer({0}, ..., whole=None)\n"
+    "  Use this optimizer without sharding."
+)
+UNKNOWN_CLASS = (
+    "{0} cannot be sharded: Undertow does not know that it updates each parameter on its own.\n"
+    "  ShardedOptimizer({0}, ..., whole=None)\n"
+    "  Pass whole=True if the update of a parameter depends on no other parameter and all that a step changes is in "
+    "state[param]. If not, or if you are not sure, use this optimizer without sharding."
+)
+NEEDS_WHOLE = (
+    "{0} needs whole matrices: an element's update depends on the others.\n"
+    "  ShardedOptimizer({0}, ..., whole=False)\n"
+    "  Leave whole=False out: one rank then updates all of a parameter."
 )
 SGD = torch.optim.SGD
 # What cannot be made of a model, and how the error begins.
 NOT_MADE: dict[str, tuple[type[Exception], str, Any]] = {
     **{
         name: (ConfigError, UNKNOWN.format(name), lambda it, name=name: (getattr(torch.optim, name), it))
-        for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+        for name in ("LBFGS", "SparseAdam")
     },
-    "a class of the user's": (ConfigError, UNKNOWN.format("Lion"), lambda it: (Lion, it)),
-    "a class derived from a known one": (ConfigError, UNKNOWN.format("WithOwnHook"), lambda it: (WithOwnHook, it)),
+    "a class of the user's": (ConfigError, UNKNOWN_CLASS.format("Lion"), lambda it: (Lion, it)),
+    "a class derived from a known one": (ConfigError, UNKNOWN_CLASS.format("WithOwnHook"), lambda it: (WithOwnHook, it)),
     "a bare module": (WrongType, "target must be the result of attach", lambda _: (SGD, nn.Linear(1, 1))),
     "groups in the model's place": (
         WrongType,
@@ -251,12 +261,23 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 
 
 @in_ranks(2)
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_a_class_that_needs_whole_matrices_is_not_cut(name: str) -> None:
+    with wrapped(MLP.model()) as ddp:
+        text = text_of(ConfigError, lambda: ShardedOptimizer(getattr(torch.optim, name), ddp, lr=0.1, whole=False))
+        assert text == NEEDS_WHOLE.format(name)
+
+
+@in_ranks(2)
 def test_a_class_that_the_user_vouches_for_has_the_bits_of_the_plain_one() -> None:
     """The layout changes twice; a plain optimizer goes on from the state of the sharded one."""
     found = []
     for is_sharded in (False, True):
         with contextlib.closing(DistributedDataParallel(MLP.model(), config=SyncConfig(**ORDERED))) as ddp:
-            opt: Any = ShardedOptimizer(Lion, ddp, elementwise=True) if is_sharded else Lion(ddp.parameters())
+            opt: Any = Lion(ddp.parameters())
+            if is_sharded:
+                with in_pieces():
+                    opt = ShardedOptimizer(Lion, ddp, whole=False)
             for step in range(6):
                 ddp.module[0].requires_grad_(step != 3)
                 one_step(ddp, opt, step)
@@ -326,7 +347,9 @@ def two_models(cls: type[Any]) -> Iterator[tuple[DistributedDataParallel, Any]]:
     """The first one, and its optimizer; both are there and neither has to do with the other."""
     settings = {"strategy": "zero1", **SMALL}
     with wrapped(MLP.model(), **settings) as ddp, wrapped(MLP.model(), **settings):
-        yield ddp, ShardedOptimizer(cls, ddp, lr=0.01, elementwise=True)
+        with contextlib.nullcontext() if cls is torch.optim.AdamW else in_pieces():
+            optimizer = ShardedOptimizer(cls, ddp, lr=0.01, whole=False)
+        yield ddp, optimizer
 
 
 @in_ranks(2)

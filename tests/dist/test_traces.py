@@ -127,7 +127,7 @@ def test_a_short_run_has_a_trace(tmp_path: Path) -> None:
     model(torch.ones(1, 2)).sum().backward()
     path = sync.save_trace(tmp_path / "trace.json")
     sync.close()
-    assert path.name == f"trace-rank{dist.get_rank()}.json"
+    assert path.name == f"trace.rank{dist.get_rank()}.json"
     assert json.loads(path.read_text())["undertow_trace"]["rank"] == dist.get_rank()
 
 
@@ -159,5 +159,5 @@ def test_the_variable_alone_brings_the_trace_of_every_rank(ending: str, tmp_path
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     found = sorted(path.name for path in (tmp_path / "traces").iterdir())
-    assert found == [f"trace{model}-rank{rank}.json.gz" for model in ("-2", "") for rank in (0, 1)]
+    assert found == [f"trace.rank{rank}{model}.json.gz" for rank in (0, 1) for model in ("-2", "")]
     assert merge(tmp_path / "traces", tmp_path / "all.json.gz") == "4 traces of 2 ranks"

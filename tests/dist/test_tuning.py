@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import undertow
 from support.alike import backwards, of_all_ranks, train
+from support.emulated import over_link
 from support.errors import text_of
 from support.inside import NUM_STEPS_UNTIL_A_MOVE as UNTIL_A_MOVE
-from support.inside import processor_time
+from support.inside import EmulatedLink, processor_time
 from support.models import CASES, noise
 from support.naive import TIMEOUT_S, wrapped
 from support.programs import Program, run
@@ -26,6 +28,7 @@ from support.scripted import all_in_one, one_each, scripted
 from support.sharded import NARROW, parameters, require_equal, training
 from support.timed import Timed
 from undertow import DistributedDataParallel, PeerFailed, PhaseError, PlanMismatch, ShardedOptimizer, SyncConfig
+from undertow.plan import Plan
 from undertow.profile import profile_from_file
 from undertow.tune import Decision, Outcome, Tuner
 
@@ -117,6 +120,33 @@ def test_a_plan_that_was_asked_for_stays(name: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+AUTO = {
+    "size": "bucket_cap_mb=0.0001 was asked for; wire='auto' chooses the formats",
+    "not tuned": "auto_tune=False: sizes follow from the size of the model; wire='auto' keeps full width",
+    "not recorded": "record='off': nothing is measured; wire='auto' keeps full width",
+    "no overlap": "overlap=False: nothing is to be hidden; wire='auto' keeps full width",
+}
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_tells_if_it_can_choose(name: str) -> None:
+    settings, _ = FIXED[name]
+    with training(MLP.model(), "ddp", wire="auto", **settings) as (ddp, _):
+        assert ddp.explain().why == AUTO[name]
+
+
+@in_ranks(2)
+def test_auto_takes_the_formats_of_a_pinned_plan() -> None:
+    with training(MLP.model(), "ddp", wire="bf16") as (ddp, _):
+        pinned = ddp.plan
+    with training(MLP.model(), "ddp", wire="auto", plan=pinned) as (ddp, opt):
+        train(ddp, opt, MLP.loss, steps=range(UNTIL_A_MOVE + 1))
+        assert ddp.plan.wires == pinned.wires
+        assert set(pinned.wires) == {"bfloat16"}
+        assert ddp.explain().why == "it is pinned: SyncConfig(plan=...)"
+
+
 def fail(_gradient: torch.Tensor) -> None:
     raise ZeroDivisionError
 
@@ -203,6 +233,49 @@ def test_every_decision_is_explained_on_every_rank_alike(strategy: str) -> None:
     assert sum("(this plan)" in row for row in explanation.plans) == told[1].startswith("moved to ")
 
 
+# Over the slow link 2.6 MB take 50 ms, and layers pause for 12. Over the bare one layers pause for 36 ms.
+SLOW, BARE = "400mbit", "none"
+
+
+@over_link(SLOW, BARE)
+def test_auto_sends_in_int8_what_a_slow_link_does_not_hide(link: EmulatedLink) -> None:
+    is_slow = link.link.name == SLOW
+    pause_s = 0.002 if is_slow else 0.006
+    layers = (*Timed(numel=20_000, pause_s=pause_s, num_layers=2), *Timed(numel=300_000, pause_s=pause_s, num_layers=2))
+    with training(nn.Sequential(*layers), "ddp", "SGD", wire="auto") as (ddp, opt):
+        first = ddp.plan.wires
+        train(ddp, opt, loss_of_timed, steps=range(UNTIL_A_MOVE + 1))
+        wires, told = ddp.plan.wires, ddp.explain()
+        assert (set(first), set(wires)) == ({None}, {"int8"} if is_slow else {None}), str(told)
+        assert of_all_ranks((wires, told.wires)) == [(wires, wires)] * 2
+        for param in ddp.module.parameters():
+            everyone = [torch.empty_like(param) for _ in range(2)]
+            dist.all_gather(everyone, param.detach())
+            assert torch.equal(*everyone)
+
+
+@in_ranks(2)
+def test_auto_chooses_again_if_a_sharded_optimizer_first_steps_after_the_choice() -> None:
+    decided_on = []
+
+    def decide(_tuner: Tuner, plan: Plan, *, has_shards: bool) -> Decision:
+        decided_on.append(has_shards)
+        return Decision(outcome=Outcome.MOVE, groups=all_in_one(plan), wires=("int8",))
+
+    wide = CASES["wide"]
+    ddp = DistributedDataParallel(wide.model(), config=SyncConfig(strategy="zero1", wire="auto"))
+    with mock.patch.object(Tuner, "decide", decide), contextlib.closing(ddp):
+        backwards(ddp, wide.loss, range(UNTIL_A_MOVE + 1))
+        assert set(ddp.plan.wires) == {"int8"}
+        sharded = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1)
+        train(ddp, sharded, wide.loss, steps=range(1))
+        assert set(ddp.plan.wires) == {None}
+        train(ddp, sharded, wide.loss, steps=range(2 * UNTIL_A_MOVE))
+        assert set(ddp.plan.wires) == {"int8"}
+        assert ddp.explain().why == "planned from measurements"
+    assert decided_on == ([False, True] if dist.get_rank() == 0 else [])
+
+
 # The processor time of rank 1 counts: there the backend's threads work in the whole wait, or not at all.
 @in_ranks(2)
 @pytest.mark.parametrize(("of_rank_1", "bound_by"), [(time.perf_counter, "bound by processors"), (float, "bound by the network")])
@@ -218,7 +291,7 @@ def test_ranks_agree_on_what_limits_communication(of_rank_1: Callable[[], float]
 
 @in_ranks(2)
 def test_a_wrong_decision_is_refused_on_every_rank() -> None:
-    bad = Decision(outcome=Outcome.MOVE, groups=((0,), (0,)))
+    bad = Decision(outcome=Outcome.MOVE, groups=((0,), (0,)), wires=(None, None))
     with pytest.MonkeyPatch.context() as patch, training(MLP.model(), "ddp") as (ddp, _):
         patch.setattr(Tuner, "decide", lambda *_arguments, **_settings: bad)
         backwards(ddp, MLP.loss, range(UNTIL_A_MOVE))

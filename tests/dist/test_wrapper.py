@@ -678,7 +678,7 @@ ARGUMENTS = {
     "devices without parameters": ONLY_ON_DEVICES.format("[0]", "0", "[]"),
     "mixed precision": "mixed_precision is private in torch, and not supported.\n"
     "  DistributedDataParallel(...)\n"
-    "  Use torch.autocast around the forward; SyncConfig(wire_dtype=...) sends gradients in 16 bits.",
+    "  Use torch.autocast around the forward; SyncConfig(wire=...) sends gradients in 16 bits.",
     "buffer hook": "_register_buffer_comm_hook is private in torch, and not supported.\n"
     "  DistributedDataParallel(...)\n"
     '  Set SyncConfig(buffers="mean") or "off", or change buffers in a hook of the module.',

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from support.errors import in_pieces
 from support.pages import execute, snippets
 from support.project import ROOT
 from support.ranks import in_ranks
@@ -128,6 +129,10 @@ SHOWN_BY = {
         "test_mistakes_are_told",
         "test_join_does_not_go_with_shards",
     ],
+    "With outer synchronization": ["test_two_features_work_together_or_their_refusal_is_in_the_table"],
+    "added or unfrozen after wrapping": ["test_a_step_within_synchronized_and_a_new_parameter_are_refused"],
+    "`model.outer.step()`": ["test_steps_of_an_optimizer_that_is_not_torchs_are_counted_by_hand"],
+    "forwards outside of `accumulate()`": ["test_a_rank_that_steps_more_often_for_its_forwards_is_named"],
     "`mean_over_ranks()` inside": ["test_it_is_refused_inside_a_backward_and_inside_join"],
     "Freeze, add or replace": [
         "test_a_change_on_one_rank_is_an_error_on_all_while_ranks_compare_their_times",
@@ -170,6 +175,7 @@ SHOWN_BY = {
     "Call `wait()` before C++ code": ["test_after_wait_code_in_cpp_reads_what_was_stepped"],
     "shares a parameter's memory": ["test_a_read_between_steps_sees_what_was_stepped"],
     "`type(param) is nn.Parameter`": ["test_the_exact_class_of_a_parameter_is_back_after_wait"],
+    "arrives for the stream": ["test_parameters_arrive_for_the_stream_that_waits_first"],
     "lie in one allocation": ["test_the_memory_of_sharded_parameters_has_a_fixed_size"],
     "is not stepped, whatever its `.grad`": ["test_with_shards_what_is_frozen_is_not_stepped"],
     "`step()` is for all ranks or none": ["test_with_shards_a_step_of_one_rank_is_an_error"],
@@ -432,7 +438,10 @@ def test_shards_of_an_optimizer_that_is_not_elementwise_train_differently() -> N
     for is_sharded in (False, True):
         with contextlib.closing(DistributedDataParallel(nn.Linear(2, 2, bias=False))) as ddp:
             nn.init.zeros_(ddp.module.weight)
-            optimizer = ShardedOptimizer(Normalized, ddp, elementwise=True) if is_sharded else Normalized(ddp.parameters())
+            optimizer: Any = Normalized(ddp.parameters())
+            if is_sharded:
+                with in_pieces():
+                    optimizer = ShardedOptimizer(Normalized, ddp, whole=False)
             train(ddp, optimizer, num_steps=1)
             steps.append(ddp.module.weight.norm().item())
     assert steps == pytest.approx([1e-3, 2**0.5 * 1e-3])  # two shards, each of norm 1

@@ -46,13 +46,6 @@ def test_weights_and_biases_gets_a_dict() -> None:
     wandb.init().log.assert_called_once_with(REPORT.scalars(), step=7)
 
 
-def test_mlflow_gets_names_and_floats() -> None:
-    mlflow = MagicMock()
-    exec(RECIPES["MLflow"], {"mlflow": mlflow, "model": MODEL, "step": 7})
-    ((metrics,), how) = mlflow.log_metrics.call_args
-    assert (metrics["undertow.exposed_ms"], how) == (20.0, {"step": 7})
-
-
 def test_prometheus_text_has_valid_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(RECIPES["Prometheus"], {"model": MODEL, "dist": SimpleNamespace(get_rank=lambda: 3), "Path": Path})

@@ -28,9 +28,6 @@ TORCH = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MUL
 # Tests elsewhere run these, in forms that take less time: tests/arch/test_wheel.py, tests/dist/test_scripts.py, tests/bench.
 INSTALLED = ["python3 -m venv .venv", ".venv/bin/pip install '.[cli,page]'"]
 STARTED = [".venv/bin/torchrun --nproc-per-node=2 quickstart.py", ".venv/bin/undertow demo"]
-PLANNED = [
-    ".venv/bin/undertow plan examples/profiles/gpt2.json --ranks 64 --link 25gbit",
-]
 SIMULATED = [
     ".venv/bin/undertow simulate out/profile-undertow.json --ranks 16 --link 25gbit",
     ".venv/bin/undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link 25gbit",
@@ -53,7 +50,7 @@ def test_no_snippet_or_command_has_slipped_through() -> None:
     assert {name: text.count("```") for name, text in TEXTS.items()} == {name: 2 * len(it) for name, it in SNIPPETS.items()}
     assert {(it.language, it.mark) for it in ALL} == {("python", "two ranks"), ("python", "script"), ("text", ""), ("", "")}
     others = [it for it in COMMANDS if not it.startswith("make ")]
-    assert sorted(others) == sorted([*INSTALLED, *STARTED, *SIMULATED, *PLANNED])
+    assert sorted(others) == sorted([*INSTALLED, *STARTED, *SIMULATED])
 
 
 @pytest.mark.slow
@@ -102,15 +99,6 @@ def test_a_target_installs_torch_alone_and_then_its_own_extras(target: str, extr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", PLANNED)
-def test_plans_are_shown(command: str) -> None:
-    program, *arguments = shlex.split(command)
-    undertow = str(Path(sys.executable).parent / Path(program).name)
-    done = subprocess.run([undertow, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout == "") == (0, False), done.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("command", SIMULATED)
 def test_the_simulator_takes_the_commands(command: str, tmp_path: Path) -> None:
     """The example's profile stands for the one that the demo writes."""
@@ -128,10 +116,10 @@ def test_pages_have_the_figures_that_make_figures_writes() -> None:
         assert page.read_text(encoding="utf-8") == figures.filled(page.read_text(encoding="utf-8"), TABLES), "run make figures"
 
 
-def test_every_table_is_on_a_page_and_the_readme_has_six_figures() -> None:
+def test_every_table_is_on_a_page_and_the_readme_has_three_figures() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in figures.PAGES)
     assert sorted(re.findall(r"<!-- figures: ([\w-]+) -->", text)) == sorted(TABLES)
-    assert len(TABLES["readme"]) == 1 + 6
+    assert len(TABLES["readme"]) == 1 + 3
 
 
 def test_results_of_a_run_replace_those_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

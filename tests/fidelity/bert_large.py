@@ -121,19 +121,3 @@ def table() -> str:
             f"| {cell.network} | {cell.num_ranks} | {cell.measured_ms:.1f} | {cell.predicted_ms:.1f} | {cell.error:+.1%} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def calibration_table() -> str:
-    lines = [
-        "| network | latency of one hop, us | of one all-reduce at 8 / 16 / 32, us | Gb/s at 8 / 16 / 32 |",
-        "|---|---|---|---|",
-    ]
-    all_ranks = (CALIBRATED_RANKS, *TESTED_RANKS)
-    for network in FUSED_MS:
-        hop_s = hop_s_of(network)
-        costs = [costs_of(network, num_ranks, hop_s=hop_s) for num_ranks in all_ranks]
-        latencies = " / ".join(f"{float(cost.collective_us('all_reduce', 0)):.0f}" for cost in costs)
-        links = [link_of(network, num_ranks, hop_s=hop_s) for num_ranks in all_ranks]
-        rates = " / ".join(f"{link.bytes_per_s * 8e-9:.1f}" for link in links)
-        lines.append(f"| {network} | {hop_s * 1e6:.1f} | {latencies} | {rates} |")
-    return "\n".join(lines) + "\n"

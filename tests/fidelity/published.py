@@ -237,12 +237,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def worst_table(num: int = 8) -> str:
-    kept = sorted(
-        (row for row in rows() if row.is_kept_out), key=lambda row: -abs(row.predicted_ms(Conditions()) / row.measured_ms - 1)
-    )
-    lines = ["| kept out, worst first | measured, ms | predicted, ms | error |", "|---|---|---|---|"]
-    for row in kept[:num]:
-        predicted_ms = row.predicted_ms(Conditions())
-        lines.append(f"| {row.name} | {row.measured_ms:.1f} | {predicted_ms:.1f} | {predicted_ms / row.measured_ms - 1:+.1%} |")
-    return "\n".join(lines) + "\n"
+def worst() -> str:
+    """The name of the row that was kept out of the fit and is predicted worst."""
+    kept = [row for row in rows() if row.is_kept_out]
+    return max(kept, key=lambda row: abs(row.predicted_ms(Conditions()) / row.measured_ms - 1)).name

@@ -62,7 +62,7 @@ def with_accelerate(
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     accelerator = Accelerator(cpu=True, **settings)
     loader = DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=4)
-    cls = OfTheUser if "elementwise" in ours else torch.optim.AdamW
+    cls = OfTheUser if "whole" in ours else torch.optim.AdamW
     optimizer = cls(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     model, optimizer, loader, scheduler = prepared(wrapper, accelerator, net, optimizer, loader, scheduler, **ours)
@@ -76,6 +76,35 @@ def with_accelerate(
             optimizer.zero_grad()
     accelerator.free_memory()
     return state_of(net)
+
+
+def with_muon_and_adamw(wrapper: Wrapper, folder: Path, clip: bool, ours: dict[str, Any]) -> dict[str, Tensor]:
+    """Two optimizers, each with a schedule, saved halfway; new ones go on from the folder."""
+    from accelerate import Accelerator
+
+    for half in range(2):
+        accelerator, net = Accelerator(cpu=True), mlp()
+        muon, adamw = muon_and_adamw(net)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9) for optimizer in (muon, adamw)]
+        model, muon, adamw, *schedulers = prepared(wrapper, accelerator, net, muon, adamw, *schedulers, **ours)
+        if half:
+            accelerator.load_state(folder / "state")
+        for step in range(3):
+            accelerator.backward(model(noise(3, 6, step=10 * half + step)).square().mean())
+            if clip:
+                accelerator.clip_grad_norm_(model.parameters(), 0.05)
+            for each in (muon, adamw, *schedulers):
+                each.step()
+            for optimizer in (muon, adamw):
+                optimizer.zero_grad()
+        accelerator.save_state(folder / "state")
+        accelerator.free_memory()
+    return state_of(net)
+
+
+def muon_and_adamw(net: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, rest = ([param for param in net.parameters() if (param.dim() == 2) is is_matrix] for is_matrix in (True, False))
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
 
 
 def triggered(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
@@ -130,6 +159,21 @@ def with_fabric(wrapper: Wrapper, folder: Path, ours: dict[str, Any], arguments:
                 scheduler.step()
                 optimizer.zero_grad()
         launched.save(path, {"model": model, "optimizer": optimizer})
+    return state_of(net)
+
+
+def with_two_in_fabric(wrapper: Wrapper, _folder: Path, ours: dict[str, Any]) -> dict[str, Tensor]:
+    import lightning.fabric as fabric
+
+    launched = fabric.Fabric(accelerator="cpu", devices=2, strategy=fabric_strategy(wrapper, ours=ours))
+    launched.launch()
+    net = mlp()
+    model, *optimizers = launched.setup(net, *muon_and_adamw(net))
+    for step in range(4):
+        launched.backward(model(noise(3, 6, step=step)).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     return state_of(net)
 
 
@@ -314,9 +358,10 @@ RECIPES: dict[str, Needed] = {
     "accelerate: shards, optimizer of the user's class": (
         "accelerate",
         with_accelerate,
-        ({}, "", SHARDS | {"elementwise": True}),
+        ({}, "", SHARDS | {"whole": True}),
     ),
     "accelerate: shards, bf16": ("accelerate", with_accelerate, ({"mixed_precision": "bf16"}, "", SHARDS)),
+    "accelerate: shards, two optimizers": ("accelerate", with_muon_and_adamw, (False, SHARDS)),
     "accelerate: trigger_sync_in_backward": ("accelerate", triggered, ()),
     "accelerate: saved and resumed": ("accelerate safetensors", accelerate, ({}, True)),
     "lightning: accumulation and norm": (
@@ -351,12 +396,23 @@ RECIPES: dict[str, Needed] = {
     "lightning: shards, optimizer of the user's class": (
         "lightning",
         with_trainer,
-        ("UsersOptimizer", {"ours": SHARDS | {"elementwise": True}}),
+        ("UsersOptimizer", {"ours": SHARDS | {"whole": True}}),
     ),
     "lightning: bf16-true": ("lightning", with_trainer, ("Plain", {"precision": "bf16-true"})),
     "lightning: shards, schedule by a metric": ("lightning", with_trainer, ("OnPlateau", TWICE | {"ours": SHARDS})),
     "lightning by hand: shards": ("lightning", with_trainer, ("ManualRegression", {"ours": SHARDS})),
     "lightning by hand: shards, accumulation": ("lightning", with_trainer, ("AccumulatingRegression", {"ours": SHARDS})),
+    "lightning by hand: shards, two optimizers": ("lightning", with_trainer, ("MuonAndAdamW", {"ours": SHARDS})),
+    "lightning by hand: shards, each of two optimizers after its own backward": (
+        "lightning",
+        with_trainer,
+        ("TwoOptimizers", {"strategy": UNUSED, "ours": SHARDS}),
+    ),
+    "lightning by hand: shards, toggled optimizers": (
+        "lightning",
+        with_trainer,
+        ("Adversarial", {"strategy": UNUSED, "ours": SHARDS}),
+    ),
     "lightning by hand": ("lightning", with_trainer, ("ManualRegression", {})),
     "lightning by hand: accumulation": ("lightning", with_trainer, ("AccumulatingRegression", {})),
     "lightning by hand: unused parameters": ("lightning", with_trainer, ("SometimesUnused", {"strategy": UNUSED})),
@@ -368,6 +424,7 @@ RECIPES: dict[str, Needed] = {
     "fabric: accumulation, clipping, saved and resumed": ("lightning", with_fabric, ({}, {"max_norm": 0.1})),
     "fabric: value": ("lightning", with_fabric, ({}, {"clip_val": 0.01})),
     "fabric: shards, accumulation, saved and resumed": ("lightning", with_fabric, (SHARDS, {})),
+    "fabric: shards, two optimizers": ("lightning", with_two_in_fabric, (SHARDS,)),
     "transformers: accumulation and norm": ("transformers accelerate", with_transformers, ({}, {"max_grad_norm": 0.1})),
     "transformers: shards, accumulation, tokens of all ranks": (
         "transformers accelerate",
@@ -377,7 +434,7 @@ RECIPES: dict[str, Needed] = {
     "transformers: shards, optimizer and schedule of the user": (
         "transformers accelerate",
         with_transformers,
-        (OF_TRAINER | {"elementwise": True}, {"max_grad_norm": 0.0, "brings": True}),
+        (OF_TRAINER | {"whole": True}, {"max_grad_norm": 0.0, "brings": True}),
     ),
     "transformers: saved and resumed": ("transformers accelerate", transformers, ({}, True)),
     "pipelining: 1F1B": ("", pipelined, (1,)),
@@ -432,6 +489,7 @@ CLIPPED: dict[str, Needed] = {
     "lightning": ("lightning", with_trainer, ("Regression", NORM | {"ours": SHARDS})),
     "fabric": ("lightning", with_fabric, (SHARDS, {"max_norm": 0.05})),
     "accelerate": ("accelerate", with_accelerate, ({}, "clip_grad_norm_", SHARDS)),
+    "accelerate, two optimizers": ("accelerate", with_muon_and_adamw, (True, SHARDS)),
     "transformers": ("transformers accelerate", with_transformers, (OF_TRAINER, {"max_grad_norm": 0.05})),
 }
 
@@ -459,7 +517,6 @@ def refusals_of_lightning() -> dict[str, str]:
 
     found = {}
     for what, module, settings in (
-        ("two optimizers", recipes.TwoOptimizers(), {}),
         ("no optimizer", NoOptimizer(), {}),
         ("an optimizer of matrices", recipes.Matrices(), {}),
         ("an optimizer of the user's class", recipes.UsersOptimizer(), {}),
@@ -477,9 +534,8 @@ def refusals_of_lightning() -> dict[str, str]:
 def test_lightning_refuses_what_shards_cannot_do(framework_ranks: Ranks) -> None:
     require_installed("lightning")
     for texts in framework_ranks.run(refusals_of_lightning, timeout_s=TIMEOUT_S):
-        assert texts["two optimizers"].startswith("shard_optimizer=True takes one optimizer, got 2.\n  UndertowStrategy\n")
-        assert texts["no optimizer"].startswith("shard_optimizer=True takes one optimizer, got 0.\n  UndertowStrategy\n")
-        assert texts["an optimizer of matrices"].startswith("Muon cannot be sharded: Undertow does not know that")
+        assert texts["no optimizer"].startswith("shard_optimizer=True takes one optimizer or several, got none.\n  UndertowS")
+        assert texts["an optimizer of matrices"].startswith("no ShardedOptimizer updates 'net.0.bias', 'net.1.weight',")
         assert texts["an optimizer of the user's class"].startswith("OfTheUser cannot be sharded: Undertow does not know that")
         assert "is sharded: no rank has all of it." in texts["clipping by value"]
 
@@ -494,6 +550,33 @@ def fabric_without_its_model() -> str:
         launched.launch()
         optimizer = torch.optim.AdamW(mlp().parameters(), lr=1e-2)
         return text_of(ConfigError, lambda: launched.setup_optimizers(optimizer))
+
+
+def fabric_with_a_scaler_and_two() -> str:
+    import lightning.fabric as fabric
+
+    with as_launched():
+        strategy = fabric_strategy(DistributedDataParallel, ours={"shard_optimizer": True})
+        launched = fabric.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        launched.launch()
+        net = mlp()
+        model, muon, _adamw = launched.setup(net, *muon_and_adamw(net))
+        launched.strategy.precision.scaler = torch.amp.GradScaler("cpu")  # as "16-mixed" has it on a GPU
+        launched.backward(model(noise(3, 6)).square().mean())
+        return text_of(ConfigError, lambda: launched.clip_gradients(model, muon, max_norm=1.0))
+
+
+@pytest.mark.slow
+def test_fabric_does_not_clip_several_optimizers_of_a_scaler(framework_ranks: Ranks) -> None:
+    require_installed("lightning")
+    assert (
+        framework_ranks.run(fabric_with_a_scaler_and_two, timeout_s=TIMEOUT_S)
+        == [
+            "16-mixed precision unscales one optimizer at a time, so several have no common norm.\n  fabric.clip_gradients\n"
+            '  Set precision="bf16-mixed", or use one optimizer.'
+        ]
+        * 2
+    )
 
 
 @pytest.mark.slow
@@ -602,7 +685,7 @@ def accelerate_refuses() -> list[str]:
 def test_accelerate_refuses_what_shards_cannot_do(framework_ranks: Ranks) -> None:
     require_installed("accelerate")
     for count, scheduler, kind in framework_ranks.run(accelerate_refuses, timeout_s=TIMEOUT_S):
-        assert count.startswith("shard_optimizer=True takes one model and one optimizer, got 1 and 0.")
+        assert count.startswith("shard_optimizer=True takes one model and its optimizers, got 1 and 0.")
         assert scheduler.startswith("AdamW cannot be taken over: it has a scheduler that is not given.")
         assert "schedulers=[...]" in scheduler
         assert kind.startswith("Accelerate distributes by DistributedType.FSDP, and Undertow replaces DDP only.")

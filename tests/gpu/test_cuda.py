@@ -229,7 +229,7 @@ def test_training_over_nccl_has_the_reference_s_bits(strategy: str, reduction: s
 def test_what_a_narrow_reduction_reads_is_held_until_it_has_been_read() -> None:
     """After each of several backwards without an update gradients are reduced from the same values."""
     gradients = []
-    with wrapped_over_nccl(wire_dtype="bfloat16", bucket_cap_mb=0.3) as (model, _, _):
+    with wrapped_over_nccl(wire="bfloat16", bucket_cap_mb=0.3) as (model, _, _):
         for _ in range(6):
             model.zero_grad()
             loss(model, 0).backward()

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.errors import refusal
 from support.frameworks import require_installed
 from support.project import ROOT
 from support.strategies import spec
 from undertow.plan import plan_from_groups
 from undertow.runner.command import main
-from undertow.runner.settings import settings_from
+from undertow.runner.settings import settings_from, variables_of
 
 PLAN = plan_from_groups([spec("a", 8)], [[0]], num_ranks=2).to_json()
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -81,7 +82,7 @@ def test_settings_arrive_and_files_are_written(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == f"The files are in {out}. A page about them: undertow report {out}"
     names = ["plan.json", "profile.json", "report-rank0.json", "report-rank1.json", "traces"]
     assert sorted(path.name for path in out.iterdir()) == names
-    assert sorted(path.name for path in (out / "traces").iterdir()) == ["trace-rank0.json.gz", "trace-rank1.json.gz"]
+    assert sorted(path.name for path in (out / "traces").iterdir()) == ["trace.rank0.json.gz", "trace.rank1.json.gz"]
     assert [json.loads((out / f"report-rank{rank}.json").read_text())["rank"] for rank in range(2)] == [0, 1]
     # A module of torchrun's in place of the runner, which starts each rank anew; the settings come from variables.
     within = (*UNDERTOW, "run", "--out", tmp_path / "within")
@@ -272,9 +273,17 @@ def test_an_option_that_is_not_written_out_is_refused(option: str, capsys: pytes
 
 
 def test_settings_come_from_variables() -> None:
-    variables = {"UNDERTOW_OVERLAP": "False", "UNDERTOW_WIRE_DTYPE": "bf16", "A": "1"}
-    assert settings_from(variables) == {"overlap": False, "wire_dtype": "bf16"}
+    variables = {"UNDERTOW_OVERLAP": "False", "UNDERTOW_WIRE": "bf16", "A": "1"}
+    assert settings_from(variables) == {"overlap": False, "wire": "bf16"}
     assert settings_from({"UNDERTOW_PLAN": PLAN}) == {"plan": PLAN}
+
+
+def test_settings_of_outer_synchronization_are_one_variable() -> None:
+    variables = variables_of(["outer.every=30", "outer.wire=none", "outer.lr=0.5"])
+    assert settings_from(variables) == {"outer": {"every": 30, "wire": None, "lr": 0.5}}
+    assert refusal(lambda: variables_of(["outer.ever=30"])) == (
+        "setting 'ever' does not exist.\n  Outer\n  Did you mean 'every'?"
+    )
 
 
 GROUPS = """

@@ -1,5 +1,6 @@
-"""A page in a real headless Chromium, over a pipe: what it shows, and what its console says."""
+"""A page in a real headless Chromium, over a pipe: what it shows, what its console says, and keys that are pressed."""
 
+import base64
 import contextlib
 import fcntl
 import json
@@ -55,6 +56,18 @@ class Page:
         result = self.ask("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
+
+    def press(self, key: str) -> None:
+        code = {"Tab": 9, "ArrowRight": 39, "ArrowLeft": 37, "Enter": 13}[key]
+        for kind in ("keyDown", "keyUp"):
+            text = {"text": "\r"} if (key, kind) == ("Enter", "keyDown") else {}
+            self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+
+    def picture(self) -> bytes:
+        """All of the page as PNG."""
+        self.value("0")
+        shot = self.ask("Page.captureScreenshot", captureBeyondViewport=True)
+        return base64.b64decode(shot["data"])
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:

@@ -166,13 +166,13 @@ def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
     return program
 
 
-def main(seed: int, num_ranks: int) -> None:
-    """Prints the smallest program that fails as that of `seed` does."""
+def main(seed: int, num_ranks: int, call: Callable[[Program], None] = run) -> None:
+    """Prints the smallest program that fails, when `call` runs it, as that of `seed` does."""
     with Ranks(num_ranks) as ranks:
 
         def fails(program: Program) -> bool:
             try:
-                ranks.run(run, program, timeout_s=10.0)
+                ranks.run(call, program, timeout_s=10.0)
             except RanksFailed:
                 return True
             return False

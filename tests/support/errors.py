@@ -1,5 +1,6 @@
 """Errors are product text: tests pin all of it."""
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -17,3 +18,8 @@ def text_of(error: type[Exception], call: Call) -> str:
     with pytest.raises(error) as caught:
         call()
     return str(caught.value)
+
+
+def in_pieces() -> contextlib.AbstractContextManager[object]:
+    """Expects the warning of a class that is cut into parts, and that nobody knows."""
+    return pytest.warns(UserWarning, match="will see flat pieces of parameters")

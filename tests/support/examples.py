@@ -16,6 +16,7 @@ OF_EVERY_KIND = {
         units="tied double complex128 odd bfloat16 strided half channels complex table",
         events=ACCUMULATES.replace("012", "0123456789"),
     ),
+    "a hook reduces complex gradients": Program(units="linear complex linear", has_hook=True),
     "a model of nothing but empty and single numbers trains": Program(units="odd", events="zero, forward 0, backward, step"),
     "a batch norm allows two forwards before a backward": Program(
         units="linear norm linear", events="zero, forward 012, forward 012, backward together, step"

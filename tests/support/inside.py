@@ -25,19 +25,22 @@ from torch import nn
 import undertow.demo.rank
 import undertow.sync.gradient_sync
 from undertow import GradientSync, SyncConfig
+from undertow.buckets.comm_hook import HookedBucket as HookedBucket
 from undertow.buckets.recorder import HostClock
 from undertow.buckets.reducer import Reducer
 from undertow.checkpoint import files as checkpoint_files
+from undertow.device import MAKERS, Accelerator, Host  # noqa: F401  # for tests
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.engine import params as module_params
 from undertow.engine.compiled_plan import CompiledPlan
 from undertow.engine.engine import Engine
 from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.plan import ParamSpec
+from undertow.plan.layout import equal_parts
 from undertow.ranks import agreement, connections, patience
-from undertow.ranks.comm_hook import HookedBucket as HookedBucket
 from undertow.ranks.exchanges import P2PCollectives
-from undertow.ranks.group import GroupRef
+from undertow.ranks.group import BACKENDS, Abilities, GroupRef
+from undertow.ranks.parcels import FullWidth
 from undertow.ranks.transport import OwnGroup, _ThreadWork
 from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind
@@ -99,6 +102,13 @@ def generation_of(model: Model) -> int:
 
 def assembly_of(model: Model) -> CompiledPlan:
     return engine_of(model).current_plan.compiled
+
+
+def exchanges_of(model: Model) -> list[P2PCollectives]:
+    """The exchange of whole gradients, and those of shards."""
+    compiled = assembly_of(model)
+    found = (compiled.reducer.exchanges, *compiled.layout.exchanges)
+    return [each for each in found if isinstance(each, P2PCollectives)]
 
 
 def storage_of(model: Model, bucket: int = 0) -> Any:
@@ -223,6 +233,20 @@ def posted_exchanges() -> Iterator[P2PCollectives]:
     group.close()
 
 
+@contextlib.contextmanager
+def bytes_given_to_gloo() -> Iterator[Counter[tuple[int, ...]]]:
+    """Counts the bytes of gradients that this rank sends to others by itself, by the ranks that exchange them."""
+    sent, send = Counter[tuple[int, ...]](), OwnGroup.send
+
+    def counted(group: OwnGroup, parts: Any, tag: int, over: dist.ProcessGroup) -> Any:
+        if tag < 1 << 24:  # no gather
+            sent[group.user.ranks] += sum(parts[peer].nbytes for peer in group.peers)
+        return send(group, parts, tag, over)
+
+    with mock.patch.object(OwnGroup, "send", counted):
+        yield sent
+
+
 def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
     """Gathers that many bytes of two ranks; the one that `stops` has sent its part before, and takes none."""
     group = opened_group()
@@ -232,7 +256,13 @@ def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
         dist.irecv(part, group=group.process_group, group_src=0, tag=tag)
         stops()
     with group.waiting("the other part"):
-        _exchanges_over(group).all_gather(torch.zeros(2 * num_bytes, dtype=torch.uint8), number=1).wait()
+        parts = equal_shards(2, num_bytes).parts
+        _exchanges_over(group).all_gather(torch.zeros(2 * num_bytes, dtype=torch.uint8), parts, number=1).wait()
+
+
+def equal_shards(num_ranks: int, part_numel: int) -> FullWidth:
+    """How a bucket of equal parts travels in full width."""
+    return FullWidth(equal_parts(num_ranks, part_numel, stop=num_ranks * part_numel))
 
 
 def _exchanges_over(group: OwnGroup) -> P2PCollectives:
@@ -378,11 +408,11 @@ def post(model: Model, work: Callable[[], object]) -> None:
 
 
 def over_collectives() -> contextlib.AbstractContextManager[object]:
-    return mock.patch("undertow.ranks.transport._BACKENDS_OVER_GLOO", ())
+    return mock.patch.dict(BACKENDS, gloo=Abilities(average=True, divide_first=True))
 
 
 def without_averaging_backends() -> contextlib.AbstractContextManager[object]:
-    return mock.patch("undertow.ranks.group._BACKENDS_WITH_AVERAGE", ())
+    return mock.patch.dict(BACKENDS, gloo=Abilities(send_from_host=True))
 
 
 def interrupted_steps() -> contextlib.AbstractContextManager[object]:
@@ -431,3 +461,9 @@ def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None
         )
     ) as sync:
         sync._engine.current_plan.open()
+
+
+def global_values(model: undertow.DistributedDataParallel, name: str) -> torch.Tensor:
+    """The global values of a parameter, with outer synchronization in one fragment."""
+    (fragment,) = model.outer._fragments
+    return fragment.named(fragment.values)[name]

@@ -108,6 +108,19 @@ class TwoOptimizers(ManualRegression):
         return [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (self.net, self.other)]
 
 
+class MuonAndAdamW(ManualRegression):
+    def training_step(self, batch: Any, index: int) -> None:
+        self.manual_backward(self.loss(batch))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        matrices = [param for param in self.parameters() if param.dim() == 2]
+        rest = [param for param in self.parameters() if param.dim() != 2]
+        return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
+
+
 class Plain(Regression):
     def __init__(self) -> None:
         super().__init__()

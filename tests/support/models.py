@@ -78,6 +78,21 @@ def convolutions() -> nn.Module:
     ).to(memory_format=torch.channels_last)
 
 
+class Wide(nn.Module):
+    """Parameters of less than a block, of a block, and of blocks that are not full; one without elements."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(20, 37, dtype=dtype), nn.Linear(37, 16, dtype=dtype)
+        self.block = nn.Parameter(torch.randn(16, 32, dtype=dtype))
+        self.scalar, self.empty = nn.Parameter(torch.tensor(1.0, dtype=dtype)), nn.Parameter(torch.empty(0, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(self.first(x).tanh())
+        return self.scalar * (hidden @ self.block) + self.empty.sum()
+
+
 @dataclass(frozen=True)
 class Case:
     make: Callable[[], nn.Module]
@@ -100,4 +115,5 @@ CASES = {
         lambda model, step: cross_entropy(model(_tokens(step)).flatten(0, 1), _tokens(step + 1).flatten()),
     ),
     "oddities": Case(Oddities, lambda model, step: model(noise(5, 3, step=step)).square().mean() * 1e-3),
+    "wide": Case(Wide, lambda model, step: model(noise(5, 20, step=step)).square().mean()),
 }

@@ -102,6 +102,16 @@ def within(*members: Sequence[int]) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group(group)
 
 
+@contextlib.contextmanager
+def of_all(backend: str) -> Iterator[dist.ProcessGroup]:
+    """A group of all ranks over a backend, which is destroyed behind it."""
+    group = dist.new_group(backend=backend)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
 def alone() -> contextlib.AbstractContextManager[dist.ProcessGroup]:
     return within(*[[rank] for rank in range(dist.get_world_size())])
 

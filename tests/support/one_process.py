@@ -35,12 +35,14 @@ from torch.nn.modules import module
 from torch.optim import optimizer
 
 from undertow import GradientSync, SyncConfig, attach
-from undertow.buckets import reducer
+from undertow.buckets import comm_hook, reducer
 from undertow.buckets.trailer import Reading
+from undertow.device import device_of
 from undertow.engine import current_plan
-from undertow.ranks import comm_hook
-from undertow.ranks.exchanges import accumulation_dtype, cast_for_wire, sum_in_order, wire_of
-from undertow.ranks.group import GroupRef
+from undertow.plan.layout import equal_parts
+from undertow.ranks.exchanges import accumulation_dtype
+from undertow.ranks.group import Abilities, GroupRef
+from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.threads import Worker
 from undertow.ranks.transport import Handle
 from undertow.ranks.watch import NullWatch
@@ -193,7 +195,8 @@ class FakeGroup:
     """Has the methods of OwnGroup that are called above it. Every group has a lane of its own."""
 
     backend = "fake"
-    is_over_gloo, is_open, is_broken, is_left, is_alive = True, False, False, False, True
+    can = Abilities(send_from_host=True)
+    is_open, is_broken, is_left, is_alive = False, False, False, True
 
     def __init__(self, user: GroupRef, *, device: Any = None, limits: Any = None, within: Any = None) -> None:
         rank = _thread.rank
@@ -203,6 +206,7 @@ class FakeGroup:
         self.thread = rank.thread
         self.user, self.rank, self.num_ranks = user, rank.number, rank.world.num_ranks
         self.device = torch.device("cpu")
+        self.hardware = device_of(self.device)
         self.watch = FakeWatch(rank.world, rank.number)
         self.here = SimpleNamespace(progress=None, thread=None, module=None)
         self.borrowers: set[str] = set()
@@ -270,51 +274,95 @@ class FakeCollectives:
     divides_first = False
 
     def __init__(self, group: FakeGroup, config: SyncConfig, *, divisor: float) -> None:
-        self.group, self._divisor, self._wire = group, divisor, wire_of(config)
+        self.group, self._divisor = group, divisor
         self._in_flight = 0
         _thread.rank.exchanges.add(self)
 
     def reduce_scatter(
-        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Callable[[], object] | None = None
+        self, storage: Tensor, shard: Tensor, parcel: Parcel, *, trailer: range, pack: Callable[[], object] | None = None
     ) -> Handle:
         if pack is not None:
             with torch.no_grad():
                 pack()
-        facts = storage[trailer.start : trailer.stop]
+        facts, rank = storage[trailer.start : trailer.stop], self.group.rank
 
-        def take(brought: list[tuple[Tensor, Tensor]]) -> None:
-            parts, trailers = zip(*brought, strict=True)
-            sum_in_order([part.view(len(parts), -1)[self.group.rank] for part in parts], into=shard).div_(self._divisor)
+        def take(brought: list[tuple[list[Tensor], Tensor]]) -> None:
+            messages, trailers = zip(*brought, strict=True)
+            shard.zero_()
+            own = shard[: len(parcel.parts[rank])]
+            parcel.add_up([of_rank[rank] for of_rank in messages], rank, into=own, rows=())
+            own.div_(self._divisor)
             facts.copy_(sum(trailers))
 
-        sent = cast_for_wire(storage[: self.group.num_ranks * shard.numel()], self._wire)
-        work = self.group.start(f"reduce-scatter of {shard.numel()}", (sent.clone(), facts.clone()), take)
+        sent = _messages(parcel, storage)
+        work = self.group.start(f"reduce-scatter of {shard.numel()}", (sent, facts.clone()), take)
         hide(shard)
         return Handle(work, complete=self.group.complete)
 
-    def all_reduce(self, tensor: Tensor) -> Handle:
-        def take(parts: Sequence[Tensor]) -> None:
-            total = torch.empty_like(tensor, dtype=accumulation_dtype(tensor.dtype))
-            tensor.copy_(sum_in_order(parts, into=total).div_(self._divisor))
+    def all_reduce(self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: range | None = None) -> Handle:
+        everything = parcel or FullWidth(equal_parts(1, tensor.numel(), stop=tensor.numel()))
+        facts = tensor[slice(0) if trailer is None else slice(trailer.start, trailer.stop)]
+
+        def take(brought: list[tuple[list[Tensor], Tensor]]) -> None:
+            messages, trailers = zip(*brought, strict=True)
+            means = []
+            for index, part in enumerate(everything.parts):
+                total = torch.empty(len(part), dtype=accumulation_dtype(tensor.dtype))
+                everything.add_up([of_rank[index] for of_rank in messages], index, into=total, rows=())
+                mean = messages[0][index].clone()
+                everything.write(total.div_(self._divisor), index, mean)
+                means.append(mean)
+            everything.open(means, tensor)
+            facts.copy_(sum(trailers))
 
         name = f"ordered all-reduce of {tensor.numel()} {tensor.dtype}"
-        work = self.group.start(name, cast_for_wire(tensor, self._wire).clone(), take)
+        work = self.group.start(name, (_messages(everything, tensor), facts.clone()), take)
         hide(tensor)
         return Handle(work, complete=self.group.complete)
 
-    def all_gather(self, flat: Tensor, *, number: int, then: Callable[[], object] | None = None) -> Handle:
-        def take(parts: Sequence[Tensor]) -> None:
-            flat.copy_(torch.cat(tuple(parts)))
+    def all_gather(
+        self, flat: Tensor, parts: Sequence[range], *, number: int, then: Callable[[], object] | None = None
+    ) -> Handle:
+        def take(arrived: Sequence[Tensor]) -> None:
+            flat[: parts[-1].stop].copy_(torch.cat(tuple(arrived)))
             self._in_flight -= 1
 
         self._in_flight += 1
-        own = flat.view(self.group.num_ranks, -1)[self.group.rank].clone()
+        own = flat[parts[self.group.rank].start : parts[self.group.rank].stop].clone()
         work = self.group.start(f"all-gather of {flat.numel()}", own, take, lane=f", gather {number}")
         return Handle(work, complete=self.group.complete, finish=then)
+
+    def all_gather_differences(
+        self,
+        write_difference: Callable[[Tensor], None],
+        flat: Tensor,
+        parcel: Encoded,
+        *,
+        number: int,
+        then: Callable[[], object],
+    ) -> Handle:
+        def take(messages: Sequence[Tensor]) -> None:
+            parcel.add_to(messages, flat)
+            self._in_flight -= 1
+
+        self._in_flight += 1
+        message = torch.empty(parcel.sizes[self.group.rank], dtype=torch.uint8)
+        difference = torch.empty(len(parcel.parts[self.group.rank]), dtype=parcel.dtype)
+        write_difference(difference)
+        parcel.write(difference, self.group.rank, message)
+        work = self.group.start(f"gather of {flat.numel()} differences", message, take, lane=f", gather {number}")
+        return Handle(work, complete=self.group.complete, finish=then)
+
+    def release(self) -> None:
+        pass
 
     def close(self) -> None:
         _thread.rank.exchanges.discard(self)
         assert not self._in_flight or self.group.world.is_broken, "closed with parameters on their way"
+
+
+def _messages(parcel: Parcel, values: Tensor) -> list[Tensor]:
+    return [message.clone() for message in parcel.messages(values, lambda numel, dtype: torch.empty(numel, dtype=dtype))]
 
 
 class Rank:
@@ -401,7 +449,7 @@ def _one_process() -> Iterator[None]:
         for name, function in _OF_USERS.items():
             patches.enter_context(mock.patch.object(dist, name, function))
         for place, name, ours in (
-            (gradient_sync, "chosen_group", lambda *_: FakeRef(tuple(range(_thread.rank.world.num_ranks)), "fake", None)),
+            (gradient_sync, "chosen_group", lambda *_, **_how: FakeRef(tuple(range(_thread.rank.world.num_ranks)), "fake", None)),
             (gradient_sync, "OwnGroup", FakeGroup),
             (groups, "OwnGroup", FakeGroup),
             (groups, "exchanges_over", FakeCollectives),
@@ -476,9 +524,14 @@ def at_each_op(sync: GradientSync, call: Callable[[Op], object]) -> None:
     sync._engine.recorder.observer = observer
 
 
-def decides(groups: Sequence[Sequence[int]] | None) -> contextlib.AbstractContextManager[object]:
-    """Whatever is measured, the ranks move to these groups, once."""
-    decision = Decision(outcome=Outcome.KEEP if groups is None else Outcome.MOVE, groups=groups and tuple(map(tuple, groups)))
+def decides(
+    groups: Sequence[Sequence[int]] | None, wires: Sequence[str | None] = ()
+) -> contextlib.AbstractContextManager[object]:
+    """Whatever is measured, the ranks move to these groups, once; in full width if there are no `wires`."""
+    decision = Decision(outcome=Outcome.KEEP)
+    if groups is not None:
+        formats = tuple(wires) or (None,) * len(groups)
+        decision = Decision(outcome=Outcome.MOVE, groups=tuple(map(tuple, groups)), wires=formats)
     return mock.patch.object(Tuner, "decide", return_value=decision)
 
 

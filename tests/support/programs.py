@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from support.inside import late_ops, sharding_of
 from support.models import noise
-from support.naive import alone
+from support.naive import alone, of_all
 from support.sharded import chain, mesh_of
 from support.units import IN_PARTS, WIDTH, Units, made
 from undertow import DistributedDataParallel, PeerFailed, PhaseError, ShardedOptimizer, SyncConfig, attach, clip_grad_norm_
@@ -30,6 +30,19 @@ from undertow.schedule import OpKind
 ROWS, LEARNING_RATE = 3, 0.125
 # The largest bucket in MiB.
 PLANS: dict[str, Any] = {"each": 1e-6, "several": 1.5e-4, "one": 25.0, "default": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Where the synchronized model is: the host, unless these functions move a module in place, and a tensor."""
+
+    place: Callable[[nn.Module], object] = lambda _: None
+    move: Callable[[Tensor], Tensor] = torch.clone
+    backend: str | None = None  # the default group's
+    reads_late: bool = False  # what ranks report
+
+
+HOST = Device()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +194,10 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
 class Run:
     """One rank's run of a program: whatever happens to the synchronized model happens to the reference's too."""
 
-    def __init__(self, program: Program, **target: Any) -> None:
-        self.program, self.rank = program, dist.get_rank()
+    def __init__(self, program: Program, device: Device, **target: Any) -> None:
+        self.program, self.rank, self.device = program, dist.get_rank(), device
         self.module, self.bare = Units(program.units), Units(program.units)
+        device.place(self.module)
         self.reference = Reference(self.bare, program, target.get("process_group"))
         self.losses: list[tuple[Tensor, Tensor]] = []  # of forwards whose backward is to come
         self.held: list[tuple[Any, Tensor]] = []
@@ -201,7 +215,7 @@ class Run:
         self.handle = make(self.module, config=SyncConfig(**given), **target)
         self.model, self.sync = (self.module, self.handle) if program.is_attached else (self.handle, self.handle.sync)
         if program.has_hook:
-            self.handle.register_comm_hook(None, allreduce_hook)
+            self.handle.register_comm_hook(target.get("process_group"), allreduce_hook)
         self.make_optimizers()
         self.unused = set()
 
@@ -218,7 +232,7 @@ class Run:
         of_ranks = words.split("|")
         call = partial(self.change, verb) if verb in CHANGES else getattr(self, verb)
         call(*of_ranks[self.rank % len(of_ranks)].split())
-        if self.unused is not None and not self.program.is_alone:
+        if self.unused is not None and not self.program.is_alone and not self.device.reads_late:
             assert sorted(self.sync.unused_parameters) == sorted(self.unused)
 
     def close(self) -> None:
@@ -249,9 +263,11 @@ class Run:
             if self.is_synchronized:
                 self.reference.used.clear()
             self.is_synchronized = False
-        x = noise(0 if "empty" in words else ROWS, WIDTH, step=self.num_forwards).requires_grad_("penalty" in words)
+        wanted = noise(0 if "empty" in words else ROWS, WIDTH, step=self.num_forwards)
         losses = []
-        for model in (self.module.forward if "inside" in words else self.model, self.bare):
+        models = self.module.forward if "inside" in words else self.model, self.bare
+        for model, x in zip(models, (self.device.move(wanted), wanted), strict=True):
+            x.requires_grad_("penalty" in words)
             with self.handle.no_sync() if "quiet" in words else contextlib.nullcontext():
                 loss = model(x, order).square().sum() / ROWS
             if x.requires_grad:
@@ -345,7 +361,7 @@ class Run:
     def unscale(self) -> None:
         """A scaler looks at gradients, and finds the same on all ranks."""
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-        scaler.scale(torch.zeros(()))
+        scaler.scale(self.device.move(torch.zeros(())))
         scaler.step(torch.optim.SGD(self.module.parameters(), lr=0.0))
         scaler.update()
         is_finite = all(param.grad.isfinite().all() for param in self.module.parameters() if param.grad is not None)
@@ -365,11 +381,12 @@ class Run:
             if self.program.strategy != "ddp" and not param.requires_grad:
                 continue  # it may still have a part of a gradient
             ours = self.handle.full_gradient(param) if self.reference.has_shards else param.grad
+            ours = None if ours is None else ours.cpu()
             if ours is None or wanted.grad is None:
                 assert ours is wanted.grad, (name, ours, wanted.grad)
                 continue
             assert not ours.requires_grad, name
-            assert ours.is_sparse or self.reference.has_shards or ours.stride() == torch.empty_like(param).stride(), name
+            assert ours.is_sparse or self.reference.has_shards or param.grad.stride() == torch.empty_like(param).stride(), name
             # (a + b) / 2 + (c + d) / 2 for ((a + c) + (b + d)) / 2, or sums in another order: some units in the last place.
             is_exact = self.program.is_exact(dist.get_world_size()) or not wanted.numel()
             largest = 0.0 if is_exact else float(wanted.grad.to_dense().abs().nan_to_num(0.0, 0.0).max())
@@ -378,6 +395,12 @@ class Run:
             torch.testing.assert_close(ours.to_dense(), wanted.grad.to_dense(), **how)
             if not is_exact:  # nor may the difference grow
                 wanted.grad = ours.to_dense().clone()
+
+    def _close_gaps(self) -> None:
+        """Shards have no gaps between elements, and a matrix product rounds otherwise for one with gaps."""
+        for ours, wanted in zip(self.module.parameters(), self.bare.parameters(), strict=True):
+            if ours.stride() != wanted.stride():
+                wanted.data = torch.empty_like(wanted.data).copy_(wanted.data)
 
     def step(self, how: str = "") -> None:
         """On all ranks, or on one that sends its parameters to others, which step on those that are frozen.
@@ -394,13 +417,15 @@ class Run:
             dist.broadcast(param.data, int(rank))
         self.reference.has_shards = sharding_of(self.sync) is not None
         self.reference.used.clear()
+        if self.reference.has_shards:
+            self._close_gaps()
         if how == "flying":
             return
         self.sync.wait()
         for (name, ours), wanted in zip(self.module.named_parameters(), self.bare.parameters(), strict=True):
-            assert torch.equal(ours, wanted), name
+            assert torch.equal(ours.cpu(), wanted), name
         for ours, wanted in zip(self.module.buffers(), self.bare.buffers(), strict=True):
-            assert self.rank > 0 or torch.equal(ours, wanted)  # statistics follow rank 0
+            assert self.rank > 0 or torch.equal(ours.cpu(), wanted)  # statistics follow rank 0
 
     def update(self, indices: str) -> None:
         for model in (self.module, self.bare):
@@ -415,6 +440,7 @@ class Run:
         before = list(self.module.parameters())
         for model in (self.module, self.bare):
             CHANGES[verb](model.units, self.num_forwards, *(word for word in words if word != "apart"))
+        self.device.place(self.module)
         for param in self.module.parameters() if "apart" in words else ():
             param.data += 0 if any(param is it for it in before) else self.rank
         if hasattr(self, "handle") and list(map(id, before)) != list(map(id, self.module.parameters())):
@@ -456,14 +482,14 @@ class Run:
     def look(self, now: str = "") -> None:
         """One more training forward on some ranks, for a look at the loss."""
         if now:
-            self.model(noise(ROWS, WIDTH), "0")
+            self.model(self.device.move(noise(ROWS, WIDTH)), "0")
             self.unused = set()
 
     def saliency(self, now: str = "") -> None:
         """A backward of the bare module on some ranks, after a step and before the next forward."""
         if now:
             order, x = "".join(map(str, range(len(self.module.units)))), noise(ROWS, WIDTH, step=100 + self.num_forwards)
-            self.module.forward(x, order).square().sum().backward()
+            self.module.forward(self.device.move(x), order).square().sum().backward()
             self.reference.backward(self.bare(x, order).square().sum())
             self.reference.accumulated()
             if not self.reference.has_shards:
@@ -472,8 +498,9 @@ class Run:
     def evaluate(self, now: str = "") -> None:
         if now:
             with torch.no_grad():
-                ours, wanted = (model.eval()(noise(ROWS, WIDTH), "0") for model in (self.model, self.bare))
-            assert torch.equal(ours, wanted)
+                x = noise(ROWS, WIDTH)
+                ours, wanted = self.model.eval()(self.device.move(x), "0"), self.bare.eval()(x, "0")
+            assert torch.equal(ours.cpu(), wanted)
             for model in (self.model, self.bare):
                 model.train()
 
@@ -509,12 +536,13 @@ class Run:
         unit = self.module.units[0]
         param = next(param for param in unit.parameters() if param.requires_grad)
         before = None if self.reference.has_shards or param.grad is None else param.grad.clone()
+        x = self.device.move(noise(ROWS, WIDTH))
         hook = unit.register_forward_hook(stop) if where == "forward" else param.register_hook(stop) if where else None
         with (
             self.handle.no_sync() if where == "accumulate" else contextlib.nullcontext(),
             pytest.raises(ZeroDivisionError if where else PeerFailed),
         ):
-            self.model(noise(ROWS, WIDTH), "".join(map(str, range(len(self.module.units))))).sum().backward()
+            self.model(x, "".join(map(str, range(len(self.module.units))))).sum().backward()
         if hook is not None:
             hook.remove()
         if where in ("", "backward"):
@@ -526,13 +554,16 @@ class Run:
 
 
 @contextlib.contextmanager
-def place_of(program: Program) -> Iterator[dict[str, Any]]:
+def place_of(program: Program, device: Device) -> Iterator[dict[str, Any]]:
     """The ranks that train together: all, rows of a mesh, or this one alone."""
     if program.strategy == "hybrid":
-        with mesh_of(2, dist.get_world_size() // 2) as mesh:
+        with mesh_of(2, dist.get_world_size() // 2, backend=device.backend) as mesh:
             yield {"device_mesh": mesh}
     elif program.is_alone:
         with alone() as group:
+            yield {"process_group": group}
+    elif device.backend is not None:
+        with of_all(device.backend) as group:
             yield {"process_group": group}
     else:
         yield {}
@@ -542,10 +573,10 @@ def events_of(text: str) -> Iterator[str]:
     return filter(None, map(str.strip, text.split(",")))
 
 
-def run(program: Program) -> None:
+def run(program: Program, device: Device = HOST) -> None:
     """Runs a program on this rank; a failure names the event and the program."""
-    with place_of(program) as place:
-        of_rank = Run(program, **place)
+    with place_of(program, device) as place:
+        of_rank = Run(program, device, **place)
         try:
             for number, event in enumerate([*events_of(program.events)] * program.times):
                 try:

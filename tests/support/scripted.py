@@ -28,7 +28,9 @@ def scripted(*plans: Callable[[Plan], Groups]) -> Iterator[list[Plan]]:
 
     def decide(_tuner: Tuner, plan: Plan, *, has_shards: bool) -> Decision:
         seen.append(plan)
-        return Decision(outcome=Outcome.MOVE, groups=next(nexts)(plan))
+        groups = next(nexts)(plan)
+        wire = next(filter(None, plan.wires), None)
+        return Decision(outcome=Outcome.MOVE, groups=groups, wires=(wire,) * len(groups))
 
     with mock.patch.object(Tuner, "decide", decide):
         yield seen

@@ -44,8 +44,9 @@ def ways() -> tuple[dict[str, Any], ...]:
 
 
 @contextlib.contextmanager
-def mesh_of(*shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> Iterator[DeviceMesh]:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+def mesh_of(*shape: int, names: tuple[str, ...] = ("replicate", "shard"), backend: str | None = None) -> Iterator[DeviceMesh]:
+    override = None if backend is None else dict.fromkeys(names, backend)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=override)
     try:
         yield mesh
     finally:

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from support.errors import in_pieces
 from support.faults import FACTORS, FAULTY_STEP, NAN_SKIPPED, NUM_STEPS, BadBatch, Fault, Points
 from support.inside import before_calls, interrupt, own_group_of
 from support.models import noise
 from support.processes import stop_here, wait_until_stopped
 from support.sharded import chain
-from undertow import DistributedDataParallel, ExpertGroup, PeerFailed, ShardedOptimizer, SyncConfig, save_checkpoint
+from undertow import DistributedDataParallel, ExpertGroup, Outer, PeerFailed, ShardedOptimizer, SyncConfig, save_checkpoint
 
 TIMEOUT = timedelta(seconds=1.0)  # of groups
 
@@ -85,7 +86,8 @@ class Training:
                 passes("update")
                 return super().step(*args)
 
-        return [ShardedOptimizer(Passing, self.model, lr=0.01, elementwise=True)]
+        with in_pieces():
+            return [ShardedOptimizer(Passing, self.model, lr=0.01, whole=False)]
 
     def train(self, num_steps: int = NUM_STEPS) -> None:
         for step in range(num_steps):
@@ -149,6 +151,14 @@ class WithExperts(Training):
         sync = self.model.sync
         parts = {part: [param for _, param in part.named_parameters()] for part in (sync, *sync.experts)}
         return [ShardedOptimizer(torch.optim.AdamW, part, params=params, lr=0.01) for part, params in parts.items()]
+
+
+class WithOuter(Training):
+    """Each rank trains alone, and a fragment is on its way in every step."""
+
+    def wrapped(self) -> DistributedDataParallel:
+        outer = Outer(every=2, fragments=2, delay=1, wire=None)
+        return DistributedDataParallel(net(), config=replace(self.config, outer=outer))
 
 
 class WithGroup(Training):
@@ -271,6 +281,8 @@ WAYS: dict[str, Callable[[Points], Training]] = {
     "hybrid": partial(OnMesh, strategy="hybrid"),
     # Ranks wait in threads for all others, and for those that have the same experts.
     "experts": partial(WithExperts, strategy="zero1"),
+    # Ranks wait for fragments only, which began a step before.
+    "outer": WithOuter,
     # Its collectives may take a second.
     "an impatient group": WithGroup,
     # Another collective than the one that is waited for is the first whose time is over, and gloo closes all connections.

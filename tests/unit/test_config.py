@@ -11,7 +11,7 @@ import torch
 
 from support.errors import Call, refusal
 from support.strategies import spec
-from undertow.config import ExpertGroup, SyncConfig, bytes_from_mib
+from undertow.config import ExpertGroup, Outer, SyncConfig, bytes_from_mib
 from undertow.plan import Plan, plan_from_groups
 
 DEFAULTS = {
@@ -24,7 +24,8 @@ DEFAULTS = {
     "reduction": "native",
     "average_in_collective": True,
     "reduce_dtype": None,
-    "wire_dtype": None,
+    "wire": None,
+    "param_wire": None,
     "buffers": "rank0",
     "ignore": (),
     "experts": (),
@@ -33,6 +34,7 @@ DEFAULTS = {
     "stall_warning_s": 30.0,
     "stall_timeout_s": 300.0,
     "record": "summary",
+    "outer": None,
 }
 PLAN = plan_from_groups([spec("w", 3)], [[0]], num_ranks=2)
 
@@ -66,7 +68,7 @@ def test_settings_pass_through_json(settings: dict[str, Any]) -> None:
         (SyncConfig(bucket_cap_mb=(1, 2.5)).bucket_cap_mb, (1, 2.5)),
         (SyncConfig(bucket_cap_mb=[1, 2.5]).bucket_cap_mb, (1, 2.5)),
         (bytes_from_mib(0.25, name="bucket_cap_mb"), 262_144),
-        *((SyncConfig(wire_dtype=dtype).wire_dtype, "bfloat16") for dtype in ("bfloat16", "bf16", torch.bfloat16)),
+        *((SyncConfig(wire=dtype).wire, "bfloat16") for dtype in ("bfloat16", "bf16", torch.bfloat16)),
         *((SyncConfig(reduce_dtype=dtype).reduce_dtype, "float32") for dtype in ("float32", "fp32", torch.float32)),
         *((SyncConfig(ignore=names).ignore, ("a", "b")) for names in (["b", "a"], {"a", "b"}, (name for name in "ba"))),
         (SyncConfig(experts=[experts(divisor=4)]).experts, (experts(divisor=4),)),
@@ -74,7 +76,7 @@ def test_settings_pass_through_json(settings: dict[str, Any]) -> None:
     ],
     ids=[
         *("a tuple", "a list becomes a tuple", "mebibytes become bytes"),
-        *(f"{kind} of {setting}" for setting in ("wire_dtype", "reduce_dtype") for kind in ("a name", "a short name", "a dtype")),
+        *(f"{kind} of {setting}" for setting in ("wire", "reduce_dtype") for kind in ("a name", "a short name", "a dtype")),
         *("names of a list", "of a set", "of a generator", "experts", "experts as text"),
     ],
 )
@@ -97,7 +99,8 @@ DIVISOR = "Give the number of ranks whose tokens reach the experts, or leave it 
 CHOICES = {
     "strategy": (["ddp2"], "None, 'ddp', 'zero1', 'zero2', 'hybrid'"),
     "reduce_dtype": (["float64"], "None, 'float32'"),
-    "wire_dtype": (["fp8", 16], "None, 'bfloat16', 'float16'"),
+    "wire": ([16, True], "None, 'bfloat16', 'float16', 'int8', 'auto'"),
+    "param_wire": ([8, 0.5], "None, 'bfloat16', 'int8'"),
     "order": (["random"], "'observed', 'reverse'"),
     "overlap": ([1, "yes"], "True, False"),
     "average_in_collective": ([None], "True, False"),
@@ -237,6 +240,24 @@ def test_a_plan_that_no_file_holds_is_told_why(plan: str, reason: str) -> None:
                 (lambda name=name: dataclasses.replace(SyncConfig(), **{name: True}), "SyncConfig"),
             )
         ),
+        *(
+            pytest.param(call, f"{what}\n  SyncConfig\n  {remedy}", id=what)
+            for call, what, remedy in (
+                (lambda: SyncConfig(wire="int9"), "wire cannot be 'int9'.", "Did you mean 'int8'?"),
+                (lambda: SyncConfig(param_wire="float16"), "param_wire cannot be 'float16'.", "Did you mean 'bfloat16'?"),
+                (lambda: SyncConfig(wire_dtype="bfloat16"), "setting 'wire_dtype' does not exist.", 'Write wire="bfloat16".'),
+                (
+                    lambda: SyncConfig(wire=(None, "int8")),
+                    "wire must be one format, got (None, 'int8').",
+                    'Only strategy="hybrid" takes two: within rows of the mesh, and across them.',
+                ),
+                (
+                    lambda: SyncConfig(strategy="hybrid", wire=("int8", "auto")),
+                    "wire cannot be ('int8', 'auto').",
+                    "Each of the two is one of: None, 'bfloat16', 'float16', 'int8'.",
+                ),
+            )
+        ),
         pytest.param(
             lambda: SyncConfig(op="sum"),
             "setting 'op' does not exist.\n  SyncConfig\n"
@@ -248,3 +269,46 @@ def test_a_plan_that_no_file_holds_is_told_why(plan: str, reason: str) -> None:
 )
 def test_what_cannot_be_set_is_refused(call: Call, text: str) -> None:
     assert refusal(call) == text
+
+
+OUTER: dict[str, tuple[dict[str, Any], str]] = {
+    "every=0": ({"every": 0}, "every must be a whole number of steps from 1 on, got 0.\n  Outer\n  Write every=30."),
+    "no every": ({}, "every must be a whole number of steps from 1 on, got 0.\n  Outer\n  Write every=30."),
+    "lr=0": ({"every": 2, "lr": 0}, "lr must be a positive number, got 0.\n  Outer\n  Write lr=0.7."),
+    "momentum=1": (
+        {"every": 2, "momentum": 1.0},
+        "momentum must be from 0 to less than 1, got 1.0.\n  Outer\n  Write momentum=0.9.",
+    ),
+    "nesterov": ({"every": 2, "nesterov": 1}, "nesterov must be True or False, got 1.\n  Outer\n  Write nesterov=True."),
+    "fragments=0": (
+        {"every": 2, "fragments": 0},
+        'fragments must be a whole number from 1 on, or "auto", got 0.\n  Outer\n  Write fragments=4.',
+    ),
+    "delay": (
+        {"every": 2, "delay": -1},
+        'delay must be a whole number of steps from 0 on, or "auto", got -1.\n  Outer\n  Write delay=1.',
+    ),
+    "delay >= every": (
+        {"every": 2, "delay": 2},
+        "delay must be less than every=2, got 2.\n  Outer\n"
+        "  An exchange of a fragment ends before its next one begins: give a smaller delay.",
+    ),
+    "mix": ({"every": 2, "mix": 1.0}, "mix must be from 0 to less than 1, got 1.0.\n  Outer\n  Write mix=0.0."),
+    "wire": ({"every": 2, "wire": "int4"}, "wire cannot be 'int4'.\n  Outer\n  Did you mean 'int8'?"),
+    "name": ({"every": 2, "fragment": 3}, "setting 'fragment' does not exist.\n  Outer\n  Did you mean 'fragments'?"),
+}
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_a_value_of_outer_synchronization_is_refused(name: str) -> None:
+    settings, text = OUTER[name]
+    assert refusal(lambda: Outer(**settings)) == text
+
+
+def test_outer_is_a_value_or_a_dict() -> None:
+    config = SyncConfig(outer=Outer(every=3, wire="bf16"))
+    assert SyncConfig(**json.loads(json.dumps(config.to_dict()))) == config
+    assert config.outer.wire == "bfloat16"
+    assert (
+        refusal(lambda: SyncConfig(outer=30)) == "outer must be an Outer, got 30.\n  SyncConfig\n  Write outer=Outer(every=30)."
+    )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.errors import refusal
 from support.steps import FREE, lines, profile_of
 from undertow.cost import CostCurve, Costs, NodeCosts
-from undertow.plan import Plan, StepTiming, finish_us, plan_from_groups
+from undertow.plan import Groups, Plan, StepTiming, finish_us, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import (
     DDP,
@@ -22,8 +22,9 @@ from undertow.schedule import (
     Strategy,
     lower_data_parallel,
 )
-from undertow.simulate import DEFAULTS, IDEAL, Conditions, simulate
+from undertow.simulate import DEFAULTS, IDEAL, Conditions, simulate, with_divided_update
 from undertow.trace import StepRecord, Trace
+from undertow.wire import WIRES
 
 # Times are multiples of a microsecond, or end in clocks that add up a few hundred of them: what remains is rounding.
 ROUNDING_US = 1e-6
@@ -231,6 +232,28 @@ def test_collectives_leave_in_the_order_of_the_schedule(
     assert launches_us == [sorted(times_us) for times_us in launches_us]
 
 
+# 100,000 elements of fp32 each; a byte takes 1 ns.
+WIDE, NS = profile_of([2000, 1000], backward_us=2000, numels=[100_000, 100_000]), lines((0, 1e-3), (0, 1e-3))
+
+
+@pytest.mark.parametrize("wires", [(None, None), ("int8", "int8"), ("bfloat16", None)], ids=["full width", "int8", "mixed"])
+def test_a_bucket_in_a_format_takes_the_time_of_its_bytes_and_of_its_coding(wires: tuple[str | None, ...]) -> None:
+    plan = plan_from_groups(WIDE.params, [[1], [0]], num_ranks=2, wires=wires)
+    record = simulate(WIDE, plan, DDP, NS, IDEAL)
+    for row, bucket in zip(record.buckets, plan.buckets, strict=True):
+        coding_us = WIRES[bucket.wire].coding_us_per_mb * 4e-6 * bucket.narrow_numel if bucket.wire else 0.0
+        assert row.num_bytes == bucket.wire_bytes
+        assert row.done_us - row.launched_us == pytest.approx(1e-3 * bucket.wire_bytes + coding_us, abs=ROUNDING_US)
+
+
+def test_gathers_of_parameters_have_a_format_too() -> None:
+    plan = plan_from_groups(WIDE.params, [[1], [0]], num_ranks=2)
+    full, narrow = (simulate(WIDE, plan, ZERO1, NS, IDEAL, param_wire=wire) for wire in (None, "bfloat16"))
+    assert [[row.num_bytes for row in record.gathers] for record in (full, narrow)] == [[400_000] * 2, [200_000] * 2]
+    gained_us = 1e-3 * 200_000 - WIRES["bfloat16"].coding_us_per_mb * 0.4 / 2
+    assert full.gathers[0].done_us - narrow.gathers[0].done_us == pytest.approx(gained_us, abs=ROUNDING_US)
+
+
 WHERE = "\n  conditions of a simulated step\n  "
 SHARES = "skew and contention are shares, 0.1 is 10 %; the others are microseconds."
 
@@ -295,3 +318,52 @@ def test_measured_times_are_those_of_the_slowest_rank() -> None:
     assert simulate(profile, plan, DDP, FIXED).step_us == pytest.approx(as_measured, abs=1.1)  # the fast rank's update
     more = plan_from_groups(profile.params, [[1, 0]], num_ranks=64)
     assert simulate(profile, more, DDP, FIXED).step_us > as_measured + 2
+
+
+SQUARES = tuple(replace(spec, shape=(512, 512), is_whole=True) for spec in TWO.params)
+OWNED = replace(profile_of([20, 10], backward_us=20), params=SQUARES)  # of equal work; an update takes 5 us
+
+
+@pytest.mark.parametrize(
+    ("groups", "update_us", "num_transfers"),
+    [
+        pytest.param(((1, 0),), 2.5, 1, id="one bucket, in which each rank owns one"),
+        pytest.param(((1,), (0,)), 2.5, 2, id="a bucket for each, so that one rank owns all of it"),
+    ],
+)
+def test_owners_divide_the_update_and_the_largest_part_makes_the_transfer(
+    groups: Groups, update_us: float, num_transfers: int
+) -> None:
+    plan = plan_from_groups(OWNED.params, groups, num_ranks=2)
+    half_bytes = sum(bucket.wire_bytes for bucket in plan.buckets) / 2
+    costs = lines((0, 1 / half_bytes), gather=(0, 0))  # a microsecond for half of all gradients in equal parts
+    record = simulate(with_divided_update(OWNED, plan, ZERO1), plan, ZERO1, costs, IDEAL)
+    # Trailers, of one bucket or two, are the last digits.
+    assert record.step_us == pytest.approx(10 + 20 + update_us + 2, abs=1e-3)
+    assert [row.done_us - row.launched_us for row in record.buckets] == pytest.approx([2] * num_transfers, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "measured", "update_us"),
+    [
+        (ZERO1, {}, 1.25),
+        (ZERO1, {"strategy": "zero1", "num_ranks": 2}, 2.5),  # equal halves of it were measured
+        (ZERO1, {"strategy": "zero1", "num_ranks": 4}, 5),
+        (DDP, {}, 5),
+        (DDP, {"strategy": "zero1", "num_ranks": 2}, 10),
+    ],
+)
+def test_an_update_in_equal_parts_takes_its_share(strategy: Strategy, measured: dict[str, Any], update_us: float) -> None:
+    profile = replace(TWO, update_us=5, **measured)
+    plan = plan_from_groups(profile.params, [[1, 0]], num_ranks=4)
+    assert with_divided_update(profile, plan, strategy).update_us == pytest.approx(update_us)
+    assert simulate(profile, plan, strategy, FIXED, IDEAL).step_us >= 10 + 20 + 5  # nothing is divided unasked
+
+
+def test_the_largest_owner_of_a_measured_run_counts() -> None:
+    plan = plan_from_groups(OWNED.params, ((1, 0),), num_ranks=2)
+    three = replace(OWNED, params=(*SQUARES, replace(SQUARES[0], name="p2")), ready_us=(20, 10, 5))
+    measured = replace(three, strategy="zero1", num_ranks=2, groups=((2, 1, 0),))  # one rank had two of three
+    alone = plan_from_groups(three.params, ((2, 1, 0),), num_ranks=3)
+    assert with_divided_update(measured, alone, ZERO1).update_us == pytest.approx(2.5)
+    assert with_divided_update(OWNED, plan, ZERO1).update_us == pytest.approx(2.5)

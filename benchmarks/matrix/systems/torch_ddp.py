@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel; options are its constructor's."""
+"""torch's DistributedDataParallel; options are `bucket_cap_mb`, and the `hook` of torch's with its options."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from benchmarks.matrix.systems import Setting, System
 from benchmarks.matrix.systems.plain import PlainSystem
@@ -19,6 +20,20 @@ class TorchDdp(PlainSystem):
         return {**super().facts(), "collectives": num_buckets or None, "version": torch.__version__}
 
 
+def with_hook(wrapped: nn.parallel.DistributedDataParallel, hook: str, **options: Any) -> nn.Module:
+    """Registers torch's hook, "bf16" or "powersgd"; `options` are those of PowerSGD's state."""
+    if hook == "bf16":
+        wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    else:
+        state = powerSGD_hook.PowerSGDState(wrapped.process_group, **options)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return wrapped
+
+
 def build(setting: Setting) -> System:
-    wrapped = nn.parallel.DistributedDataParallel(setting.model, process_group=setting.group, **setting.options)
+    of_hook = dict(setting.options)
+    of_ddp = {name: of_hook.pop(name) for name in ("bucket_cap_mb",) if name in of_hook}
+    wrapped = nn.parallel.DistributedDataParallel(setting.model, process_group=setting.group, **of_ddp)
+    if of_hook:
+        with_hook(wrapped, **of_hook)
     return TorchDdp(wrapped, setting.model)

@@ -46,7 +46,7 @@ class _TimedLayer(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: _ReplayLayer, *params: Tensor) -> Tensor:
         due_s = time.perf_counter() + layer.times.forward_us / 1e6
         ctx.layer = layer
-        read = torch.cat([param[:: -(-param.numel() // _NUM_READ)] for param in params]).abs().mean()
+        read = torch.cat([param.view(-1)[:: -(-param.numel() // _NUM_READ)] for param in params]).abs().mean()
         ctx.save_for_backward(x, read, *params)
         result = x.clone()
         layer.sleeper.wait_until(due_s)

@@ -16,8 +16,9 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, repeat
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import repeat
 from operator import attrgetter, is_
 from sys import getrefcount
 from typing import ClassVar
@@ -25,14 +26,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from undertow.buckets.comm_hook import HookedBucket
 from undertow.buckets.finite import bad_slots
 from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import TrailerCodec
 from undertow.errors import listed
 from undertow.plan import Bucket, Plan
-from undertow.ranks.comm_hook import HookedBucket
 from undertow.ranks.exchanges import Collectives
+from undertow.ranks.parcels import Encoded, Parcel
 from undertow.ranks.transport import Handle, OwnGroup
 from undertow.schedule import DDP, OpKind, Strategy
 from undertow.torch_private import private
@@ -59,15 +61,15 @@ class BucketMemory:
         self._device = like[0].device if like else torch.device(spec.device)
         # Fixed now: parameters may be cast or moved later, and new memory must keep the layout of
         # the other ranks.
-        self._shapes = [tensor.shape for tensor in like]
-        self._strides = list(map(strides_of_gradient, like))
-        self.starts = [0, *accumulate(tensor.numel() for tensor in like)]
+        self._forms = [(tensor.shape, strides_of_gradient(tensor)) for tensor in like]
+        self.starts = [*(slot.start for slot in spec.slots), spec.numel]
         self.reallocate()
-        self.row_shape = _row_shape(self.views)
+        self.row_shape = None if self.gaps else _row_shape(self.views)
 
     @property
     def gradients(self) -> Tensor:
-        """The gradients one after another, [numel], without padding and trailer."""
+        """The gradients one after another, and gaps of zeros before some of them. [numel], without
+        padding and trailer."""
         return self.flat[: self.starts[-1]]
 
     def reallocate(self) -> None:
@@ -77,6 +79,11 @@ class BucketMemory:
         # Padding stays zero. Gradients are written first by `pack`, under backward: pages that are
         # new to a process are slow.
         self.flat[self.starts[-1] :].zero_()
+        # Views between gradients. A format leaves NaN there after a block with NaN.
+        self.gaps: list[Tensor] = []
+        for slot, start in zip(self._spec.slots, self.starts[1:], strict=True):
+            if slot.stop < start:
+                self.gaps.append(self.flat[slot.stop : start].zero_())
         # `.data` gives each view a separate version counter; plain views share one with their base.
         self.views = [view.data for view in self.views_of(self.flat)]
         trailer = self._spec.trailer
@@ -89,10 +96,14 @@ class BucketMemory:
         """Frees the memory, except what other code holds. It is used no more."""
         self.flat = self.trailer = torch.empty(0)
         self.views = []
+        self.gaps = []
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Returns views like `views` of `flat`, which has the same layout."""
-        return list(map(flat.as_strided, self._shapes, self._strides, self.starts))
+        return [
+            flat.as_strided(shape, strides, start)
+            for (shape, strides), start in zip(self._forms, self.starts, strict=False)
+        ]
 
     def is_referenced(self, *, num_references: int = 0) -> bool:
         """Returns True if other code refers to a view, so that writing here would change the values
@@ -142,6 +153,8 @@ class Layout:
     """
 
     strategy: Strategy = DDP
+    # that reduce or gather its shards
+    exchanges: tuple[Collectives, ...] = ()
 
     def __init__(self, group: OwnGroup) -> None:
         self.group = group
@@ -176,8 +189,6 @@ class LiveBucket(ABC):
     """
 
     reduction: ClassVar = OpKind.ALL_REDUCE
-    is_trailer_apart: ClassVar = False  # a separate message, in full width, summed and not averaged
-
     # positions whose results of earlier synchronizations are added to this one's
     live: Collection[int] = ()
     marks: BucketMarks  # of the last reduction; the round sets them
@@ -188,11 +199,13 @@ class LiveBucket(ABC):
         self.params = tuple([shared.params[index] for index in spec.params])
         self.memory = BucketMemory(spec, () if spec.is_sparse else self.params)
         group = shared.reducer.group
-        divisor = 1 if self.is_trailer_apart else group.num_ranks
+        # A separate message, in full width, is summed and not averaged.
+        is_apart = spec.wire is not None or self.reduction is OpKind.REDUCE_SCATTER
+        divisor = 1 if is_apart else group.num_ranks
         self.trailer = TrailerCodec(spec, self.memory.trailer, divisor=divisor, rank=group.rank)
-        names = [repr(shared.plan.params[index].name) for index in dict.fromkeys(spec.params)]
-        self.label = f"bucket {spec.index} ({listed(names) or 'flags only'})"  # in messages
-        self.wire_bytes = shared.reducer.wire_bytes(spec, is_trailer_wide=self.is_trailer_apart)
+        # bytes that are passed to collectives; 0 if a communication hook sends them
+        self.wire_bytes = spec.wire_bytes if shared.reducer.hook is None else 0
+        self.encoded: list[Encoded] = []  # how its values travel, if in a format
         self.handles: list[Handle] = []
         self._is_packed = False  # by a round that only accumulates
         # by position, gradients that arrived after the bucket was launched
@@ -202,6 +215,26 @@ class LiveBucket(ABC):
         # `.grad` and its version when the step began, by position
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.note_known()
+
+    @cached_property
+    def label(self) -> str:
+        """Its name in messages."""
+        params = self.shared.plan.params
+        names = [repr(params[index].name) for index in dict.fromkeys(self.spec.params)]
+        return f"bucket {self.spec.index} ({listed(names) or 'flags only'})"
+
+    def keep_gradients(self) -> None:
+        """Keeps new gradients, which other streams have made, until the current one has packed."""
+        self._keep(map(_grad_of, self.params))
+
+    def _keep(self, grads: Iterable[Tensor | None]) -> None:
+        hardware = self.shared.reducer.group.hardware
+        for grad in grads:
+            if grad is not None and grad.is_sparse:
+                hardware.keep(grad._indices())
+                hardware.keep(grad._values())
+            elif grad is not None:
+                hardware.keep(grad)
 
     @abstractmethod
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
@@ -247,6 +280,8 @@ class LiveBucket(ABC):
         for handle in handles:
             handle.wait()
         self.marks.wait_stop = recorder.mark()
+        for parcel in self.encoded:
+            self.marks.take_codings(parcel.codings)
 
     def pack_local(self) -> None:
         """Packs in a backward that only accumulates.
@@ -338,7 +373,8 @@ class LiveBucket(ABC):
         # They have no trailer, but their reduced values are the same on all ranks.
         bad = None
         if reducer.finite is not None:
-            bad = bad_slots(values, self.spec, torch.finfo(values[0].dtype).max)
+            largest = torch.finfo(values[0].dtype).max
+            bad = bad_slots(values, self.spec, largest, is_host=reducer.finite.is_host)
         if rescale != 1.0:
             for value in values:
                 value.mul_(rescale)
@@ -356,6 +392,7 @@ class LiveBucket(ABC):
 
     def release(self) -> None:
         """Frees the memory, except what other code holds. The bucket is used no more."""
+        self.shared.reducer.group.hardware.keep(self.memory.flat)  # another stream may have made it
         self.memory.release()
         self.trailer.place(self.memory.trailer)
 
@@ -378,17 +415,24 @@ class LiveBucket(ABC):
         trailer = self.memory.flat[self.spec.trailer.start :]
         return [*self._reduce(values), self.shared.reducer.reduce(trailer)]
 
-    def _mark_nonfinite(
-        self, values: Sequence[Tensor], exchanges: Collectives | None = None
-    ) -> None:
-        """Looks at values to be sent, by `exchanges` if they are to be shards, if anybody asks."""
+    def _mark_nonfinite(self, values: Sequence[Tensor]) -> None:
+        """Looks at values to be sent, if anybody asks."""
         reducer = self.shared.reducer
-        if reducer.finite is not None:
-            dtype = self.memory.flat.dtype
-            largest = torch.finfo(dtype).max  # rows of sparse gradients are sent as they are
-            if not self.spec.is_sparse:
-                largest = reducer.largest_sent(dtype, exchanges)
-            reducer.finite.check(values, self.spec, self.trailer, largest)
+        is_later = any(parcel.inspect is not None for parcel in self.encoded)
+        if reducer.finite is not None and not is_later:
+            reducer.finite.check(values, self.spec, self.trailer, reducer.largest_sent(self.spec))
+
+    def _travels_in(self, parcels: Sequence[Parcel | None], wire_bytes: int) -> None:
+        self.encoded = [parcel for parcel in parcels if isinstance(parcel, Encoded)]
+        self.wire_bytes = wire_bytes
+
+    def _inspected(self, parcel: Parcel) -> Parcel:
+        """Returns the parcel; in a format it looks at its messages if the settings ask for it."""
+        finite = self.shared.reducer.finite
+        if finite is None or not isinstance(parcel, Encoded):
+            return parcel
+        inspect = partial(finite.check_messages, parcel, self.spec, self.trailer)
+        return replace(parcel, inspect=inspect)
 
 
 class DenseBucket(LiveBucket):
@@ -396,9 +440,8 @@ class DenseBucket(LiveBucket):
 
     def __init__(self, spec: Bucket, shared: Shared) -> None:
         super().__init__(spec, shared)
-        reducer = shared.reducer
-        self._reduce_flat = reducer.reducing(self.memory.flat.dtype)
-        self._is_hooked = reducer.hook is not None and bool(spec.slots)
+        self._make_parcels()
+        self._is_hooked = shared.reducer.hook is not None and bool(spec.slots)
         self._own: Tensor | None = None  # a copy of its memory before the last reduction
         # The previous `.grad` of positions that are unused on this rank, and copies of those that
         # lie in the bucket, because the reduction overwrites them.
@@ -406,6 +449,18 @@ class DenseBucket(LiveBucket):
         self._saved: dict[int, Tensor] = {}
         # versions of the views when they were bound; in-place writes increment them
         self._versions = [-1] * len(self.params)
+
+    def _make_parcels(self) -> None:
+        """Decides how its values travel."""
+        spec, reducer = self.spec, self.shared.reducer
+        parcel: Parcel | None = reducer.parcel_of(spec)
+        if parcel is not None:
+            # The last bucket tells if this rank has found any. In full width, it may tell before
+            # the posting thread has looked at messages.
+            if self.shared.plan.buckets[-1].wire is not None:
+                parcel = self._inspected(parcel)
+            self._travels_in([parcel], parcel.payload(spec.itemsize) + spec.trailer_bytes)
+        self._reduce_flat = reducer.reducing_bucket(spec, parcel)
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         if torch.is_grad_enabled():  # not in a usual backward, and setting it takes time
@@ -498,9 +553,12 @@ class DenseBucket(LiveBucket):
 
     def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
         reducer, recorder, flat = self.shared.reducer, self.shared.recorder, self.memory.flat
+        for gap in self.memory.gaps:
+            gap.zero_()
         if reducer.finite is not None:
             self._mark_nonfinite(self.values())
-        self._own = flat.clone() if keeps_own and reducer.rounds(flat.dtype) else None
+        is_kept = keeps_own and reducer.rounds(self.spec, self.shared.plan)
+        self._own = flat.clone() if is_kept else None
         self.marks.launched = recorder.mark()
         if self._is_hooked:
             self.handles = self._reduce_with_trailer(self.values())
@@ -560,6 +618,7 @@ class DenseBucket(LiveBucket):
     def _late_values(self) -> Sequence[Tensor]:
         values = torch.zeros_like(self.memory.gradients)
         views = self.memory.views_of(values)
+        self._keep(self._late.values())
         for position, grad in self._late.items():
             views[position].copy_(grad)
         if self._own is not None:

@@ -8,23 +8,26 @@ from torch import Tensor
 
 from undertow.buckets.trailer import TrailerCodec
 from undertow.plan import Bucket
+from undertow.ranks.parcels import Encoded
 from undertow.torch_private import private
 
 
 class FiniteCheck:
     """Checks the buckets of one rank, in launch order.
 
-    It checks the values for the reduction, so it also finds a gradient that would become infinite
-    in a narrower wire dtype. On the host, it reads a bucket once, and parameter by parameter only
-    if it finds something. On a device, it reads each gradient once, and the host does not wait.
+    It also finds a gradient that would become infinite in a format. On the host, it reads a bucket
+    once, and parameter by parameter only if it finds something. On a device, it reads each gradient
+    once, and the host does not wait. Of encoded values, it reads the messages.
     """
 
-    def __init__(self) -> None:
-        self._has_found: Tensor | None = None  # [] bool, in this synchronization
+    def __init__(self, *, is_host: bool) -> None:
+        self.is_host = is_host  # values are on the host
+        # [] bool each, in this synchronization; the exchanges' posting thread finds some
+        self._found: list[Tensor] = []
 
     def begin(self) -> None:
         """Resets the check when a synchronization begins."""
-        self._has_found = None
+        self._found.clear()
 
     @torch.no_grad()
     def check(
@@ -32,24 +35,38 @@ class FiniteCheck:
     ) -> None:
         """Marks gradients with a NaN or a number above `largest` in the trailer of a packed bucket.
 
-        The last one also tells if this rank has found any.
+        In full width, a gradient may be as large as its dtype allows. The last bucket also tells
+        if this rank has found any.
         """
-        bad = bad_slots(values, layout, largest)
+        bad = bad_slots(values, layout, largest, is_host=self.is_host)
+        self._mark(bad, layout, trailer)
+
+    @torch.no_grad()
+    def check_messages(
+        self, parcel: Encoded, layout: Bucket, trailer: TrailerCodec, messages: Sequence[Tensor]
+    ) -> None:
+        """Like `check`, but looks at the encoded values: of a block, at its scale."""
+        bad = _bad_slots_sent(parcel, layout, messages, is_host=self.is_host)
+        self._mark(bad, layout, trailer)
+
+    def _mark(self, bad: Tensor | None, layout: Bucket, trailer: TrailerCodec) -> None:
         if bad is not None:
             trailer.mark_nonfinite(bad)
-            has_bad = bad.any()
-            if self._has_found is not None:
-                has_bad |= self._has_found.to(has_bad.device)
-            self._has_found = has_bad
-        if self._has_found is not None and layout.trailer.facts:
-            trailer.tell_nonfinite(self._has_found)
+            self._found.append(bad.any())
+        if self._found and layout.trailer.facts:
+            device = self._found[-1].device
+            trailer.tell_nonfinite(torch.stack([each.to(device) for each in self._found]).any())
 
 
-def bad_slots(values: Sequence[Tensor], layout: Bucket, largest: float) -> Tensor | None:
+def bad_slots(
+    values: Sequence[Tensor], layout: Bucket, largest: float, *, is_host: bool
+) -> Tensor | None:
     """Returns which gradients of a bucket have a NaN or a number above `largest`, or None if the
     host knows that none has.
 
-    `values` are a dense bucket's flat gradients, or each sparse gradient.
+    Gradients that no format encodes may be as large as their dtype allows.
+    `values` are a dense bucket's flat gradients, or each sparse gradient; `is_host` tells if they
+    are on the host.
     [number of slots] bool, on the device of the values.
     """
     if not layout.slots:
@@ -58,17 +75,56 @@ def bad_slots(values: Sequence[Tensor], layout: Bucket, largest: float) -> Tenso
     if not layout.is_sparse:  # rows: the host has counted them already
         (flat,) = values
         parts = [flat[slot.start : slot.stop] for slot in layout.slots]
-        if not flat.is_cpu:
-            nothing = flat.new_zeros(1)
-            filled = [part if part.numel() else nothing for part in parts]
-            return (torch.stack(private.largest_of_each(filled)) <= largest).logical_not()
-        if not not_finite(values, largest):
+        if is_host and not not_finite(values, largest):
             return None
-    places = not_finite(parts, largest)
-    if not places:
+    num_encoded = _num_encoded(layout)
+    largest_wide = torch.finfo(values[0].dtype).max
+    groups = [(parts[:num_encoded], largest), (parts[num_encoded:], largest_wide)]
+    return _which_are_bad(groups, is_host=is_host)
+
+
+def _bad_slots_sent(
+    parcel: Encoded, layout: Bucket, messages: Sequence[Tensor], *, is_host: bool
+) -> Tensor | None:
+    extremes, wide = parcel.extremes(messages)
+    largest = torch.finfo(extremes[0].dtype).max
+    largest_wide = torch.finfo(parcel.dtype).max
+    if is_host and not not_finite(extremes, largest) + not_finite(wide, largest_wide):
         return None
-    are_bad = [place in places for place in range(len(parts))]
-    return torch.tensor(are_bad, device=values[0].device)
+    of_blocks, rest = torch.cat(extremes), torch.cat(wide)
+    block, num_narrow, num_encoded = parcel.wire.block, parcel.narrow_numel, _num_encoded(layout)
+    encoded = [
+        of_blocks[slot.start // block : -(-slot.stop // block)]
+        for slot in layout.slots[:num_encoded]
+    ]
+    others = [
+        rest[slot.start - num_narrow : slot.stop - num_narrow]
+        for slot in layout.slots[num_encoded:]
+    ]
+    return _which_are_bad([(encoded, largest), (others, largest_wide)], is_host=is_host)
+
+
+def _num_encoded(layout: Bucket) -> int:
+    """Returns the number of slots that a format may encode; they come first."""
+    return sum(slot.stop <= layout.narrow_numel for slot in layout.slots)
+
+
+def _which_are_bad(
+    groups: Sequence[tuple[Sequence[Tensor], float]], *, is_host: bool
+) -> Tensor | None:
+    """Looks at groups of gradients, each with the largest number that is allowed."""
+    found = [_are_bad(parts, largest, is_host=is_host) for parts, largest in groups if parts]
+    bad = torch.cat(found)
+    return bad if not is_host or bad.any() else None
+
+
+def _are_bad(parts: Sequence[Tensor], largest: float, *, is_host: bool) -> Tensor:
+    if not parts[0].is_sparse and not is_host:
+        nothing = parts[0].new_zeros(1)
+        filled = [part if part.numel() else nothing for part in parts]
+        return (torch.stack(private.largest_of_each(filled)) <= largest).logical_not()
+    places = not_finite(parts, largest)
+    return torch.tensor([place in places for place in range(len(parts))], device=parts[0].device)
 
 
 @torch.no_grad()

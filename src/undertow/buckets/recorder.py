@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
-import torch
-
+from undertow.device import Accelerator
+from undertow.ranks.parcels import Coding
 from undertow.ranks.transport import Handle, OwnGroup
 from undertow.schedule import Op
 from undertow.trace import BucketRecord, StepRecord
@@ -35,6 +35,12 @@ class BucketMarks:
     done: Mark = None
     wait_start: Mark = None
     wait_stop: Mark = None
+    codings: tuple[Coding, ...] = ()
+
+    def take_codings(self, noted: list[Coding]) -> None:
+        """Moves the codings of messages that have arrived here."""
+        self.codings += tuple(noted)
+        noted.clear()
 
 
 class HostClock:
@@ -55,23 +61,22 @@ class HostClock:
         return float(stop - start) * 1e6
 
 
-class CudaClock:
-    """CUDA clock: events on the current stream; the host does not wait until times are read."""
+class StreamClock:
+    """Clock of streams: events on the current one; the host does not wait until times are read."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Accelerator) -> None:
+        self._device = device
         # waits for collectives instead of the compute stream
-        self._done_stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._done_stream = device.new_stream()
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return self._device.record(timed=True)
 
     def cpu_s(self) -> float:
         return 0.0  # a device needs no processors
 
     def completes(self, marks: BucketMarks, handle: Handle) -> None:
-        with torch.cuda.stream(self._done_stream):
+        with self._device.use(self._done_stream):
             handle.block_stream()
             marks.done = self.mark()
 
@@ -123,11 +128,10 @@ class Recorder:
 
     def __init__(self, group: OwnGroup, *, level: str) -> None:
         self.observer: Observer | None = None
-        has_streams = group.device.type == "cuda" and "nccl" in group.backend
         self.is_on = level != "off"
-        self._clock: HostClock | CudaClock = HostClock()
-        if has_streams and self.is_on:
-            self._clock = CudaClock(group.device)
+        self._clock: HostClock | StreamClock = HostClock()
+        if self.is_on and isinstance(group.hardware, Accelerator) and group.can.order_streams:
+            self._clock = StreamClock(group.hardware)
         self._rank = group.rank
         self.mark: Callable[[], Mark] = self._clock.mark  # of this moment
         self.completes = self._clock.completes if self.is_on else _is_off
@@ -192,6 +196,10 @@ class Recorder:
         """Marks an event of a gather."""
         setattr(self._gathers[bucket], event, self.mark())
 
+    def take_gather_codings(self, bucket: int, noted: list[Coding]) -> None:
+        """Moves the codings of a gather that has arrived to its record."""
+        self._gathers[bucket].take_codings(noted)
+
     def gather_launches(self, bucket: int, *, num_bytes: int) -> BucketMarks:
         """Records a gather after an optimizer step.
 
@@ -230,8 +238,8 @@ class Recorder:
     def records(
         self, *, generation: int | None = None, at_most: int | None = None
     ) -> tuple[StepRecord, ...]:
-        """Returns the last steps that ran under that plan, or under all plans. On CUDA this waits
-        for the device.
+        """Returns the last steps that ran under that plan, or under all plans. On a device the host
+        waits for it.
 
         The last step is complete when the next one has begun; until then it is left out, unless
         there is no other.
@@ -249,7 +257,7 @@ class Recorder:
     def wall_ns(self, step: int) -> int:
         """Returns the wall clock at which a recorded step began, in nanoseconds since 1970.
 
-        On CUDA this waits for the device.
+        On a device the host waits for it.
         """
         (marks,) = [marks for marks in self._steps if marks.step == step]
         ago_us = self._clock.us_between(marks.begin, self._clock.mark())
@@ -297,6 +305,7 @@ def _bucket_record(bucket: int, row: BucketMarks, us: Callable[[Mark], float]) -
         # the backend's callback may come after the wait has ended
         done_us=us(row.wait_stop if row.done is None else row.done),
         waited=(us(row.wait_start), us(row.wait_stop)),
+        codings=tuple((kind, us(start), us(stop)) for kind, start, stop in row.codings),
     )
 
 

@@ -10,20 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.finite import FiniteCheck
-from undertow.config import SyncConfig
-from undertow.errors import require
-from undertow.plan import Bucket
-from undertow.ranks.comm_hook import CommHook
-from undertow.ranks.exchanges import (
-    Collectives,
-    accumulation_dtype,
-    cast_for_wire,
-    exchanges_over,
-    travels_narrower,
-    wire_of,
-)
+from undertow.config import SyncConfig, refused
+from undertow.plan import Bucket, Plan
+from undertow.plan.layout import equal_parts
+from undertow.ranks.exchanges import Collectives, accumulation_dtype, exchanges_over
+from undertow.ranks.parcels import Encoded, Parcel
 from undertow.ranks.transport import Handle, OwnGroup
+from undertow.wire import WIRES
 
 
 @dataclass(frozen=True)
@@ -32,25 +27,22 @@ class Reducer:
 
     group: OwnGroup
     config: SyncConfig
-    wire: torch.dtype | None  # dtype on the wire of values that are wider
-    in_order: Collectives | None  # adds in rank order, if the settings ask for it
+    # adds in rank order, if the settings ask for it, and exchanges gradients in a format
+    exchanges: Collectives | None
     hook: CommHook | None = None
 
     @classmethod
     def of(cls, group: OwnGroup, config: SyncConfig) -> Reducer:
         """Creates the reducer for these settings."""
-        is_ordered = config.reduction == "ordered"
-        in_order = exchanges_over(group, config, divisor=group.num_ranks) if is_ordered else None
-        return cls(group, config, wire_of(config), in_order)
+        exchanges = None
+        if config.reduction == "ordered" or config.wire is not None:
+            exchanges = exchanges_over(group, config, divisor=group.num_ranks)
+        return cls(group, config, exchanges)
 
     def __post_init__(self) -> None:
-        require(
-            self.hook is None or self.wire is None,
-            "a communication hook chooses the dtype of sent gradients, and the settings ask for "
-            f"{self.wire}.",
-            where="register_comm_hook, with wire_dtype=...",
-            remedy="Leave wire_dtype out, or cast in the hook.",
-        )
+        has_format = (self.config.wire, self.config.param_wire) != (None, None)
+        if self.hook is not None and has_format:
+            raise refused("hook", "wire", where="register_comm_hook, with wire=...")
 
     @cached_property
     def is_active(self) -> bool:
@@ -60,59 +52,58 @@ class Reducer:
     @cached_property
     def finite(self) -> FiniteCheck | None:
         """Looks for values that are not finite; None if nobody asks for them."""
-        return None if self.config.nonfinite == "ignore" else FiniteCheck()
+        is_off = self.config.nonfinite == "ignore"
+        return None if is_off else FiniteCheck(is_host=self.group.hardware.is_host)
 
     def close(self) -> None:
         """Ends the threads of the exchanges and the hook."""
-        for owner in (self.in_order, self.hook):
+        for owner in (self.exchanges, self.hook):
             if owner is not None:
                 owner.close()
 
+    def parcel_of(self, spec: Bucket) -> Encoded | None:
+        """Returns how a dense bucket travels in a format; None in full width."""
+        if spec.wire is None or self.exchanges is None:
+            return None
+        parts = equal_parts(self.group.num_ranks, spec.shard_numel, stop=spec.numel)
+        dtype, is_host = getattr(torch, spec.dtype), self.group.hardware.is_host
+        return Encoded(WIRES[spec.wire], dtype, spec.narrow_numel, parts, is_host=is_host)
+
+    def reducing_bucket(self, spec: Bucket, parcel: Parcel | None) -> Callable[[Tensor], Handle]:
+        """Returns the call that starts to reduce the storage of a dense bucket in place."""
+        if parcel is None or self.exchanges is None:
+            return self.reducing(getattr(torch, spec.dtype))
+        trailer = range(spec.trailer.start, spec.storage_numel)
+        return partial(self.exchanges.all_reduce, parcel=parcel, trailer=trailer)
+
     def reducing(self, dtype: torch.dtype) -> Callable[[Tensor], Handle]:
-        """Returns the call that starts to reduce a dense tensor of `dtype` in place."""
-        if self.in_order is not None:
-            return self.in_order.all_reduce
-        # A sum may not fit 16 bits. NCCL divides each rank's input before it adds.
-        may_overflow = dtype is torch.float16 and self.group.is_over_gloo
-        can_average = self.config.average_in_collective and self.group.user.can_average
-        if can_average and self.wire is None and not may_overflow:
+        """Returns the call that starts to reduce a dense tensor of `dtype` in place, in full
+        width."""
+        if self.exchanges is not None and self.config.reduction == "ordered":
+            return self.exchanges.all_reduce
+        can = self.group.can
+        may_overflow = dtype is torch.float16 and not can.divide_first
+        if self.config.average_in_collective and can.average and not may_overflow:
             return partial(self.group.all_reduce_async, op=dist.ReduceOp.AVG)
         return self._divided
 
     def reduce(self, tensor: Tensor) -> Handle:
-        """Starts to reduce `tensor` in place, dense or sparse."""
+        """Starts to reduce `tensor` in place, dense or sparse, in full width."""
         return self._divided(tensor) if tensor.is_sparse else self.reducing(tensor.dtype)(tensor)
 
     def _divided(self, tensor: Tensor) -> Handle:
         tensor.div_(self.group.num_ranks)
-        narrow = cast_for_wire(tensor, self.wire)
-        finish = None if narrow is tensor else partial(tensor.copy_, narrow)
-        return self.group.all_reduce_async(narrow, finish=finish)
+        return self.group.all_reduce_async(tensor)
 
-    def rounds(self, dtype: torch.dtype) -> bool:
-        """Returns True if sums of `dtype` come back narrower than they are added up in shards."""
-        return accumulation_dtype(dtype) != dtype or travels_narrower(dtype, self.wire)
+    def rounds(self, spec: Bucket, plan: Plan) -> bool:
+        """Returns True if the mean of a bucket comes back rounded, and a shard of it does not.
 
-    def largest_sent(self, dtype: torch.dtype, exchanges: Collectives | None = None) -> float:
-        """Returns the largest number of `dtype` that stays finite when a reduction casts it, by
-        `exchanges` if to shards."""
-        largest = torch.finfo(dtype).max
-        if self.wire is None or not travels_narrower(dtype, self.wire):
-            return largest
-        by = exchanges or self.in_order
-        is_divided = by is None or by.divides_first
-        wire = torch.finfo(self.wire)
-        rounded_down = wire.max * (
-            1 + wire.eps / 4
-        )  # the end of the numbers that a cast rounds down
-        return min(largest, rounded_down * (self.group.num_ranks if is_divided else 1))
+        With a format in some bucket it is True for all, because the buckets of shards may mix them.
+        """
+        dtype = getattr(torch, spec.dtype)
+        return accumulation_dtype(dtype) != dtype or any(plan.wires)
 
-    def wire_bytes(self, bucket: Bucket, *, is_trailer_wide: bool) -> int:
-        """Returns the bytes of a bucket that are passed to collectives; 0 if a hook sends it."""
-        if self.hook is not None:
-            return 0
-        if self.wire is None or not travels_narrower(getattr(torch, bucket.dtype), self.wire):
-            return bucket.wire_bytes
-        num_wide = bucket.storage_numel - bucket.trailer.start if is_trailer_wide else 0
-        num_narrow = bucket.storage_numel - num_wide
-        return num_narrow * self.wire.itemsize + num_wide * bucket.itemsize
+    def largest_sent(self, spec: Bucket) -> float:
+        """Returns the largest number that stays finite in the format of a bucket."""
+        largest = torch.finfo(getattr(torch, spec.dtype)).max
+        return largest if spec.wire is None else min(largest, WIRES[spec.wire].largest)

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from undertow.device import Accelerator, device_of
 from undertow.plan import Bucket
 from undertow.plan.facts import (
     DIGEST_BITS,
@@ -55,6 +56,7 @@ class TrailerCodec:
 
     def __init__(self, spec: Bucket, memory: Tensor, *, divisor: float, rank: int = 0) -> None:
         trailer, start = spec.trailer, spec.trailer.start
+        self._device = device_of(memory.device)
         self._divisor = divisor
         self._rank = rank
         self._used = slice(0, len(trailer.used))
@@ -88,7 +90,8 @@ class TrailerCodec:
         # Ranks that differ do so by a few steps. A bit that changes also changes its complement.
         signature ^= step % 2**STEP_BITS * (1 + 2**SIGNATURE_BITS)
         bits = _bits_of(signature, 2 * SIGNATURE_BITS)
-        self._signature.copy_(bits if mine.is_cpu else to_device(bits, bits.dtype, mine.device))
+        device = self._device
+        self._signature.copy_(bits if device.is_host else device.to_device(bits, bits.dtype))
         if facts is None:
             self._memory.copy_(mine)
             return
@@ -99,7 +102,7 @@ class TrailerCodec:
             for name, place in self._facts.items():
                 if FACTS[name] is FactKind.DIGEST:
                     bits = _bits_of(with_complements(facts.digests.get(name)), 2 * DIGEST_BITS)
-                    mine[place].copy_(to_device(bits, bits.dtype, mine.device))
+                    mine[place].copy_(device.to_device(bits, bits.dtype))
         self._memory.copy_(mine)
         # Not into `mine`: flags that are the same on all ranks must still be read.
         for name, marked in facts.flags.items():
@@ -132,13 +135,11 @@ class TrailerCodec:
 
     def snapshot(self) -> Snapshot:
         """Starts to copy the reduced trailer to the host, on the current stream."""
-        reduced, mine = (
-            torch.empty_like(part, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
-            for part in (self._told(), self._sent)
-        )
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        return Snapshot(self, reduced, mine, copied)
+        device = self._device
+        assert isinstance(device, Accelerator)  # on the host, trailers are read at once
+        reduced = device.to_host(self._told())
+        mine = device.to_host(self._sent)
+        return Snapshot(self, reduced, mine, copied=device.record())
 
     def parse(self, reduced: Tensor, written: Tensor) -> Reading | None:
         """Reads a reduced trailer, without its numbers, on a rank that wrote `written` there.
@@ -187,22 +188,15 @@ class Snapshot:
     codec: TrailerCodec
     reduced: Tensor  # pinned
     mine: Tensor  # pinned
-    copied: torch.cuda.Event
+    copied: torch.Event
 
     def is_there(self) -> bool:
-        return bool(self.copied.query())  # type: ignore[no-untyped-call]
+        return self.copied.query()
 
     def read(self) -> Reading | None:
         """Reads the trailer after the copy is complete."""
         reading = self.codec.parse(self.reduced, self.mine)
         return None if reading is None else replace(reading, is_overdue=True)
-
-
-def to_device(values: Sequence[float] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a small tensor on `device` without waiting for the copy."""
-    on_host = torch.as_tensor(values, dtype=dtype)
-    # The caching allocator reuses pinned memory only after the copy has run.
-    return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
 
 
 def _indices(flags: Sequence[bool]) -> tuple[int, ...]:

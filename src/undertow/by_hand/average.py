@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.device import device_of
 from undertow.errors import PhaseError, PlanMismatch, WrongType, require
 from undertow.ranks.group import GroupRef, user_group, warn_of_lone_rank
 from undertow.ranks.transport import Handle, all_reduce_over
@@ -99,10 +100,9 @@ def _flat(pairs: Sequence[_Pair], fingerprint: str) -> Tensor:
     values = [
         torch.zeros_like(example) if gradient is None else gradient for gradient, example in pairs
     ]
-    flags = [gradient is not None for gradient, _ in pairs]
-    return torch.cat(
-        [*map(Tensor.flatten, values), values[0].new_tensor(flags + _bits(fingerprint))]
-    )
+    flags = [gradient is not None for gradient, _ in pairs] + _bits(fingerprint)
+    told = device_of(values[0].device).to_device(flags, values[0].dtype)
+    return torch.cat([*map(Tensor.flatten, values), told])
 
 
 def _bits(fingerprint: str) -> list[bool]:
@@ -112,7 +112,7 @@ def _bits(fingerprint: str) -> list[bool]:
 
 
 def _started(flat: Tensor, group: dist.ProcessGroup, reference: GroupRef) -> Handle:
-    if reference.can_average:
+    if reference.abilities_for(flat.device).average:
         return all_reduce_over(flat, group, dist.ReduceOp.AVG)
     return all_reduce_over(flat.div_(group.size()), group)
 
@@ -125,7 +125,7 @@ def _results(
     *parts, flags = torch.split(mean, [*sizes, mean.numel() - sum(sizes)])
     are_there = [gradient is not None for gradient, _ in pairs]
     # Reading makes the host wait for a device. A rank that has all gradients learns nothing.
-    if mean.device.type == "cpu" or not all(are_there):
+    if device_of(mean.device).is_host or not all(are_there):
         read = (flags != 0).tolist()
         are_there = read[: len(pairs)]
         require(

@@ -1,17 +1,18 @@
 """Checkpoints of a model and its optimizer, for any number of ranks."""
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from undertow.checkpoint import contents, files
 from undertow.config import refused
@@ -19,8 +20,10 @@ from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.engine.agreed_errors import require_same_settings, text_of
 from undertow.engine.hooks import earlier_watchers
 from undertow.engine.progress import settings_of
+from undertow.engine.round import Settings
 from undertow.errors import CheckpointError
 from undertow.optim.sharded_optimizer import ShardedOptimizer
+from undertow.outer.outer_sync import OuterSync, outer_of
 from undertow.ranks.agreement import gather_bytes
 from undertow.ranks.group import GroupRef
 from undertow.ranks.guard import over_users
@@ -28,20 +31,22 @@ from undertow.ranks.transport import OwnGroup, all_gather_over
 from undertow.torch_private import private, tables
 
 _Result = TypeVar("_Result")
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 def save_checkpoint(
     path: str | PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     extra: Any = None,
 ) -> None:
-    """Saves the model and the optimizer in the folder `path`; a collective call.
+    """Saves the model and its optimizers in the folder `path`; a collective call.
 
     The first rank writes the model and the state of a plain optimizer. Of the state of a sharded
     optimizer, each rank writes its part. An earlier checkpoint at `path` is replaced only after the
-    new one is complete.
+    new one is complete. With outer synchronization the model's file has the global parameters, and
+    each replica's own ones, and its optimizer's state, are in separate files.
 
     All ranks that synchronize the model must call it; this includes a bare model under `attach`.
     Groups of ranks that train different models save to different paths. If nothing synchronizes the
@@ -51,47 +56,65 @@ def save_checkpoint(
     Args:
         path: A folder that all ranks can see.
         model: The model: wrapped, bare, or synchronized by `attach`.
-        optimizer: A ShardedOptimizer or a plain optimizer; None saves the model only.
+        optimizer: A ShardedOptimizer or a plain optimizer, or several in a list; None saves the
+            model only.
         extra: Any JSON value, such as counters or a scheduler's state. The first rank's is stored.
 
     Raises:
         CheckpointError: On every rank, if saving fails on one.
         PlanMismatch: On every rank, if the ranks' optimizers have different settings.
     """
-    target = Path(path)
-    ranks = _Ranks.meet(target, model, optimizer, to="save a checkpoint")
+    target, optimizers = Path(path), _listed(optimizer)
+    ranks = _Ranks.meet(target, model, optimizers, to="save a checkpoint")
     names_of = {
         id(param): name for name, param in tables.named_parameters(private.unwrapped(model))
     }
-    settings = () if optimizer is None else settings_of(optimizer, names_of, set(names_of))
+    of_each = [settings_of(each, names_of, set(names_of)) for each in optimizers]
+    settings: Settings = tuple(chain.from_iterable(of_each))
     require_same_settings(ranks.from_all(text_of(settings)), where="save_checkpoint")
-    is_sharded = isinstance(optimizer, ShardedOptimizer)
-    num_files = ranks.size if is_sharded else int(optimizer is not None)
+    is_sharded = any(isinstance(each, ShardedOptimizer) for each in optimizers)
+    outer = outer_of(model)
+    num_files = ranks.size if is_sharded else int(bool(optimizers))
+    writers = _writers(outer, num_files, is_sharded=is_sharded)
+    of_replica = writers[0 if outer is None else outer.replica]
 
-    def collected() -> tuple[contents.Contents, contents.Contents, str]:
+    def collected() -> tuple[contents.Contents, contents.Contents, dict[str, Tensor], str]:
         names = contents.Names(model)
         files.require_json(extra, "extra")
         files.require_json(names.extra_states, "state_dict")
         index: dict[str, Any] = {"extra": extra, "extra_states": names.extra_states}
-        of_optimizer: contents.Contents = {}, {}
-        if optimizer is not None:
-            of_optimizer, described = contents.contents_of_optimizer(names, optimizer)
-            index |= {"num_files": num_files, **described}
-        return contents.contents_of_model(names), of_optimizer, files.index_text(index)
+        tensors: dict[str, Tensor] = {}
+        texts: dict[str, str] = {}
+        of_outer: dict[str, Tensor] = {}
+        if outer is not None:
+            of_outer, about = contents.contents_of_outer(outer)
+            index |= {"outer": about, "writers": writers, "num_replicas": len(outer.places)}
+        described = [
+            contents.add_contents_of_optimizer(names, each, tensors, texts) for each in optimizers
+        ]
+        index |= {"num_files": num_files, "optimizers": described}
+        text = files.index_text(index)
+        return contents.contents_of_model(names), (tensors, texts), of_outer, text
 
-    of_model, (tensors, texts), index = ranks.agree(collected)
+    of_model, (tensors, texts), of_outer, index = ranks.agree(collected)
     # If several ranks have an entry (a scalar, a replica of a mesh), the first of them writes it.
     entries = [*tensors, *texts] if is_sharded else []
-    of_earlier = ranks.from_all(json.dumps(entries))[: ranks.rank]
+    of_ranks = ranks.from_all(json.dumps(entries))
+    of_earlier = [of_ranks[rank] for rank in of_replica if rank < ranks.rank]
     for entry in chain.from_iterable(map(json.loads, of_earlier)):
         tensors.pop(entry, None)
         texts.pop(entry, None)
     folder = ranks.agree_on_first(lambda: files.folder_for_saving(target))
 
     def write() -> None:
-        if ranks.rank == 0:
-            files.write_tensors(folder / files.MODEL, *of_model)
-        if ranks.rank < num_files:
+        with contextlib.nullcontext() if outer is None else outer.synchronized():
+            if ranks.rank == 0:
+                files.write_tensors(folder / files.MODEL, *of_model)
+        if outer is not None and ranks.rank == outer.places[outer.replica][0]:
+            files.write_tensors(folder / files.replica_file(outer.replica), *of_model)
+        if outer is not None and ranks.rank == 0:
+            files.write_tensors(folder / files.OUTER, of_outer, {})
+        if ranks.rank in of_replica:
             files.write_tensors(files.optimizer_file(folder, ranks.rank), tensors, texts)
 
     ranks.agree(write)
@@ -113,7 +136,7 @@ def has_checkpoint(path: str | PathLike[str]) -> bool:
 def load_checkpoint(
     path: str | PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
 ) -> Any:
     """Loads a checkpoint of `save_checkpoint`, written by any number of ranks.
 
@@ -123,7 +146,8 @@ def load_checkpoint(
     Args:
         path: The folder of the checkpoint.
         model: The model to load into.
-        optimizer: The optimizer to load into; None loads the model only.
+        optimizer: The optimizer to load into, or several, ordered as they were saved; None loads
+            the model only.
 
     Returns:
         The `extra` of the checkpoint.
@@ -132,27 +156,40 @@ def load_checkpoint(
         CheckpointError: The same on every rank, if a file is missing, damaged or foreign, or if the
             model or the optimizer does not match the checkpoint. Nothing is changed then.
     """
-    target = Path(path)
-    ranks = _Ranks.meet(target, model, optimizer, to="load a checkpoint")
+    target, optimizers = Path(path), _listed(optimizer)
+    ranks = _Ranks.meet(target, model, optimizers, to="load a checkpoint")
     folder = ranks.agree_on_first(lambda: files.folder_for_loading(target))
     # A collective call: not where one rank may fail alone.
-    parts = optimizer.owned_parts() if isinstance(optimizer, ShardedOptimizer) else None
+    parts = [
+        each.owned_parts() if isinstance(each, ShardedOptimizer) else None for each in optimizers
+    ]
     names = contents.Names(model)
+    outer = outer_of(model)
 
-    def read() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    def read() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
         index = files.read_index(folder)
-        of_model = contents.state_for_model(folder, index, names)
-        if optimizer is None:
-            return index, of_model, {}
-        return index, of_model, contents.state_for_optimizer(folder, index, names, optimizer, parts)
+        name, of_outer, replica = files.MODEL, {}, 0
+        if outer is not None and "outer" in index:
+            replica = outer.replica % index["num_replicas"]
+            name, of_outer = files.replica_file(replica), contents.state_for_outer(folder, index)
+        of_model = contents.state_for_model(folder, index, names, name=name)
+        of_optimizers = [
+            contents.state_for_optimizer(
+                folder, index, names, each, parts[number], number=number, replica=replica
+            )
+            for number, each in enumerate(optimizers)
+        ]
+        return index, of_model, of_optimizers, of_outer
 
-    index, of_model, of_optimizer = ranks.agree(read)
+    index, of_model, of_optimizers, of_outer = ranks.agree(read)
 
     def put() -> None:
         # The model comes first: an optimizer derives missing fp32 values from 16-bit parameters.
         names.module.load_state_dict(of_model)
-        if optimizer is not None:
-            optimizer.load_state_dict(of_optimizer)
+        for each, state in zip(optimizers, of_optimizers, strict=True):
+            each.load_state_dict(state)
+        if outer is not None and of_outer:
+            outer.load_state_dict(of_outer)
 
     ranks.agree(put)
     return index["extra"]
@@ -168,14 +205,14 @@ class _Ranks:
     to: str  # what they do
     path: Path
     group: dist.ProcessGroup | None = None
-    device: torch.device = _HOST  # of messages: the model's if the backend is NCCL
+    device: torch.device = _HOST  # of messages: the model's, unless the backend takes the host's
 
     @classmethod
     def meet(
         cls,
         path: Path,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         *,
         to: str,
     ) -> Self:
@@ -184,17 +221,17 @@ class _Ranks:
         It first ends a backward that has failed here: other ranks are still in theirs and arrive
         only after that.
         """
-        _require_no_experts(model, optimizer)
+        _require_no_experts(model, optimizers)
         if not dist.is_available() or not dist.is_initialized():
             return cls(to, path)
         engines = earlier_watchers(tables.named_parameters(model)).values()
         for engine in engines:
             engine.siblings.wait_for_parameters()
-        group = _group_of(model, optimizer, engines) or dist.group.WORLD
+        group = _group_of(model, optimizers, engines) or dist.group.WORLD
         assert group is not None  # torch.distributed is initialized
         device = next((param.device for _, param in tables.named_parameters(model)), _HOST)
-        is_nccl = GroupRef.of(group).backend_for(device) == "nccl"
-        ranks = cls(to, path, group, device if is_nccl else _HOST)
+        can = GroupRef.of(group).abilities_for(device)
+        ranks = cls(to, path, group, _HOST if can.send_from_host else device)
         ranks.from_all("", waits_for=f"all ranks, to {to}")
         return ranks
 
@@ -242,7 +279,7 @@ class _Ranks:
 
 def _group_of(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     engines: Iterable[Any],
 ) -> dist.ProcessGroup | None:
     """Returns the group of the ranks that have this model.
@@ -250,7 +287,11 @@ def _group_of(
     Returns None, for the default group, if nothing synchronizes the model or different groups
     synchronize parts of it.
     """
-    given = optimizer if isinstance(optimizer, ShardedOptimizer) else model
+    outer = outer_of(model)
+    if outer is not None:
+        return outer.all_ranks.user.group or outer.all_ranks.process_group
+    sharded = [each for each in optimizers if isinstance(each, ShardedOptimizer)]
+    given = sharded[0] if sharded else model
     if isinstance(given, ShardedOptimizer | nn.parallel.DistributedDataParallel):
         return given.process_group
     # A bare model does not know its group. Two groups whose models have the same names would write
@@ -262,7 +303,25 @@ def _group_of(
     return watching[0].user.group or watching[0].process_group
 
 
-def _require_no_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    is_of_experts = isinstance(optimizer, ShardedOptimizer) and optimizer._sync.config.experts
+def _writers(outer: OuterSync | None, num_files: int, *, is_sharded: bool) -> list[list[int]]:
+    """Returns the ranks that write the state of the optimizer, by replica.
+
+    Without outer synchronization there is one replica.
+    """
+    if outer is None or num_files == 0:
+        return [list(range(num_files))] * (1 if outer is None else len(outer.places))
+    return [row if is_sharded else row[:1] for row in outer.places]
+
+
+def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def _require_no_experts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    is_of_experts = any(
+        isinstance(each, ShardedOptimizer) and each._sync.config.experts for each in optimizers
+    )
     if is_of_experts or (isinstance(model, DistributedDataParallel) and model.sync.config.experts):
         raise refused("experts", "checkpoint", where="save_checkpoint, load_checkpoint")

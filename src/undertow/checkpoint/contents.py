@@ -8,7 +8,7 @@ are not tensors are texts, in JSON.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -23,12 +23,14 @@ from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, require
 from undertow.foreign import parsed_json
 from undertow.optim.sharded_optimizer import ShardedOptimizer, hyper_parameters
-from undertow.optim.state import MASTER, OF_THE_WHOLE
+from undertow.optim.state import MASTER, OF_THE_WHOLE, flattened, nested
+from undertow.outer.outer_sync import OuterSync
 from undertow.sharded.shards import ShardPart, in_memory_order
 from undertow.torch_private import private, tables
 
 _ENTRY = re.compile(r"(.*)/([^/\[]+)(?:\[([0-9]{1,18}):([0-9]{1,18})\])?", re.DOTALL)
 _EXTRA_STATE = "_extra_state"  # the end of torch's names for the results of get_extra_state()
+_OF_OUTER = ("global", "momentum", "mean")  # tensors of OuterSync.state_dict()
 Contents = tuple[dict[str, Tensor], dict[str, str]]  # tensors and texts of one file
 
 
@@ -75,22 +77,23 @@ def contents_of_model(names: Names) -> Contents:
     return tensors, ties
 
 
-def contents_of_optimizer(
+def add_contents_of_optimizer(
     names: Names,
     optimizer: torch.optim.Optimizer,
-) -> tuple[Contents, dict[str, Any]]:
-    """Returns the state on this rank, and values for the index, the same on every rank."""
+    tensors: dict[str, Tensor],
+    texts: dict[str, str],
+) -> dict[str, Any]:
+    """Adds the state on this rank to tensors and texts; returns values for the index, the same on
+    every rank."""
     parts: dict[Tensor, ShardPart] = {}
     if isinstance(optimizer, ShardedOptimizer):
         packed, parts = optimizer._own_state_dict()
     else:
         packed = optimizer.state_dict()
     params = list(names.params_of(optimizer).items())
-    tensors: dict[str, Tensor] = {}
-    texts: dict[str, str] = {}
     for number, state in packed["state"].items():
         name, param = params[number]
-        for key, value in state.items():
+        for key, value in flattened(state).items():
             require(
                 isinstance(key, str) and not {*"/["} & {*key},
                 f"the state of {name!r} has the key {key!r}, which is not a name.",
@@ -110,13 +113,35 @@ def contents_of_optimizer(
     ]
     orders = {name: _axes(param) for name, param in params}
     axes = {name: order for name, order in orders.items() if order != sorted(order)}
-    described = {"optimizer": _class_name(optimizer), "param_groups": groups, "axes": axes}
-    return (tensors, texts), described
+    return {"optimizer": _class_name(optimizer), "param_groups": groups, "axes": axes}
 
 
-def state_for_model(folder: Path, index: Mapping[str, Any], names: Names) -> dict[str, Any]:
+def contents_of_outer(outer: OuterSync) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns tensors of a file, and values for the index."""
+    state = outer.state_dict()
+    tensors = {
+        f"{kind}/{name}": value for kind in _OF_OUTER for name, value in state.pop(kind).items()
+    }
+    return tensors, state
+
+
+def state_for_outer(folder: Path, index: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what `OuterSync.load_state_dict` takes."""
+    file = files.open_tensors(folder / files.OUTER)
+    state: dict[str, Any] = {**index["outer"], **{kind: {} for kind in _OF_OUTER}}
+    for entry in [*file.keys()]:
+        kind, _, name = entry.partition("/")
+        if kind not in _OF_OUTER:
+            raise files.broken(folder / files.OUTER, f"has {entry!r}, which is not a state")
+        state[kind][name] = file.get_tensor(entry)
+    return state
+
+
+def state_for_model(
+    folder: Path, index: Mapping[str, Any], names: Names, *, name: str = files.MODEL
+) -> dict[str, Any]:
     """Returns the state dict to load; tensors are read from the file when they are copied."""
-    file = files.open_tensors(folder / files.MODEL)
+    file = files.open_tensors(folder / name)
     tensors = {name: file.get_tensor(name) for name in [*file.keys()]}
     texts = file.metadata() or {}
     ties = {name: tensors[kept] for name, kept in texts.items() if kept in tensors}
@@ -136,18 +161,27 @@ def state_for_model(folder: Path, index: Mapping[str, Any], names: Names) -> dic
     return {key: stored[_plain(key)] for key in names.module.state_dict()}
 
 
-def state_for_optimizer(
+def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
     folder: Path,
     index: Mapping[str, Any],
     names: Names,
     optimizer: torch.optim.Optimizer,
     parts: Mapping[Tensor, ShardPart] | None,
+    *,
+    number: int,
+    replica: int = 0,
 ) -> dict[str, Any]:
     """Returns the state dict to load, with this rank's `parts` of a sharded state; None if the
-    optimizer is not sharded."""
-    saved = index.get("optimizer")
+    optimizer is not sharded.
+
+    `number` is its place among the saved optimizers.
+    """
+    present = index["optimizers"]
+    about: dict[str, Any] = present[number] if number < len(present) else {}
+    saved = about.get("optimizer")
     given = _class_name(optimizer)
-    has = "no optimizer" if saved is None else f"the state of {saved}"
+    kind = "no optimizer" if number == 0 else f"{number} optimizers only"
+    has = kind if saved is None else f"the state of {saved}"
     require(
         saved == given,
         f"the checkpoint holds {has}, and the optimizer is {given}.",
@@ -157,21 +191,40 @@ def state_for_optimizer(
         error=CheckpointError,
     )
     params = names.params_of(optimizer)
+    numbers: Sequence[int] = range(index["num_files"])
+    if "outer" in index:  # each replica has its own state
+        writers = index["writers"]
+        numbers = writers[replica % len(writers)]
     state: dict[str, dict[str, Any]] = {}
-    for (name, key), value in _read(folder, index["num_files"]).items():
+    others = {
+        name
+        for other in present
+        for group in other["param_groups"]
+        for name in group["params"]
+        if name not in params
+    }
+    for (name, key), value in _read(folder, numbers).items():
+        if name in others:
+            continue
         text = f"has a state of {name!r}, which is not one of the optimizer's parameters"
         _require_same(name in params, folder, text)
         param = params[name]
-        axes = index["axes"].get(name, list(range(param.dim())))
+        axes = about["axes"].get(name, list(range(param.dim())))
+        part = None if parts is None else parts.get(param)
+        if part is not None and part.owner is not None:
+            if part.numel < param.numel():  # another rank owns it
+                continue
+            part = None
         if isinstance(value, _Elements):
-            value = value.read(param, axes, None if parts is None else parts.get(param))
-        elif parts is not None:
+            value = value.read(param, axes, part)
+        elif part is not None:
             is_scalar = not isinstance(value, Tensor) or value.dim() == 0
             text = f"has {key!r} of {name!r}, but not for each element"
             _require_same(is_scalar and key != MASTER, folder, text)
         if parts is not None or key != MASTER:  # a plain optimizer has no fp32 values
             state.setdefault(name, {})[key] = value
-    return {"state": state, "param_groups": _groups(index["param_groups"], names, optimizer)}
+    state = {name: nested(of_param) for name, of_param in state.items()}
+    return {"state": state, "param_groups": _groups(about["param_groups"], names, optimizer)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +260,10 @@ class _Elements:
         return elements
 
 
-def _read(folder: Path, num_files: int) -> dict[tuple[str, str], Any]:
+def _read(folder: Path, numbers: Iterable[int]) -> dict[tuple[str, str], Any]:
     """Returns the state by parameter and key; `_Elements` are read when they are used."""
     found: dict[tuple[str, str], Any] = {}
-    for number in range(num_files):
+    for number in numbers:
         path = files.optimizer_file(folder, number)
         file = files.open_tensors(path)
         texts = file.metadata() or {}
@@ -233,7 +286,7 @@ def _read(folder: Path, num_files: int) -> dict[tuple[str, str], Any]:
 
 def _stored(entry: str, value: Tensor, param: Tensor, part: ShardPart | None) -> tuple[str, Tensor]:
     """Returns the name and the elements that a file holds for one state of a parameter."""
-    if value.dim() > 0 and part is not None:
+    if value.dim() > 0 and part is not None and part.owner is None:
         return f"{entry}[{part.start}:{part.stop}]", value
     if value.shape == param.shape and entry.rpartition("/")[2] not in OF_THE_WHOLE:
         flat = in_memory_order(value, strides_of_gradient(param))

@@ -3,6 +3,8 @@
 path                            the checkpoint
     model.safetensors           the module's tensors, whole
     optimizer-<n>.safetensors   tensors of the optimizer's state, from rank n
+    replica-<n>.safetensors     with outer synchronization: the tensors of replica n
+    outer.safetensors           the global values and the momentum of outer synchronization
     undertow.json               the index. It is written last, so a folder that has it is complete
 path.new                        the next checkpoint while it is written; `path` is removed only then
 
@@ -26,10 +28,11 @@ from undertow.errors import CheckpointError, require
 from undertow.foreign import MOST_LEVELS, parsed_json
 
 MODEL = "model.safetensors"
+OUTER = "outer.safetensors"
 _INDEX = "undertow.json"
-_FORMAT = 2
+_FORMAT = 3
 _OURS = re.compile(
-    r"undertow\.json(\.tmp)?|model\.safetensors|optimizer-[0-9]+\.safetensors"
+    r"undertow\.json(\.tmp)?|(model|outer|(optimizer|replica)-[0-9]+)\.safetensors"
     r"|\.tmp[A-Za-z0-9]+",  # of safetensors, while it writes
 )
 _MOST_BYTES = 1 << 28  # of the index, which is read as a whole
@@ -39,6 +42,10 @@ _NOT_STORED = (torch.complex32, torch.complex128)  # safetensors has no names fo
 
 def optimizer_file(folder: Path, number: int) -> Path:
     return folder / f"optimizer-{number}.safetensors"
+
+
+def replica_file(number: int) -> str:
+    return f"replica-{number}.safetensors"
 
 
 def folder_for_saving(path: Path) -> Path:

@@ -1,19 +1,31 @@
 """Defines the commands and their options."""
 
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from undertow import __version__
 from undertow.cli.plan import show_plan
-from undertow.cli.simulate import show_simulation
+from undertow.cli.simulate import show_outer, show_simulation, show_sweep
+from undertow.config import Outer, SyncConfig
 from undertow.cost import LINKS, NODE_LINK
+from undertow.errors import require
 from undertow.profile import profile_from_file
+from undertow.report.outer import EVERY
 from undertow.report.what_if import WhatIf
 from undertow.simulate import Conditions
 from undertow.trace.files import merge
+
+
+class Swept(StrEnum):
+    """Conditions that `undertow simulate --sweep` varies."""
+
+    BANDWIDTH = "bandwidth"
+    EVERY = "every"
+
 
 _Profile = Annotated[
     Path, typer.Argument(metavar="PROFILE", help="Measurements of a model.", show_default=False)
@@ -49,6 +61,60 @@ _NodeLink = Annotated[
         show_default=False,
     ),
 ]
+_Wire = Annotated[
+    str | None,
+    typer.Option(
+        help='Format of gradients: "bfloat16", "float16", "int8", "auto" or "none"; by default as '
+        "in the profile.",
+        show_default=False,
+    ),
+]
+_ParamWire = Annotated[
+    str | None,
+    typer.Option(
+        help='Format of gathered parameters: "bfloat16", "int8" or "none"; by default as in the '
+        "profile.",
+        show_default=False,
+    ),
+]
+_Sweep = Annotated[
+    Swept | None,
+    typer.Option(
+        help="bandwidth shows the step over links of 0.1 to 100 Gb/s, each in full width, "
+        "bfloat16 and int8, with the latency of --link. every shows --outer 1 to 300.",
+        show_default=False,
+    ),
+]
+_Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        help='"adamw", "sgd" or "muon" divides update_us of the profile, measured with this '
+        "optimizer, by the work of the rank with the most. With muon, matrices have one owner "
+        "each, except embeddings and heads by their names. By default an update takes as long as "
+        "in the profile.",
+        show_default=False,
+    ),
+]
+_Outer = Annotated[
+    int | None,
+    typer.Option(
+        help="Steps that replicas of one rank train alone between two exchanges of a fragment; "
+        "--wire is the format of differences, by default int8.",
+        show_default=False,
+    ),
+]
+_Delay = Annotated[
+    int | None,
+    typer.Option(
+        help="Steps that hide an exchange, with --outer; by default chosen.", show_default=False
+    ),
+]
+_Fragments = Annotated[
+    int | None,
+    typer.Option(
+        help="Fragments of the model, with --outer; by default chosen.", show_default=False
+    ),
+]
 
 app = typer.Typer(
     name="undertow",
@@ -58,6 +124,62 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _what_if(  # noqa: PLR0913  # one argument per option
+    profile: Path,
+    *,
+    strategy: str | None,
+    ranks: int | None,
+    link: str | None,
+    per_node: int | None,
+    node_link: str | None,
+    wire: str | None,
+    param_wire: str | None,
+    optimizer: str | None = None,
+) -> WhatIf:
+    """Returns the profile under these options; None is as in the profile."""
+    asked = WhatIf.of(profile_from_file(profile), strategy, ranks, optimizer)
+    formats = SyncConfig(
+        wire=asked.wire if wire is None else _named(wire),
+        param_wire=asked.param_wire if param_wire is None else _named(param_wire),
+    )
+    return replace(
+        asked,
+        link=link,
+        per_node=per_node,
+        node_link=node_link,
+        wire=formats.wire,
+        param_wire=formats.param_wire,
+    )
+
+
+def _outer(
+    every: int | None,
+    sweep: Swept | None,
+    *,
+    delay: int | None,
+    fragments: int | None,
+    wire: str | None,
+) -> list[Outer]:
+    """Returns the settings of outer synchronization under these options, several for a sweep."""
+    given = {"delay": delay, "fragments": fragments}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if every is None and sweep is not Swept.EVERY:
+        require(
+            not chosen,
+            "--delay and --fragments have no effect without --outer.",
+            where="undertow simulate",
+            remedy="Give --outer too, the steps between two exchanges.",
+        )
+        return []
+    named = "int8" if wire is None else _named(wire)
+    periods = EVERY if every is None else (every,)
+    return [Outer(every=steps, wire=named, **chosen) for steps in periods]
+
+
+def _named(wire: str) -> str | None:
+    return None if wire == "none" else wire
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -80,11 +202,12 @@ def undertow(
 
 
 @app.command(
-    help="Train a small GPT five ways over an emulated network and compare them.\n\n"
-    "Starts the ranks itself, takes about 20 seconds, and checks that every way finds the same "
-    "gradients and, with two ranks "
-    "or one, ends with the same parameters. Prints a table and draws where each step's time "
-    "went, in OUT/demo.png.\n\n"
+    help="Train a small GPT five ways over an emulated network and compare them: a reduction for "
+    "each parameter, buckets after backward, torch DDP, Undertow, and Undertow with "
+    'wire="int8".\n\n'
+    "Starts the ranks itself, takes about 30 seconds, and checks that every way finds the same "
+    "gradients and, with two ranks or one, ends with the same parameters; those of int8 must be "
+    "close. Prints a table and draws where each step's time went, in OUT/demo.png.\n\n"
     "Exit code 0: all ways agree. 1: they do not, or a rank failed. 2: an option cannot work."
 )
 def demo(  # one argument per option
@@ -99,7 +222,7 @@ def demo(  # one argument per option
         typer.Option(
             help='Network to emulate: a rate such as "1gbit", "2.5gbit", "200mbit", or "none".'
         ),
-    ] = "1gbit",
+    ] = "250mbit",
     steps: Annotated[
         int, typer.Option(min=1, help="Measured steps per way, after ten to warm up.")
     ] = 8,
@@ -107,15 +230,25 @@ def demo(  # one argument per option
     strategy: Annotated[
         str,
         typer.Option(
-            help='"zero1" or "zero2" adds a sixth way, with a sharded optimizer; "ddp" does not.'
+            help='"zero1" or "zero2" adds a way with a sharded optimizer; "ddp" does not.'
         ),
     ] = "ddp",
+    outer: Annotated[
+        int | None,
+        typer.Option(
+            help="Adds a way whose ranks train alone and exchange fragments of the model every so "
+            "many steps.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Converts options to settings; the decorator has the help text."""
     # Not at the top: the other commands do not need it.
     from undertow.demo import DemoSettings, run_demo
 
-    settings = DemoSettings(num_ranks=nproc, link=link, num_steps=steps, out=out, strategy=strategy)
+    settings = DemoSettings(
+        num_ranks=nproc, link=link, num_steps=steps, out=out, strategy=strategy, outer=outer
+    )
     raise typer.Exit(run_demo(settings))
 
 
@@ -166,6 +299,8 @@ def plan(  # noqa: PLR0913  # one argument per option
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
     strategy: _Strategy = None,
+    wire: _Wire = None,
+    param_wire: _ParamWire = None,
     bucket_cap_mb: Annotated[
         float | None,
         typer.Option(help="Largest bucket in MiB; without it, planned ones.", show_default=False),
@@ -175,9 +310,15 @@ def plan(  # noqa: PLR0913  # one argument per option
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON only.")] = False,
 ) -> None:
-    measured = profile_from_file(profile)
-    what_if = replace(
-        WhatIf.of(measured, strategy, ranks), link=link, per_node=per_node, node_link=node_link
+    what_if = _what_if(
+        profile,
+        strategy=strategy,
+        ranks=ranks,
+        link=link,
+        per_node=per_node,
+        node_link=node_link,
+        wire=wire,
+        param_wire=param_wire,
     )
     show_plan(what_if, bucket_cap_mb=bucket_cap_mb, has_schedule=schedule, is_json=json)
 
@@ -190,7 +331,8 @@ def plan(  # noqa: PLR0913  # one argument per option
     "buckets that Undertow plans for this network. Prints what each step takes, what of its "
     "communication is exposed, and the scaling efficiency, "
     "the share of the step that computing alone takes. Draws timelines in "
-    "OUT/simulate.png.\n\n"
+    "OUT/simulate.png. --sweep bandwidth draws the step over the rate of the link instead, in "
+    "OUT/sweep.png.\n\n"
     "Example: undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link "
     '"100gbit,5us"\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
@@ -202,6 +344,13 @@ def simulate(  # noqa: PLR0913  # one argument per option
     per_node: _PerNode = None,
     node_link: _NodeLink = None,
     strategy: _Strategy = None,
+    wire: _Wire = None,
+    param_wire: _ParamWire = None,
+    optimizer: _Optimizer = None,
+    sweep: _Sweep = None,
+    outer: _Outer = None,
+    delay: _Delay = None,
+    fragments: _Fragments = None,
     overlap: Annotated[
         bool, typer.Option(help="Reduce during backward, or everything at its end.")
     ] = True,
@@ -234,7 +383,6 @@ def simulate(  # noqa: PLR0913  # one argument per option
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON, and draw nothing.")] = False,
 ) -> None:
-    measured = profile_from_file(profile)
     conditions = Conditions(
         overlap=overlap,
         skew=skew,
@@ -242,14 +390,32 @@ def simulate(  # noqa: PLR0913  # one argument per option
         launch_us=launch_us,
         copy_us_per_mb=copy_us_per_mb,
     )
-    what_if = replace(
-        WhatIf.of(measured, strategy, ranks),
+    what_if = _what_if(
+        profile,
+        strategy=strategy,
+        ranks=ranks,
         link=link,
         per_node=per_node,
         node_link=node_link,
-        conditions=conditions,
+        wire=wire,
+        param_wire=param_wire,
+        optimizer=optimizer,
     )
-    show_simulation(what_if, out=out, is_json=json)
+    what_if = replace(what_if, conditions=conditions)
+    settings = _outer(outer, sweep, delay=delay, fragments=fragments, wire=wire)
+    if settings:
+        show_outer(what_if, settings, is_json=json)
+        return
+    if sweep is None:
+        show_simulation(what_if, out=out, is_json=json)
+        return
+    require(
+        wire is None and param_wire is None,
+        "--wire and --param-wire have no effect with --sweep.",
+        where="undertow simulate",
+        remedy="Leave them out: a sweep shows full width, bfloat16 and int8.",
+    )
+    show_sweep(what_if, out=out, is_json=json)
 
 
 @app.command(

@@ -21,15 +21,17 @@ def show_plan(
     """
     profile = what_if.profile
     chosen = what_if.strategy
-    plan = what_if.planned
-    if bucket_cap_mb is not None:
-        plan = plan_in_order(
+    if bucket_cap_mb is None:
+        plan = what_if.planned
+    else:
+        sized = plan_in_order(
             profile.params,
             profile.order,
             SyncConfig(bucket_cap_mb=bucket_cap_mb),
             num_ranks=what_if.num_ranks,
             has_shards=chosen.gather is not None,
         )
+        plan = what_if.in_formats(sized.groups)
     if is_json:
         print(plan.to_json())
         return
@@ -41,7 +43,7 @@ def show_plan(
     if bucket_cap_mb is None:
         print_line(console, f"Network: {what_if.network}")
         print_line(console, "The fastest plans of each number of buckets, predicted:")
-        for row in table_of_choice(what_if.choice.candidates, plan.groups):
+        for row in table_of_choice(what_if.choice.candidates, plan):
             print_line(console, f"  {row}")
     if has_schedule:
         schedule = lower_data_parallel(len(plan.buckets), chosen)
@@ -59,10 +61,19 @@ def _bucket_table(plan: Plan) -> Table:
         "dtype",
         Column("MB", justify="right"),
     )
+    is_narrow = any(plan.wires)
+    if is_narrow:
+        table.add_column("sent, MB", justify="right", no_wrap=True)
     for bucket in plan.buckets:
         names = [plan.params[param].name for param in bucket.params]  # in packing order
         ends = " ... ".join(dict.fromkeys((names[0], names[-1])))
         dtype = f"{bucket.dtype}, sparse" if bucket.is_sparse else bucket.dtype
-        megabytes = f"{bucket.num_bytes / 1e6:.2f}"
-        table.add_row(str(bucket.index), cell(ends), str(len(names)), cell(dtype), megabytes)
+        table.add_row(
+            str(bucket.index),
+            cell(ends),
+            str(len(names)),
+            cell(dtype),
+            f"{bucket.num_bytes / 1e6:.2f}",
+            *([f"{bucket.wire_bytes / 1e6:.2f} {bucket.wire or ''}"] if is_narrow else ()),
+        )
     return table

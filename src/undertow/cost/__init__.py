@@ -18,6 +18,7 @@ from undertow.cost.costs import (
     curve_from_samples,
     link_from_text,
 )
+from undertow.cost.formats import Payload, payloads_us
 
 __all__ = [
     "COLLECTIVES",
@@ -28,9 +29,11 @@ __all__ = [
     "Link",
     "MeasuredCosts",
     "NodeCosts",
+    "Payload",
     "RingCosts",
     "collective_seconds",
     "costs_for",
     "curve_from_samples",
     "link_from_text",
+    "payloads_us",
 ]

@@ -402,9 +402,12 @@ class MeasuredCosts:
     """Measured costs by kind.
 
     All_reduce, reduce_scatter and all_gather substitute for each other if one was not measured.
+    `wires` has the format of each kind when it was measured: its times contain encoding and
+    decoding.
     """
 
     curves: Mapping[str, CostCurve]
+    wires: Mapping[str, str | None] = field(default_factory=dict)
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
         """Implements `Costs`; raises ConfigError if neither the kind nor a substitute was

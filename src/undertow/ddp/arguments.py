@@ -16,7 +16,7 @@ _WHERE = "DistributedDataParallel(...)"
 _ONE_BYTE_MIB = 1 / 1024**2
 # Arguments and methods that are private in torch, each with another way.
 _PRIVATE = {
-    "mixed_precision": "Use torch.autocast around the forward; SyncConfig(wire_dtype=...) sends "
+    "mixed_precision": "Use torch.autocast around the forward; SyncConfig(wire=...) sends "
     "gradients in 16 bits.",
     "_register_buffer_comm_hook": 'Set SyncConfig(buffers="mean") or "off", or change buffers in '
     "a hook of the module.",

@@ -57,7 +57,7 @@ class UnevenInputs(Join):
 class ShadowHook(JoinHook):
     """Actions of a rank that has run out of data while others train on.
 
-    Raises PhaseError for a model with experts, or with a sharded optimizer.
+    Raises PhaseError for a model with experts, a sharded optimizer or outer synchronization.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class ShadowHook(JoinHook):
                 raise refused("experts", "join", where="join")
             if sync._steps is not None:
                 raise refused("join", "shards", where="join")
+            if sync.outer is not None:
+                raise refused("join", "outer", where="join")
             sync._group.borrowers.add("join")
 
     def main_hook(self) -> None:

@@ -18,6 +18,7 @@ from undertow.ddp import arguments, rpc
 from undertow.ddp.attach import checked, synchronized
 from undertow.ddp.join import ShadowHook, UnevenInputs
 from undertow.errors import require
+from undertow.outer.outer_sync import OuterSync
 from undertow.plan import Plan
 from undertow.sync.gradient_sync import GradientSync, ZeroesWithoutReading
 from undertow.sync.ignore import still_there
@@ -179,6 +180,11 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     @property
     def plan(self) -> Plan:
         return self.sync.plan
+
+    @property
+    def outer(self) -> OuterSync | None:
+        """The outer synchronization of `SyncConfig(outer=...)`; None without it."""
+        return self.sync.outer
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
@@ -443,7 +449,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         own = {
             name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow")
         }
-        return {**own, "sync_config": self.sync.config, "sync_group": self.sync._group.user}
+        return {**own, "sync_config": self.sync.config, "sync_group": self.sync._all_ranks.user}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)

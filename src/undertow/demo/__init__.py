@@ -1,6 +1,6 @@
 """`undertow demo`.
 
-Trains one model in five or six variants on this machine, over an emulated link, and compares the
+Trains one model in five variants or more on this machine, over an emulated link, and compares the
 results.
 """
 

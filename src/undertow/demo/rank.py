@@ -16,23 +16,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from statistics import median, median_high
+from statistics import mean, median, median_high
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from torch import Tensor, nn
 
-from undertow.config import SyncConfig
+from undertow.config import Outer, SyncConfig
 from undertow.cost import collective_seconds, link_from_text
 from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.demo.model import CONTEXT, Gpt
 from undertow.demo.settings import (
+    INT8,
     NUM_WARM_UP_STEPS,
     OURS,
+    OUTER,
     RESULTS,
     TORCH_DDP,
     WAYS,
@@ -43,6 +45,7 @@ from undertow.demo.settings import (
 from undertow.emulation.link import BACKEND, Carried, EmulatedLink, emulated_backend
 from undertow.errors import PhaseError
 from undertow.optim.sharded_optimizer import ShardedOptimizer
+from undertow.outer.outer_sync import OuterSync
 from undertow.profile import Profile
 from undertow.schedule import STRATEGIES
 from undertow.trace import Event, Trace
@@ -57,8 +60,8 @@ _ADAMW: dict[str, Any] = {"lr": 1e-3, "fused": True}
 # The variants that Undertow synchronizes.
 _CONFIGS: Mapping[str, SyncConfig] = {
     "bucketed": SyncConfig(overlap=False, bucket_cap_mb=1.0, order="reverse"),
-    "overlapped": SyncConfig(bucket_cap_mb=1.0, order="reverse"),
     "undertow": SyncConfig(),
+    INT8: SyncConfig(wire="int8"),
     "zero1": SyncConfig(strategy="zero1"),
     "zero2": SyncConfig(strategy="zero2"),
 }
@@ -68,6 +71,9 @@ _CONFIGS: Mapping[str, SyncConfig] = {
 # changes the update by a whole learning rate.
 _GRADIENT_TOLERANCE = 1e-5  # of a parameter's largest element
 _LOSS_TOLERANCE = 1e-2
+# In int8 an element is off by 1/254 of the largest one of its block, for each rank that adds it and
+# once more for the mean. The largest element on one rank may be several times the mean's.
+_INT8_TOLERANCE = 0.05
 
 
 def run_rank(rank: int, settings: DemoSettings, folder: str) -> None:
@@ -115,7 +121,7 @@ def _train_all_ways(settings: DemoSettings, link: EmulatedLink, console: Console
         f"GPT with {num_bytes / 4e6:.1f} M parameters, {num_bytes / 1e6:.1f} MB of "
         f"gradients{on_the_wire}.\n"
     )
-    runs = [WayRun(way, copy.deepcopy(model)) for way in settings.ways]
+    runs = [WayRun(way, copy.deepcopy(model), settings) for way in settings.ways]
     batches = _batches(settings)
     columns = (
         TextColumn("{task.description}"),
@@ -128,13 +134,16 @@ def _train_all_ways(settings: DemoSettings, link: EmulatedLink, console: Console
             progress.add_task(WAYS[run.way], total=len(batches), figures="")
         for step, batch in enumerate(batches, 1):
             for run, bar in zip(runs, progress.task_ids, strict=True):
-                run.step(batch)
-                progress.update(bar, advance=1, figures=run.figures())
+                if step == 1 or run.outer is None:
+                    run.step(batch)
+                    progress.update(bar, advance=1, figures=run.figures())
             # Later, with more ranks, rounding makes the weights drift apart, and only losses can
             # be compared.
             if step == 1:
                 for run in runs:
-                    run.compare_gradients(runs[0], is_exact=settings.is_exact)
+                    run.compare_gradients(runs[0])
+        for run, bar in zip(runs, progress.task_ids, strict=True):
+            _train_alone(run, batches, progress, bar)
     dist.barrier()  # by now every collective of the steps is in the log
     transfers = link.drain_log()
     for run in runs:
@@ -145,11 +154,22 @@ def _train_all_ways(settings: DemoSettings, link: EmulatedLink, console: Console
             way=run.way,
             typical=run.typical(transfers),
             loss=run.loss,
-            is_right=run.is_like(runs[0], is_exact=settings.is_exact),
+            is_right=run.is_like(runs[0]),
             profile=run.profile(),
+            mean_us=mean(step.duration_us for step in run.measured),
+            outer=None if run.outer is None else run.outer.report(),
         )
         results.append(done)
     return results
+
+
+def _train_alone(run: "WayRun", batches: Tensor, progress: Progress, bar: TaskID) -> None:
+    """Runs the steps of a variant that has not had turns: during those of others its exchanges
+    would be hidden, and the others would wait for the link."""
+    while len(run.steps) < run.num_steps:
+        run.step(batches[len(run.steps) % len(batches)])
+        total = max(len(batches), run.num_steps)
+        progress.update(bar, completed=len(run.steps), total=total, figures=run.figures())
 
 
 def _batches(settings: DemoSettings) -> Tensor:
@@ -167,11 +187,12 @@ def _batches(settings: DemoSettings) -> Tensor:
 class WayRun:
     """Training in one variant; creating it is a collective call."""
 
-    def __init__(self, way: str, model: nn.Module) -> None:
+    def __init__(self, way: str, model: nn.Module, settings: DemoSettings) -> None:
         self.way = way
         self.model = model
+        self._settings = settings
         self.steps: list[Trace] = []  # their phases, in microseconds of the clock
-        self.loss = 0.0  # of the last step
+        self.loss = 0.0  # of the last step that all variants have
         self._gradients_agree = True
         self._last_gradient_us = 0.0
         self._recorded: dict[int, Trace] = {}  # by step
@@ -179,9 +200,10 @@ class WayRun:
         for param in model.parameters():
             hook = self._note_gradient
             param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._wrapped = (
-            DistributedDataParallel(model, config=_CONFIGS[way]) if way in _CONFIGS else None
-        )
+        config = _CONFIGS.get(way)
+        if way == OUTER and settings.outer is not None:
+            config = SyncConfig(outer=Outer(every=settings.outer))
+        self._wrapped = None if config is None else DistributedDataParallel(model, config=config)
         self._called: nn.Module = self._wrapped or model
         if way == TORCH_DDP:
             self._called = nn.parallel.DistributedDataParallel(model)
@@ -192,24 +214,54 @@ class WayRun:
         else:
             self._optimizer = ShardedOptimizer(torch.optim.AdamW, self._sharded, **_ADAMW)
 
+    @property
+    def outer(self) -> OuterSync | None:
+        return self._wrapped.outer if self.way == OUTER and self._wrapped is not None else None
+
+    @property
+    def num_steps(self) -> int:
+        """The steps to run; with outer synchronization the first exchanges are warm-up too."""
+        delay = 0 if self.outer is None else self.outer.report().delay
+        return NUM_WARM_UP_STEPS + delay + self._settings.num_measured(self.way)
+
+    @property
+    def measured(self) -> list[Trace]:
+        return self.steps[-self._settings.num_measured(self.way) :]
+
     def gradients(self) -> list[Any]:
         """Returns the mean gradients of the last step; a collective call."""
-        if self._sharded is None:
-            return [param.grad for param in self.model.parameters()]
-        return [self._sharded.full_gradient(param) for param in self.model.parameters()]
+        if self._sharded is not None:
+            return [self._sharded.full_gradient(param) for param in self.model.parameters()]
+        gradients: list[Any] = [param.grad for param in self.model.parameters()]
+        if self.outer is not None:
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+        return gradients
 
-    def compare_gradients(self, right: "WayRun", *, is_exact: bool) -> None:
+    def compare_gradients(self, right: "WayRun") -> None:
+        share = 0.0 if self._settings.is_exact else _GRADIENT_TOLERANCE
+        if self.way == INT8:
+            share = _INT8_TOLERANCE
         for mine, expected in zip(self.gradients(), right.gradients(), strict=True):
-            tolerance = 0.0 if is_exact else _GRADIENT_TOLERANCE * expected.abs().max()
+            tolerance = share * expected.abs().max()
             self._gradients_agree &= bool(((mine - expected).abs() <= tolerance).all())
 
-    def is_like(self, right: "WayRun", *, is_exact: bool) -> bool:
-        """Returns True if gradients, loss and, if it is exact, parameters agree on every rank."""
+    def is_like(self, right: "WayRun") -> bool:
+        """Returns True if gradients, loss and, if it is exact, parameters agree on every rank.
+
+        With outer synchronization: if all ranks have the same global parameters.
+        """
+        is_exact = self._settings.is_exact and self.way != INT8
         tolerance = 0.0 if is_exact else _LOSS_TOLERANCE
-        agrees = self._gradients_agree and math.isclose(self.loss, right.loss, rel_tol=tolerance)
-        if is_exact:
-            params = zip(self.model.parameters(), right.model.parameters(), strict=True)
-            agrees &= all(torch.equal(mine, expected) for mine, expected in params)
+        agrees = self._gradients_agree
+        if self.outer is not None:
+            agrees &= _has_same_on_all_ranks(self.model, self.outer)
+        else:
+            agrees &= math.isclose(self.loss, right.loss, rel_tol=tolerance)
+            if is_exact:
+                params = zip(self.model.parameters(), right.model.parameters(), strict=True)
+                agrees &= all(torch.equal(mine, expected) for mine, expected in params)
         on_all_ranks = torch.tensor(agrees, dtype=torch.int32)
         dist.all_reduce(on_all_ranks, op=dist.ReduceOp.MIN)
         return bool(on_all_ranks)
@@ -239,7 +291,8 @@ class WayRun:
             self._update() if update is None else update,
         )
         self.steps.append(Trace(rank=dist.get_rank(), step=len(self.steps), events=phases))
-        self.loss = loss.item()
+        if len(self.steps) <= NUM_WARM_UP_STEPS + self._settings.num_steps:  # as many as all have
+            self.loss = loss.item()
         self._note_records()
 
     def figures(self) -> str:
@@ -261,10 +314,16 @@ class WayRun:
             self._note_records()
 
     def typical(self, transfers: Sequence[Carried]) -> Trace:
-        """Returns the measured step of median duration."""
-        phases = sorted(self.steps[NUM_WARM_UP_STEPS:], key=attrgetter("duration_us"))
-        middle = phases[len(phases) // 2]
-        return trace_of(middle, transfers, self._recorded.get(middle.step))
+        """Returns the measured step of median duration; with outer synchronization, where few
+        steps exchange anything, one during an exchange whose duration is nearest to the mean."""
+        if self.outer is None:
+            phases = sorted(self.measured, key=attrgetter("duration_us"))
+            middle = phases[len(phases) // 2]
+            return trace_of(middle, transfers, self._recorded.get(middle.step))
+        mean_us = mean(step.duration_us for step in self.measured)
+        steps = [during(step, transfers) for step in self.measured]
+        exchanging = [step for step in steps if step.communication] or steps
+        return min(exchanging, key=lambda step: abs(step.duration_us - mean_us))
 
     def profile(self) -> Profile | None:
         """Returns the library's profile; None for other variants, and after too few steps."""
@@ -292,6 +351,18 @@ class WayRun:
         began_us = _now_us()
         self._optimizer.step()
         return _phase("optimizer", began_us, _now_us())
+
+
+@torch.no_grad()
+def _has_same_on_all_ranks(model: nn.Module, outer: OuterSync) -> bool:
+    """Returns True if this rank's global parameters are rank 0's; a collective call."""
+    agrees = True
+    with outer.synchronized():
+        for param in model.parameters():
+            of_rank_0 = param.detach().clone()
+            dist.broadcast(of_rank_0, 0)
+            agrees &= torch.equal(param, of_rank_0)
+    return agrees
 
 
 def _now_us() -> float:
@@ -332,6 +403,20 @@ def trace_of(phases: Trace, transfers: Sequence[Carried], recorded: Trace | None
         ]
         events += [_moved(event, forward.stop_us - ends_us) for event in waits]
     return replace(phases, events=tuple(_moved(event, -forward.start_us) for event in events))
+
+
+def during(phases: Trace, transfers: Sequence[Carried]) -> Trace:
+    """Returns one step, in time since its forward began, and the parts of transfers that lie in it,
+    whichever step has launched them."""
+    began_us = phases.events[0].start_us
+    ended_us = phases.events[-1].stop_us
+    events = list(phases.events)
+    for sent in transfers:
+        start_us = max(began_us, sent.started_s * 1e6)
+        stop_us = min(ended_us, sent.done_s * 1e6)
+        if start_us < stop_us:
+            events.append(Event(lane="comm.dp", kind=sent.kind, start_us=start_us, stop_us=stop_us))
+    return replace(phases, events=tuple(_moved(event, -began_us) for event in events))
 
 
 def _moved(event: Event, by_us: float) -> Event:

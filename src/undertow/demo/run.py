@@ -13,11 +13,22 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from undertow.demo.settings import OURS, RESULTS, TORCH_DDP, WAYS, DemoSettings, WayDone
+from undertow.demo.settings import (
+    INT8,
+    OURS,
+    OUTER,
+    RESULTS,
+    TORCH_DDP,
+    WAYS,
+    DemoSettings,
+    WayDone,
+)
 from undertow.errors import UndertowError, make_directory
-from undertow.report.timeline import require_matplotlib, save_timeline, takeaway
+from undertow.report.timeline import require_matplotlib, save_timeline
 from undertow.shown import print_line
-from undertow.trace import overlap_of
+
+# How the results of a variant compare if they are not equal by intention.
+_RESULTS = {INT8: "close", OUTER: "own"}
 
 
 def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
@@ -43,21 +54,38 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
         return 130  # as shells expect of a process ended by Ctrl-C
     finally:
         console.show_cursor()  # rank 0 hides it while it shows its progress
-    console.print("")
-    print_line(
-        console,
-        takeaway({WAYS[done.way]: done.typical for done in results}, baseline=WAYS[TORCH_DDP]),
-        "bold",
-    )
     console.print("", comparison_table(results, num_steps=settings.num_steps), "")
     _save(settings, results, console)
+    console.print("")
     wrong = [WAYS[done.way] for done in results if not done.is_right]
     if wrong:
         print_line(console, f"Other results than the first way's: {', '.join(wrong)}.", "bold red")
         return 1
-    same = "gradients, parameters" if settings.is_exact else "gradients"
-    print_line(console, f"All {len(results)} ways found the same {same} and loss.")
+    print_line(console, f"{headline(results)}; {_sameness(settings, results)}.", "bold")
     return 0
+
+
+def headline(results: Sequence[WayDone]) -> str:
+    """Returns the speeds of Undertow's variants over torch DDP's, as a sentence without its end."""
+    step_us = {done.way: done.step_us for done in results}
+    compared_us = step_us[TORCH_DDP]
+    speeds = [f"{compared_us / step_us['undertow']:.2f} times as fast as torch DDP"]
+    for done in results:
+        if done.way in OURS and done.way != "undertow":
+            label = WAYS[done.way].removeprefix("Undertow, ")
+            speeds.append(f"{compared_us / done.step_us:.2f} times with {label}")
+    return f"Undertow trains {', '.join(speeds)}"
+
+
+def _sameness(settings: DemoSettings, results: Sequence[WayDone]) -> str:
+    """Returns how equal the results are, as a sentence without its end."""
+    same = "gradients, parameters" if settings.is_exact else "gradients"
+    loss = {done.way: done.loss for done in results}
+    text = f"{same} and loss {'are equal' if settings.is_exact else 'agree'}"
+    if INT8 in loss:
+        apart = abs(loss[INT8] / results[0].loss - 1)
+        text += f", and with int8 the loss is within {max(apart, 1e-4):.2%}"
+    return text
 
 
 def _print_introduction(console: Console, settings: DemoSettings) -> None:
@@ -130,26 +158,25 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
     table = Table(
         Column(no_wrap=True),
         *(Column(name, justify="right", no_wrap=True) for name in names),
-        title=f"Rank 0, the median of {num_steps} steps",
+        title=f"Rank 0, the median of {num_steps} steps"
+        + (" (outer: the mean of a period)" if any(done.outer for done in results) else ""),
         title_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1, 0, 0),
     )
-    compared = next(
-        (done for done in results if done.way == TORCH_DDP), results[0]
-    ).typical.duration_us
-    for done in sorted(results, key=lambda done: -done.typical.duration_us):
-        overlap = overlap_of(done.typical)
+    compared = next((done for done in results if done.way == TORCH_DDP), results[0]).step_us
+    for done in sorted(results, key=lambda done: -done.step_us):
+        overlap = done.overlap
         table.add_row(
             WAYS[done.way],
-            f"{done.typical.duration_us / 1e3:.1f}",
-            f"{compared / done.typical.duration_us:.2f}x",
+            f"{done.step_us / 1e3:.1f}",
+            f"{compared / done.step_us:.2f}x",
             "-" if overlap.fraction is None else f"{overlap.exposed_us / 1e3:.1f}",
             "-" if overlap.fraction is None else f"{overlap.fraction:.0%}",
-            str(len(done.typical.communication)),
+            done.num_ops,
             f"{done.loss:.4f}",
-            "yes" if done.is_right else "[bold red]NO[/]",
+            _RESULTS.get(done.way, "yes") if done.is_right else "[bold red]NO[/]",
             style="bold" if done.way in OURS else None,
         )
     return table
@@ -162,7 +189,7 @@ def _save(settings: DemoSettings, results: Sequence[WayDone], console: Console) 
     save_timeline(
         {WAYS[done.way]: done.typical for done in results},
         picture,
-        baseline=WAYS[TORCH_DDP],
+        title=headline(results),
         conditions=f"{settings.num_ranks} ranks on one machine, {settings.link} emulated, "
         f"typical of {settings.num_steps} steps",
     )
@@ -173,4 +200,4 @@ def _save(settings: DemoSettings, results: Sequence[WayDone], console: Console) 
             done.profile.save(path)
             if done.way == "undertow":
                 ask = f"undertow simulate {path} --ranks 64 --per-node 8 --link 100gbit"
-                print_line(console, f"What other networks would make of it: {ask}")
+                print_line(console, f"Predict the step on other networks: {ask}")

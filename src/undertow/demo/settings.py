@@ -3,34 +3,39 @@
 The variants of synchronization that it compares, and the text that it trains on; its results.
 """
 
+import math
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from undertow.config import Outer
 from undertow.cost import link_from_text
 from undertow.errors import require
 from undertow.profile import Profile
 from undertow.schedule import STRATEGIES, strategy_named
-from undertow.trace import Trace
+from undertow.trace import OuterReport, Overlap, Trace, overlap_of
 
 NUM_WARM_UP_STEPS = 10  # until Undertow has measured, and has chosen its plan
 _MAX_BYTES = 4 * 1024 * 1024  # of the text
 
 TORCH_DDP = "torch-ddp"  # the variant that speeds are compared with
-# Variants of averaging gradients over ranks and their labels, in the order the demo runs them.
-# Gradients and all parameters are compared with the first variant's. A variant with shards is named
-# after its strategy.
+INT8 = "int8"  # sends rounded gradients
+OUTER = "outer"  # replicas train alone between exchanges
+# Variants of training on several ranks and their labels, in the order the demo runs them. Gradients
+# and all parameters are compared with the first variant's. A variant with shards is named after its
+# strategy.
 WAYS: Mapping[str, str] = {
     "per-parameter": "a reduction per parameter",
     "bucketed": "bucketed, after backward",
-    "overlapped": "bucketed, overlapped",
     TORCH_DDP: "torch DDP, defaults",
     "undertow": "Undertow, defaults",
+    INT8: 'Undertow, wire="int8"',
     "zero1": "Undertow, ZeRO-1",
     "zero2": "Undertow, ZeRO-2",
+    OUTER: "Undertow, outer",
 }
-OURS = frozenset({"undertow", "zero1", "zero2"})
+OURS = frozenset({"undertow", INT8, "zero1", "zero2", OUTER})
 RESULTS = "results"  # the file in which rank 0 leaves them
 
 
@@ -39,13 +44,17 @@ class DemoSettings:
     """One run of the demo. Raises ConfigError for values that cannot work."""
 
     num_ranks: int = 2
-    link: str = "1gbit"
+    link: str = "250mbit"
     num_steps: int = 8  # measured steps per variant, after the warm-up
     out: Path = Path("out")
     strategy: str = "ddp"  # a strategy with shards is trained as an additional variant
+    # the steps between two exchanges of a fragment: outer synchronization as another variant
+    outer: int | None = None
 
     def __post_init__(self) -> None:
         link_from_text(self.link)
+        if self.outer is not None:
+            Outer(every=self.outer)
         require(
             strategy_named(self.strategy).crossing is None,
             f"strategy {self.strategy!r} is for several nodes, and the demo runs on one.",
@@ -56,11 +65,18 @@ class DemoSettings:
     @property
     def ways(self) -> tuple[str, ...]:
         """The compared variants, in this order."""
-        return tuple(way for way in WAYS if way not in STRATEGIES or way == self.strategy)
+        asked = {self.strategy, "" if self.outer is None else OUTER}
+        return tuple(way for way in WAYS if way not in (*STRATEGIES, OUTER) or way in asked)
+
+    def num_measured(self, way: str) -> int:
+        """Returns the measured steps of a variant; with outer synchronization, whole periods."""
+        if way != OUTER or self.outer is None:
+            return self.num_steps
+        return self.outer * math.ceil(self.num_steps / self.outer)
 
     @property
     def is_exact(self) -> bool:
-        """True if all variants are bit-identical.
+        """True if all variants that send whole gradients are bit-identical.
 
         A + b is b + a, but three ranks may be added in any order.
         """
@@ -72,11 +88,36 @@ class WayDone:
     """One variant on rank 0."""
 
     way: str
-    typical: Trace  # of the step of median duration
+    typical: Trace  # of the step of median duration, with outer synchronization of mean duration
     loss: float  # of the last step
     is_right: bool = True  # agrees with the first variant on every rank
     # the library's profile; None for other variants, and after too few steps
     profile: Profile | None = None
+    mean_us: float = 0.0  # of a measured step
+    outer: OuterReport | None = None
+
+    @property
+    def step_us(self) -> float:
+        """The time of a step; with outer synchronization, where few exchange anything, the mean."""
+        return self.typical.duration_us if self.outer is None else self.mean_us
+
+    @property
+    def overlap(self) -> Overlap:
+        """The communication of a step; with outer synchronization, of all fragments over the steps
+        of a period."""
+        if self.outer is None:
+            return overlap_of(self.typical)
+        per_step = 1e3 * self.outer.fragments / self.outer.every
+        return Overlap(
+            total_us=per_step * self.outer.exchange_ms, exposed_us=per_step * self.outer.exposed_ms
+        )
+
+    @property
+    def num_ops(self) -> str:
+        """Operations of a step, as the table has them."""
+        if self.outer is None:
+            return str(len(self.typical.communication))
+        return f"{self.outer.fragments}/{self.outer.every}"
 
 
 def load_corpus() -> bytes:

@@ -285,8 +285,9 @@ class Checks:
 
     def __init__(self, current_plan: CurrentPlan, config: SyncConfig) -> None:
         group = current_plan.group
-        # For a group of experts, ranks of the world, because there are other groups.
-        self._names = names = group.user.ranks if config.experts else range(group.num_ranks)
+        # Of experts and replicas, ranks of the world, because there are other groups.
+        are_several = config.experts or config.outer
+        self._names = names = group.user.ranks if are_several else range(group.num_ranks)
         self.numbers = NonFinite(
             config.nonfinite,
             rank=group.rank,
@@ -328,7 +329,7 @@ class Checks:
         waits for the other ranks and returns the error.
         """
         group = self._current_plan.group
-        if group.device.type != "cpu":  # the other ranks read later
+        if not group.hardware.is_host:  # the other ranks read later
             return partial(loaded_apart, ended, rank=group.rank, places=group.watch.ask)
         return partial(self._difference, *self._send(ended))
 

@@ -35,7 +35,11 @@ Acts: TypeAlias = Mapping[OpKind, Callable[[T, LiveBucket], object]]
 
 
 class CompiledPlan:
-    """A plan over `params`, ready to run; `generation` counts the plans of an engine."""
+    """A plan over `params`, ready to run; `generation` counts the plans of an engine.
+
+    It takes the place of the plan `before`: trailers on their way pass to it, and memory for
+    messages is freed, because others have other sizes.
+    """
 
     def __init__(
         self,
@@ -44,16 +48,21 @@ class CompiledPlan:
         reducer: Reducer,
         recorder: Recorder,
         *,
-        generation: int,
+        before: CompiledPlan | None = None,
         layout: Layout | None = None,
     ) -> None:
-        self.plan, self.generation = plan, generation
+        self.plan = plan
         self.params = tuple(params)
         # of this moment, as buckets are laid out
         self.strides = tuple(param.stride() for param in params)
         self.reducer, self.recorder = reducer, recorder
         self.layout = Layout(reducer.group) if layout is None else layout
+        self.generation = 0
         self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
+        if before is not None:
+            self.generation = before.generation + 1
+            self.snapshots += before.snapshots
+            before.release_messages()
         self.is_profiling = False  # torch's profiler runs
         self._num_rounds = 0
         schedule = lower_data_parallel(
@@ -196,6 +205,12 @@ class CompiledPlan:
         for bucket in self.buckets:
             own.update(bucket.own_gradients())
         return own
+
+    def release_messages(self) -> None:
+        """Frees the memory that exchanges keep for later messages."""
+        for exchanges in (self.reducer.exchanges, *self.layout.exchanges):
+            if exchanges is not None:
+                exchanges.release()
 
     def let_go(self) -> None:
         """Frees the buckets. The next plan's buckets then take no pages that are new to the

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from undertow.buckets.bucket import Layout
+from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.recorder import Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.config import SyncConfig
@@ -29,13 +30,13 @@ from undertow.engine.hooks import (
 )
 from undertow.engine.params import ModuleParams, first_change
 from undertow.engine.round import Round, RoundKind
-from undertow.engine.tuning import ObservedOrder, Tuning, why_fixed
+from undertow.engine.tuning import ObservedOrder, Tuning, may_move
 from undertow.errors import PhaseError, require
-from undertow.plan import Plan, first_plan, groups_in_order, plan_from_groups, plan_in_order
+from undertow.plan import Plan, first_plan, plan_from_groups, plan_in_order
 from undertow.ranks.agreement import Agreement, surroundings
-from undertow.ranks.comm_hook import CommHook
 from undertow.ranks.transport import OwnGroup
 from undertow.tune import Tuner
+from undertow.wire import AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,7 @@ class CurrentPlan:
         self.compiled: CompiledPlan
         self.hooks: ParamHooks
         self.is_active: bool
-        self._put_in_force(
-            self._planned(members.trained(), Reducer.of(group, config)), generation=0
-        )
+        self._put_in_force(self._planned(members.trained(), Reducer.of(group, config)))
         # The settings of a group of experts list only that group, other settings none.
         divisor = config.experts[0].divisor if config.experts else None
         self._factor = GradientFactor(1 if divisor is None else group.num_ranks / divisor)
@@ -237,7 +236,7 @@ class CurrentPlan:
         assert change is not None  # else nobody calls this
         arrived = hooks.ids_of(hooks.arrived_before | hooks.arrivals.arrived).union(hooks.outside)
         hooks.close()
-        self._put_in_force(change, generation=self.compiled.generation + 1, before=self.compiled)
+        self._put_in_force(change, before=self.compiled)
         self.hooks.arrived_before |= self.hooks.indices(arrived)
         self.change, self._left = None, frozenset()
         self._apply_factor()
@@ -311,8 +310,8 @@ class CurrentPlan:
                 self._move(Change(hooks.named_params, plan, compiled.reducer))
             return
         if plan is not None:
-            hooks.groups = plan.groups
-        if hooks.groups is not None and not layout.holds_shards:
+            hooks.next_plan = plan
+        if hooks.next_plan is not None and not layout.holds_shards:
             self.wait_for_parameters()
             layout.make_gradients_whole(hooks.named_params)
             self._move(self._planned(hooks.named_params, compiled.reducer))
@@ -326,12 +325,11 @@ class CurrentPlan:
             before.params,
             change.reducer,
             self._recorder,
-            generation=before.generation + 1,
+            before=before,
         )
         # A `.grad` that lies in an old bucket keeps its memory until it has moved into the new one.
         before.let_go()
         _ = moved.buckets
-        moved.snapshots += before.snapshots
         self.compiled = moved
         self.hooks.regroup(change.plan)
 
@@ -343,8 +341,11 @@ class CurrentPlan:
         if hooks.tuning is not None and hooks.tuning.act is not None:
             hooks.tuning.act(compiled.present)
 
-    def shard_plan(self) -> Plan:
+    def shard_plan(self, updates: Mapping[int, tuple[int, bool]]) -> Plan:
         """Returns the plan for shards, in rank 0's order if that has arrived.
+
+        `updates` has for each parameter, by id, the number of the optimizer that updates it, and
+        if one rank updates all of it.
 
         Raises PhaseError if parameters change: later rounds reduce whole gradients until an
         optimizer steps again.
@@ -356,7 +357,14 @@ class CurrentPlan:
                 where=f"rank {self.group.rank}",
                 remedy="Run a forward and a backward between the change and the step.",
             )
-        return sharded_plan(self.compiled.plan, self.hooks, self.compiled.reducer.config)
+        members, hooks = self.members, self.hooks
+        if members.updates != updates:
+            members.updates, hooks.next_plan = updates, None
+        specs = members.specs(hooks.named_params)
+        now = dataclasses.replace(
+            self.compiled.plan, params=tuple(specs), num_shards=self.group.user.num_shards
+        )
+        return sharded_plan(now, hooks, self.compiled.reducer.config)
 
     def follow_layout(self, plan: Plan, layout: Layout) -> None:
         """Lays out the same parameters as `layout` says."""
@@ -370,14 +378,15 @@ class CurrentPlan:
             before.params,
             before.reducer,
             self._recorder,
-            generation=before.generation + 1,
+            before=before,
             layout=layout,
         )
-        self.compiled.snapshots += before.snapshots
-        hooks.groups = None
+        hooks.next_plan = None
         if self.is_active:
             _ = self.compiled.buckets
         hooks.regroup(plan)
+        if hooks.tuning is not None and hooks.tuning.has_ended_without_shards:
+            measure(hooks, self.compiled, self.compiled.reducer.config, self._recorder)
 
     def wait_for_parameters(self) -> None:
         """Waits until all parameters that a sharded optimizer updates have arrived."""
@@ -401,7 +410,7 @@ class CurrentPlan:
         # On the host every rank has read the same and is here now, and the comparison names a
         # parameter. On a device the other ranks read later, when this one is gone. A rank whose
         # backward has failed comes alone: the others have raised that.
-        if self.group.device.type == "cpu" and not ended.has_failed:
+        if self.group.hardware.is_host and not ended.has_failed:
             self.compare(plan, params, reducer).require()
         raise error
 
@@ -424,8 +433,10 @@ class CurrentPlan:
 
         A collective call.
         """
+        hook = reducer.hook
         settings = {
-            **surroundings(self.group, reducer.hook),
+            **surroundings(self.group),
+            "communication hook": None if hook is None else hook.name,
             **self.compiled.reducer.config.to_dict(),
         }
         return self.members.compare(self.group, plan.params, params, settings, new=new)
@@ -442,19 +453,13 @@ class CurrentPlan:
         )
         return Change(tuple(named_params), plan, reducer, has_more=has_more)
 
-    def _put_in_force(
-        self, change: Change, *, generation: int, before: CompiledPlan | None = None
-    ) -> None:
+    def _put_in_force(self, change: Change, *, before: CompiledPlan | None = None) -> None:
         """Makes the buckets and hooks of a change."""
         params = [param for _, param in change.named_params]
-        compiled = CompiledPlan(
-            change.plan, params, change.reducer, self._recorder, generation=generation
-        )
-        hooks = ParamHooks(change.named_params, compiled.plan, self._listeners)
+        compiled = CompiledPlan(change.plan, params, change.reducer, self._recorder, before=before)
+        hooks = ParamHooks(change.named_params, compiled.plan, self._listeners, self.group.hardware)
         if compiled.reducer.is_active:
             _ = compiled.buckets  # too large ones fail here instead of in the first backward
-            if before is not None:
-                compiled.snapshots += before.snapshots
             hooks.start()
             hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
             if follows_observed_order(compiled, compiled.reducer.config):
@@ -484,8 +489,13 @@ def measure(
         hooks.arrivals,
         recorder,
         group,
-        Tuner(order),
-        may_move=not why_fixed(config, compiled.reducer),
+        Tuner(
+            order,
+            wire=AUTO if config.wire == AUTO else config.plan_wire,
+            param_wire=config.param_wire,
+            keeps_buckets=config.bucket_cap_mb is not None,
+        ),
+        may_move=may_move(config, compiled.reducer),
     )
 
 
@@ -493,30 +503,45 @@ def sharded_plan(now: Plan, hooks: ParamHooks, config: SyncConfig) -> Plan:
     """Returns the plan for shards, the pinned plan, or the plan to which a sharded optimizer
     moves."""
     order = None if hooks.order is None else hooks.order.receive()
-    if hooks.groups is not None:
-        return plan_from_groups(now.params, hooks.groups, num_ranks=now.num_ranks)
+    if hooks.next_plan is not None:
+        return hooks.next_plan
     if config.plan is not None:
-        return first_plan(now.params, config, num_ranks=now.num_ranks)
+        return first_plan(now.params, config, num_ranks=now.num_ranks, num_shards=now.num_shards)
     order = [param for bucket in now.buckets for param in bucket.params] if order is None else order
-    return plan_in_order(now.params, order, config, num_ranks=now.num_ranks, has_shards=True)
+    return plan_in_order(
+        now.params,
+        order,
+        config,
+        num_ranks=now.num_ranks,
+        num_shards=now.num_shards,
+        has_shards=True,
+    )
 
 
 def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | None:
     """Returns the plan that rank 0 has sent for the round that begins, if any: its order of
     arrival, or its decision.
 
-    Not if every bucket would hold the same gradients as now: their order within a bucket changes
-    nothing.
+    Not if every bucket would hold the same gradients as now, in the same format: their order within
+    a bucket changes nothing.
     """
     order = None if hooks.order is None else hooks.order.receive()
     if order is not None:
         hooks.order = None
-    groups = None if hooks.tuning is None else hooks.tuning.receive(now.present)
-    if groups is None and order is not None:
-        groups = groups_in_order(now.plan.params, order, config)
-    if groups is None or list(map(frozenset, groups)) == list(map(frozenset, now.plan.groups)):
-        return None
-    return plan_from_groups(now.plan.params, groups, num_ranks=now.plan.num_ranks)
+    decision = None if hooks.tuning is None else hooks.tuning.receive(now.present)
+    plan, params, num_ranks = None, now.plan.params, now.plan.num_ranks
+    if decision is not None and decision.groups is not None:
+        plan = plan_from_groups(
+            params,
+            decision.groups,
+            num_ranks=num_ranks,
+            num_shards=now.plan.num_shards,
+            wires=decision.wires if config.wire == AUTO else config.plan_wire,
+            block=config.block,
+        )
+    elif order is not None:
+        plan = plan_in_order(params, order, config, num_ranks=num_ranks)
+    return None if plan is None or now.plan.is_alike(plan.groups, plan.wires) else plan
 
 
 def follows_observed_order(compiled: CompiledPlan, config: SyncConfig) -> bool:

@@ -19,8 +19,9 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from undertow.device import Accelerator, Device
 from undertow.engine.tuning import ObservedOrder, Tuning
-from undertow.plan import Groups, Plan
+from undertow.plan import Plan
 from undertow.schedule.tracker import Arrivals, BucketArrivals
 from undertow.torch_private import private
 from undertow.torch_private.module_hook import ModuleHook
@@ -31,6 +32,7 @@ _is_trained = attrgetter("requires_grad")
 # If a backward is compiled with the code around it, so are the Python functions that it calls
 # first.
 private.left_alone(BucketArrivals.arrive)
+private.left_alone(BucketArrivals.arrive_on_stream)
 
 
 class ArrivalHooks:
@@ -157,21 +159,24 @@ class ParamHooks:
         named_params: Sequence[tuple[str, Tensor]],
         plan: Plan,
         listeners: Listeners,
+        device: Device,
     ) -> None:
         self.named_params = tuple(named_params)
         self.ids = frozenset(id(param) for _, param in named_params)
+        self._stream_of = device.stream_of if isinstance(device, Accelerator) else None
         self.arrivals = Arrivals(
             [bucket.params for bucket in plan.buckets],
             self.params,
             on_full=no_round,
             traversal=private.graph_task_id,
             on_traversal=listeners.on_backward,
+            stream_of=self._stream_of,
         )
         self.arrivals.owner = listeners.owner
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
         # by id, parameters outside of the plan that have got a gradient
         self.outside: dict[int, Tensor] = {}
-        self.groups: Groups | None = None  # of the plan to which a sharded optimizer moves
+        self.next_plan: Plan | None = None  # to which a sharded optimizer moves
         self.order: ObservedOrder | None = None
         self.tuning: Tuning | None = None  # if there are rounds
         self.arrival_hooks = ArrivalHooks([], self.arrivals)
@@ -203,7 +208,7 @@ class ParamHooks:
 
     def regroup(self, plan: Plan) -> None:
         """Switches to the buckets of another plan."""
-        self.arrivals.regroup([bucket.params for bucket in plan.buckets])
+        self.arrivals.regroup([bucket.params for bucket in plan.buckets], self._stream_of)
         self.arrival_hooks.renew()
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Finds the trained parameters of a module, and detects when they change."""
 
+import dataclasses
 import weakref
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, call, methodcaller
 from typing import Any
@@ -102,6 +103,9 @@ class ModuleParams:
         self._wide: torch.dtype | None = (
             None if reduce_dtype is None else getattr(torch, reduce_dtype)
         )
+        # By id: the number of the sharded optimizer that updates a parameter, and if one rank
+        # updates all of it.
+        self.updates: Mapping[int, tuple[int, bool]] = {}
         self.common_buffers = CommonBuffers()
         self.common_frozen: list[tuple[str, Tensor]] = []  # as of the last comparison between ranks
 
@@ -210,7 +214,14 @@ class ModuleParams:
         """Returns the planner's description of the parameters."""
         module = self._module()
         sparse = set() if module is None else sparse_params(module)
-        return [spec_of(name, param, is_sparse=id(param) in sparse) for name, param in named_params]
+        found = []
+        for name, param in named_params:
+            spec = spec_of(name, param, is_sparse=id(param) in sparse)
+            stepper, is_whole = self.updates.get(id(param), (0, False))
+            if stepper or is_whole:
+                spec = dataclasses.replace(spec, stepper=stepper, is_whole=is_whole)
+            found.append(spec)
+        return found
 
     def compare(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from undertow.device import device_of
 from undertow.engine import agreed_errors
 from undertow.engine.round import Settings
 
@@ -234,7 +235,8 @@ def _plain(value: object) -> object:
     None for anything else.
     """
     if isinstance(value, Tensor):
-        return value.item() if value.is_cpu and value.dim() == 0 else None
+        is_there = value.dim() == 0 and device_of(value.device).is_host
+        return value.item() if is_there else None
     if isinstance(value, tuple | list):
         return tuple(value) if _PLAIN.issuperset(map(type, value)) else None
     return float(value) if isinstance(value, float) else None

@@ -14,6 +14,7 @@ import torch
 
 from undertow.buckets.bucket import LiveBucket
 from undertow.buckets.trailer import Facts, Reading
+from undertow.device import Accelerator
 from undertow.engine.compiled_plan import Acts, CompiledPlan
 from undertow.engine.hooks import ParamHooks, users_hooks
 from undertow.errors import ReplicaMismatch
@@ -185,6 +186,8 @@ class Round:
 
     def _pack(self, bucket: LiveBucket) -> None:
         spec = bucket.spec
+        if self.hooks is not None and self.hooks.arrivals.buckets[spec.index].streams:
+            self._follow(bucket, self.hooks.arrivals.buckets[spec.index].streams)
         if self.kind is RoundKind.ACCUMULATE:
             bucket.pack_local()
             return
@@ -214,6 +217,16 @@ class Round:
             step=self.terms.number % _NUM_STEPS_TOLD_APART,
             facts=self._own_facts() if spec.trailer.facts else None,
         )
+
+    def _follow(self, bucket: LiveBucket, streams: set[torch.Stream]) -> None:
+        """Makes the current stream wait for those that gradients arrived on, and forgets them."""
+        device = self.compiled.group.hardware
+        assert isinstance(device, Accelerator)
+        streams.discard(device.stream_of(bucket.memory.flat))
+        device.wait_for(streams)
+        if streams:
+            bucket.keep_gradients()
+        streams.clear()
 
     def _not_arrived(self, spec: Bucket) -> Sequence[int]:
         """Returns the positions without a gradient since the last synchronization, on this rank."""
@@ -279,16 +292,17 @@ class Round:
         """
         index, found = bucket.spec.index, self.found
         must_know = bool(found.unused[index]) or self.terms.is_read_at_once
-        if not (bucket.memory.flat.is_cpu or must_know or self.compiled.is_learning):
+        compiled = self.compiled
+        if not (compiled.group.hardware.is_host or must_know or compiled.is_learning):
             # the host does not wait for a device
-            self.compiled.snapshots.append(bucket.trailer.snapshot())
+            compiled.snapshots.append(bucket.trailer.snapshot())
             return None
         if bucket.spec.trailer.facts:  # the last bucket
             found.busy_ms = bucket.trailer.numbers("busy_ms")
         # torch's name for it
         with (
             torch.profiler.record_function("search_unused_parameters")
-            if self.compiled.is_profiling
+            if compiled.is_profiling
             else nullcontext()
         ):
             reading = bucket.trailer.read()

@@ -2,7 +2,7 @@
 once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor
 from undertow.buckets.recorder import Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.config import SyncConfig
-from undertow.plan import Groups, Plan, observed
+from undertow.plan import Plan, observed
 from undertow.ranks.transport import Handle, OwnGroup
 from undertow.schedule import Arrivals
 from undertow.trace import StepRecord
@@ -23,6 +23,7 @@ from undertow.tune import (
     decision_from_array,
     measurement_from_array,
 )
+from undertow.wire import AUTO
 
 NUM_STEPS_MEASURED = 5
 # The first step allocates memory, and a sharded optimizer lays shards out after it. The second
@@ -111,6 +112,7 @@ class Tuning:
         self.tuner = tuner
         self._arrivals, self._recorder, self._group = arrivals, recorder, group
         self._may_move = may_move
+        self._has_measured_whole = False  # gradients, which all ranks have
         self._num_rounds = 0  # of those that count down to the next act
         self._exchange: _Exchange | None = None
         # at the end of the next sound round
@@ -121,10 +123,15 @@ class Tuning:
         """True if the end of the next round, if that is sound, starts a message."""
         return self.act in (self._exchange_times, self._decide)
 
-    def receive(self, present: Present) -> Groups | None:
+    @property
+    def has_ended_without_shards(self) -> bool:
+        """True if nothing is left to do, and the collectives of shards were not measured."""
+        return self.act is None and self.sent is None and self._has_measured_whole
+
+    def receive(self, present: Present) -> Decision | None:
         """Called when a round begins.
 
-        Returns new groups of the buckets if they were decided, in the same round on every rank.
+        Returns the decision if it has other buckets, in the same round on every rank.
         """
         if self.sent is None:
             return None
@@ -135,7 +142,7 @@ class Tuning:
         self.decision = decision
         if decision.outcome is Outcome.INCOMPLETE:
             self._measure()
-        return decision.groups
+        return None if decision.groups is None else decision
 
     def close(self) -> None:
         """Ends it; measurements stay, and a decision in flight may be taken."""
@@ -176,6 +183,7 @@ class Tuning:
         assert exchange is not None  # it was started in the round before
         exchange.handle.wait()
         measured = exchange.measured
+        self._has_measured_whole = not measured.has_shards
         measurement = measurement_from_array(
             exchange.latest.cpu().numpy(), exchange.records, measured.plan
         )
@@ -193,6 +201,14 @@ class Tuning:
             decision = Decision(outcome=Outcome.UNKNOWN)  # rank 0's takes its place
         numbers = torch.from_numpy(decision.to_array(measured.plan.params))
         self.sent = measured, self._group.broadcast(numbers.to(self._group.device), "rank 0's plan")
+
+
+def may_move(config: SyncConfig, reducer: Reducer) -> bool:
+    """Returns True if measurements may change the plan: its buckets, or with a given
+    `bucket_cap_mb` their formats only."""
+    if config.wire == AUTO:
+        config = replace(config, bucket_cap_mb=None)
+    return not why_fixed(config, reducer)
 
 
 def why_fixed(config: SyncConfig, reducer: Reducer) -> str:

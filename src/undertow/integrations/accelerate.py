@@ -1,7 +1,8 @@
 """Trains with Hugging Face Accelerate in Undertow's class."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partialmethod
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ def prepare(
     *args: Any,
     config: SyncConfig | None = None,
     shard_optimizer: bool = False,
-    elementwise: bool = False,
+    whole: bool | None = None,
 ) -> Any:
     """Does what `accelerator.prepare(*args)` does, with models in Undertow's class; a collective
     call.
@@ -36,16 +37,16 @@ def prepare(
         accelerator: An Accelerator that distributes by DDP.
         args: As for `accelerator.prepare`.
         config: Settings of Undertow.
-        shard_optimizer: True shards the optimizer among `args`; the schedulers among them follow.
-            An optimizer that is sharded already stays as it is.
-        elementwise: As for ShardedOptimizer.
+        shard_optimizer: True shards the optimizers among `args`; the schedulers among them follow.
+            If one is sharded already, all stay as they are.
+        whole: As for ShardedOptimizer.
 
     Returns:
         The prepared objects in the given order, or the only one.
 
     Raises:
         ConfigError: If Accelerate distributes differently. With `shard_optimizer=True`, unless
-            there are one model and one optimizer, which can be sharded.
+            there are one model and its optimizers, which can be sharded.
     """
     kind = accelerator.distributed_type
     require(
@@ -57,11 +58,11 @@ def prepare(
     models = [item for item in args if isinstance(item, nn.Module)]
     optimizers = [item for item in args if isinstance(item, Optimizer)]
     require(
-        not shard_optimizer or len(models) == len(optimizers) == 1,
-        f"shard_optimizer=True takes one model and one optimizer, got {len(models)} and "
+        not shard_optimizer or (len(models) == 1 and optimizers),
+        f"shard_optimizer=True takes one model and its optimizers, got {len(models)} and "
         f"{len(optimizers)}.",
         where="undertow.integrations.accelerate.prepare",
-        remedy="Give both in one call, or leave shard_optimizer=True out.",
+        remedy="Give all of them in one call, or leave shard_optimizer=True out.",
     )
     items = [
         _wrapped(accelerator, item, config) if isinstance(item, nn.Module) else item
@@ -74,8 +75,8 @@ def prepare(
     if shard_optimizer and kind != DistributedType.NO and not is_sharded:
         model = next(item for item in items if isinstance(item, nn.Module))
         schedulers = [item for item in items if isinstance(item, LRScheduler)]
-        sharded = shard(accelerator, optimizers[0], model, schedulers, elementwise=elementwise)
-        items = [sharded if item is optimizers[0] else item for item in items]
+        sharded = iter(shard(accelerator, optimizers, model, schedulers, whole=whole))
+        items = [next(sharded) if isinstance(item, Optimizer) else item for item in items]
     others = [item for item in items if not isinstance(item, nn.Module)]
     # With two more, because Accelerate returns a single object without a tuple.
     prepared = iter(accelerator.prepare(*others, None, None))
@@ -97,29 +98,28 @@ def _wrapped(accelerator: Accelerator, model: nn.Module, config: SyncConfig | No
 
 def shard(
     accelerator: Accelerator,
-    optimizer: Optimizer,
+    optimizers: Sequence[Optimizer],
     model: nn.Module,
     schedulers: Iterable[Any],
     *,
-    elementwise: bool,
-) -> ShardedOptimizer:
-    """Returns the sharded optimizer, whose gradients `accelerator.clip_grad_norm_` then clips by
+    whole: bool | None,
+) -> list[ShardedOptimizer]:
+    """Returns the sharded optimizers, whose gradients `accelerator.clip_grad_norm_` then clips by
     the norm of all shards."""
-    sharded = undertow.shard_optimizer(
-        optimizer, model, schedulers=schedulers, elementwise=elementwise
-    )
+    sharded = undertow.shard_optimizer(optimizers, model, schedulers=schedulers, whole=whole)
     clip = accelerator.clip_grad_norm_
 
     def clip_grad_norm_(
         parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Any:
         params = list(parameters)
-        mine = [param for group in sharded.param_groups for param in group["params"]]
+        groups = chain.from_iterable(each.param_groups for each in sharded)
+        mine = chain.from_iterable(group["params"] for group in groups)
         if _trained_ids(params) != _trained_ids(mine):
             # of another model; raises if gradients are sharded
             return clip(params, max_norm, norm_type)
         accelerator.unscale_gradients()
-        return sharded.clip_grad_norm_(max_norm, norm_type)
+        return sharded[0].clip_grad_norm_(max_norm, norm_type)  # the norm of all of them
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
     return sharded

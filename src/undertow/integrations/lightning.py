@@ -17,7 +17,7 @@ from undertow.errors import require
 class _Wrapping:
     """The part that both strategies share.
 
-    Their arguments, the wrapped model and the sharded optimizer.
+    Their arguments, the wrapped model and the sharded optimizers.
     """
 
     root_device: Any
@@ -27,11 +27,11 @@ class _Wrapping:
         *args: Any,
         config: undertow.SyncConfig | None = None,
         shard_optimizer: bool = False,
-        elementwise: bool = False,
+        whole: bool | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(*args, **arguments)
-        self._config, self._is_sharding, self._is_elementwise = config, shard_optimizer, elementwise
+        self._config, self._is_sharding, self._whole = config, shard_optimizer, whole
         known = {
             name
             for cls in (pytorch.DDPStrategy, fabric.DDPStrategy)
@@ -60,19 +60,14 @@ class _Wrapping:
         if not self._is_sharding:
             return list(optimizers)
         # If configure_optimizers returns None, Lightning gives an optimizer that does nothing.
-        found = sum(type(each).__name__ != "_MockOptimizer" for each in optimizers)
+        found = [each for each in optimizers if type(each).__name__ != "_MockOptimizer"]
         require(
-            found == 1,
-            f"shard_optimizer=True takes one optimizer, got {found}.",
+            found,
+            "shard_optimizer=True takes one optimizer or several, got none.",
             where=type(self).__name__,
-            remedy="Put all parameters into the groups of one optimizer, or leave "
-            "shard_optimizer=True out.",
+            remedy="Return an optimizer, or leave shard_optimizer=True out.",
         )
-        return [
-            undertow.shard_optimizer(
-                optimizers[0], model, schedulers=schedulers, elementwise=self._is_elementwise
-            )
-        ]
+        return undertow.shard_optimizer(found, model, schedulers=schedulers, whole=self._whole)
 
 
 class UndertowStrategy(_Wrapping, pytorch.DDPStrategy):
@@ -82,15 +77,15 @@ class UndertowStrategy(_Wrapping, pytorch.DDPStrategy):
     Args:
         args: As for Lightning's DDPStrategy.
         config: Settings of Undertow.
-        shard_optimizer: True shards the optimizer that `configure_optimizers` returns; its
+        shard_optimizer: True shards the optimizers that `configure_optimizers` returns; their
             schedulers follow.
-        elementwise: As for ShardedOptimizer.
+        whole: As for ShardedOptimizer.
         arguments: As for Lightning's DDPStrategy, which passes the ones it does not know to the
             wrapper.
 
     Raises:
-        ConfigError: With `shard_optimizer=True`, for several optimizers and for one that cannot be
-            sharded.
+        ConfigError: With `shard_optimizer=True`, for an optimizer that cannot be sharded, and
+            without any.
     """
 
     def configure_ddp(self) -> None:
@@ -101,7 +96,8 @@ class UndertowStrategy(_Wrapping, pytorch.DDPStrategy):
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         self.optimizers: Any = self._sharded(self.model, self.optimizers, schedulers)
         if any(isinstance(each, undertow.ShardedOptimizer) for each in self.optimizers):
-            # Lightning clips in the plugin for precision, which looks for whole gradients.
+            # Lightning clips in the plugin for precision, which looks for whole gradients. The
+            # norm is of all optimizers.
             self.precision_plugin.clip_grad_by_norm = lambda _, clip_val: self.optimizers[
                 0
             ].clip_grad_norm_(clip_val)
@@ -114,15 +110,15 @@ class UndertowFabricStrategy(_Wrapping, fabric.DDPStrategy):
     Args:
         args: As for Fabric's DDPStrategy.
         config: Settings of Undertow.
-        shard_optimizer: True shards the optimizer that is given to `fabric.setup`; a scheduler
-            given along with it follows.
-        elementwise: As for ShardedOptimizer.
+        shard_optimizer: True shards the optimizers that are given to `fabric.setup`; a scheduler
+            given along with them follows.
+        whole: As for ShardedOptimizer.
         arguments: As for Fabric's DDPStrategy, which passes the ones it does not know to the
             wrapper.
 
     Raises:
-        ConfigError: With `shard_optimizer=True`, for several optimizers and for one that cannot be
-            sharded.
+        ConfigError: With `shard_optimizer=True`, for an optimizer that cannot be sharded, and
+            without any.
     """
 
     def setup_module(self, module: nn.Module) -> undertow.DistributedDataParallel:
@@ -149,6 +145,12 @@ class UndertowFabricStrategy(_Wrapping, fabric.DDPStrategy):
     ) -> Any:
         if not isinstance(optimizer, undertow.ShardedOptimizer):
             return super().clip_gradients_norm(module, optimizer, *args, **arguments)
+        require(
+            len(optimizer._steps.steppers) == 1 or getattr(self.precision, "scaler", None) is None,
+            "16-mixed precision unscales one optimizer at a time, so several have no common norm.",
+            where="fabric.clip_gradients",
+            remedy='Set precision="bf16-mixed", or use one optimizer.',
+        )
         self.precision.unscale_gradients(optimizer)
         return optimizer.clip_grad_norm_(*args, **arguments)
 

@@ -19,7 +19,7 @@ class UndertowTrainer(transformers.Trainer):
         args: As for the Trainer.
         sync_config: Settings of Undertow.
         shard_optimizer: True shards the optimizer; a scheduler that is given along with it follows.
-        elementwise: As for ShardedOptimizer.
+        whole: As for ShardedOptimizer.
         arguments: As for the Trainer.
     """
 
@@ -28,14 +28,14 @@ class UndertowTrainer(transformers.Trainer):
         *args: Any,
         sync_config: SyncConfig | None = None,
         shard_optimizer: bool = False,
-        elementwise: bool = False,
+        whole: bool | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(*args, **arguments)
-        self._sync_config, self._is_sharding, self._is_elementwise = (
+        self._sync_config, self._is_sharding, self._whole = (
             sync_config,
             shard_optimizer,
-            elementwise,
+            whole,
         )
         self._sharded: ShardedOptimizer | None = None
 
@@ -46,13 +46,13 @@ class UndertowTrainer(transformers.Trainer):
                 self.accelerator, self.model, config=self._sync_config
             )
             if self._is_sharding and self.model_wrapped is not self.model:
-                self._sharded = accelerate.shard(
+                (self._sharded,) = accelerate.shard(
                     self.accelerator,
-                    self.optimizer,
+                    [self.optimizer],
                     self.model_wrapped,
                     # given with the optimizer; any other is made afterwards
                     filter(None, [self.lr_scheduler]),
-                    elementwise=self._is_elementwise,
+                    whole=self._whole,
                 )
                 self.optimizer: Any = self._sharded
         return self.optimizer

@@ -11,12 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from undertow.buckets.bucket import strides_of_gradient
 from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, listed, require
 from undertow.optim.clipping import clip_members
-from undertow.optim.state import ELEMENTWISE, MASTER, ParamState, gather_states, part_of_state
-from undertow.ranks.exchanges import accumulation_dtype
-from undertow.sharded.shards import ShardPart
+from undertow.optim.state import (
+    MASTER,
+    ParamState,
+    gather_states,
+    part_of_state,
+    updates_whole_parameters,
+)
+from undertow.sharded.shards import FlatParams, ShardPart, in_memory_order
 from undertow.sharded.steps import Sharding
 from undertow.sync.gradient_sync import GradientSync, ZeroesWithoutReading, sync_of
 from undertow.torch_private import private
@@ -36,9 +42,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         model = undertow.DistributedDataParallel(module)
         optimizer = undertow.ShardedOptimizer(torch.optim.AdamW, model, lr=1e-3)
 
-    On a mesh, n is the number of ranks of a row. Construction is a collective call; a model has one
-    ShardedOptimizer at a time. From its first step on, gradients are reduced to shards. Updated
-    parameters are gathered during the next forward; any other read of a parameter waits for it.
+    On a mesh, n is the number of ranks of a row. Construction is a collective call. A model may
+    have several, each over its own `params`; together they have every trained parameter. From the
+    first step on, gradients are reduced to shards. Updated parameters are gathered during the next
+    forward; any other read of a parameter waits for it.
     16-bit parameters are updated in fp32.
 
     A model with experts needs one optimizer for each group of ranks: one for the model with its
@@ -46,20 +53,21 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     computes their common norm.
 
     Args:
-        cls: A class of torch.optim that updates each element on its own: Adadelta, Adagrad, Adam,
-            AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD. Any other class needs
-            `elementwise=True`.
+        cls: A class of optimizers. LBFGS and SparseAdam cannot be sharded.
         target: The result of `attach` or `DistributedDataParallel`.
         params: Parameters or parameter groups as in torch; None takes all trained parameters.
-        elementwise: True lets another class be sharded. You vouch that the update of an element
-            depends on that element alone, and that everything a step changes is in `state[param]`.
-            Each rank steps flat pieces of parameters. So a norm, statistics of rows or columns,
-            quantization in blocks or a projection would use pieces, without an error.
+        whole: True lets one rank update all of a parameter, as optimizers that need whole matrices
+            want it (LAMB, Shampoo). You vouch that the update of a parameter depends on no other
+            parameter, and that everything a step changes is in `state[param]`. False cuts
+            parameters into equal parts: the update of an element must depend on that element alone.
+            None cuts for Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop
+            and SGD of torch, keeps parameters whole for its Adafactor and Muon, and refuses any
+            other class.
         defaults: The settings of `cls`.
 
     Raises:
-        ConfigError: If the class is not known to be elementwise, or if the model already has a
-            ShardedOptimizer.
+        ConfigError: If the class cannot be sharded so, or if another ShardedOptimizer updates one
+            of the parameters.
     """
 
     def __init__(
@@ -68,16 +76,16 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         target: GradientSync | nn.Module,
         params: ParamGroups | None = None,
         *,
-        elementwise: bool = False,
+        whole: bool | None = None,
         **defaults: Any,
     ) -> None:
         sync = sync_of(target, where="ShardedOptimizer", remedy=_TARGET)
         _require_arguments(cls, sync, params)
-        _require_elementwise(cls, elementwise)
+        is_whole = updates_whole_parameters(cls, whole)
         given = [param for _, param in sync.named_parameters()] if params is None else params
         # Parameter groups alone are not enough: some settings are read only by the constructor.
         make: Callable[[Any], torch.optim.Optimizer] = partial(cls, **defaults)
-        self._set_up(make(given), make, sync)
+        self._set_up(make(given), make, sync, is_whole=is_whole)
 
     @classmethod
     def _of(
@@ -85,14 +93,13 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         whole: torch.optim.Optimizer,
         target: GradientSync | nn.Module,
         *,
-        elementwise: bool = False,
+        is_whole: bool,
     ) -> Self:
         """Shards an optimizer that exists, without its state; see `shard_optimizer`."""
         sync = sync_of(target, where="ShardedOptimizer", remedy=_TARGET)
         _require_arguments(type(whole), sync, whole.param_groups)
-        _require_elementwise(type(whole), elementwise)
         made = cls.__new__(cls)
-        made._set_up(whole, partial(_copy_of, whole), sync)
+        made._set_up(whole, partial(_copy_of, whole), sync, is_whole=is_whole)
         return made
 
     def _set_up(
@@ -100,6 +107,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         whole: torch.optim.Optimizer,
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         sync: GradientSync,
+        *,
+        is_whole: bool,
     ) -> None:
         """Shards `whole`, an optimizer over whole parameters; a collective call.
 
@@ -113,15 +122,17 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         super().__init__(whole.param_groups, whole.defaults)
         self._grouped = [list(group["params"]) for group in self.param_groups]  # as they were taken
         # Texts, because a function or NaN does not equal its own copy.
+        names = sync._engine.current_plan.members.names
         groups = [
-            (len(group["params"]), repr(hyper_parameters(group))) for group in self.param_groups
+            ([names.get(id(param)) for param in group["params"]], repr(hyper_parameters(group)))
+            for group in self.param_groups
         ]
         cls = self.optimizer_class
         described = {
             "optimizer": f"{cls.__module__}.{cls.__qualname__}",
             "parameter groups": groups,
         }
-        self._steps = sync._shard(self, described)
+        self._steps = sync._shard(self, described, whole=is_whole)
 
     @private.untraced
     @torch.no_grad()
@@ -145,7 +156,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             return loss
         inner, params = self._begin(), list(params_of(self))
         inner.sharding.require_synchronized(params)
-        with self._steps.update(inner.sharding):
+        with self._steps.update(inner.sharding, self):
             inner.step(self.param_groups, self.state)
             for param in params:
                 if param.grad is not None:
@@ -163,8 +174,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Scales all gradients of its parameters so that their total norm is at most `max_norm`; a
-        collective call.
+        """Scales all gradients of its parameters, and of the model's other ShardedOptimizers, so
+        that their total norm is at most `max_norm`; a collective call.
 
         Args:
             max_norm: Upper limit of the norm.
@@ -179,7 +190,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         Raises:
             NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
         """
-        members = [(self._sync, list(params_of(self)))]
+        steppers = self._steps.steppers
+        members = [(self._sync, list(chain.from_iterable(map(params_of, steppers))))]
         return clip_members(members, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     @private.untraced
@@ -323,13 +335,14 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     def _begin(self) -> "InnerOptimizer":
         """Waits for everything in flight, and returns the optimizer over this rank's parts."""
-        sharding, inner = self._steps.begin(), self._inner
         # Users may have put other parameters into the groups, or in another order.
         present = [list(map(id, group["params"])) for group in self.param_groups]
         has_other_params = present != [list(map(id, params)) for params in self._grouped]
         if has_other_params:
             self._require_params_of_the_model()
             self._grouped = [list(group["params"]) for group in self.param_groups]
+            self._steps.regroup()
+        sharding, inner = self._steps.begin(self), self._inner
         if inner is not None:
             if sharding is inner.sharding and not has_other_params:
                 return inner
@@ -426,10 +439,35 @@ class _Owned:
     param: Tensor
     part: ShardPart
     group: dict[str, Any]  # of the parameter, in the ShardedOptimizer
-    values: Tensor  # [part.numel] in place, of the parameter's dtype
-    # the tensor that the inner optimizer updates: `values`, or an fp32 copy of 16-bit values
+    flat: FlatParams
+    # The tensor that the inner optimizer updates: in place, or of `flat.exact`. [part.numel], or of
+    # the parameter's shape if this rank owns all of it
     target: Tensor
     state: ParamState | None = None  # at the last look, the dict of both optimizers
+    # Loaded exact values of a parameter that is updated in place from now on, and the values that
+    # it had then. They take effect in a step, because ranks gather after it.
+    loaded: tuple[Tensor, Tensor] | None = None
+
+    def load(self, exact: Tensor) -> None:
+        """Takes over exact values, after the parameter was loaded."""
+        if self.flat.exact is None:
+            self.loaded = exact, self.target.clone()
+        else:
+            if self.part.owner is not None:
+                exact = in_memory_order(exact, self.target.stride())
+            self.flat.accept(self.part, exact)
+
+    def use_loaded(self, exact: Tensor, before: Tensor) -> None:
+        """Called in a step: updates in place begin with the loaded `exact` values, except for
+        values that were written since, which differ from those `before`."""
+        self.target.copy_(torch.where(self.target == before, exact, self.target))
+        self.loaded = None
+
+    def exact(self) -> Tensor | None:
+        """Returns the values that ranks do not hold as they are, if there are any."""
+        if self.loaded is not None:
+            return self.loaded[0]
+        return None if self.flat.exact is None else self.target
 
 
 class InnerOptimizer:
@@ -447,8 +485,13 @@ class InnerOptimizer:
         self.sharding = sharding
         self.parts: dict[Tensor, ShardPart] = {}  # by identity of the parameter
         self.owned: list[_Owned] = []  # those with elements
-        inner_groups = []
-        for group in groups:
+        params = chain.from_iterable(group["params"] for group in groups)
+        present = [sharding.parts[param].bucket for param in params if param in sharding.parts]
+        self._flats = [sharding.flats[bucket] for bucket in dict.fromkeys(present)]
+        self._follow_writes()
+        # Groups with parts on this rank, by their place: torch makes no group without parameters.
+        inner_groups: dict[int, dict[str, Any]] = {}
+        for place, group in enumerate(groups):
             targets = []
             for param in group["params"]:
                 part = sharding.parts.get(param)
@@ -457,13 +500,21 @@ class InnerOptimizer:
                 self.parts[param] = part
                 if part.numel == 0:
                     continue
-                values = part.of_bucket(sharding.flats[part.bucket].flat)
-                target = values.to(accumulation_dtype(values.dtype))
-                self.owned.append(_Owned(param, part, group, values, target))
+                flat = sharding.flats[part.bucket]
+                if flat.exact is None:
+                    target = part.of_bucket(flat.flat)
+                else:
+                    target = part.of_shard(flat.exact)
+                if part.owner is not None:
+                    target = target.as_strided(param.shape, strides_of_gradient(param))
+                self.owned.append(_Owned(param, part, group, flat, target))
                 targets.append(target)
-            inner_groups.append({**hyper_parameters(group), "params": targets})
+            if targets:
+                inner_groups[place] = {**hyper_parameters(group), "params": targets}
+        self._places = list(inner_groups)
         self._elsewhere = [param for param, part in self.parts.items() if part.numel == 0]
-        self.optimizer = make(inner_groups)
+        nothing = [{**hyper_parameters(group), "params": []} for group in groups]
+        self.optimizer = make(list(inner_groups.values()) or nothing)
 
     def follow(self, states: dict[Tensor, ParamState]) -> None:
         """Takes over the states that were loaded or that users have set or deleted; each becomes
@@ -479,11 +530,10 @@ class InnerOptimizer:
                 continue
             mine = part_of_state(state, owned.param, owned.part, owned.group)
             master = mine.pop(MASTER, None)
-            # A `master` that is not wider than the parameter went through a plain optimizer, which
-            # narrows it and then does not update it along with the parameter.
-            has_copy = owned.target is not owned.values
-            if has_copy and master is not None and state[MASTER].dtype == master.dtype:
-                owned.target.copy_(master)
+            # A narrower `master` went through a plain optimizer, which narrows it
+            # and then does not update it along with the parameter.
+            if master is not None and state[MASTER].dtype == master.dtype:
+                owned.load(master)
             inner[owned.target] = states[owned.param] = owned.state = mine
         for param in self._elsewhere:
             if states.get(param):
@@ -492,28 +542,32 @@ class InnerOptimizer:
     def step(self, groups: Sequence[dict[str, Any]], states: dict[Tensor, ParamState]) -> None:
         """Steps with these groups' hyper-parameters, as schedulers and users left them."""
         self.follow(states)
-        for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
-            for name, value in hyper_parameters(settings).items():
+        for place, group in zip(self._places, self.optimizer.param_groups, strict=False):
+            for name, value in hyper_parameters(groups[place]).items():
                 group[name] = value.clone() if isinstance(value, Tensor) else value
         grads = self.sharding.gradients([owned.param for owned in self.owned])
         for owned, grad in zip(self.owned, grads, strict=True):
-            target = owned.target
-            target.grad = None if grad is None else grad.to(target.dtype)
-            if target is not owned.values:  # follow writes into the parameter, such as a load
-                is_written = owned.values != target.to(owned.values.dtype)
-                target.copy_(torch.where(is_written, owned.values.to(target.dtype), target))
+            if owned.loaded is not None:
+                owned.use_loaded(*owned.loaded)
+            if grad is not None and owned.part.owner is not None:
+                grad = grad.as_strided(owned.target.shape, owned.target.stride())
+            owned.target.grad = None if grad is None else grad.to(owned.target.dtype)
+        self._follow_writes()
         inner = self.optimizer.state
         try:
             # hooks of the user's optimizer run around the whole step, not here
-            private.step_unwatched(self.optimizer)
+            if self.owned:
+                private.step_unwatched(self.optimizer)
         finally:
-            # After an interruption too: a stale copy would look like a write from outside.
             for owned in self.owned:
                 owned.target.grad = None
-                if owned.target is not owned.values:
-                    owned.values.copy_(owned.target)
                 if owned.state is None and owned.target in inner:
                     owned.state = states[owned.param] = inner[owned.target]
+
+    def _follow_writes(self) -> None:
+        for flat in self._flats:
+            if flat.exact is not None:
+                flat.follow_writes()
 
     def states(self, *, is_moved: bool = False) -> dict[Tensor, ParamState]:
         """Returns the state of each part that has one, with its fp32 values.
@@ -523,8 +577,9 @@ class InnerOptimizer:
         found: dict[Tensor, ParamState] = {}
         for owned in self.owned:
             state = dict(self.optimizer.state.get(owned.target, {}))
-            if owned.target is not owned.values and (is_moved or state):
-                state[MASTER] = owned.target
+            exact = owned.exact()
+            if exact is not None and (is_moved or state):
+                state[MASTER] = exact
             if state:
                 found[owned.param] = state
         return found
@@ -561,17 +616,4 @@ def _require_arguments(cls: object, sync: GradientSync, params: ParamGroups | No
         remedy="Make one for the model with params=[param for _, param in "
         "sync.named_parameters()], its dense ones, and "
         "one for each of sync.experts.",
-    )
-
-
-def _require_elementwise(cls: type[torch.optim.Optimizer], is_vouched_for: bool) -> None:
-    # A class that is derived from a known one is not known: its constructor alone may add hooks.
-    require(
-        cls in ELEMENTWISE or is_vouched_for,
-        f"{cls.__name__} cannot be sharded: Undertow does not know that it updates each "
-        "element on its own.",
-        where="ShardedOptimizer, which gives each rank a part of a parameter as a flat piece",
-        remedy="Pass elementwise=True if the update of an element depends on no other "
-        "element. If it does, or if you are "
-        "not sure, use this optimizer without sharding.",
     )

@@ -1,5 +1,9 @@
 """The state of a sharded optimizer: cut to this rank's elements, and gathered whole."""
 
+import copy
+import math
+import warnings
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +11,9 @@ import torch
 from torch import Tensor
 
 from undertow.buckets.bucket import strides_of_gradient
+from undertow.device import device_of
+from undertow.errors import ConfigError, require
+from undertow.plan import Bucket
 from undertow.ranks.agreement import gather_json
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.sharded.shards import ShardPart, in_memory_order
@@ -40,20 +47,76 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 )
 
 
+# Their updates depend on other elements: of rows and columns, or of the whole matrix.
+_NEED_WHOLE = (torch.optim.Adafactor, torch.optim.Muon)
+# The first needs all parameters at once, the second rows of sparse gradients.
+_REFUSED = (torch.optim.LBFGS, torch.optim.SparseAdam)
+
+
+def updates_whole_parameters(cls: type[torch.optim.Optimizer], whole: bool | None) -> bool:
+    """Returns True if one rank is to update all of a parameter, as the user says or as a known
+    class needs it.
+
+    Raises ConfigError if the class cannot be sharded so, or if it is not known and the user says
+    nothing: it may combine parameters, or keep state outside of `state[param]`. A class that is
+    derived from a known one is not known: its constructor alone may add hooks.
+    """
+    where = f"ShardedOptimizer({cls.__name__}, ..., whole={whole!r})"
+    require(
+        not issubclass(cls, _REFUSED),
+        f"{cls.__name__} cannot be sharded: it needs all parameters at once, or sparse gradients.",
+        where=where,
+        remedy="Use this optimizer without sharding.",
+    )
+    if whole is None:
+        require(
+            cls in ELEMENTWISE or cls in _NEED_WHOLE,
+            f"{cls.__name__} cannot be sharded: Undertow does not know that it updates each "
+            "parameter on its own.",
+            where=where,
+            remedy="Pass whole=True if the update of a parameter depends on no other parameter and "
+            "all that a step changes is in state[param]. If not, or if you are not sure, use this "
+            "optimizer without sharding.",
+        )
+        return cls in _NEED_WHOLE
+    if type(whole) is not bool:
+        raise ConfigError(
+            f"whole must be True, False or None, got {whole!r}.",
+            where=where,
+            remedy="Leave it out: Undertow knows the classes of torch.",
+        )
+    require(
+        whole or cls not in _NEED_WHOLE,
+        f"{cls.__name__} needs whole matrices: an element's update depends on the others.",
+        where=where,
+        remedy="Leave whole=False out: one rank then updates all of a parameter.",
+    )
+    if not whole and cls not in ELEMENTWISE:
+        warnings.warn(
+            f"{cls.__name__} will see flat pieces of parameters: a norm, statistics of rows or "
+            f"columns, quantization in blocks or a projection would use pieces.\n  {where}\n"
+            "  Leave whole=False out unless the update of an element depends on that element "
+            "alone, or filter this warning.",
+            stacklevel=4,
+        )
+    return whole
+
+
 def part_of_state(
     state: Mapping[str, Any], param: Tensor, part: ShardPart, group: Mapping[str, Any]
 ) -> ParamState:
     """Returns a copy of a parameter's state for the elements of `part`, in Undertow's dtypes.
 
-    Tensors of the parameter's shape are cut. Other tensors of one dimension have the elements of
-    the part already.
+    Tensors of the parameter's shape are cut, unless one rank owns all of it. Other tensors of one
+    dimension have the elements of the part already.
     """
+    is_cut = part.owner is None
     found: ParamState = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
-            found[key] = value
+            found[key] = copy.deepcopy(value)
             continue
-        if value.shape == param.shape and key not in OF_THE_WHOLE:
+        if is_cut and value.shape == param.shape and key not in OF_THE_WHOLE:
             flat = in_memory_order(value, strides_of_gradient(param))
             value = flat[part.start : part.stop]
         elif value.dim() == 0 or key in OF_THE_WHOLE:
@@ -62,9 +125,9 @@ def part_of_state(
             found[key] = value.to(param.device if is_on_device else value.device, copy=True)
             continue
         dtype = value.dtype
-        if dtype.is_floating_point and param.is_floating_point():
+        if dtype == param.dtype:
             # A plain optimizer keeps the state of a 16-bit parameter in 16 bits.
-            dtype = accumulation_dtype(param.dtype)
+            dtype = accumulation_dtype(dtype)
         found[key] = value.to(param.device, dtype, copy=True)
     return found
 
@@ -82,30 +145,110 @@ def gather_states(
     `device`, or on the parameters' devices if None. A rank with `keeps=False` contributes and
     returns nothing.
     """
+    mine = {param: flattened(state) for param, state in mine.items()}
     described = _agreed_descriptions(sharding, mine)
     whole: dict[int, ParamState] = {}
     for index, entries in described.items() if keeps else ():
         param, strides = sharding.params[index], sharding.strides[index]
         whole[index] = {key: _room(what, param, strides, device) for key, what in entries.items()}
     for bucket in sharding.plan.buckets:
-        indices: dict[tuple[str, str], list[int]] = {}  # by the key and dtype of a tensor
-        for index in bucket.params:
-            for key, (kind, dtype, *_) in described.get(index, {}).items():
-                if kind == _TENSOR:
-                    indices.setdefault((key, dtype), []).append(index)
-        for key, dtype in sorted(indices):
-            own = torch.zeros(
-                sharding.shard_numel(bucket), dtype=getattr(torch, dtype), device=bucket.device
+        if bucket.owners is not None:
+            _gather_owned(sharding, bucket, mine, described, whole)
+        else:
+            _gather_parts(sharding, bucket, mine, described, whole)
+    return {sharding.params[index]: nested(state) for index, state in whole.items()}
+
+
+def flattened(state: Mapping[str, Any]) -> ParamState:
+    """Returns a state with an entry for each tensor of a list, `key#0`, `key#1` and so on."""
+    found: ParamState = {}
+    for key, value in state.items():
+        if isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
+            found.update((f"{key}#{place}", each) for place, each in enumerate(value))
+        else:
+            found[key] = value
+    return found
+
+
+def nested(state: Mapping[str, Any]) -> ParamState:
+    """Returns the state that `flattened` was given, with lists for tuples."""
+    found: ParamState = {}
+    lists: defaultdict[str, dict[int, Any]] = defaultdict(dict)
+    for key, value in state.items():
+        name, mark, place = key.rpartition("#")
+        if mark and place.isdecimal():
+            lists[name][int(place)] = value
+        else:
+            found[key] = value
+    for name, values in lists.items():
+        found[name] = [values[place] for place in sorted(values)]
+    return found
+
+
+def _gather_parts(
+    sharding: Sharding,
+    bucket: Bucket,
+    mine: Mapping[Tensor, ParamState],
+    described: Mapping[int, Mapping[str, list[Any]]],
+    whole: Mapping[int, ParamState],
+) -> None:
+    """Brings the ranks' parts of states into `whole`. A collective call."""
+    indices: dict[tuple[str, str], list[int]] = {}  # by the key and dtype of a tensor
+    for index in bucket.params:
+        for key, (kind, dtype, *_) in described.get(index, {}).items():
+            if kind == _TENSOR:
+                indices.setdefault((key, dtype), []).append(index)
+    for key, dtype in sorted(indices):
+        own = torch.zeros(
+            sharding.shard_numel(bucket), dtype=getattr(torch, dtype), device=bucket.device
+        )
+        into: dict[int, Tensor] = {}
+        for index in indices[key, dtype]:
+            param = sharding.params[index]
+            if param in mine:
+                sharding.parts[param].of_shard(own).copy_(_kept(mine[param][key]))
+            if index in whole:
+                into[index] = in_memory_order(whole[index][key], sharding.strides[index])
+        sharding.gather_whole(bucket, own, into)
+
+
+def _kept(state: Tensor) -> Tensor:
+    """Returns a state that is read for the last time, perhaps not on the stream that made it."""
+    return device_of(state.device).keep(state)
+
+
+def _gather_owned(
+    sharding: Sharding,
+    bucket: Bucket,
+    mine: Mapping[Tensor, ParamState],
+    described: Mapping[int, Mapping[str, list[Any]]],
+    whole: Mapping[int, ParamState],
+) -> None:
+    """Brings states of whole parameters from their owners into `whole`. A collective call."""
+    assert bucket.owners is not None
+    group = sharding.group
+    for index, owner in zip(bucket.params, bucket.owners, strict=True):
+        param, strides = sharding.params[index], sharding.strides[index]
+        for key, (kind, dtype, *shape) in sorted(described.get(index, {}).items()):
+            if kind != _TENSOR:
+                continue
+            values = torch.empty(
+                math.prod(shape), dtype=getattr(torch, dtype), device=bucket.device
             )
-            into: dict[int, Tensor] = {}
-            for index in indices[key, dtype]:
-                param = sharding.params[index]
-                if param in mine:
-                    sharding.parts[param].of_shard(own).copy_(mine[param][key])
-                if keeps:
-                    into[index] = in_memory_order(whole[index][key], sharding.strides[index])
-            sharding.gather_whole(bucket, own, into)
-    return {sharding.params[index]: state for index, state in whole.items()}
+            if group.rank == owner:
+                values.copy_(_elements(_kept(mine[param][key]), param, strides))
+            if group.num_ranks > 1:
+                name = sharding.plan.params[index].name
+                group.broadcast(values, f"the state of {name!r}", source=owner).wait()
+            if index in whole:
+                _elements(whole[index][key], param, strides).copy_(values)
+
+
+def _elements(value: Tensor, param: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Returns the elements of a state, in memory order if it has the parameter's shape."""
+    if value.shape == param.shape:
+        return in_memory_order(value, strides)
+    return value.contiguous().view(-1)
 
 
 def _agreed_descriptions(
@@ -114,7 +257,10 @@ def _agreed_descriptions(
     """Describes each parameter's state entries, by parameter index and then by key, combined from
     all ranks."""
     own = {
-        sharding.parts[param].param: {key: description(value) for key, value in state.items()}
+        sharding.parts[param].param: {
+            key: description(value, is_part=sharding.parts[param].owner is None)
+            for key, value in state.items()
+        }
         for param, state in mine.items()
     }
     if sharding.group.num_ranks == 1:
@@ -126,25 +272,32 @@ def _agreed_descriptions(
     return dict(sorted(found.items()))
 
 
-def description(value: Any) -> list[Any]:
-    """Returns an entry of a state as JSON, without the elements of tensors."""
+def description(value: Any, *, is_part: bool = False) -> list[Any]:
+    """Returns an entry of a state as JSON, without the elements of tensors.
+
+    Without the shape if it is of a part, whose length differs from rank to rank.
+    """
     if not isinstance(value, Tensor):
         return [_VALUE, value]
     dtype = str(value.dtype).removeprefix("torch.")
-    return [_TENSOR, dtype] if value.dim() else [_SCALAR, dtype, value.item(), value.device.type]
+    if value.dim():
+        return [_TENSOR, dtype, *(() if is_part else value.shape)]
+    return [_SCALAR, dtype, value.item(), value.device.type]
 
 
 def _room(
     description: list[Any], param: Tensor, strides: tuple[int, ...], device: torch.device | None
 ) -> Any:
     """Returns a new tensor for elements, and the value itself of anything else."""
-    kind, value, *of_scalar = description
+    kind, value, *rest = description
     if kind == _VALUE:
         return value
     dtype = getattr(torch, value)
+    if kind == _TENSOR and rest not in ([], [*param.shape]):
+        return torch.empty(rest, dtype=dtype, device=device or param.device)
     if kind == _TENSOR:
         return torch.empty_strided(param.shape, strides, dtype=dtype, device=device or param.device)
-    number, place = of_scalar
+    number, place = rest
     # A tensor on another rank's GPU belongs on this rank's GPU here.
     return torch.tensor(
         number, dtype=dtype, device=param.device if param.device.type == place else place

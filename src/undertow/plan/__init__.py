@@ -7,7 +7,6 @@ from undertow.plan.grouping import (
     default_caps,
     first_plan,
     group_by_size,
-    groups_in_order,
     largest_first,
     observed,
     plan_in_order,
@@ -17,9 +16,10 @@ from undertow.plan.layout import (
     Groups,
     ParamSpec,
     Slot,
+    Wires,
 )
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
-from undertow.plan.timing import StepTiming, finish_us
+from undertow.plan.timing import StepModel, StepTiming, finish_us, payload_of
 
 __all__ = [
     "Bucket",
@@ -30,17 +30,19 @@ __all__ = [
     "Plan",
     "SizeCaps",
     "Slot",
+    "StepModel",
     "StepTiming",
     "Trailer",
+    "Wires",
     "choose",
     "default_caps",
     "equal_groups",
     "finish_us",
     "first_plan",
     "group_by_size",
-    "groups_in_order",
     "largest_first",
     "observed",
+    "payload_of",
     "plan_from_groups",
     "plan_in_order",
     "reverse_registration",

@@ -8,26 +8,30 @@ of all plans, and 2.7 % at worst, over 930 cases (docs/planning.md).
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from undertow.cost.costs import Costs
+from undertow.cost import Costs
 from undertow.plan.grouping import by_last_ready
-from undertow.plan.layout import Groups, Kind, ParamSpec
-from undertow.plan.timing import StepTiming, finish_us
+from undertow.plan.layout import Groups, Kind, ParamSpec, Wires
+from undertow.plan.timing import StepModel, StepTiming
+from undertow.wire import AUTO, AUTO_WIRE
 
 NUMS_OF_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 LAST_SHARES = (1.0, 0.5, 0.25, 0.1)
 SLACK = 1.002  # a plan of fewer buckets may end later than the fastest one by this factor
+# Formats that the plan chooses must shorten the time by this share: they cost precision.
+LEAST_GAIN = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan of the family, and its time as `finish_us` counts it, in microseconds."""
+    """A plan of the family, and its time as `StepModel` counts it, in microseconds."""
 
     groups: Groups
     last_share: float  # size of the last bucket, relative to the others
     finish_us: float
+    wires: Wires = ()  # by bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,7 @@ class Choice:
     best: Candidate
     # the fastest one of each number of buckets, fewest buckets first
     candidates: tuple[Candidate, ...]
+    model: StepModel = field(repr=False, compare=False)  # it has timed them
 
 
 def choose(  # noqa: PLR0913
@@ -48,6 +53,10 @@ def choose(  # noqa: PLR0913
     has_shards: bool = False,
     max_bucket_bytes: float = math.inf,
     bucket_us: float = 0.0,
+    wire: str | None = None,
+    param_wire: str | None = None,
+    groups: Groups | None = None,
+    num_shards: int = 1,
 ) -> Choice:
     """Returns the fastest plan of the family, and of plans that are as fast the one with the fewest
     buckets.
@@ -62,25 +71,59 @@ def choose(  # noqa: PLR0913
             forward for each bucket.
         max_bucket_bytes: Buckets of several parameters hold at most so many bytes.
         bucket_us: Processor time that a bucket costs in backward, in microseconds.
+        wire: The format of gradients, as in `SyncConfig`. "auto" chooses it for each bucket:
+            reductions end as early as if all were in int8, and the fewest bytes are, if that is 1 %
+            earlier than in full width.
+        param_wire: The format of gathered parameters.
+        groups: The buckets, if only their formats are to be chosen.
+        num_shards: The ranks that own whole parameters, if there are any.
 
     Returns:
         The plan and the table that it was chosen from.
     """
+    model = StepModel(
+        params=params,
+        timing=timing,
+        costs=costs,
+        has_shards=has_shards,
+        param_wire=param_wire,
+        bucket_us=bucket_us,
+        num_shards=num_shards,
+    )
+    family = (
+        list(_family(params, order, max_bytes=max_bucket_bytes))
+        if groups is None
+        else [(1.0, groups)]
+    )
+    if wire != AUTO:
+        return _fastest(model, family, wire)
+    wide = _fastest(model, family, None)
+    narrow = _fastest(model, family, AUTO_WIRE)
+    if narrow.best.finish_us > (1 - LEAST_GAIN) * wide.best.finish_us:
+        return wide
+    of_best = narrow.best.groups
+    best = replace(narrow.best, wires=model.wires_if_exposed(of_best, AUTO_WIRE))
+    candidates = tuple(best if each == narrow.best else each for each in narrow.candidates)
+    return Choice(best=best, candidates=candidates, model=model)
+
+
+def _fastest(model: StepModel, family: Iterable[tuple[float, Groups]], wire: str | None) -> Choice:
+    """Returns the choice among plans of one format."""
     fastest: dict[int, Candidate] = {}  # by the number of buckets
-    for last_share, groups in _family(params, order, max_bytes=max_bucket_bytes):
-        time_us = finish_us(
-            params, groups, timing, costs, has_shards=has_shards, bucket_us=bucket_us
-        )
+    for last_share, groups in family:
+        wires = model.narrowed(groups, wire)
+        time_us = model.finish_us(groups, wires)
         known = fastest.get(len(groups))
         if known is None or time_us < known.finish_us:
             fastest[len(groups)] = Candidate(
-                groups=groups, last_share=last_share, finish_us=time_us
+                groups=groups, last_share=last_share, finish_us=time_us, wires=wires
             )
     candidates = tuple(fastest[number] for number in sorted(fastest))
     least_us = min(candidate.finish_us for candidate in candidates)
     return Choice(
         best=next(candidate for candidate in candidates if candidate.finish_us <= least_us * SLACK),
         candidates=candidates,
+        model=model,
     )
 
 

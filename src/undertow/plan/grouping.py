@@ -2,7 +2,7 @@
 settings request."""
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ from undertow.config import SyncConfig, bytes_from_mib
 from undertow.errors import require
 from undertow.plan.layout import Groups, Kind, ParamSpec
 from undertow.plan.plan import Plan, plan_from_groups
+from undertow.wire import AUTO
 
 _MIB = 1024 * 1024
 _SMALLEST, _LARGEST = float(_MIB), 25.0 * _MIB
@@ -76,51 +77,60 @@ def by_last_ready(groups: Iterable[Sequence[int]], order: Sequence[int]) -> Grou
     return tuple(tuple(group) for group in sorted(groups, key=lambda group: place[group[-1]]))
 
 
-def group_by_size(params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps) -> Groups:
+def group_by_size(
+    params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps, *, num_shards: int = 1
+) -> Groups:
     """Groups consecutive parameters of `order`, as many as fit under the caps; a larger parameter
     gets its own bucket.
 
     Parameters of different dtype or device go to different groups. Groups are sorted by the time at
     which their last member is ready, which is the launch order.
+
+    A parameter that one of `num_shards` ranks updates counts by that share of its bytes: a bucket
+    takes as long as its largest part, so it needs parameters for every rank.
     """
     rest = list(order)
-    last_groups = _take_last_groups(params, rest, caps.last_bytes)
-    groups = _next_fit(params, rest, (*caps.first_bytes, caps.cap_bytes))
+    sizes = [spec.num_bytes / (num_shards if spec.is_whole else 1) for spec in params]
+    last_groups = _take_last_groups(sizes, rest, caps.last_bytes)
+    groups = _next_fit(params, sizes, rest, (*caps.first_bytes, caps.cap_bytes))
     for group in last_groups:
-        groups += _next_fit(params, group, (math.inf,))  # one group for each kind
+        groups += _next_fit(params, sizes, group, (math.inf,))  # one group for each kind
     return by_last_ready(groups, order)
 
 
 def _take_last_groups(
-    params: Sequence[ParamSpec], rest: list[int], caps_bytes: Sequence[float]
+    sizes: Sequence[float], rest: list[int], caps_bytes: Sequence[float]
 ) -> list[list[int]]:
     """Takes the last groups from the end of `rest`, as full as their caps allow."""
     groups: list[list[int]] = []
     for cap in caps_bytes:
         group: list[int] = []
-        size = 0
-        while rest and (not group or size + params[rest[-1]].num_bytes <= cap):
-            size += params[rest[-1]].num_bytes
+        size = 0.0
+        while rest and (not group or size + sizes[rest[-1]] <= cap):
+            size += sizes[rest[-1]]
             group.append(rest.pop())
         groups.append(group[::-1])
     return groups
 
 
 def _next_fit(
-    params: Sequence[ParamSpec], order: Sequence[int], caps_bytes: Sequence[float]
+    params: Sequence[ParamSpec],
+    sizes: Sequence[float],
+    order: Sequence[int],
+    caps_bytes: Sequence[float],
 ) -> list[list[int]]:
     """Fills groups under those caps, one after another; the last cap holds for all that follow."""
     open_groups: dict[Kind, list[int]] = {}
-    sizes: Counter[Kind] = Counter()
+    filled: defaultdict[Kind, float] = defaultdict(float)
     closed: list[list[int]] = []
     for param in order:
         cap = caps_bytes[min(len(closed), len(caps_bytes) - 1)]
-        kind, num_bytes = params[param].kind, params[param].num_bytes
-        if kind in open_groups and sizes[kind] + num_bytes > cap:
+        kind, size = params[param].kind, sizes[param]
+        if kind in open_groups and filled[kind] + size > cap:
             closed.append(open_groups.pop(kind))
-            sizes[kind] = 0
+            filled[kind] = 0.0
         open_groups.setdefault(kind, []).append(param)
-        sizes[kind] += num_bytes
+        filled[kind] += size
     return [*closed, *open_groups.values()]
 
 
@@ -151,6 +161,7 @@ def first_plan(
     config: SyncConfig,
     *,
     num_ranks: int,
+    num_shards: int | None = None,
     has_shards: bool = False,
 ) -> Plan:
     """Makes the plan of the first step, before any measurement.
@@ -158,9 +169,18 @@ def first_plan(
     Raises ConfigError if a pinned plan does not fit.
     """
     if config.plan is not None:
-        return _pinned_plan(params, str(config.plan), num_ranks=num_ranks)
+        return _pinned_plan(
+            params, str(config.plan), config, num_ranks=num_ranks, num_shards=num_shards
+        )
     order = reverse_registration(len(params))
-    return plan_in_order(params, order, config, num_ranks=num_ranks, has_shards=has_shards)
+    return plan_in_order(
+        params,
+        order,
+        config,
+        num_ranks=num_ranks,
+        num_shards=num_shards,
+        has_shards=has_shards,
+    )
 
 
 def plan_in_order(
@@ -169,24 +189,21 @@ def plan_in_order(
     config: SyncConfig,
     *,
     num_ranks: int,
+    num_shards: int | None = None,
     has_shards: bool = False,
 ) -> Plan:
     """Makes buckets of the configured size over `order`."""
-    groups = groups_in_order(params, order, config, has_shards=has_shards)
-    return plan_from_groups(params, groups, num_ranks=num_ranks)
-
-
-def groups_in_order(
-    params: Sequence[ParamSpec],
-    order: Sequence[int],
-    config: SyncConfig,
-    *,
-    has_shards: bool = False,
-) -> Groups:
-    """Returns the groups of `plan_in_order`."""
     total_bytes = sum(spec.num_bytes for spec in params)
     caps = _caps(config.bucket_cap_mb, total_bytes=total_bytes, has_shards=has_shards)
-    return group_by_size(params, order, caps)
+    groups = group_by_size(params, order, caps, num_shards=num_shards or num_ranks)
+    return plan_from_groups(
+        params,
+        groups,
+        num_ranks=num_ranks,
+        num_shards=num_shards,
+        wires=config.plan_wire,
+        block=config.block,
+    )
 
 
 def _caps(
@@ -202,7 +219,14 @@ def _caps(
     return SizeCaps(cap_bytes=cap, first_bytes=(small,), last_bytes=(small,))
 
 
-def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int) -> Plan:
+def _pinned_plan(
+    params: Sequence[ParamSpec],
+    text: str,
+    config: SyncConfig,
+    *,
+    num_ranks: int,
+    num_shards: int | None,
+) -> Plan:
     pinned = Plan.from_json(text)
     difference = _difference(params, pinned.params)
     require(
@@ -211,7 +235,21 @@ def _pinned_plan(params: Sequence[ParamSpec], text: str, *, num_ranks: int) -> P
         where=difference,
         remedy="Save a plan of this model with save_plan(), or leave SyncConfig(plan=...) out.",
     )
-    return plan_from_groups(params, pinned.groups, num_ranks=num_ranks)
+    groups: list[list[int]] = []
+    wires: list[str | None] = []
+    for group, wire in zip(pinned.groups, pinned.wires, strict=True):
+        # Parameters may have got different optimizers since the plan was saved.
+        of_kinds = _next_fit(params, [0.0] * len(params), group, (math.inf,))
+        groups += of_kinds
+        wires += [wire] * len(of_kinds)
+    return plan_from_groups(
+        params,
+        groups,
+        num_ranks=num_ranks,
+        num_shards=num_shards,
+        wires=wires if config.wire == AUTO else config.plan_wire,
+        block=config.block,
+    )
 
 
 def _difference(params: Sequence[ParamSpec], planned: Sequence[ParamSpec]) -> str:

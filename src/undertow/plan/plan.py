@@ -1,16 +1,27 @@
 """The plan: each parameter's bucket, the order of buckets, and the layout of each bucket."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from reprlib import repr as brief
 from typing import Any
 
 from undertow.errors import ConfigError, require
 from undertow.foreign import parsed_json
 from undertow.plan.facts import Trailer, trailer_at
-from undertow.plan.layout import Groups, Kind, ParamSpec, Slot, padded_numel
+from undertow.plan.layout import (
+    Groups,
+    Kind,
+    ParamSpec,
+    Slot,
+    Wires,
+    equal_parts,
+    padded_numel,
+    slots_of,
+)
+from undertow.plan.owners import owners_of
+from undertow.wire import WIRES, wire_for
 
 _MOST_RANKS = 1 << 20  # a simulation stores times of each rank
 _FORMAT = 1
@@ -31,40 +42,61 @@ class Bucket:
     shard_numel: int
     storage_numel: int  # gradients, padding and trailer
     own_dtype: str | None = None  # the parameters' dtype, if their gradients have another one
+    wire: str | None = None  # the format of its gradients between ranks, if it has fewer bytes
+    narrow_numel: int = 0  # elements that may travel in a format; all others are in full width
+    stepper: int = 0  # the sharded optimizer that updates its parameters, of several
+    # The rank that updates all of each slot's parameter, ascending; None: each rank has a part.
+    owners: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
-        """Elements of the gradients alone."""
-        return self.slots[-1].stop if self.slots else 0
+        """Elements of the gradients alone, and of gaps between and after them."""
+        return max(self.slots[-1].stop, self.narrow_numel) if self.slots else 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the gradients alone."""
-        return self.numel * self.itemsize
+        return sum(slot.numel for slot in self.slots) * self.itemsize
+
+    @property
+    def trailer_bytes(self) -> int:
+        """Bytes of the trailer."""
+        return (self.storage_numel - self.trailer.start) * self.itemsize
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that are passed to a collective."""
-        return self.storage_numel * self.itemsize
+        if self.wire is None:
+            return self.storage_numel * self.itemsize
+        wide_bytes = (self.numel - self.narrow_numel) * self.itemsize + self.trailer_bytes
+        return WIRES[self.wire].num_bytes(self.narrow_numel) + wide_bytes
 
     @property
     def kind(self) -> Kind:
         """The kind of its parameters."""
-        return self.dtype, self.device, self.is_sparse, self.own_dtype
+        is_whole = self.owners is not None
+        return self.dtype, self.device, self.is_sparse, self.own_dtype, self.stepper, is_whole
 
     @property
     def params(self) -> tuple[int, ...]:
         """The parameter of each slot."""
         return tuple(slot.param for slot in self.slots)
 
-    def shard_range(self, rank: int, *, num_replicas: int = 1) -> range:
-        """Returns the range of elements of gradients and padding that `rank` owns; the last shard
-        may hold padding only.
+    def parts(self, num_shards: int, *, num_ranks: int, is_padded: bool = False) -> list[range]:
+        """Returns the elements of gradients that each rank of a replica owns; a part may be empty.
 
-        With `num_replicas`, `rank` counts within one replica, which has fewer ranks by that factor.
+        `num_shards` is the ranks of a replica, of `num_ranks` in all. `is_padded` makes equal parts
+        of equal length, by padding.
         """
-        numel = self.shard_numel * num_replicas
-        return range(rank * numel, (rank + 1) * numel)
+        if self.owners is None:
+            part_numel = self.shard_numel * (num_ranks // num_shards)
+            stop = num_shards * part_numel if is_padded else self.numel
+            return equal_parts(num_shards, part_numel, stop=stop)
+        starts = [self.numel] * (num_shards + 1)
+        for slot, owner in zip(reversed(self.slots), reversed(self.owners), strict=True):
+            starts[: owner + 1] = [slot.start] * (owner + 1)
+        starts[0] = 0
+        return [range(*ends) for ends in pairwise(starts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,20 +106,43 @@ class Plan:
     params: tuple[ParamSpec, ...]
     buckets: tuple[Bucket, ...]
     num_ranks: int
+    num_shards: int  # ranks of a replica: of a row of a mesh, or all
 
     @property
     def groups(self) -> Groups:
         """The groups from which `plan_from_groups` makes this plan."""
         return tuple(bucket.params for bucket in self.buckets)
 
+    @property
+    def wires(self) -> Wires:
+        """The formats from which `plan_from_groups` makes this plan."""
+        return tuple(bucket.wire for bucket in self.buckets)
+
+    @property
+    def owners(self) -> Groups:
+        """The owner of each parameter of `groups`; empty for a bucket in equal parts."""
+        return tuple(bucket.owners or () for bucket in self.buckets)
+
+    def is_alike(self, groups: Groups, wires: Wires) -> bool:
+        """Returns True if its buckets hold the same parameters, in any order, in these formats."""
+        sets = [frozenset(group) for group in groups]
+        return sets == [frozenset(group) for group in self.groups] and wires == self.wires
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain values, ready for JSON."""
-        return {
+        found = {
             "format": _FORMAT,
             "num_ranks": self.num_ranks,
             "params": [spec.to_dict() for spec in self.params],
             "buckets": [list(group) for group in self.groups],
         }
+        if any(self.wires):
+            found["wires"] = list(self.wires)
+        if any(spec.is_whole for spec in self.params):  # to be read only: the specs tell them
+            found["owners"] = [bucket.owners for bucket in self.buckets]
+        if self.num_shards != self.num_ranks:
+            found["num_shards"] = self.num_shards
+        return found
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), sort_keys=True)
@@ -102,7 +157,12 @@ class Plan:
             rows = [{**spec, "shape": tuple(spec["shape"])} for spec in data["params"]]
             params = [ParamSpec(**row) for row in rows]
             groups = groups_from_json(data["buckets"])
-            return plan_from_groups(params, groups, num_ranks=data["num_ranks"])
+            wires = wires_from_json(data.get("wires"), num_buckets=len(groups))
+            num_ranks = data["num_ranks"]
+            num_shards = data.get("num_shards", num_ranks)
+            return plan_from_groups(
+                params, groups, num_ranks=num_ranks, num_shards=num_shards, wires=wires
+            )
         except ConfigError:
             raise
         except (ValueError, KeyError, TypeError) as error:
@@ -129,14 +189,39 @@ def groups_from_json(rows: object) -> Groups:
     return tuple(groups)
 
 
+def wires_from_json(rows: object, *, num_buckets: int) -> Wires | None:
+    """Reads the formats of a plan's buckets; None if it names none.
+
+    Raises ConfigError for anything but a known name or null for each bucket.
+    """
+    if rows is None:
+        return None
+    require(
+        isinstance(rows, list)
+        and len(rows) == num_buckets
+        and all(row is None or (isinstance(row, str) and row in WIRES) for row in rows),
+        f"wires must have the format of each of {num_buckets} buckets, got {brief(rows)}.",
+        remedy=f"Formats are null (full width), {', '.join(WIRES)}.",
+    )
+    return tuple(rows)  # type: ignore[arg-type]  # a list
+
+
 def plan_from_groups(
     params: Sequence[ParamSpec],
     groups: Sequence[Sequence[int]],
     *,
     num_ranks: int,
+    num_shards: int | None = None,
+    wires: str | Sequence[str | None] | None = None,
+    block: int = 1,
 ) -> Plan:
     """Lays out `groups` of indices of parameters; each becomes a bucket, and empty groups are
     skipped.
+
+    `wires` has the format of each group, or one name for all; None is full width. A bucket whose
+    elements have no more bytes than the format stays in full width. Parameters of a `block` or more
+    start at a multiple of it, as the format of updated parameters needs it. `num_shards` is the
+    ranks of a replica, which own whole parameters; None is all ranks.
 
     Without parameters the plan still has one bucket with a trailer only, through which ranks
     exchange facts. Raises ConfigError unless every parameter is in one group, with
@@ -147,35 +232,86 @@ def plan_from_groups(
         f"a plan is for 1 to {_MOST_RANKS:,} ranks, got num_ranks={brief(num_ranks)}.",
         remedy="Give the size of the process group.",
     )
-    filled = [group for group in groups if group]
-    _require_each_once(params, filled)
-    _require_kinds(params, filled)
+    num_shards = num_ranks if num_shards is None else num_shards
+    require(
+        type(num_shards) is int and num_shards > 0 and num_ranks % num_shards == 0,
+        f"a replica has a part of the {num_ranks} ranks, got num_shards={brief(num_shards)}.",
+        remedy="Give the length of a row of the mesh.",
+    )
+    of_groups = [wires] * len(groups) if wires is None or isinstance(wires, str) else wires
+    filled = [(group, wire) for group, wire in zip(groups, of_groups, strict=True) if group]
+    _require_each_once(params, [group for group, _ in filled])
+    _require_kinds(params, [group for group, _ in filled])
     if not filled:
-        filled = [()]
-    buckets = [
-        _bucket(params, group, index, len(filled), num_ranks) for index, group in enumerate(filled)
-    ]
-    return Plan(params=tuple(params), buckets=tuple(buckets), num_ranks=num_ranks)
+        filled = [((), None)]
+    owners = _owners(params, [group for group, _ in filled], num_shards)
+    buckets = []
+    for index, (group, wire) in enumerate(filled):
+        num_buckets = len(filled) if index == len(filled) - 1 else 0  # 0: it is not the last
+        placed = _placed(params, group, wire, block, owners)
+        buckets.append(_bucket(placed, index, num_buckets=num_buckets, num_ranks=num_ranks))
+    return Plan(
+        params=tuple(params), buckets=tuple(buckets), num_ranks=num_ranks, num_shards=num_shards
+    )
 
 
-def _bucket(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """The gradients of a bucket, before padding and trailer."""
+
+    first: ParamSpec  # all parameters are of its kind
+    slots: tuple[Slot, ...]
+    wire: str | None
+    block: int
+    narrow_numel: int
+    owners: tuple[int, ...] | None
+
+
+def _placed(
     params: Sequence[ParamSpec],
     group: Sequence[int],
-    index: int,
-    num_buckets: int,
-    num_ranks: int,
-) -> Bucket:
-    ends = accumulate((params[param].slot_numel for param in group), initial=0)
-    slots = []
-    for param, (start, stop) in zip(group, pairwise(ends), strict=True):
-        slots.append(Slot(param=param, start=start, stop=stop))
+    wire_name: str | None,
+    block: int,
+    owners: Mapping[int, int],
+) -> _Placed:
     first = params[group[0]] if group else ParamSpec(name="", shape=(), dtype="float32", itemsize=4)
-    of_last = (
-        {"num_buckets": num_buckets, "num_ranks": num_ranks} if index == num_buckets - 1 else {}
+    wire = None if first.is_sparse else wire_for(wire_name, first.dtype, first.itemsize)
+    if wire is not None:
+        block = max(block, wire.block)
+    of_slots = None
+    if first.is_whole:
+        group = sorted(group, key=owners.__getitem__)
+        of_slots = tuple(owners[param] for param in group)
+    slots, narrow_numel = slots_of(params, group, block=block)
+    return _Placed(
+        first=first,
+        slots=tuple(slots),
+        wire=None if wire is None or not group else wire_name,
+        block=block,
+        narrow_numel=narrow_numel,
+        owners=of_slots,
     )
+
+
+def _owners(
+    params: Sequence[ParamSpec], groups: Sequence[Sequence[int]], num_shards: int
+) -> dict[int, int]:
+    """Returns the owner of each parameter that one rank updates, whatever the order in a group."""
+    whole = [sorted(param for param in group if params[param].is_whole) for group in groups]
+    owners = dict[int, int]()
+    for group, ranks in zip(whole, owners_of(params, whole, num_ranks=num_shards), strict=True):
+        owners.update(zip(group, ranks, strict=True))
+    return owners
+
+
+def _bucket(placed: _Placed, index: int, *, num_buckets: int, num_ranks: int) -> Bucket:
+    first, slots = placed.first, placed.slots
+    of_last = {"num_buckets": num_buckets, "num_ranks": num_ranks} if num_buckets else {}
     trailer_numel = trailer_at(0, num_slots=len(slots), **of_last).stop
-    numel = slots[-1].stop if slots else 0
-    sharded_numel = padded_numel(numel, itemsize=first.itemsize, num_ranks=num_ranks)
+    numel = max(slots[-1].stop, placed.narrow_numel) if slots else 0
+    sharded_numel = padded_numel(
+        numel, itemsize=first.itemsize, num_ranks=num_ranks, block=placed.block
+    )
     storage_numel = padded_numel(
         sharded_numel + trailer_numel,
         itemsize=first.itemsize,
@@ -187,11 +323,15 @@ def _bucket(
         itemsize=first.itemsize,
         device=first.device,
         is_sparse=first.is_sparse,
-        slots=tuple(slots),
+        slots=slots,
         trailer=trailer_at(storage_numel - trailer_numel, num_slots=len(slots), **of_last),
         shard_numel=sharded_numel // num_ranks,
         storage_numel=storage_numel,
         own_dtype=first.own_dtype,
+        wire=placed.wire,
+        narrow_numel=placed.narrow_numel,
+        stepper=first.stepper,
+        owners=placed.owners,
     )
 
 
@@ -220,10 +360,14 @@ def _require_kinds(params: Sequence[ParamSpec], groups: Sequence[Sequence[int]])
                 spec.kind == first.kind,
                 f"parameter {spec.name!r} does not fit bucket {index}.",
                 where=f"it is {_kind_text(spec)}; the bucket holds {_kind_text(first)}",
-                remedy="A bucket is of one dtype and device, and sparse gradients are apart.",
+                remedy="A bucket is of one dtype, device and optimizer, and sparse gradients are "
+                "apart.",
             )
 
 
 def _kind_text(spec: ParamSpec) -> str:
     own = f" of {spec.own_dtype} parameters" if spec.own_dtype else ""
-    return f"{'sparse ' if spec.is_sparse else ''}{spec.dtype}{own} on {spec.device}"
+    kept = ", whole" if spec.is_whole else ""
+    stepper = f", of optimizer {spec.stepper}" if spec.stepper else ""
+    sparse = "sparse " if spec.is_sparse else ""
+    return f"{sparse}{spec.dtype}{own} on {spec.device}{kept}{stepper}"

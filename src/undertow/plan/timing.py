@@ -11,14 +11,25 @@ all later ones. That wait delays everything after it by as much. Counted from th
 this is the same recursion with -u for the ready time:
 
     K = max(K, -earliest use) + C(bytes),   stall = max(0, K)
+
+A bucket in a format has fewer bytes, and its values are encoded and decoded: `C` is
+`undertow.cost.payloads_us`. A bucket with one owner for each parameter takes as long as one in
+equal parts of its largest part's size.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from undertow.cost.costs import Costs, Floats
-from undertow.plan.layout import ParamSpec
+import numpy as np
+
+from undertow.cost import Costs, Payload, payloads_us
+from undertow.cost.costs import Floats
+from undertow.plan.layout import Groups, ParamSpec, Wires
+from undertow.plan.owners import largest_over_mean
+from undertow.wire import wire_for
+
+_ROUNDING = 1e-9  # of a sum of times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +46,113 @@ class StepTiming:
     used_us: Sequence[float] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """Predicts the time of a step under any buckets and formats.
+
+    Each bucket delays backward by `bucket_us` of processor time before it is sent. With shards, the
+    time is the period of steps without their update: the stall of the next forward, which waits for
+    gathers in the format `param_wire`, plus the longer of backward and reductions. Bytes are of
+    gradients, without padding and trailers.
+    """
+
+    params: Sequence[ParamSpec]
+    timing: StepTiming
+    costs: Costs
+    has_shards: bool = False
+    param_wire: str | None = None
+    bucket_us: float = 0.0
+    num_shards: int = 1  # the ranks that own whole parameters
+
+    def narrowed(self, groups: Groups, wire: str | None) -> Wires:
+        """Returns the format of each bucket if gradients travel in `wire` as far as they can."""
+        wires = []
+        for group in groups:
+            first = self.params[group[0]]  # all parameters of a bucket are of its kind
+            is_real = not first.is_sparse and wire_for(wire, first.dtype, first.itemsize)
+            wires.append(wire if is_real else None)
+        return tuple(wires)
+
+    def finish_us(self, groups: Groups, wires: Wires) -> float:
+        """Returns when the last reduction ends, in microseconds since the step began."""
+        if not groups:  # one empty bucket is sent
+            groups, wires = ((),), (None,)
+        finish_us = _through_us(self._starts_us(groups), self._reductions_us(groups, wires))
+        if not self.has_shards:
+            return finish_us
+        used_us = [
+            -min((self.timing.used_us[param] for param in group), default=0.0) for group in groups
+        ]
+        gathers = [self._payload(group, self.param_wire) for group in groups]
+        gathers_us = payloads_us(self.costs, "all_gather", gathers)
+        return max(0.0, _through_us(used_us, gathers_us)) + finish_us
+
+    def wires_if_exposed(self, groups: Groups, wire: str) -> Wires:
+        """Returns `wire` for as few bytes as possible, and None for the other buckets.
+
+        The last reduction ends as early as if all buckets were in `wire`.
+        """
+        wires = list(self.narrowed(groups, wire))
+        starts_us = np.array(self._starts_us(groups))
+        times_us = self._reductions_us(groups, wires)
+        longer_us = self._reductions_us(groups, (None,) * len(groups)) - times_us
+        # The last reduction ends at the latest sum of a start and all times from there on.
+        ends_us = starts_us + times_us[::-1].cumsum()[::-1]
+        spare_us = ends_us.max() * (1 + _ROUNDING) - ends_us
+        sizes = [payload_of(self.params, group).num_bytes for group in groups]
+        for bucket in sorted(range(len(groups)), key=lambda bucket: -sizes[bucket]):
+            if longer_us[bucket] <= spare_us[: bucket + 1].min():
+                spare_us[: bucket + 1] -= longer_us[bucket]
+                wires[bucket] = None
+        return tuple(wires)
+
+    def _starts_us(self, groups: Groups) -> list[float]:
+        """Returns the earliest start of each bucket."""
+        starts_us = []
+        for number, group in enumerate(groups, 1):
+            ready_us = max((self.timing.ready_us[param] for param in group), default=0.0)
+            starts_us.append(ready_us + number * self.bucket_us)
+        at_end_us = self.timing.backward_end_us + len(groups) * self.bucket_us
+        starts_us[-1] = max(starts_us[-1], at_end_us)
+        return starts_us
+
+    def _reductions_us(self, groups: Groups, wires: Sequence[str | None]) -> Floats:
+        payloads = list(map(self._payload, groups, wires))
+        kind = "reduce_scatter" if self.has_shards else "all_reduce"
+        return payloads_us(self.costs, kind, payloads)
+
+    def _payload(self, group: Sequence[int], wire: str | None) -> Payload:
+        payload = payload_of(self.params, group, wire)
+        return stretched(payload, self.params, group, num_ranks=self.num_shards)
+
+
+def payload_of(
+    params: Sequence[ParamSpec], group: Sequence[int], wire: str | None = None
+) -> Payload:
+    """Returns the gradients of a bucket, or its gathered parameters, in a format."""
+    return Payload(
+        num_bytes=sum(params[param].sent_bytes(wire) for param in group),
+        wire=wire,
+        num_encoded=sum(params[param].encoded_numel(wire) for param in group),
+    )
+
+
+def stretched(
+    payload: Payload,
+    params: Sequence[ParamSpec],
+    group: Sequence[int],
+    owners: Sequence[int] | None = None,
+    *,
+    num_ranks: int,
+) -> Payload:
+    """Returns the payload in equal parts that takes as long as the largest part of this bucket;
+    `largest_over_mean` explains the arguments."""
+    factor = largest_over_mean(params, group, owners, num_ranks=num_ranks)
+    if factor == 1:
+        return payload
+    return replace(payload, num_bytes=math.ceil(payload.num_bytes * factor))
+
+
 def finish_us(
     params: Sequence[ParamSpec],
     groups: Sequence[Sequence[int]],
@@ -45,26 +163,15 @@ def finish_us(
     bucket_us: float = 0.0,
 ) -> float:
     """Returns when the last reduction of the buckets of `groups` ends, in microseconds since the
-    step began.
+    step began, in full width.
 
-    Each bucket delays backward by `bucket_us` of processor time before it is sent. With shards the
-    function returns the period of steps without their update: the stall of the next forward, which
-    waits for gathers, plus the longer of backward and reductions. Bytes are of gradients, without
-    padding and trailers.
+    `StepModel` explains the arguments.
     """
-    # without parameters one empty bucket is sent
-    filled = [group for group in groups if group] or [()]
-    sizes = [float(sum(params[param].num_bytes for param in group)) for group in filled]
-    starts_us = []
-    for number, group in enumerate(filled, 1):
-        ready_us = max((timing.ready_us[param] for param in group), default=0.0)
-        starts_us.append(ready_us + number * bucket_us)
-    starts_us[-1] = max(starts_us[-1], timing.backward_end_us + len(filled) * bucket_us)
-    if not has_shards:
-        return _through_us(starts_us, costs.collective_us("all_reduce", sizes))
-    used_us = [-min((timing.used_us[param] for param in group), default=0.0) for group in filled]
-    stall_us = max(0.0, _through_us(used_us, costs.collective_us("all_gather", sizes)))
-    return stall_us + _through_us(starts_us, costs.collective_us("reduce_scatter", sizes))
+    model = StepModel(
+        params=params, timing=timing, costs=costs, has_shards=has_shards, bucket_us=bucket_us
+    )
+    filled = tuple(tuple(group) for group in groups if group)
+    return model.finish_us(filled, model.narrowed(filled, None))
 
 
 def _through_us(starts_us: Sequence[float], times_us: Floats) -> float:

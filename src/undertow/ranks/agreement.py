@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from undertow.errors import PlanMismatch, require
-from undertow.ranks.comm_hook import CommHook
 from undertow.ranks.transport import Handle, OwnGroup
 from undertow.torch_private import private
 from undertow.version import __version__
@@ -71,7 +70,7 @@ def gather_bytes(
     return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
 
 
-def surroundings(group: OwnGroup, hook: CommHook | None) -> dict[str, Any]:
+def surroundings(group: OwnGroup) -> dict[str, Any]:
     """Returns what must match on every rank besides parameters and settings."""
     return {
         "torch": str(torch.__version__),
@@ -79,7 +78,6 @@ def surroundings(group: OwnGroup, hook: CommHook | None) -> dict[str, Any]:
         # they freeze the plan
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "mesh": group.user.rows or None,
-        "communication hook": None if hook is None else hook.name,
     }
 
 
@@ -241,7 +239,7 @@ def synchronize_buffers(
         (averaged if has_mean else of_source).append(buffer)
     for handle, values in chain(_means(averaged, group), _sent(of_source, group, source)):
         handle.wait()
-        _replace(values)
+        _replace(values, is_host=group.hardware.is_host)
 
 
 @torch.no_grad()
@@ -284,14 +282,14 @@ def _write(arrived: _Values) -> None:
             )
 
 
-def _replace(arrived: _Values) -> None:
+def _replace(arrived: _Values, *, is_host: bool) -> None:
     replaced: _Values = []
     for item, value in arrived:
         # On the host, an unchanged buffer stays the same tensor, for code that holds a reference.
         # On a device, the comparison would block the host for every buffer of every forward, so all
         # buffers are replaced.
         value = value.to(item.tensor.dtype)
-        if value.device.type == "cpu" and torch.equal(item.tensor, value):
+        if is_host and torch.equal(item.tensor, value):
             continue
         # it must stay the same tensor, as under torch's class
         if item.overlaps or item.tensor.requires_grad:

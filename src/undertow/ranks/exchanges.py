@@ -2,13 +2,14 @@
 
 They are made of sends and receives, or of the backend's collectives. Sends and receives, all posted
 at once, are for gloo. Its reduce-scatter sends as much as an all-reduce, and its single all-gather
-does not fill a link. Each rank adds the received values itself, in rank order, and in fp32 if the
-gradients are narrower. The result has the same bits whatever bucket a gradient is sent in.
+does not fill a link. Each rank decodes the messages for its part and adds them itself, in rank
+order, and in fp32 if the gradients are narrower. The result has the same bits whatever bucket a
+gradient is sent in.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import cycle
+from itertools import cycle, pairwise
 
 import torch
 import torch.distributed as dist
@@ -16,96 +17,130 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.errors import require
+from undertow.plan.layout import equal_parts, round_up
+from undertow.ranks.parcels import (
+    ALIGN_BYTES,
+    Encoded,
+    FullWidth,
+    Parcel,
+    sum_in_order,
+)
 from undertow.ranks.transport import Handle, OwnGroup, Task, Work
 
 _GATHER_TAG = 1 << 24  # ranks may start gathers in different orders: a number identifies each
 _NUM_EXCHANGES = 1 << 16  # far more than may be in flight
 
-_Arriving = tuple[Sequence[Tensor], Sequence[Work]]  # a part of every rank, and the messages
+_Arriving = tuple[list[Tensor], list[Work]]  # a message of every rank, and the transfers
 
 
 class P2PCollectives:
     """Exchanges by sends and receives; threads post and complete them in the order of their start.
 
     `divisor` is the divisor of means. `in_order` sends sums in full width; the order of additions
-    is the same in any case. Reductions are sent in `wire` if that is narrower, and added in
-    `accumulation_dtype`.
+    is the same in any case.
     """
 
-    divides_first = False  # values are divided after the cast for a narrower wire
+    divides_first = False  # values are divided after they are added
 
-    def __init__(
-        self,
-        group: OwnGroup,
-        *,
-        in_order: bool,
-        divisor: float,
-        wire: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, group: OwnGroup, *, in_order: bool, divisor: float) -> None:
         self.group = group
         self._in_order = in_order
         self._divisor = divisor
-        self._wire = wire
         # An exchange sends messages of up to three kinds.
         self._tags = cycle(range(0, 4 * _NUM_EXCHANGES, 4))
-        # Reused memory for received parts: fresh memory costs a page fault for every 4 KiB.
+        # Reused memory for messages: fresh memory costs a page fault for every 4 KiB.
         self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        # The backward's thread would wait for the copy into the bucket and for gloo's send. That
-        # copies into the socket, or blocks while gloo reads from that peer.
+        # The backward's thread would wait for the copy into the bucket, for encoding, and for
+        # gloo's send. That copies into the socket, or blocks while gloo reads from that peer.
         self._posting = group.worker("undertow-posts")
         self._adding = group.worker("undertow-adds")
         self._gathering = group.worker("undertow-gathers")
 
     def reduce_scatter(
-        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Task | None = None
+        self,
+        storage: Tensor,
+        shard: Tensor,
+        parcel: Parcel,
+        *,
+        trailer: range,
+        pack: Task | None = None,
     ) -> Handle:
         """Starts to write the mean over ranks of this rank's part of `storage` into `shard`.
 
         The mean is the sum divided by the divisor. `pack` fills `storage` first. Every rank starts
         its reduce-scatters and all-reduces in the same order.
 
-        storage: [number of ranks * shard.numel() or more], the parts one after another. The range
-        `trailer` becomes its sum over ranks on every rank.
-        shard: of `accumulation_dtype(storage.dtype)`.
+        storage: has the parts of `parcel`. The range `trailer` becomes its sum over ranks on every
+        rank.
+        shard: of `accumulation_dtype(storage.dtype)`; a shorter part leaves zeros at its end.
         """
-        num_ranks = self.group.num_ranks
+        rank = self.group.rank
         tag = next(self._tags)
 
         def post() -> Task:
             if pack is not None:
                 pack()
-            sent = cast_for_wire(storage[: num_ranks * shard.numel()], self._wire)
-            values = self._exchange(sent.view(num_ranks, -1).unbind(), tag)
+            sent = parcel.messages(storage, self._taken)
+            values = self._exchange(sent, tag)
             # Separate messages: combining the two would halve their number but require adjacent
             # memory.
             add_up_flags = self._post_sum(storage[trailer.start : trailer.stop], tag + 1)
 
             def add_up() -> None:
-                self._add_up(values, shard)
+                num_own = len(parcel.parts[rank])
+                own = shard[:num_own]
+                self._add_up(values, parcel, own)
                 if self._divisor != 1:
-                    shard.div_(self._divisor)
+                    own.div_(self._divisor)
+                shard[num_own:].zero_()
                 add_up_flags()
+                if parcel.is_narrow:
+                    self._give_back(sent)
 
             return add_up
 
         return Handle.in_threads(post, self._posting, self._adding, complete=self.group.complete)
 
-    def all_reduce(self, tensor: Tensor) -> Handle:
+    def all_reduce(
+        self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: range | None = None
+    ) -> Handle:
         """Starts to replace `tensor` by its mean over ranks, added in rank order.
 
-        Ranks of a mesh are added row by row, like exchanges inside and across its rows.
+        Ranks of a mesh are added row by row, like exchanges inside and across its rows. Without
+        a parcel all of it travels in full width. The range `trailer` is apart from the parcel, and
+        becomes its sum over ranks.
         """
-        post = partial(self._post_all_reduce, tensor, tensor, self._divisor, next(self._tags))
+        if parcel is None:
+            parcel = self._whole(tensor)
+        tag = next(self._tags)
+
+        def post() -> Task:
+            # First, because a parcel's `inspect` may write into the trailer.
+            sent = parcel.messages(tensor, self._taken)
+            add_up_flags = None
+            if trailer is not None:
+                add_up_flags = self._post_sum(tensor[trailer.start : trailer.stop], tag + 2)
+            add_up_values = self._post_all_reduce(sent, tensor, parcel, self._divisor, tag)
+
+            def add_up() -> Task:
+                if add_up_flags is not None:
+                    add_up_flags()
+                return add_up_values()
+
+            return add_up
+
         return Handle.in_threads(
             post, self._posting, self._adding, self._gathering, complete=self.group.complete
         )
 
-    def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
+    def all_reduce_behind(
+        self, before: Handle, tensor: Tensor, parcel: Parcel, *, trailer: Tensor
+    ) -> Handle:
         """Starts an all-reduce of a tensor that is ready when `before` is complete.
 
         `trailer` becomes its sum over ranks. `before` are reduce-scatters over other ranks, each
-        followed by one of these, in the same order. If no order is required, `tensor` is sent in
-        the trailer's dtype, as in an all-reduce of the backend's.
+        followed by one of these, in the same order. If no order is required, a tensor in full width
+        is sent in the trailer's dtype, as in an all-reduce of the backend's.
         """
         tag = next(self._tags)
 
@@ -113,13 +148,15 @@ class P2PCollectives:
             before.wait()
             add_up_trailer = self._post_sum(trailer, tag + 2)
             divisor = self._divisor
-            # Sums over the inner ranks that are not divided yet may be too large for 16 bits, so
-            # divide before the cast.
-            if torch.float16 in (self._wire, trailer.dtype):
+            # Sums over the inner ranks that are not divided yet may be too large for a narrow
+            # format, so divide before they are encoded.
+            if parcel.is_narrow or trailer.dtype == torch.float16:
                 tensor.div_(divisor)
                 divisor = 1
-            sent = tensor if self._in_order else tensor.to(trailer.dtype)
-            add_up_values = self._post_all_reduce(sent, tensor, divisor, tag)
+            is_cast = not (parcel.is_narrow or self._in_order)
+            values = tensor.to(trailer.dtype) if is_cast else tensor
+            sent = parcel.messages(values, self._taken)
+            add_up_values = self._post_all_reduce(sent, tensor, parcel, divisor, tag)
 
             def add_up() -> Task:
                 add_up_trailer()
@@ -131,59 +168,112 @@ class P2PCollectives:
             post, self._posting, self._adding, self._gathering, complete=self.group.complete
         )
 
-    def all_gather(self, flat: Tensor, *, number: int, then: Task | None = None) -> Handle:
+    def all_gather(
+        self, flat: Tensor, parts: Sequence[range], *, number: int, then: Task | None = None
+    ) -> Handle:
         """Starts to fill `flat`, which has this rank's part, with the parts of all ranks.
 
         `then` is called at the end. `number` identifies a gather among those in flight.
 
-        flat: [number of ranks * part]
+        flat: [elements of all parts]
         """
         tag = _GATHER_TAG + number
-        # Held until the end: after the last step, the user may destroy the groups before the other
-        # ranks' parts arrive.
-        post = partial(self._post_all_gather, self.group.process_group, flat, then, tag)
+        messages = torch.split(flat[: parts[-1].stop], list(map(len, parts)))
+        post = partial(self._post_all_gather, self.group.process_group, messages, then, tag)
         return Handle.in_threads(post, self._posting, self._gathering, complete=self.group.complete)
+
+    def all_gather_differences(
+        self,
+        write_difference: Callable[[Tensor], None],
+        flat: Tensor,
+        parcel: Encoded,
+        *,
+        number: int,
+        then: Task,
+    ) -> Handle:
+        """Starts to add to each part of `flat` the difference that its rank writes, as it arrives.
+
+        `then` is called at the end. `number` identifies a gather among those in flight.
+        """
+        group, tag = self.group.process_group, _GATHER_TAG + number
+        rank = self.group.rank
+
+        def post() -> Task:
+            messages = [self._taken(size, torch.uint8) for size in parcel.sizes]
+            difference = self._taken(len(parcel.parts[rank]), parcel.dtype)
+            write_difference(difference)
+            parcel.write(difference, rank, messages[rank])
+            self._give_back([difference])
+
+            def add() -> None:
+                parcel.add_to(messages, flat)
+                self._give_back(messages)
+                then()
+
+            return self._post_all_gather(group, messages, add, tag)
+
+        return Handle.in_threads(post, self._posting, self._gathering, complete=self.group.complete)
+
+    def release(self) -> None:
+        """Frees the memory that is kept for later messages."""
+        self.free.clear()
 
     def close(self) -> None:
         """Ends the threads."""
         for thread in (self._posting, self._adding, self._gathering):
             thread.shutdown()
 
+    def _whole(self, tensor: Tensor) -> Parcel:
+        num_ranks = self.group.num_ranks
+        quotient, rest = divmod(tensor.numel(), num_ranks)
+        starts = [rank * quotient + min(rank, rest) for rank in range(num_ranks + 1)]
+        return FullWidth([range(*ends) for ends in pairwise(starts)])
+
     def _post_all_reduce(
-        self, values: Tensor, target: Tensor, divisor: float, tag: int
+        self, sent: list[Tensor], target: Tensor, parcel: Parcel, divisor: float, tag: int
     ) -> Callable[[], Task]:
-        group = self.group.process_group
-        narrow = cast_for_wire(values, self._wire)
-        parts = narrow.tensor_split(self.group.num_ranks)
-        own = parts[self.group.rank]
-        total = self._taken(own.numel(), accumulation_dtype(own.dtype))
-        arriving = self._exchange(parts, tag)
-        # Received into the sent parts: a peer returns a part's result only after it has received
-        # the part.
-        returning = self.group.receive(parts, tag + 1, group)
+        group, rank = self.group.process_group, self.group.rank
+        own = sent[rank]
+        arriving = self._exchange(sent, tag)
+        # Received into the sent messages: a peer returns the result of a part only after it has
+        # received the part.
+        returning = self.group.receive(sent, tag + 1, group)
+        total = self._taken(len(parcel.parts[rank]), accumulation_dtype(target.dtype))
 
         def add_up() -> Task:
-            own.copy_(self._add_up(arriving, total).div_(divisor))
+            parcel.write(self._add_up(arriving, parcel, total).div_(divisor), rank, own)
             self._give_back([total])
-            returning.extend(self.group.send([own] * len(parts), tag + 1, group))
-            return widen
+            returning.extend(self.group.send([own] * len(sent), tag + 1, group))
+            return finish
 
-        def widen() -> None:
+        def finish() -> None:
             _wait_for(returning)
-            if narrow is not target:
-                target.copy_(narrow)
+            parcel.open(sent, target)
+            if parcel.is_narrow:
+                self._give_back(sent)
 
         return add_up
 
     def _post_sum(self, tensor: Tensor, tag: int) -> Callable[[], object]:
         """Sends all of `tensor` to every peer; the returned function replaces it by the sum."""
-        arriving = self._exchange([tensor] * self.group.num_ranks, tag)
-        return lambda: tensor.copy_(self._add_up(arriving, torch.empty_like(tensor)))
+        received, works = self._exchange([tensor] * self.group.num_ranks, tag)
+
+        def add_up() -> None:
+            _wait_for(works)
+            tensor.copy_(sum_in_order(received, into=torch.empty_like(tensor)))
+            del received[self.group.rank]
+            self._give_back(received)
+
+        return add_up
 
     def _post_all_gather(
-        self, group: dist.ProcessGroup, flat: Tensor, then: Task | None, tag: int
+        self, group: dist.ProcessGroup, parts: Sequence[Tensor], then: Task | None, tag: int
     ) -> Task:
-        parts = flat.view(self.group.num_ranks, -1).unbind()
+        """Sends this rank's part, and receives the others.
+
+        The process group is held until the end: after the last step, the user may destroy the
+        groups before the other ranks' parts arrive.
+        """
         works = self.group.receive(parts, tag, group)
         works += self.group.send([parts[self.group.rank]] * len(parts), tag, group)
         return partial(_end_gather, works, then, group)
@@ -199,15 +289,16 @@ class P2PCollectives:
         works += self.group.send(sent, tag, group)
         return received, works
 
-    def _add_up(self, arriving: _Arriving, into: Tensor) -> Tensor:
+    def _add_up(self, arriving: _Arriving, parcel: Parcel, into: Tensor) -> Tensor:
         received, works = arriving
         _wait_for(works)
-        sum_in_order(received, into=into, rows=self.group.user.row_places)
-        self._give_back(received[peer] for peer in self.group.peers)
+        parcel.add_up(received, self.group.rank, into=into, rows=self.group.user.row_places)
+        del received[self.group.rank]  # a part of the bucket
+        self._give_back(received)
         return into
 
     def _taken(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns memory; only the posting thread takes, while another one gives back."""
+        """Returns memory; only the posting thread takes, while others give back."""
         free = self.free.get((numel, dtype))
         return free.pop() if free else torch.empty(numel, dtype=dtype)
 
@@ -230,102 +321,215 @@ def _end_gather(works: Sequence[Work], then: Task | None, _held: dist.ProcessGro
 class BackendCollectives:
     """Exchanges as of `P2PCollectives`, by the backend's collectives.
 
-    With `in_order`, ranks exchange their parts, and each rank adds its part itself.
+    With `in_order`, or in a format, ranks exchange their parts, and each rank adds its part itself.
+    An all-reduce then has two halves. A side stream waits between them, so that backward does not:
+
+    caller   encode ──┐
+    side              │              ┌── add up, encode own ──┐
+    backend           └─ all-to-all ─┘                        └─ all-gather ─┐
+    waiter                                                                   └── decode
+
+    Each bend is a wait of one stream for another. At a launch, the backend waits for the current
+    stream; in `work.wait()`, the current stream waits for the backend. A stream that waits for the
+    all-gather has therefore waited for the side stream too, and no other event is needed.
+
+    When nobody holds a tensor, the stream that has allocated it may write there at once. So each
+    tensor is held until a stream has waited for its last use, and then kept for that stream:
+
+    tensor     allocated by   written by   read by   kept for
+    sent       caller         caller       backend   side
+    received   caller         backend      side      side
+    own        side           side         backend   waiter
+    returned   side           backend      waiter    waiter
     """
 
-    def __init__(
-        self,
-        group: OwnGroup,
-        *,
-        in_order: bool,
-        divisor: float,
-        wire: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, group: OwnGroup, *, in_order: bool, divisor: float) -> None:
         self.group = group
         self.divides_first = not in_order
         self._divisor = divisor
-        self._wire = wire
-        # Collectives wait for others on this stream, so that the host waits for neither.
-        self._behind = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # Waits for collectives that others follow; neither the caller's stream nor the host does.
+        self._side = group.hardware.new_stream()
 
     def reduce_scatter(
-        self, storage: Tensor, shard: Tensor, *, trailer: range, pack: Task | None = None
+        self,
+        storage: Tensor,
+        shard: Tensor,
+        parcel: Parcel,
+        *,
+        trailer: range,
+        pack: Task | None = None,
     ) -> Handle:
         if pack is not None:
             with torch.no_grad():
                 pack()
-        values = storage[: self.group.num_ranks * shard.numel()]
-        divisor = self._divisor
-        if not self.divides_first:
-            sent = cast_for_wire(values, self._wire)
-            work, parts = self._exchanged(sent)
+        num_own = len(parcel.parts[self.group.rank])
+        own = shard[:num_own]
+        if parcel.is_narrow or not (self.divides_first and _are_equal(parcel.parts)):
+            sent, work, received = self._exchanged(parcel.messages(storage, self._room))
         else:
-            if travels_narrower(storage.dtype, self._wire):
-                # The backend would add these values in 16 bits, and their sum may overflow.
-                values = values.div(divisor)
-                divisor = 1
-            sent = cast_for_wire(values, self._wire)
-            part = shard if shard.dtype == sent.dtype else torch.empty_like(shard, dtype=sent.dtype)
+            sent = storage[: self.group.num_ranks * shard.numel()]
+            part = own if own.dtype == sent.dtype else torch.empty_like(own, dtype=sent.dtype)
             work = self.group.scatter_sum(part, sent)
-            parts = [part]
+            received = [part]
 
         def finish() -> None:
-            self._add_up(parts, shard)
-            if divisor != 1:
-                shard.div_(divisor)
-            _used_here(sent)  # held until now, because NCCL reads it
+            self._add_up(received, parcel, own)
+            if self._divisor != 1:
+                own.div_(self._divisor)
+            shard[num_own:].zero_()
+            self.group.hardware.keep(sent)  # held until now, because the backend reads it
 
         of_trailer = self.group.all_reduce_async(storage[trailer.start : trailer.stop])
         return Handle(work, *of_trailer.works, finish=finish)
 
-    def all_reduce(self, tensor: Tensor) -> Handle:
-        narrow = cast_for_wire(tensor, self._wire)
-        part_numel = -(-narrow.numel() // self.group.num_ranks)
-        padded = narrow.new_zeros(self.group.num_ranks * part_numel)
-        padded[: narrow.numel()].copy_(narrow)
-        work, parts = self._exchanged(padded)
-        # Unlike the others, this handle covers both halves: the second one starts on the stream
-        # after the first.
-        work.wait()
-        total = padded.new_empty(part_numel, dtype=accumulation_dtype(narrow.dtype))
-        self._add_up(parts, total)
-        own = total.div_(self._divisor).to(padded.dtype)
+    def all_reduce(
+        self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: range | None = None
+    ) -> Handle:
+        if parcel is None:
+            part_numel = -(-tensor.numel() // self.group.num_ranks)
+            parts = equal_parts(self.group.num_ranks, part_numel, stop=tensor.numel())
+            parcel = FullWidth(parts)
+        mean = self._all_reduce(tensor, parcel, self._divisor)
+        of_trailer: tuple[Work, ...] = ()
+        if trailer is not None:  # last, because a parcel's `inspect` may write into it
+            of_trailer = self.group.all_reduce_async(tensor[trailer.start : trailer.stop]).works
+        return Handle(*of_trailer, *mean.works, finish=mean.wait)
 
-        def finish() -> None:
-            tensor.copy_(_used_here(padded)[: tensor.numel()])
-            _used_here(own)  # held until now, because NCCL reads it
-
-        return Handle(self.group.gather_parts(padded, own), finish=finish)
-
-    def all_reduce_behind(self, before: Handle, tensor: Tensor, *, trailer: Tensor) -> Handle:
-        with torch.cuda.stream(self._behind):
+    def all_reduce_behind(
+        self, before: Handle, tensor: Tensor, parcel: Parcel, *, trailer: Tensor
+    ) -> Handle:
+        hardware = self.group.hardware
+        with hardware.use(self._side):
             before.wait()
             of_trailer = self.group.all_reduce_async(trailer)
-            if not self.divides_first:
-                mean = self.all_reduce(tensor)
+            if parcel.is_narrow or not self.divides_first:
+                divisor = self._divisor
+                if parcel.is_narrow:  # sums over the inner ranks may be too large for the format
+                    tensor.div_(divisor)
+                    divisor = 1
+                mean = self._all_reduce(tensor, parcel, divisor)
                 return Handle(*of_trailer.works, *mean.works, finish=mean.wait)
-            sent = cast_for_wire(tensor.div(self._divisor).to(trailer.dtype), self._wire)
+            sent = tensor.div(self._divisor).to(trailer.dtype)
             work = self.group.all_reduce_async(sent)
         works = (*of_trailer.works, *work.works)
-        return Handle(*works, finish=lambda: tensor.copy_(_used_here(sent)))
+        return Handle(*works, finish=lambda: tensor.copy_(hardware.keep(sent)))
 
-    def all_gather(self, flat: Tensor, *, number: int, then: Task | None = None) -> Handle:
-        own = flat.view(self.group.num_ranks, -1)[self.group.rank]
-        return Handle(self.group.gather_parts(flat, own), finish=then)
+    def all_gather(
+        self, flat: Tensor, parts: Sequence[range], *, number: int, then: Task | None = None
+    ) -> Handle:
+        part = parts[self.group.rank]
+        sent, work = self._gathered(flat[part.start : part.stop], flat, list(map(len, parts)))
+
+        def finish() -> None:
+            self.group.hardware.keep(sent)  # held until now, because the backend reads it
+            if then is not None:
+                then()
+
+        return Handle(work, finish=finish)
+
+    def all_gather_differences(
+        self,
+        write_difference: Callable[[Tensor], None],
+        flat: Tensor,
+        parcel: Encoded,
+        *,
+        number: int,
+        then: Task,
+    ) -> Handle:
+        sizes, rank = parcel.sizes, self.group.rank
+        rooms = _rooms(sizes)
+        own = self._room(rooms[rank], torch.uint8)
+        difference = self._room(len(parcel.parts[rank]), parcel.dtype)
+        write_difference(difference)
+        parcel.write(difference, rank, own[: sizes[rank]])
+        received = self._room(sum(rooms), torch.uint8)
+        sent, work = self._gathered(own, received, rooms)
+
+        def finish() -> None:
+            self.group.hardware.keep(received)
+            parcel.add_to(_without_gaps(received, sizes), flat)
+            self.group.hardware.keep(sent)  # held until now, because the backend reads it
+            then()
+
+        return Handle(work, finish=finish)
+
+    def release(self) -> None:
+        """Does nothing: no memory is kept."""
 
     def close(self) -> None:
         """Does nothing: there are no threads."""
 
-    def _exchanged(self, sent: Tensor) -> tuple[Work, Sequence[Tensor]]:
-        """Sends each rank its part of `sent`; returns the parts of all ranks that will arrive."""
-        received = torch.empty_like(sent)
-        work = self.group.exchange(received, sent)
-        return work, received.view(self.group.num_ranks, -1).unbind()
+    def _all_reduce(self, tensor: Tensor, parcel: Parcel, divisor: float) -> Handle:
+        hardware, rank = self.group.hardware, self.group.rank
+        messages = parcel.messages(tensor, self._room)
+        sizes = [message.numel() for message in messages]
+        sent, work, received = self._exchanged(messages)
+        with hardware.use(self._side):
+            work.wait()
+            hardware.keep(sent)
+            numel, dtype = len(parcel.parts[rank]), accumulation_dtype(tensor.dtype)
+            total = tensor.new_empty(numel, dtype=dtype)
+            self._add_up(received, parcel, total)
+            rooms = _rooms(sizes)
+            own = sent.new_zeros(rooms[rank])
+            parcel.write(total.div_(divisor), rank, own[: sizes[rank]])
+            returned = torch.empty_like(sent)
+            means, all_gather = self._gathered(own, returned, rooms)
 
-    def _add_up(self, parts: Sequence[Tensor], into: Tensor) -> None:
-        for part in parts:
-            _used_here(part)
-        sum_in_order(parts, into=into, rows=self.group.user.row_places)
+        def finish() -> None:
+            parcel.open(_without_gaps(hardware.keep(returned), sizes), tensor)
+            hardware.keep(means)  # held until now, because the backend reads it
+
+        return Handle(all_gather, finish=finish)
+
+    def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.group.device)
+
+    def _exchanged(self, messages: Sequence[Tensor]) -> tuple[Tensor, Work, Sequence[Tensor]]:
+        """Sends each rank its message; returns the sent memory, and the messages of all ranks that
+        will arrive."""
+        rank, num_ranks = self.group.rank, len(messages)
+        rooms = _rooms([message.numel() for message in messages])
+        sent = messages[0].new_zeros(sum(rooms))
+        for place, message in zip(torch.split(sent, rooms), messages, strict=True):
+            place[: message.numel()].copy_(message)
+        received = sent.new_empty(num_ranks, rooms[rank])
+        own_rooms = [rooms[rank]] * num_ranks
+        work = self.group.exchange(received.view(-1), sent, own_rooms, rooms)
+        return sent, work, [row[: messages[rank].numel()] for row in received]
+
+    def _gathered(self, own: Tensor, received: Tensor, sizes: list[int]) -> tuple[Tensor, Work]:
+        """Sends this rank's part to all, and receives parts of those sizes; returns the sent
+        memory."""
+        if len(set(sizes)) == 1:
+            return own, self.group.gather_parts(received, own)
+        sent = own.repeat(len(sizes))
+        into = received[: sum(sizes)]
+        return sent, self.group.exchange(into, sent, sizes, [own.numel()] * len(sizes))
+
+    def _add_up(self, messages: Sequence[Tensor], parcel: Parcel, into: Tensor) -> None:
+        for message in messages:
+            self.group.hardware.keep(message)
+        parcel.add_up(messages, self.group.rank, into=into, rows=self.group.user.row_places)
+
+
+def _rooms(sizes: Sequence[int]) -> list[int]:
+    """Returns the room of messages side by side: each begins at a multiple of that many elements,
+    so that bytes can be viewed in any dtype.
+
+    None is empty: in a matrix without columns, the second row begins at element 1.
+    """
+    return [round_up(max(1, size), ALIGN_BYTES) for size in sizes]
+
+
+def _without_gaps(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Returns messages of these sizes that lie side by side in their rooms."""
+    rooms = torch.split(flat, _rooms(sizes))
+    return [room[:size] for room, size in zip(rooms, sizes, strict=True)]
+
+
+def _are_equal(parts: Sequence[range]) -> bool:
+    return len(set(map(len, parts))) == 1
 
 
 Collectives = P2PCollectives | BackendCollectives
@@ -334,60 +538,17 @@ Collectives = P2PCollectives | BackendCollectives
 def exchanges_over(group: OwnGroup, config: SyncConfig, *, divisor: float) -> Collectives:
     """Returns the fastest exchanges for the group's backend; means are divided by `divisor`."""
     require(
-        not group.is_over_gloo or group.device.type == "cpu",
+        group.hardware.is_host or not group.can.send_from_host,
         f"{group.backend} sends and receives from the host's memory only, and parameters are on "
         f"{group.device}.",
-        where='ShardedOptimizer, or reduction="ordered"',
+        where='ShardedOptimizer, reduction="ordered", or wire=...',
         remedy='Initialize torch.distributed with "nccl" to train on GPUs.',
     )
-    kind: type[Collectives] = P2PCollectives if group.is_over_gloo else BackendCollectives
-    in_order = config.reduction == "ordered"
-    return kind(group, in_order=in_order, divisor=divisor, wire=wire_of(config))
-
-
-def wire_of(config: SyncConfig) -> torch.dtype | None:
-    """Returns the dtype on the wire of values that are wider, or None."""
-    return None if config.wire_dtype is None else getattr(torch, config.wire_dtype)
-
-
-def travels_narrower(dtype: torch.dtype, wire: torch.dtype | None) -> bool:
-    """Returns True if `dtype` is cast for the wire: real numbers with more bytes than `wire`."""
-    return wire is not None and dtype.is_floating_point and dtype.itemsize > wire.itemsize
-
-
-def cast_for_wire(tensor: Tensor, wire: torch.dtype | None) -> Tensor:
-    """Returns `tensor`, or a copy of it in `wire` if that is narrower."""
-    is_cast = travels_narrower(tensor.dtype, wire) and not tensor.is_sparse
-    return tensor.to(wire) if is_cast else tensor
+    is_posted = group.can.send_from_host
+    kind: type[Collectives] = P2PCollectives if is_posted else BackendCollectives
+    return kind(group, in_order=config.reduction == "ordered", divisor=divisor)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype that values of `dtype` are added in."""
     return torch.float32 if dtype.itemsize == 2 else dtype
-
-
-def sum_in_order(
-    parts: Sequence[Tensor], *, into: Tensor, rows: Sequence[Sequence[int]] = ()
-) -> Tensor:
-    """Adds `parts` in their order; the order in torch.sum depends on the position of an element.
-
-    With the `rows` of a mesh, which list positions of ranks, it adds each row and then the rows.
-    """
-    if rows:
-        of_rows = ([parts[place] for place in row] for row in rows)
-        parts = [sum_in_order(row, into=torch.empty_like(into)) for row in of_rows]
-    first, *rest = parts
-    if rest and first.dtype == into.dtype:  # saves one pass over memory
-        torch.add(first, rest.pop(0), out=into)
-    else:
-        into.copy_(first)
-    for part in rest:
-        into.add_(part)
-    return into
-
-
-def _used_here(tensor: Tensor) -> Tensor:
-    """Keeps memory until the current stream, perhaps not its own, is done with it."""
-    if tensor.device.type == "cuda":
-        tensor.record_stream(torch.cuda.current_stream())
-    return tensor

@@ -18,9 +18,30 @@ from undertow.errors import ConfigError, WrongType, require
 from undertow.schedule import HYBRID
 from undertow.torch_private import private
 
-# Backends that divide inside the collective; for others, gradients are divided before a sum.
-_BACKENDS_WITH_AVERAGE = ("gloo", "nccl", "xccl", "emulated")
 _WHERE = "the ranks over which gradients are averaged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """The abilities of a backend, as far as they were checked.
+
+    The defaults are right for every backend.
+    """
+
+    average: bool = False  # in an all-reduce; without it, Undertow divides
+    divide_first: bool = False  # for such an average, so that sums of 16 bits do not overflow
+    # Sends from the host's memory. Ranks may post messages with tags to each other in any order.
+    send_from_host: bool = False
+    order_streams: bool = False  # on an accelerator, a wait does not block the host
+
+
+# Reduce-scatters ask for sums: in some versions of torch, gloo's returns one instead of an average.
+BACKENDS = {
+    "gloo": Abilities(average=True, send_from_host=True),
+    "emulated": Abilities(average=True, send_from_host=True),
+    "nccl": Abilities(average=True, divide_first=True, order_streams=True),
+    "xccl": Abilities(order_streams=True),  # some versions of oneCCL cannot average
+}
 
 
 @dataclass(frozen=True)
@@ -94,6 +115,11 @@ class GroupRef:
         """The rows, with ranks of the group instead of the world."""
         return tuple(tuple(map(self.ranks.index, row)) for row in self.rows)
 
+    @property
+    def num_shards(self) -> int:
+        """The ranks that share the shards of a replica: of a row of the mesh, or all."""
+        return len(self.rows[0]) if self.rows else len(self.ranks)
+
     def axes(self) -> list[GroupRef]:
         """Returns this process's row of a mesh and its column: the ranks with other shards, and
         with the same shard.
@@ -106,15 +132,20 @@ class GroupRef:
         own = [tuple(sorted(line)) for line in lines if dist.get_rank() in line]
         return [GroupRef(line, self.backend, self.timeout) for line in own]
 
-    @cached_property  # every bucket of a step asks
-    def can_average(self) -> bool:
-        """True if a collective can divide."""
-        return any(name in self.backend for name in _BACKENDS_WITH_AVERAGE)
-
     def backend_for(self, device: torch.device) -> str:
         """Returns the backend that transfers tensors of that device."""
         by_type = dict(pair.split(":", 1) for pair in self.backend.split(",") if ":" in pair)
         return by_type.get(device.type, self.backend)
+
+    def abilities_for(self, device: torch.device) -> Abilities:
+        """Returns the abilities of that backend."""
+        return BACKENDS.get(self.backend_for(device), Abilities())
+
+    def replica(self) -> GroupRef:
+        """Returns this process's replica: its row of a mesh, or this rank alone."""
+        if self.rows:
+            return self.axes()[0]
+        return GroupRef((dist.get_rank(),), self.backend, self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GroupRef, (self.ranks, self.backend, self.timeout, None, self.rows)
@@ -149,10 +180,13 @@ def chosen_group(
     process_group: dist.ProcessGroup | GroupRef | None,
     mesh: DeviceMesh | None,
     strategy: str | None = None,
+    *,
+    has_replicas: bool = False,
 ) -> GroupRef:
     """Returns the group that the user asks for by one of the two arguments, or the default group.
 
-    Raises ConfigError if both are given, or if the choice does not fit the strategy.
+    With `has_replicas`, rows of a mesh are replicas. Raises ConfigError if both are given, or if
+    the choice does not fit the strategy.
     """
     if isinstance(process_group, GroupRef):
         return process_group
@@ -162,7 +196,7 @@ def chosen_group(
         where=_WHERE,
         remedy='Give process_group=, or one dimension of a mesh, such as mesh["dp"].',
     )
-    if strategy == HYBRID.name:
+    if strategy == HYBRID.name or (has_replicas and mesh is not None and mesh.ndim == 2):
         return _arranged(mesh)
     if mesh is None:
         return GroupRef.of(user_group(process_group))

@@ -124,11 +124,12 @@ def _meeting(
     def on_wait(late: Sequence[int]) -> None:
         """Raises if the ranks that have not arrived do not arrive in time."""
         nonlocal told_s
-        watch.check()
         waited_s = time.monotonic() - began_s
-        if waited_s > patience_s and not store.check([over]):
-            # tells ranks that arrive later that the others have given up
-            store.set(over, json.dumps(list(late)))
+        gives_up = waited_s > patience_s or watch.fault is not None
+        if gives_up and not store.check([over]):
+            # tells ranks that arrive later, whose watch may be younger than the fault
+            store.set(over, json.dumps(list(late) or [rank]))
+        watch.check()
         if store.check([over]):
             raise faults.never_came(json.loads(store.get(over)), patience_s).error(where)
         if waited_s > told_s + limits.stall_warning_s:
@@ -257,7 +258,8 @@ class Guard:
                     events = selectors.EVENT_READ | (
                         selectors.EVENT_WRITE if neighbor.has_unsent else 0
                     )
-                    with contextlib.suppress(ValueError):  # another thread has closed it
+                    # Another thread has closed it, or one before it whose number it has.
+                    with contextlib.suppress(ValueError, KeyError):
                         selector.register(neighbor, events, (ring, neighbor))
             ready = selector.select(patience.LOOK_S)
         for key, _ in ready:

@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.config import SyncConfig
+from undertow.device import device_of
 from undertow.errors import PhaseError
 from undertow.ranks import patience
 from undertow.ranks.faults import Activity, raised
-from undertow.ranks.group import GroupRef
+from undertow.ranks.group import Abilities, GroupRef
 from undertow.ranks.guard import meet, over_users, watch_over
 from undertow.ranks.threads import Worker
 from undertow.ranks.watch import NullWatch
@@ -37,7 +38,6 @@ from undertow.torch_private import private
 Work: TypeAlias = Any  # a dist.Work, to which torch's signatures add None, or the like
 Task = Callable[[], Any]
 
-_BACKENDS_OVER_GLOO = ("gloo", "emulated")
 _CLOSED = NullWatch()  # of groups that are closed
 # The backend's own collectives on one tensor; torch < 2.13 has the second names.
 _reduce_scatter: Callable[..., Work] = (
@@ -55,6 +55,9 @@ class Handle:
     `complete` waits for one work and raises if it failed. `finish` is called once, by the first
     wait, and holds the inputs of the works. A backend releases them as soon as any stream, such as
     a clock's, waits for a work; a stream that has not waited could then overwrite the memory.
+
+    Later waits do nothing, so a message is there for the stream of the first wait. With `record`, a
+    device's, every stream that waits follows it: a handle that user code has may need that.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Handle:
         complete: Callable[[Work], object] = _wait,
         finish: Callable[[], object] | None = None,
         result: Tensor | None = None,
+        record: Callable[[], torch.Event] | None = None,
     ) -> None:
         self.works = works
         self.is_found_complete = False  # set after the first wait or successful poll
@@ -70,6 +74,8 @@ class Handle:
         self._complete = complete
         self._finish = finish
         self._result = result
+        self._record = record
+        self._arrived: torch.Event | None = None  # the end of the first wait
 
     @classmethod
     def in_threads(
@@ -89,11 +95,13 @@ class Handle:
         return cls(work)
 
     def wait(self) -> None:
-        """Waits until the work is complete (on CUDA: makes the current stream wait).
+        """Waits until the work is complete (on a device: makes the current stream wait).
 
         Raises the backend's error if it failed or timed out.
         """
         if self._is_waited:
+            if self._arrived is not None:
+                self._arrived.wait()
             return
         for work in self.works:
             self._complete(work)
@@ -101,6 +109,8 @@ class Handle:
         if finish is not None:
             with torch.no_grad():
                 finish()
+        if self._record is not None:
+            self._arrived = self._record()
         self._finish = None  # only now, because another thread or a signal handler may wait too
         self._is_waited = True
         self.is_found_complete = True
@@ -112,7 +122,7 @@ class Handle:
         return self._result
 
     def block_stream(self) -> None:
-        """Makes the current CUDA stream wait for the work, not the host; `wait` is still needed."""
+        """Makes the current stream wait for the work, not the host; `wait` is still needed."""
         for work in self.works:
             work.wait()
 
@@ -183,7 +193,7 @@ class OwnGroup:
         self.rank = user.rank
         self.num_ranks = len(user.ranks)
         self.backend = user.backend_for(device)
-        self.device = device  # of small tensors that ranks exchange
+        self.hardware = device_of(device)
         self.watch = NullWatch()  # over the other ranks
         self.here = Activity()
         # communication hooks and torch's join, as long as they use the user's group
@@ -193,6 +203,16 @@ class OwnGroup:
         # reentrant: collecting a model here may destroy the group being interrupted
         self._destroying = threading.RLock()
         self._group: weakref.ref[dist.ProcessGroup] | None = None
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The place of small tensors that ranks exchange."""
+        return self.hardware.place
+
+    @cached_property
+    def can(self) -> Abilities:
+        """The abilities of the backend."""
+        return self.user.abilities_for(self.device)
 
     @property
     def is_open(self) -> bool:
@@ -298,9 +318,16 @@ class OwnGroup:
         """Starts to fill `flat` with the parts of all ranks."""
         return _all_gather(flat, part, group=self.process_group, async_op=True)
 
-    def exchange(self, received: Tensor, sent: Tensor) -> Work:
-        """Starts to send each rank its part of `sent`, and to receive a part from each."""
-        return dist.all_to_all_single(received, sent, group=self.process_group, async_op=True)
+    def exchange(
+        self, received: Tensor, sent: Tensor, sizes: list[int], sent_sizes: list[int]
+    ) -> Work:
+        """Starts to send each rank its part of `sent`, and to receive a part from each.
+
+        `sizes` and `sent_sizes` are the elements of parts.
+        """
+        return dist.all_to_all_single(
+            received, sent, sizes, sent_sizes, group=self.process_group, async_op=True
+        )
 
     @cached_property
     def peers(self) -> list[int]:
@@ -322,7 +349,7 @@ class OwnGroup:
         Raises RuntimeError if the work cannot complete because a rank is gone.
         """
         is_broken = False
-        while self.device.type == "cpu" and not work.is_completed():
+        while self.hardware.is_host and not work.is_completed():
             until_s = time.monotonic() + patience.LOOK_S
             try:
                 work.wait(timedelta(seconds=patience.LOOK_S))
@@ -347,7 +374,9 @@ class OwnGroup:
             with self.waiting(name):
                 self.complete(work)
 
-        return Handle(work, complete=complete, finish=finish, result=result)
+        return Handle(
+            work, complete=complete, finish=finish, result=result, record=self.hardware.record
+        )
 
     def worker(self, name: str) -> Worker:
         """Returns a worker thread that waits for other ranks.
@@ -375,14 +404,6 @@ class OwnGroup:
     def existing(self) -> dist.ProcessGroup | None:
         """Returns the clone if it was created and torch.distributed still has it."""
         return None if self._group is None or not dist.is_initialized() else self._group()
-
-    @property
-    def is_over_gloo(self) -> bool:
-        """True if gloo transfers these tensors.
-
-        It can send and receive host memory, and it can average.
-        """
-        return any(name in self.backend for name in _BACKENDS_OVER_GLOO)
 
     @property
     def is_alive(self) -> bool:
@@ -443,7 +464,8 @@ def all_reduce_over(
         with over_users(group, "a reduction over the process group"):
             work.wait()
 
-    return Handle(dist.all_reduce(tensor, op=op, group=group, async_op=True), complete=complete)
+    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    return Handle(work, complete=complete, record=device_of(tensor.device).record)
 
 
 def all_gather_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -32,12 +32,18 @@ class SimulatedStep:
         step's."""
         return self.compute_us / self.step_us if self.step_us > 0 else 1.0
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that are passed to collectives: of gradients, and of gathered parameters."""
+        return sum(event.num_bytes for event in self.trace.communication)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the numbers that the table shows, in milliseconds and shares, ready for JSON."""
         overlap = overlap_of(self.trace)
         return {
             "gradients_sent": self.method,
             "buckets": self.num_buckets,
+            "sent_mb": self.sent_bytes / 1e6,
             "step_ms": self.step_us / 1e3,
             "exposed_ms": overlap.exposed_us / 1e3,
             "late_rank_ms": self.late_rank_us / 1e3,
@@ -49,7 +55,15 @@ class SimulatedStep:
 def print_steps(steps: Sequence[SimulatedStep], console: Console) -> None:
     """Prints one line per method; fits into 80 columns."""
     table = Table("gradients sent", padding=0)
-    for name in ("buckets", "step, ms", "exposed, ms", "late rank, ms", "hidden", "efficiency"):
+    for name in (
+        "buckets",
+        "sent,\nMB",
+        "step,\nms",
+        "exposed,\nms",
+        "late\nrank, ms",
+        "hidden",
+        "efficiency",
+    ):
         table.add_column(name, justify="right")
     best_us = min(step.step_us for step in steps)
     for step in steps:
@@ -57,6 +71,7 @@ def print_steps(steps: Sequence[SimulatedStep], console: Console) -> None:
         table.add_row(
             cell(step.method),
             str(step.num_buckets),
+            f"{step.sent_bytes / 1e6:.1f}",
             f"{step.step_us / 1e3:.1f}",
             f"{overlap.exposed_us / 1e3:.1f}",
             f"{step.late_rank_us / 1e3:.1f}",

@@ -12,6 +12,7 @@ from undertow.errors import require
 from undertow.foreign import printable
 from undertow.trace import Event, Trace, overlap_of
 from undertow.trace.files import write_whole
+from undertow.trace.record import CODING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +27,11 @@ _KINDS = {
     "optimizer": ("#999999", "optimizer"),
     "reduce": ("#cc79a7", "gradients sent"),
     "all_gather": ("#e69f00", "parameters gathered"),
+    "coding": ("#009e73", "encoded or decoded"),
 }
+# Where a lane begins below the middle of a row, and its height; other lanes are of the network.
+_PLACES = {"compute": (-0.4, 0.4), "coding": (0.31, 0.08)}
+_NETWORK = (0.03, 0.26)
 # For light pages and for dark pages: the end of the picture's name, ink, ground and grid.
 _THEMES = (("", "#333333", "#ffffff", "#e6e6e6"), ("-dark", "#e6edf3", "#0d1117", "#30363d"))
 
@@ -71,17 +76,17 @@ def save_timeline(
     traces: Mapping[str, Trace],
     path: str | Path,
     *,
-    baseline: str = "",
+    title: str = "",
     conditions: str = "",
 ) -> None:
     """Writes a PNG with two rows per named trace, computation above network, on one axis in
     milliseconds; another for dark pages.
 
     Events before the forward, such as gathers of parameters, are drawn to the left of 0. The
-    slowest trace is on top. The title compares the last trace with
-    `baseline`, by default the first. `conditions` are drawn below: where the steps ran.
+    slowest trace is on top. By default the title compares the last trace with the first.
+    `conditions` are drawn below: where the steps ran.
     """
-    title = takeaway(traces, baseline=baseline)
+    title = title or takeaway(traces)
     slowest_first = dict(sorted(traces.items(), key=lambda named: -named[1].duration_us))
     save_themes(lambda: _timeline(slowest_first, title, conditions), Path(path))
 
@@ -141,9 +146,10 @@ def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
         # less than 0.05 % of the axis would only show its white edges
         if is_compute and event.duration_us < axis_ms * 0.5:
             continue
+        below, height = _PLACES.get(event.lane, _NETWORK)
         axes.broken_barh(
             [(event.start_us / 1e3, event.duration_us / 1e3)],
-            (row - 0.4, 0.4) if is_compute else (row + 0.03, 0.26),
+            (row + below, height),
             facecolors=_KINDS[_kind(event)][0],
             edgecolors=axes.get_facecolor(),
             linewidth=0.6,
@@ -161,13 +167,10 @@ def _draw_trace(axes: Axes, trace: Trace, *, row: int, axis_ms: float) -> None:
         axes.text(left, row + 0.15, f"{hidden:.0%} hidden", va="center", fontsize=8.5, alpha=0.75)
 
 
-def takeaway(traces: Mapping[str, Trace], *, baseline: str = "") -> str:
-    """Returns one line.
-
-    How fast the last step is beside `baseline`, by default the first one, and what of its
-    communication is hidden.
-    """
-    first = baseline if baseline in traces else next(iter(traces))
+def takeaway(traces: Mapping[str, Trace]) -> str:
+    """Returns one line: the speed of the last step over the first, and how much of its
+    communication is hidden."""
+    first = next(iter(traces))
     name, trace = list(traces.items())[-1]
     hidden = overlap_of(trace).fraction
     if hidden is None:
@@ -177,7 +180,8 @@ def takeaway(traces: Mapping[str, Trace], *, baseline: str = "") -> str:
 
 
 def _kind(event: Event) -> str:
-    return event.kind if event.kind in _KINDS else "reduce"
+    kind = event.lane if event.lane == CODING else event.kind
+    return kind if kind in _KINDS else "reduce"
 
 
 def _end_ms(trace: Trace) -> float:

@@ -1,27 +1,40 @@
 """Predicts the step of a model on a network that may not exist, for several groupings of its
 gradients."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
+from undertow.config import SyncConfig
 from undertow.cost import NODE_LINK, Costs, costs_for
-from undertow.errors import require
-from undertow.plan import Choice, Groups, Plan, SizeCaps, group_by_size, plan_from_groups
+from undertow.errors import require, suggestion
+from undertow.plan import (
+    Choice,
+    Groups,
+    ParamSpec,
+    Plan,
+    SizeCaps,
+    Wires,
+    group_by_size,
+    plan_from_groups,
+    plan_in_order,
+)
 from undertow.profile import Profile
 from undertow.report.comparison import SimulatedStep
 from undertow.schedule import Strategy, strategy_named
-from undertow.simulate import Conditions, simulate
-from undertow.tune import bucket_us_of, choice_for
+from undertow.simulate import Conditions, simulate, with_divided_update
+from undertow.tune import bucket_us_of, choice_for, wire_to_plan
 
 _MIB = 1024 * 1024
 PER_PARAMETER, FIXED, PLANNED, MEASURED = (
     "per parameter",
     "25 MiB buckets",
     "planned buckets",
-    "buckets of the profile",
+    "measured buckets",
 )
 _TORCH_CAPS = SizeCaps(cap_bytes=25.0 * _MIB, first_bytes=(1.0 * _MIB,))
+_MUON, _ELEMENTWISE = "muon", ("adamw", "sgd")
+_NOT_HIDDEN = ("emb", "wte", "wpe", "head")  # in names of embeddings and heads
 _NEEDS_LINK = 'Give the network, such as --ranks 64 --per-node 8 --link "100gbit,5us".'
 
 
@@ -39,6 +52,10 @@ class WhatIf:
     per_node: int | None = None
     node_link: str | None = None
     conditions: Conditions = field(default_factory=Conditions)
+    wire: str | None = None  # the format of gradients, or "auto"
+    param_wire: str | None = None  # the format of gathered parameters
+    # the optimizer whose update is divided over ranks; None: an update takes as in the profile
+    optimizer: str | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -59,16 +76,46 @@ class WhatIf:
             where="the network",
             remedy="Give --per-node too.",
         )
+        require(
+            self.strategy.gather is not None or self.param_wire is None,
+            "--param-wire has no effect without shards.",
+            where=f"--strategy {self.strategy.name}",
+            remedy="Give --strategy zero1, zero2 or hybrid too.",
+        )
 
     @classmethod
     def of(
-        cls, profile: Profile, strategy: str | None = None, num_ranks: int | None = None
+        cls,
+        profile: Profile,
+        strategy: str | None = None,
+        num_ranks: int | None = None,
+        optimizer: str | None = None,
     ) -> Self:
-        """Takes the profile's strategy and number of ranks if they are None, and its network."""
+        """Takes the profile's strategy and number of ranks if they are None, its network and its
+        formats.
+
+        With "muon" and shards, hidden matrices have one owner each. Whole parameters of the profile
+        are cut if every rank updates everything, or if the optimizer is another one.
+        """
+        chosen = strategy_named(strategy or profile.strategy)
+        known = (_MUON, *_ELEMENTWISE)
+        require(
+            optimizer is None or optimizer in known,
+            f"optimizer {optimizer!r} cannot be simulated.",
+            where="--optimizer",
+            remedy=suggestion(optimizer, known),
+        )
+        if chosen.gather is None or optimizer in _ELEMENTWISE:
+            profile = replace(profile, params=tuple(map(_cut, profile.params)))
+        elif optimizer == _MUON:
+            profile = _with_hidden_matrices_whole(profile)
         return cls(
+            optimizer=optimizer,
             profile=profile,
-            strategy=strategy_named(strategy or profile.strategy),
+            strategy=chosen,
             num_ranks=num_ranks or profile.num_ranks,
+            wire=profile.wire,
+            param_wire=None if chosen.gather is None else profile.param_wire,
         )
 
     @cached_property
@@ -128,11 +175,7 @@ class WhatIf:
     @cached_property
     def choice(self) -> Choice:
         """The plan that training would choose."""
-        bucket_us = self.conditions.of(self.profile)["launch_us"]
-        if self.profile.is_measured and self.conditions.launch_us is None:
-            bucket_us = bucket_us_of(self.profile)
-        has_shards = self.strategy.gather is not None
-        return choice_for(self.profile, self.costs, has_shards=has_shards, bucket_us=bucket_us)
+        return self._choice(None)
 
     @property
     def compute_us(self) -> float:
@@ -143,18 +186,35 @@ class WhatIf:
     def planned(self) -> Plan:
         """The best plan, which knows nothing of skew, contention and copies.
 
-        A row of fixed sizes may be faster.
+        A row of fixed sizes may be faster. With whole parameters, the plan that training begins
+        with, because it stays.
         """
-        return self._plan(self.choice.best.groups)
+        profile = self.profile
+        if any(spec.is_whole for spec in profile.params):
+            first = plan_in_order(
+                profile.params,
+                profile.order,
+                SyncConfig(),
+                num_ranks=self.num_ranks,
+                num_shards=self._num_shards,
+                has_shards=True,
+            )
+            return self.in_formats(first.groups)
+        best = self.choice.best
+        return self._plan(best.groups, best.wires)
 
     def steps(self) -> tuple[SimulatedStep, ...]:
         """Returns the step under every grouping."""
         profile = self.profile
         found = []
         if profile.groups is not None and self.strategy.name == profile.strategy:
-            found.append(self.step(MEASURED, self._plan(profile.groups)))
-        alone = self._plan(tuple((param,) for param in profile.order))
-        fixed = self._plan(group_by_size(profile.params, profile.order, _TORCH_CAPS))
+            wires = profile.wires or (None,) * len(profile.groups)
+            measured = self._plan(profile.groups, wires)
+            if self.wire != profile.wire:
+                measured = self.in_formats(measured.groups)
+            found.append(self.step(MEASURED, measured))
+        alone = self.in_formats(tuple((param,) for param in profile.order))
+        fixed = self.in_formats(group_by_size(profile.params, profile.order, _TORCH_CAPS))
         found.append(self.step(PER_PARAMETER, alone))
         found.append(self.step(FIXED, fixed))
         found.append(self.step(PLANNED, self.planned))
@@ -162,15 +222,83 @@ class WhatIf:
 
     def step(self, method: str, plan: Plan) -> SimulatedStep:
         """Simulates a step under `plan`."""
-        record = simulate(self.profile, plan, self.strategy, self.costs, self.conditions)
+        profile = self.divided(plan)
+        record = simulate(
+            profile,
+            plan,
+            self.strategy,
+            self.costs,
+            self.conditions,
+            param_wire=self.param_wire,
+        )
         return SimulatedStep(
             method=method,
             num_buckets=len(plan.buckets),
             trace=record.trace(),
             step_us=record.step_us,
-            compute_us=self.compute_us,
+            compute_us=self.compute_us - self.profile.update_us + profile.update_us,
             late_rank_us=record.late_rank_us(),
         )
 
-    def _plan(self, groups: Groups) -> Plan:
-        return plan_from_groups(self.profile.params, groups, num_ranks=self.num_ranks)
+    def divided(self, plan: Plan) -> Profile:
+        """Returns the profile with the update of the rank that has the most work under `plan`."""
+        if self.optimizer is None:
+            return self.profile
+        return with_divided_update(self.profile, plan, self.strategy)
+
+    def in_formats(self, groups: Groups) -> Plan:
+        """Returns the plan of these buckets, in the formats that training would choose."""
+        return self._plan(groups, self._choice(groups).best.wires)
+
+    def _choice(self, groups: Groups | None) -> Choice:
+        """Returns the choice among all plans, or only of the formats of `groups`."""
+        bucket_us = self.conditions.of(self.profile)["launch_us"]
+        if self.profile.is_measured and self.conditions.launch_us is None:
+            bucket_us = bucket_us_of(self.profile)
+        return choice_for(
+            self.profile,
+            self.costs,
+            has_shards=self.strategy.gather is not None,
+            bucket_us=bucket_us,
+            wire=wire_to_plan(self.profile, self.wire) if self.link is None else self.wire,
+            param_wire=self.param_wire,
+            groups=groups,
+            num_shards=self._num_shards or self.num_ranks,
+        )
+
+    def _plan(self, groups: Groups, wires: Wires) -> Plan:
+        return plan_from_groups(
+            self.profile.params,
+            groups,
+            num_ranks=self.num_ranks,
+            num_shards=self._num_shards,
+            wires=wires,
+        )
+
+    @property
+    def _num_shards(self) -> int | None:
+        """The ranks of a replica; None is all ranks."""
+        return None if self.strategy.crossing is None else self._per_node
+
+
+def _cut(spec: ParamSpec) -> ParamSpec:
+    return replace(spec, is_whole=False) if spec.is_whole else spec
+
+
+def _with_hidden_matrices_whole(profile: Profile) -> Profile:
+    """Returns the profile with an owner for each hidden matrix, as names and shapes tell them.
+
+    A profile that has whole parameters stays as it is. Buckets that mix them with others go.
+    """
+    if any(spec.is_whole for spec in profile.params):
+        return profile
+    params = tuple(replace(spec, is_whole=_is_hidden(spec)) for spec in profile.params)
+    for group in profile.groups or ():
+        if len({params[param].kind for param in group}) > 1:
+            return replace(profile, params=params, groups=None, wires=None)
+    return replace(profile, params=params)
+
+
+def _is_hidden(spec: ParamSpec) -> bool:
+    is_matrix = len(spec.shape) == 2 and not spec.is_sparse
+    return is_matrix and not any(part in spec.name.lower() for part in _NOT_HIDDEN)

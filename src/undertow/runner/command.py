@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="examples:\n"
         "  undertow run torchrun --nproc-per-node=2 train.py --lr 0.1\n"
         "  undertow run python train.py    if the script or its framework starts ranks\n"
-        "  undertow run --set wire_dtype=bfloat16 --out out accelerate launch train.py\n"
+        "  undertow run --set wire=bfloat16 --out out accelerate launch train.py\n"
         "  torchrun --nproc-per-node=2 -m undertow train.py\n\n"
         "Settings are SyncConfig's fields. They also come from variables,\n"
         "UNDERTOW_BUCKET_CAP_MB=25; --set goes before variables.\n\n"

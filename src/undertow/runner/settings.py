@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from undertow.config import SyncConfig
+from undertow.config import Outer, SyncConfig
 from undertow.errors import require, require_known
 
 RUN = "UNDERTOW_RUN"  # the folder for files, or empty
@@ -12,14 +12,17 @@ RUN = "UNDERTOW_RUN"  # the folder for files, or empty
 MARK = "UNDERTOW_RUN_MARK"
 TRACE = "UNDERTOW_TRACE"
 _PREFIX = "UNDERTOW_"
+_OUTER = "outer."  # of names of settings
 
 
 def variables_of(assignments: Iterable[str]) -> dict[str, str]:
     """Returns the environment variables of settings given as "name=value".
 
-    Raises ConfigError for other texts.
+    A setting of outer synchronization is given as "outer.every=30". Raises ConfigError for other
+    texts.
     """
     variables = {}
+    outer = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         require(
@@ -28,10 +31,16 @@ def variables_of(assignments: Iterable[str]) -> dict[str, str]:
             where="undertow run",
             remedy="Write --set name=value, without spaces.",
         )
+        if name.startswith(_OUTER):
+            outer[name.removeprefix(_OUTER)] = _value(value)
+            continue
         require_known(
             [name], SyncConfig.__dataclass_fields__, "setting", where="undertow run --set"
         )
         variables[_PREFIX + name.upper()] = value
+    if outer:
+        Outer(**outer)
+        variables[f"{_PREFIX}OUTER"] = json.dumps(outer)
     return variables
 
 
@@ -39,20 +48,23 @@ def settings_from(environment: Mapping[str, str]) -> dict[str, Any]:
     """Returns the settings that the variables UNDERTOW_<NAME> give.
 
     A value is JSON, or a text that stands for itself: UNDERTOW_BUCKET_CAP_MB=25,
-    UNDERTOW_WIRE_DTYPE=bfloat16. Raises ConfigError for an unknown name, or a value that cannot
+    UNDERTOW_WIRE=bfloat16. Raises ConfigError for an unknown name, or a value that cannot
     work.
     """
     settings = {}
     for name in sorted(environment):
         if name.startswith(_PREFIX) and name not in (RUN, MARK, TRACE):
-            settings[name.removeprefix(_PREFIX).lower()] = _value(environment[name])
+            setting = name.removeprefix(_PREFIX).lower()
+            is_outer = setting == "outer"
+            settings[setting] = _value(environment[name], may_be_dict=is_outer)
     SyncConfig(**settings)
     return settings
 
 
-def _value(text: str) -> Any:
+def _value(text: str, *, may_be_dict: bool = False) -> Any:
     try:
         value = json.loads(text)
     except ValueError:
         return {"true": True, "false": False, "none": None}.get(text.lower(), text)
-    return text if isinstance(value, dict) else value  # a plan may be given as its text
+    # a plan may be given as its text
+    return text if isinstance(value, dict) and not may_be_dict else value

@@ -30,9 +30,17 @@ class BucketArrivals:
         "num_known",
         "params",
         "seen",
+        "stream_of",
+        "streams",
     )
 
-    def __init__(self, arrivals: Arrivals, index: int, params: Sequence[int]) -> None:
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        index: int,
+        params: Sequence[int],
+        stream_of: Callable[[Any], object] | None,
+    ) -> None:
         self.arrivals = arrivals
         self.index = index
         self.params = params
@@ -42,6 +50,8 @@ class BucketArrivals:
         self.num_known = 0  # arrivals that are counted
         self.num_awaited = 0  # arrivals that it waits for, with expected repeats
         self.is_full = False
+        self.stream_of: Any = stream_of
+        self.streams: set[Any] = set()  # of a device: those that gradients arrived on
 
     def arrive(self, param: object) -> None:
         """The hook of every parameter of the bucket."""
@@ -51,6 +61,12 @@ class BucketArrivals:
         seen.append(param)
         if len(seen) >= self.counts_from:
             self.arrivals.count(param, self)
+
+    def arrive_on_stream(self, param: object) -> None:
+        """The hook on a device: autograd makes each gradient on the stream of its parameter's
+        forward, and no other one has waited for that."""
+        self.streams.add(self.stream_of(param))
+        self.arrive(param)
 
     def num_counted(self) -> int:
         """Returns the number of arrivals, without those that were repeated more often than
@@ -88,7 +104,7 @@ class Arrivals:
 
     `traversal` distinguishes one backward from another. If it has changed when the first gradient
     of a bucket arrives, after a reset or `forget_traversal`, `on_traversal(traversal)` is called
-    first.
+    first. `stream_of(param)` is the stream that its gradient arrives on; None on a host.
     """
 
     def __init__(
@@ -99,6 +115,7 @@ class Arrivals:
         on_full: Callable[[int], object],
         traversal: Callable[[], int],
         on_traversal: Callable[[int], object],
+        stream_of: Callable[[Any], object] | None = None,
     ) -> None:
         self.on_full = on_full
         # whose methods are called, for others that find these hooks on a parameter
@@ -112,16 +129,21 @@ class Arrivals:
         self._seen_traversal = _NO_TRAVERSAL
         self._params = tuple(params)
         self.index_of = {id(param): index for index, param in enumerate(self._params)}
-        self.regroup(params_of_bucket)
+        self.regroup(params_of_bucket, stream_of)
 
-    def regroup(self, params_of_bucket: Sequence[Sequence[int]]) -> None:
+    def regroup(
+        self,
+        params_of_bucket: Sequence[Sequence[int]],
+        stream_of: Callable[[Any], object] | None = None,
+    ) -> None:
         """Switches to other buckets of the same parameters, with other hooks, and resets."""
         self.buckets: list[BucketArrivals] = []
         hooks: dict[int, Callable[[Any], None]] = {}
         for index, params in enumerate(params_of_bucket):
-            bucket = BucketArrivals(self, index, params)
+            bucket = BucketArrivals(self, index, params, stream_of)
             self.buckets.append(bucket)
-            hooks.update(dict.fromkeys(params, bucket.arrive))
+            hook = bucket.arrive if stream_of is None else bucket.arrive_on_stream
+            hooks.update(dict.fromkeys(params, hook))
         self.hooks = [hooks[param] for param in range(len(self._params))]
         self.reset()
 

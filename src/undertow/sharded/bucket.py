@@ -19,7 +19,7 @@ from torch import Tensor
 from undertow.buckets.bucket import DenseBucket, Shared, has_values
 from undertow.errors import ShardedGradientError
 from undertow.plan import Bucket
-from undertow.ranks.exchanges import P2PCollectives, accumulation_dtype
+from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import OpKind
 from undertow.sharded.groups import ShardGroups
@@ -139,7 +139,6 @@ class ShardedBucket(DenseBucket):
     """
 
     reduction: ClassVar = OpKind.REDUCE_SCATTER
-    is_trailer_apart: ClassVar = True
 
     def __init__(
         self,
@@ -149,12 +148,12 @@ class ShardedBucket(DenseBucket):
         placeholders: Sequence[GradientPlaceholder],
         groups: ShardGroups,
     ) -> None:
-        super().__init__(spec, shared)
         self._groups = groups
-        num_rows = shared.plan.num_ranks // groups.shard.group.num_ranks
+        super().__init__(spec, shared)
         dtype = accumulation_dtype(self.memory.flat.dtype)
         device = self.memory.flat.device
-        self.shard = torch.zeros(spec.shard_numel * num_rows, dtype=dtype, device=device)
+        shard_numel = len(groups.shards_of(spec)[groups.shard.group.rank])
+        self.shard = torch.zeros(shard_numel, dtype=dtype, device=device)
         # `launch` sets it to other memory if `shard` may have values that must be kept.
         self._reduced = self.shard
         own = [placeholders[index] for index in spec.params]
@@ -165,9 +164,20 @@ class ShardedBucket(DenseBucket):
         # copies of gradients into the bucket, for another thread, so that backward continues
         self._copies: list[Callable[[], None]] = []
 
+    def _make_parcels(self) -> None:
+        parcel, crossing = self._groups.parcels_of(self.spec)
+        parcel = self._inspected(parcel)
+        self._parcels = parcel, crossing
+        num_bytes = self._groups.wire_bytes(self.spec, parcel, crossing)
+        self._travels_in([parcel, crossing], num_bytes)
+
     @property
     def _trailer(self) -> range:
         return range(self.spec.trailer.start, self.spec.storage_numel)
+
+    def keep_gradients(self) -> None:
+        grads = map(_grad_of, self.params)
+        self._keep(it.added if isinstance(it, GradientPlaceholder) else it for it in grads)
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         self._copies = []
@@ -194,17 +204,25 @@ class ShardedBucket(DenseBucket):
 
         def pack() -> None:
             _make(copies)
-            self._mark_nonfinite((self.memory.gradients,), shard)
+            for gap in self.memory.gaps:
+                gap.zero_()
+            self._mark_nonfinite((self.memory.gradients,))
 
-        handle = shard.reduce_scatter(flat, self._reduced, trailer=self._trailer, pack=pack)
+        parcel, _ = self._parcels
+        handle = shard.reduce_scatter(flat, self._reduced, parcel, trailer=self._trailer, pack=pack)
         self.handles = [handle]
         recorder.completes(self.marks, handle)
 
     def launch_across(self) -> None:
         replicate = self._groups.replicate
-        assert replicate is not None  # the schedule of a strategy with two axes
+        _, crossing = self._parcels
+        # the schedule of a strategy with two axes
+        assert replicate is not None
+        assert crossing is not None
         trailer = self.memory.flat[self._trailer.start : self._trailer.stop]
-        handle = replicate.all_reduce_behind(self.handles[0], self._reduced, trailer=trailer)
+        handle = replicate.all_reduce_behind(
+            self.handles[0], self._reduced, crossing, trailer=trailer
+        )
         self.handles = [handle]
         self.shared.recorder.completes(self.marks, handle)
 
@@ -262,11 +280,6 @@ class ShardedBucket(DenseBucket):
                 placeholder.bind_to(param)
                 own.zero_()
             own.add_(part.of_bucket(values[0]))
-
-    def release(self) -> None:
-        super().release()
-        if isinstance(self._groups.shard, P2PCollectives):
-            self._groups.shard.free.clear()
 
 
 def _is_dropped(grad: Tensor) -> bool:

@@ -157,8 +157,13 @@ class Gathers:
     """
 
     def __init__(
-        self, flats: Sequence[FlatParams], exchanges: Collectives, recorder: Recorder
+        self,
+        flats: Sequence[FlatParams],
+        shards: Sequence[Sequence[range]],
+        exchanges: Collectives,
+        recorder: Recorder,
     ) -> None:
+        self._shards = shards  # of each bucket, the elements of each rank
         self.in_flight: dict[int, Handle] = {}
         # code of torch.compile reads the parameters, and guards their class
         self._is_compiled_in = False
@@ -177,14 +182,27 @@ class Gathers:
         increment_version(flat.params)
         if flat.flat.numel() == 0:
             return
-        marks = self._recorder.gather_launches(bucket, num_bytes=flat.flat.nbytes)
-        handle = self._exchanges.all_gather(flat.flat, number=bucket, then=flat.copy_out)
+        parcel = flat.parcel
+        num_bytes = flat.flat.itemsize * self._shards[bucket][-1].stop
+        if parcel is not None:
+            num_bytes = sum(parcel.sizes)
+        marks = self._recorder.gather_launches(bucket, num_bytes=num_bytes)
+        if parcel is None:
+            if flat.exact is not None:
+                flat.publish()
+            handle = self._exchanges.all_gather(
+                flat.flat, self._shards[bucket], number=bucket, then=flat.copy_out
+            )
+        else:
+            handle = self._exchanges.all_gather_differences(
+                flat.write_difference, flat.flat, parcel, number=bucket, then=flat.copy_out
+            )
         self._recorder.completes(marks, handle)
         self._watch(bucket, handle)
 
-    def are_cut_off(self) -> None:
-        """Called if gathers could not be started after a step."""
-        for bucket in range(len(self.flats)):
+    def are_cut_off(self, buckets: Sequence[int]) -> None:
+        """Called if gathers of these buckets could not be started after a step."""
+        for bucket in buckets:
             if bucket not in self.in_flight:
                 handle = Handle.failed(self._torn(bucket))
                 self._recorder.gather_launches(bucket, num_bytes=0)
@@ -207,6 +225,9 @@ class Gathers:
                     raise
                 raise self._torn(bucket) from error
             self._recorder.mark_gather(bucket, "wait_stop")
+            parcel = self.flats[bucket].parcel
+            if parcel is not None:
+                self._recorder.take_gather_codings(bucket, parcel.codings)
             # Only now, so that a wait that failed fails again. Another thread may have waited too,
             # and launched the next gather.
             with self._lock:

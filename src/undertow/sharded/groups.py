@@ -6,9 +6,17 @@ replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, all-redu
     v
 """
 
+from collections.abc import Sequence
+
+import torch
+
 from undertow.config import SyncConfig
-from undertow.ranks.exchanges import Collectives, exchanges_over
+from undertow.plan import Bucket
+from undertow.plan.layout import equal_parts, round_up
+from undertow.ranks.exchanges import Collectives, accumulation_dtype, exchanges_over
+from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.transport import OwnGroup
+from undertow.wire import Wire, wire_for
 
 
 class ShardGroups:
@@ -22,6 +30,9 @@ class ShardGroups:
     def __init__(self, all_ranks: OwnGroup, config: SyncConfig) -> None:
         user = all_ranks.user
         self.rank, self.num_ranks = user.rank, len(user.ranks)
+        self._wires = config.wires
+        self.param_wire = config.param_wire
+        self._in_order = config.reduction == "ordered"
         device = all_ranks.device
         axes = [
             OwnGroup(axis, device=device, limits=config, within=all_ranks) for axis in user.axes()
@@ -36,8 +47,75 @@ class ShardGroups:
         if len(axes) > 1:
             self.replicate = exchanges_over(axes[1], config, divisor=self.num_ranks)
 
+    def parcels_of(self, spec: Bucket) -> tuple[Parcel, Parcel | None]:
+        """Returns how a bucket's gradients travel over `shard`, and its shard over `replicate`."""
+        num_shards, rank = self.shard.group.num_ranks, self.shard.group.rank
+        parts = spec.parts(num_shards, num_ranks=self.num_ranks)
+        inside, across = (None, None) if spec.wire is None else self._wires
+        # `wire="auto"` names none: the plan has it.
+        if inside is None and across is None:
+            inside = across = spec.wire
+        dtype, is_host = getattr(torch, spec.dtype), self.shard.group.hardware.is_host
+        parcel = _parcel(
+            wire_for(inside, spec.dtype, spec.itemsize),
+            dtype,
+            narrow_numel=spec.narrow_numel,
+            parts=parts,
+            is_host=is_host,
+            all_parts=self.shards_of(spec),
+        )
+        if self.replicate is None:
+            return parcel, None
+        own, num_rows = parts[rank], self.replicate.group.num_ranks
+        wire = wire_for(across, spec.dtype, spec.itemsize)
+        part_numel, padded_numel = spec.shard_numel, num_rows * spec.shard_numel
+        if spec.owners is not None:
+            block = 1 if wire is None else wire.block
+            part_numel, padded_numel = round_up(-(-len(own) // num_rows), block), len(own)
+        crossing = _parcel(
+            wire,
+            accumulation_dtype(dtype),
+            narrow_numel=min(max(spec.narrow_numel - own.start, 0), len(own)),
+            parts=equal_parts(num_rows, part_numel, stop=len(own)),
+            is_host=is_host,
+            all_parts=equal_parts(num_rows, part_numel, stop=padded_numel),
+        )
+        return parcel, crossing
+
+    def shards_of(self, spec: Bucket) -> list[range]:
+        """Returns the elements of a bucket that each rank of `shard` has, as they are gathered."""
+        num_shards = self.shard.group.num_ranks
+        return spec.parts(num_shards, num_ranks=self.num_ranks, is_padded=True)
+
+    def wire_bytes(self, spec: Bucket, inside: Parcel, across: Parcel | None) -> int:
+        """Returns the bytes of a bucket that are passed to collectives, over both axes."""
+        num_bytes = inside.payload(spec.itemsize) + spec.trailer_bytes
+        if across is not None:
+            dtype = getattr(torch, spec.dtype)
+            sent = accumulation_dtype(dtype) if self._in_order else dtype
+            num_bytes += across.payload(sent.itemsize) + spec.trailer_bytes
+        return num_bytes
+
+    @property
+    def axes(self) -> tuple[Collectives, ...]:
+        return (self.shard,) if self.replicate is None else (self.shard, self.replicate)
+
     def close(self) -> None:
-        for axis in (self.shard, self.replicate):
-            if axis is not None:
-                axis.close()
-                axis.group.close()
+        for axis in self.axes:
+            axis.close()
+            axis.group.close()
+
+
+def _parcel(
+    wire: Wire | None,
+    dtype: torch.dtype,
+    *,
+    narrow_numel: int,
+    parts: Sequence[range],
+    all_parts: Sequence[range],
+    is_host: bool,
+) -> Parcel:
+    """Returns a parcel in a format, without padding, or in full width if that has no more bytes."""
+    if wire is None:
+        return FullWidth(all_parts)
+    return Encoded(wire, dtype, narrow_numel, parts, is_host=is_host)

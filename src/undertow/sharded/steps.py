@@ -4,7 +4,9 @@ optimizer that updates them."""
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
@@ -13,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from undertow.buckets.bucket import Layout, LiveBucket, Shared, strides_of_gradient
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig, refused
 from undertow.engine.engine import Engine
-from undertow.errors import ConfigError, PhaseError, require
+from undertow.engine.progress import params_of
+from undertow.errors import ConfigError, PhaseError, listed, require
 from undertow.plan import Bucket, Plan
 from undertow.ranks.agreement import Agreement
 from undertow.ranks.exchanges import accumulation_dtype
@@ -50,6 +54,7 @@ class Sharding(Layout):
         _require_shardable(plan, params)
         super().__init__(groups.shard.group)  # the ranks with the other shards of this replica
         self.plan, self.params, self.strategy, self.groups = plan, tuple(params), strategy, groups
+        self.exchanges = groups.axes
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
         num_replicas = plan.num_ranks // self.group.num_ranks
@@ -60,6 +65,7 @@ class Sharding(Layout):
                 rank=self.group.rank,
                 num_ranks=plan.num_ranks,
                 num_replicas=num_replicas,
+                param_wire=groups.param_wire,
             )
             for bucket in plan.buckets
         ]
@@ -67,11 +73,16 @@ class Sharding(Layout):
         for flat in self.flats:
             self.parts.update(zip(flat.params, flat.parts, strict=True))
         self.buckets: list[ShardedBucket] = []  # a single rank has none
+        # by the number of their optimizer
+        self.buckets_of: defaultdict[int, list[int]] = defaultdict(list)
+        for bucket in plan.buckets:
+            self.buckets_of[bucket.stepper].append(bucket.index)
         self._placeholders = [
             GradientPlaceholder(param, name=spec.name, group=self.group)
             for spec, param in zip(plan.params, params, strict=True)
         ]
-        self.gathers = Gathers(self.flats, groups.shard, recorder)
+        shards = [groups.shards_of(bucket) for bucket in plan.buckets]
+        self.gathers = Gathers(self.flats, shards, groups.shard, recorder)
 
     def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
         self.buckets = [
@@ -102,20 +113,21 @@ class Sharding(Layout):
                 param.grad = torch.zeros_like(param, dtype=private.gradient_dtype(param))
 
     def shard_numel(self, bucket: Bucket) -> int:
-        """Returns the number of a bucket's elements that a rank owns, padding included."""
-        return bucket.shard_numel * (self.plan.num_ranks // self.group.num_ranks)
+        """Returns the number of a bucket's elements that this rank owns, padding included."""
+        return len(self.groups.shards_of(bucket)[self.group.rank])
 
     def wait_for_parameters(self) -> None:
         if self.gathers.in_flight:
             self.gathers.wait_for_all()
 
-    def follow_parameters(self) -> None:
-        """Takes over values written into parameters from outside since the last step.
-
-        Nothing may be in flight.
-        """
-        for flat in self.flats:
-            flat.follow()
+    def follow_parameters(self, stepper: int | None = None) -> None:
+        """Waits for the parameters of an optimizer, and takes over values written into them from
+        outside since the last step. None means all optimizers."""
+        buckets = range(len(self.flats)) if stepper is None else self.buckets_of[stepper]
+        if self.gathers.in_flight:
+            self.gathers.wait(buckets)
+        for bucket in buckets:
+            self.flats[bucket].follow()
 
     @torch.no_grad()
     def adopt_gradients(self) -> None:
@@ -130,7 +142,7 @@ class Sharding(Layout):
                 continue
             param, placeholder = self.params[index], self._placeholders[index]
             part = self.parts[param]
-            values = in_memory_order(grad, self.strides[index])
+            values = in_memory_order(self.group.hardware.keep(grad), self.strides[index])
             placeholder.part.copy_(values[part.start : part.stop])
             placeholder.bind_to(param)
 
@@ -149,12 +161,14 @@ class Sharding(Layout):
             trailer = range(bucket.trailer.start, bucket.storage_numel)
             sent, shard = torch.zeros_like(live.memory.flat), torch.zeros_like(live.shard)
             for slot in bucket.slots:
-                values = in_memory_order(own[slot.param][0], self.strides[slot.param])
+                gradient = self.group.hardware.keep(own[slot.param][0])
+                values = in_memory_order(gradient, self.strides[slot.param])
                 sent[slot.start : slot.stop] = values
-            handle = self.groups.shard.reduce_scatter(sent, shard, trailer=trailer)
-            if self.groups.replicate is not None:
+            parcel, crossing = self.groups.parcels_of(bucket)
+            handle = self.groups.shard.reduce_scatter(sent, shard, parcel, trailer=trailer)
+            if self.groups.replicate is not None and crossing is not None:
                 handle = self.groups.replicate.all_reduce_behind(
-                    handle, shard, trailer=sent[trailer.start :]
+                    handle, shard, crossing, trailer=sent[trailer.start :]
                 )
             with self.group.waiting(f"the shards of bucket {bucket.index}"):
                 handle.wait()
@@ -236,12 +250,13 @@ class Sharding(Layout):
         A collective call. `own` is this rank's shard. `into` has elements in memory order, by
         parameter.
         """
-        num_ranks = self.group.num_ranks
-        flat = own.new_empty(num_ranks * own.numel())
-        flat.view(num_ranks, -1)[self.group.rank].copy_(own)
-        if num_ranks > 1:
+        shards = self.groups.shards_of(bucket)
+        part = shards[self.group.rank]
+        flat = own.new_empty(shards[-1].stop)
+        flat[part.start : part.stop].copy_(own)
+        if self.group.num_ranks > 1:
             number = len(self.plan.buckets) + bucket.index
-            handle = self.groups.shard.all_gather(flat, number=number)
+            handle = self.groups.shard.all_gather(flat, shards, number=number)
             with self.group.waiting(f"the shards of bucket {bucket.index}"):
                 handle.wait()
         for slot in bucket.slots:
@@ -272,6 +287,26 @@ def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stepper:
+    """A ShardedOptimizer of a model."""
+
+    optimizer: weakref.ref[Optimizer]
+    is_whole: bool  # one rank updates all of a parameter
+    # Parameters that it has had, which users may take out of its groups for a while. Weak, because
+    # a model may drop them.
+    _had: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+    def params(self) -> Collection[Tensor]:
+        """Returns the parameters that it has had; none if it is gone."""
+        optimizer = self.optimizer()
+        if optimizer is None:
+            return ()
+        for param in params_of(optimizer):
+            self._had[param] = None
+        return tuple(self._had)
+
+
 class ShardedSteps:
     """Steps of `module` in shards, exchanged over separate process groups; making one is a
     collective call.
@@ -298,113 +333,152 @@ class ShardedSteps:
         self._module = weakref.ref(module)  # which holds this object, by its hooks
         self._groups = ShardGroups(engine.current_plan.group, config)
         engine.progress.steps_in_shards = True
-        self._stepper: weakref.ref[Optimizer] | None = None
+        self._steppers: list[_Stepper] = []  # those that were made; some may be gone
+        self._numbers: dict[int, int] = {}  # of those in the layout, by id
+        self._are_changed = False  # since the parameters were laid out
         self.sharding: Sharding | None = None
         self._hooks: list[RemovableHandle] = []  # before the forwards of modules
         self._is_closed = False
 
-    def hand_to(self, stepper: Optimizer, settings: dict[str, Any]) -> None:
-        """Lets only `stepper` step from now on. A collective call; raises PlanMismatch if ranks
-        give different `settings`.
+    def hand_to(self, stepper: Optimizer, settings: dict[str, Any], *, is_whole: bool) -> None:
+        """Lets `stepper` update its parameters from now on, and nobody else. A collective call;
+        raises PlanMismatch if ranks give different `settings`.
 
-        Raises ConfigError while an earlier one exists.
+        With `is_whole`, one rank updates all of a parameter. Raises ConfigError if an earlier one
+        that still exists updates one of its parameters.
         """
-        if self.stepper is not None:
+        if self.steppers:
             # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
             gc.collect()
-        earlier = self.stepper
+        earlier = self.steppers
         group = self._engine.current_plan.group
+        taken = {id(param): other for other in earlier for param in params_of(other)}
+        names = self._engine.current_plan.members.names
+        both = [param for param in params_of(stepper) if id(param) in taken]
         if group.num_ranks > 1:
             described = {
-                "there is an earlier ShardedOptimizer": earlier is not None,
+                "earlier ShardedOptimizers": list(map(_class_name, earlier)),
+                "whole": is_whole,
                 **settings,
                 **self._config.to_dict(),
             }
             Agreement(group, settings=described).require()
         require(
-            earlier is None,
-            "this model has a ShardedOptimizer already, of "
-            f"{getattr(earlier, 'optimizer_class', type(earlier)).__name__}: its gradients are "
-            "cut into shards for one optimizer.",
+            not both,
+            f"a ShardedOptimizer of {', '.join(map(_class_name, earlier))} updates "
+            f"{listed([repr(names.get(id(param), '?')) for param in both], most=3)} already.",
             where=f"ShardedOptimizer({settings['optimizer'].rpartition('.')[2]}, ...)",
-            remedy="Give all parameters to one ShardedOptimizer, in several groups. "
-            "Wrap networks that step in turns each on its own. "
-            "To replace the optimizer, `del` the first one before you make another.",
+            remedy="Give each of several optimizers its own parameters, as params=. To replace an "
+            "optimizer, `del` the first one before you make another.",
         )
-        self._stepper = weakref.ref(stepper)
+        alive = [each for each in self._steppers if each.optimizer() is not None]
+        self._steppers = [*alive, _Stepper(weakref.ref(stepper), is_whole)]
+        self._are_changed = True
+
+    def regroup(self) -> None:
+        """Called when the parameters of an optimizer have changed."""
+        self._are_changed = True
 
     @property
-    def stepper(self) -> Optimizer | None:
-        """The ShardedOptimizer, while it exists."""
-        return None if self._stepper is None else self._stepper()
+    def steppers(self) -> list[Optimizer]:
+        """The ShardedOptimizers that exist, first the one that was made first."""
+        found = [each.optimizer() for each in self._steppers]
+        return [stepper for stepper in found if stepper is not None]
 
     def require_stepper(self, optimizer: Optimizer) -> None:
-        if self._stepper is not None and self._stepper() is not optimizer:
+        if self._steppers and all(each.optimizer() is not optimizer for each in self._steppers):
             raise PhaseError(
                 f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
                 where=f"rank {self._groups.rank}: each rank has its shards of the gradients only",
-                remedy="Give all parameters to the ShardedOptimizer, and step that one.",
+                remedy="Give all parameters to ShardedOptimizers, and step those.",
             )
 
-    def begin(self) -> Sharding:
-        """Returns this rank's shards, with nothing in flight, to be stepped.
+    def begin(self, stepper: Optimizer | None = None) -> Sharding:
+        """Returns this rank's shards, to be stepped.
 
-        The same object while the layout is the same.
+        Nothing that `stepper` updates is in flight; None means all optimizers. The same object
+        while the layout is the same.
         """
         self.require_open("Step before close(), or make a new wrapper and a new optimizer.")
         current_plan = self._engine.current_plan
-        current_plan.wait_for_parameters()
         sharding = self.sharding
         is_same = sharding is current_plan.compiled.layout and current_plan.change is None
-        if sharding is None or not is_same:
+        if sharding is None or not is_same or self._are_changed:
+            current_plan.wait_for_parameters()
             sharding = self._lay_out()
             self._remove_hooks()
             self.sharding, module = sharding, self._module()
             if self._groups.num_ranks > 1 and module is not None and not self._is_compiled:
                 self._hooks = wait_before_forwards(module, sharding.gathers)
-        sharding.follow_parameters()
+        sharding.follow_parameters(None if stepper is None else self._numbers[id(stepper)])
         sharding.adopt_gradients()
         return sharding
 
     def _lay_out(self) -> Sharding:
         """Cuts the parameters, and the gradients that were reduced whole, into shards."""
         current_plan = self._engine.current_plan
-        compiled, plan = current_plan.compiled, current_plan.shard_plan()
+        updates: dict[int, tuple[int, bool]] = {}
+        self._numbers = {}
+        for number, each in enumerate(self._steppers):
+            self._numbers[id(each.optimizer())] = number
+            for param in each.params():
+                updates[id(param)] = number, each.is_whole
+        named_params = current_plan.hooks.named_params
+        left = [repr(name) for name, param in named_params if id(param) not in updates]
+        require(
+            not left or self.sharding is not None,  # later ones may be left out, as in torch
+            f"no ShardedOptimizer updates {listed(left, most=3)}: their gradients are cut into "
+            "shards, and no plain optimizer can step on them.",
+            where=f"the first step of a ShardedOptimizer, rank {self._groups.rank}",
+            remedy="Give them to one of the optimizers, or freeze them (requires_grad_(False)).",
+        )
+        if self.sharding is current_plan.compiled.layout:  # only the optimizers have changed
+            for _, param in named_params:
+                param.grad = self.sharding.full_gradient(param)
+        compiled, plan = current_plan.compiled, current_plan.shard_plan(updates)
         own = compiled.own_gradients() if current_plan.is_active else {}
         sharding = Sharding(plan, compiled.params, self._strategy, self._groups, compiled.recorder)
         current_plan.follow_layout(plan, sharding)
         sharding.adopt_gradients()
         sharding.reduce_again(own)
+        self._are_changed = False
         return sharding
 
     @contextlib.contextmanager
-    def update(self, sharding: Sharding) -> Iterator[None]:
-        """Context for updating this rank's shards; at its end they are sent, and the other ranks'
-        shards received.
+    def update(self, sharding: Sharding, stepper: Optimizer) -> Iterator[None]:
+        """Context for updating this rank's shards of `stepper`; at its end they are sent, and the
+        other ranks' shards received.
 
         Waits for these if a read could not be seen, or would cut a graph.
         """
+        buckets = sharding.buckets_of[self._numbers[id(stepper)]]
         try:
             yield
         except BaseException:  # also Ctrl-C: the other ranks need the half that is updated too
             with contextlib.suppress(Exception):
-                self._send(sharding)
+                self._send(sharding, buckets)
             raise
         is_unseen = sharding.gathers.is_read_unseen()
-        self._send(sharding)
+        self._send(sharding, buckets)
         if is_unseen or self._is_compiled or not self._config.overlap:
             sharding.gathers.wait_for_all()
 
-    def _send(self, sharding: Sharding) -> None:
+    def _send(self, sharding: Sharding, buckets: Sequence[int]) -> None:
         if self._groups.num_ranks == 1:
-            for flat in sharding.flats:
+            for bucket in buckets:
+                flat = sharding.flats[bucket]
+                if flat.exact is not None:
+                    flat.publish()
                 flat.copy_out()
             return
         try:
             compiled = self._engine.current_plan.compiled
-            compiled.issue(compiled.gathers, {OpKind.ALL_GATHER: _gather}, sharding.gathers)
+            ops = compiled.gathers
+            if len(buckets) < len(sharding.flats):
+                ops = tuple(op for op in ops if op.bucket in buckets)
+            compiled.issue(ops, {OpKind.ALL_GATHER: _gather}, sharding.gathers)
         except BaseException:
-            sharding.gathers.are_cut_off()
+            sharding.gathers.are_cut_off(buckets)
             raise
 
     def require_open(self, remedy: str) -> None:
@@ -443,6 +517,10 @@ class ShardedSteps:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _class_name(stepper: Optimizer) -> str:
+    return str(getattr(stepper, "optimizer_class", type(stepper)).__name__)
 
 
 def _gather(gathers: Gathers, bucket: LiveBucket) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig, refused
 from undertow.engine.agreed_errors import require_outside_of_backward
@@ -34,10 +35,10 @@ from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Forward, Gradients, params_of, settings_of
 from undertow.engine.tuning import why_fixed
 from undertow.errors import PhaseError, WrongType, all_of, require
+from undertow.outer.outer_sync import OuterSync
 from undertow.plan import Plan
 from undertow.profile import Profile
 from undertow.ranks.agreement import broadcast_in_place, synchronize_buffers
-from undertow.ranks.comm_hook import CommHook
 from undertow.ranks.group import GroupRef, chosen_group
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import DDP
@@ -89,6 +90,7 @@ class GradientSync:
 
     # one for each group of experts, in the order of the settings
     experts: tuple[GradientSync, ...] = ()
+    outer: OuterSync | None = None  # with SyncConfig(outer=...)
     _is_attached = False  # True if the module's own forwards are watched
 
     # Settings of users, and the parts that the caller synchronizes elsewhere.
@@ -115,11 +117,13 @@ class GradientSync:
         self._forward_hooks: list[RemovableHandle] = []
         self._is_closed = self._is_compiled = False
         self._steps: ShardedSteps | None = None
-        self._set_up(chosen_group(process_group, device_mesh, config.strategy), within)
+        group = chosen_group(
+            process_group, device_mesh, config.strategy, has_replicas=config.outer is not None
+        )
+        self._set_up(group, within)
         if isinstance(process_group, GroupRef):
             return  # a copied or unpickled model: its ranks open the group when they first use it
         try:
-            self._engine.current_plan.open()
             self._share(shared)
         except BaseException:
             self.close()
@@ -127,11 +131,15 @@ class GradientSync:
 
     def _set_up(self, group: GroupRef, within: OwnGroup | None = None) -> None:
         """Creates everything that belongs to one process group, without communication."""
-        own = self._group = OwnGroup(
-            group, device=self._members.device, limits=self._config, within=within
-        )
+        device, attached = self._members.device, contextlib.ExitStack()
+        all_ranks: OwnGroup | None = None
+        if self._config.outer is not None:  # the engine synchronizes within a replica
+            within = all_ranks = OwnGroup(group, device=device, limits=self._config)
+            attached.callback(all_ranks.close)
+            group = group.replica()
+        own = self._group = OwnGroup(group, device=device, limits=self._config, within=within)
         own.here.module = weakref.ref(self._module)
-        members, attached = self._members, contextlib.ExitStack()
+        members = self._members
         engine = self._engine = Engine(
             members, own, self._config, Recorder(own, level=self._config.record)
         )
@@ -143,6 +151,8 @@ class GradientSync:
         attached.callback(members.close)
         attached.callback(engine.close)
         attached.callback(self._watch_steps())
+        if all_ranks is not None:
+            attached.callback(_add_outer(self, all_ranks).close)
         if engine.current_plan.is_active:
             attached.callback(before_loads(self._module, engine.checks.loads.begins))
         write_trace = trace_at_end(engine)
@@ -162,16 +172,21 @@ class GradientSync:
 
         Undertow itself communicates over a clone of it.
         """
-        group = self._group.user.group
-        return self._group.process_group if group is None else group
+        group = self._all_ranks.user.group
+        return self._all_ranks.process_group if group is None else group
 
     @property
     def rank(self) -> int:
-        return self._group.rank
+        return self._all_ranks.rank
 
     @property
     def num_ranks(self) -> int:
-        return self._group.num_ranks
+        return self._all_ranks.num_ranks
+
+    @property
+    def _all_ranks(self) -> OwnGroup:
+        """The group of all ranks that train the model; with `outer`, of all replicas."""
+        return self._group if self.outer is None else self.outer.all_ranks
 
     @property
     def _parts(self) -> tuple[GradientSync, ...]:
@@ -398,7 +413,10 @@ class GradientSync:
         return dataclasses.replace(
             report,
             why_fixed=why_fixed(self._config, compiled.reducer),
+            wire=self._config.wire,
+            param_wire=self._config.param_wire,
             experts=self._of_experts(GradientSync.report),
+            outer=None if self.outer is None else self.outer.report(),
         )
 
     def traces(self) -> tuple[Trace, ...]:
@@ -417,7 +435,9 @@ class GradientSync:
         """
         current_plan = self._engine.current_plan
         explanation = explanation_of(current_plan.hooks, current_plan.compiled, self._config)
-        return dataclasses.replace(explanation, experts=self._of_experts(GradientSync.explain))
+        experts = self._of_experts(GradientSync.explain)
+        outer = "" if self.outer is None else self.outer.report().text
+        return dataclasses.replace(explanation, experts=experts, outer=outer)
 
     def _of_experts(self, ask: Callable[[GradientSync], T]) -> dict[str, T]:
         """Asks every group of experts, and returns the answers by their names for users."""
@@ -463,8 +483,9 @@ class GradientSync:
         `undertow trace` merges the traces of all ranks.
 
         Args:
-            path: A file whose name ends with .json or .json.gz. The rank is added to the name:
-                trace.json.gz becomes trace-rank0.json.gz. Experts have separate files.
+            path: A file whose name ends with .json or .json.gz. The rank replaces `{rank}`; a name
+                without it gets the rank once: trace.json.gz becomes trace.rank0.json.gz. Experts
+                have separate files.
             steps: The last so many steps; None takes all that are recorded.
 
         Returns:
@@ -499,7 +520,7 @@ class GradientSync:
         """Waits for all parameters that a sharded optimizer updates."""
         all_of(*(part._engine.current_plan.wait_for_parameters for part in self._parts))
 
-    def _shard(self, stepper: Optimizer, settings: dict[str, Any]) -> ShardedSteps:
+    def _shard(self, stepper: Optimizer, settings: dict[str, Any], *, whole: bool) -> ShardedSteps:
         """Hands the parameters to `stepper`: from its first step on, only it updates them, and each
         rank updates one shard.
 
@@ -513,24 +534,27 @@ class GradientSync:
                 self._module, self._engine, self._config, is_compiled=self._is_compiled
             )
             self._attached.callback(self._steps.close)
-        self._steps.hand_to(stepper, settings)
+        self._steps.hand_to(stepper, settings, is_whole=whole)
         return self._steps
 
     def _share(self, kinds: Collection[str], *, source: int = 0) -> None:
         """Copies the "parameters" or "buffers" of rank `source`, and of the first rank of experts'
         groups; a collective call."""
-        if self._group.num_ranks == 1:
+        (self._engine.current_plan if self.outer is None else self.outer).open()
+        group = self._all_ranks
+        if group.num_ranks == 1:
             return
-        self._engine.current_plan.open()
         self._wait_for_parameters()
         if "parameters" in kinds:
             broadcast_in_place(
-                [param for _, param in self.named_parameters()], self._group, source=source
+                [param for _, param in self.named_parameters()], group, source=source
             )
             self._engine.checks.loads.settle()
         if "buffers" in kinds:
             tensors = [buffer.tensor for buffer in self._members.common_buffers.now()]
-            broadcast_in_place(tensors, self._group, source=source)
+            broadcast_in_place(tensors, group, source=source)
+        if self.outer is not None:
+            self.outer.reset()
         for expert in self.experts:
             expert._share(kinds)
 
@@ -748,7 +772,7 @@ class GradientSync:
         sync._require_stepper(optimizer)
         engine.finish_before_step(params)
         if sync._steps is not None and not steps:
-            sync._steps.begin()  # a scaler is to unscale shards in every step, with the same bits
+            sync._steps.begin(optimizer)  # scalers unscale shards in every step, with the same bits
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
         # With a closure, the backward is still to come.
         if not has_closure and engine.progress.gradients is not Gradients.SOUND:
@@ -766,6 +790,13 @@ class GradientSync:
             if numbers.is_on and sync._steps is None
             else None
         )
+
+
+def _add_outer(sync: GradientSync, all_ranks: OwnGroup) -> OuterSync:
+    """Adds the outer synchronization over the ranks of all replicas."""
+    all_ranks.here.module = sync._group.here.module
+    sync.outer = OuterSync(sync._module, all_ranks, sync._engine, sync._config)
+    return sync.outer
 
 
 def sync_of(target: object, *, where: str, remedy: str) -> GradientSync:

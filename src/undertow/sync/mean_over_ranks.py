@@ -8,8 +8,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from undertow.buckets.trailer import to_device
 from undertow.config import refused
+from undertow.device import Device, device_of
 from undertow.engine.agreed_errors import require_outside_of_backward
 from undertow.engine.engine import Engine
 from undertow.errors import WrongType, all_of, require
@@ -55,7 +55,7 @@ def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
     """
     current_plan = engines[0].current_plan
     group = current_plan.group
-    mean = _checked(number, group.device)
+    mean = _checked(number, group.hardware)
     require_outside_of_backward(
         "mean_over_ranks()",
         where=f"{_WHERE}, rank {group.rank}",
@@ -69,7 +69,7 @@ def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
     return MeanOverRanks(group, mean)
 
 
-def _checked(number: object, device: torch.device) -> Tensor:
+def _checked(number: object, device: Device) -> Tensor:
     """Returns the number as a new tensor. [] float64"""
     is_tensor = isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex()
     is_number = is_tensor or (isinstance(number, Real) and not isinstance(number, bool))
@@ -86,9 +86,10 @@ def _checked(number: object, device: torch.device) -> Tensor:
         error=WrongType,
     )
     number = number.detach().reshape(()) if isinstance(number, Tensor) else number
-    # reading it would make the host wait
-    if isinstance(number, Tensor) and number.device.type != "cpu":
-        return torch.empty((), dtype=torch.float64, device=device).copy_(number, non_blocking=True)
+    # Reading it would make the host wait. A copy to the host must be waited for.
+    if isinstance(number, Tensor) and not (device.is_host or device_of(number.device).is_host):
+        return number.to(device.place, torch.float64, non_blocking=True, copy=True)
     value = float(number)  # type: ignore[arg-type]  # checked above
     require(math.isfinite(value), f"number must be finite, got {value}.", where=_WHERE, remedy=_ASK)
-    return to_device(torch.tensor(value, dtype=torch.float64), torch.float64, device)
+    # a new tensor, also on the host
+    return device.to_device(torch.tensor(value, dtype=torch.float64), torch.float64)

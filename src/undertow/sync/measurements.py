@@ -11,11 +11,12 @@ from undertow.config import SyncConfig
 from undertow.engine.compiled_plan import CompiledPlan
 from undertow.engine.engine import Engine
 from undertow.engine.hooks import ParamHooks
-from undertow.engine.tuning import why_fixed
+from undertow.engine.tuning import may_move, why_fixed
 from undertow.errors import PhaseError
 from undertow.profile import Profile
 from undertow.ranks.transport import OwnGroup
 from undertow.tune import Explanation, Outcome, explanation
+from undertow.wire import AUTO
 
 _SIZES = tuple(4096 * 4**power for power in range(8))  # bytes: 4 KiB to 64 MiB
 _NUM_TIMES = 5
@@ -56,13 +57,18 @@ def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig
     """Explains the plan in force; does not communicate."""
     decision = None if hooks.tuning is None else hooks.tuning.decision
     why = why_fixed(config, compiled.reducer)
-    if not why and torch.are_deterministic_algorithms_enabled():
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    if not why and is_deterministic:
         why = "torch.use_deterministic_algorithms: another plan rounds differently"
+    if why and config.wire == AUTO and config.plan is None:
+        chooses = may_move(config, compiled.reducer) and not is_deterministic
+        why += "; wire='auto' " + ("chooses the formats" if chooses else "keeps full width")
     elif not why:
         is_decided = decision is not None and decision.outcome in (
             Outcome.MOVE,
             Outcome.KEEP,
             Outcome.TOO_LARGE,
+            Outcome.OWNED,
         )
         why = (
             ("planned from measurements")
@@ -104,8 +110,7 @@ def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
             group.all_reduce_async(times[0, 0].to(group.device)).wait()
             began_s = time.perf_counter()
             reducer.reduce(part).wait()
-            if group.device.type == "cuda":
-                torch.cuda.synchronize(group.device)  # measures the end, not the launch
+            group.hardware.synchronize()  # measures the end, not the launch
             if at >= 0:
                 row[at] = (time.perf_counter() - began_s) * 1e6
     latest = times.to(group.device)

@@ -99,7 +99,7 @@ def _save_at_end(
         return
     group = engine.current_plan.group
     # On a device, reading a time waits for earlier launches, which may never end after a fault.
-    if group.device.type != "cpu" and group.is_broken:
+    if not group.hardware.is_host and group.is_broken:
         return
     try:
         save_trace(engine, path, number=number, run=run)

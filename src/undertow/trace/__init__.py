@@ -11,13 +11,14 @@ from undertow.trace.record import (
     union_us,
 )
 from undertow.trace.samples import Transfer, cost_samples
-from undertow.trace.step_report import BucketReport, StepReport
+from undertow.trace.step_report import BucketReport, OuterReport, StepReport
 from undertow.trace.summary import summarize
 
 __all__ = [
     "BucketRecord",
     "BucketReport",
     "Event",
+    "OuterReport",
     "Overlap",
     "StepRecord",
     "StepReport",

@@ -7,6 +7,9 @@ Each rank is a process of the picture. Threads of a process:
     compute       forward, backward and the optimizer, with the waits
     gradients     reductions, while the link works on them
     parameters    gathers, while the link works on them
+    coding        encoding and decoding by threads of the host, if a format is set; codings that
+    coding 2      overlap have several tracks
+    ...
 
 An arrow leads from the moment when a bucket is ready to its collective, and on to the wait for it.
 Of two events of a thread, either one lies in the other or they do not overlap. No time is negative:
@@ -16,15 +19,17 @@ Perfetto drops such events.
 import gzip
 import json
 import os
+import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from undertow.errors import ConfigError, require
 from undertow.foreign import parsed_json
-from undertow.trace.record import COMPUTE, StepRecord, wires_of
+from undertow.trace.record import CODING, COMPUTE, Event, StepRecord, wires_of
 
 Json = dict[str, Any]
 
@@ -58,10 +63,11 @@ def trace_text(records: Sequence[StepRecord], about: Json) -> str:
     name = f"rank {about['rank']}"
     if about["model"]:
         name += f", model {about['model'] + 1}"
-    events = _names(pid, name)
+    events: list[Json] = []
+    threads = dict(_THREADS)
     synchronized_us = {}
     for record in records:
-        events += _step(record, pid=pid, at_us=at_us)
+        events += _step(record, pid=pid, threads=threads, at_us=at_us)
         if record.buckets:
             # All ranks leave a synchronization together: these times align the clocks of different
             # hosts.
@@ -69,25 +75,28 @@ def trace_text(records: Sequence[StepRecord], about: Json) -> str:
         at_us += record.step_us
     began_ns = about["began_ns"] - round(lead_us * 1e3)
     head = {**about, "format": 1, "synchronized_us": synchronized_us, "began_ns": began_ns}
-    return _file_text(head, events)
+    return _file_text(head, _names(pid, name, threads) + events)
 
 
-def _names(pid: int, process: str) -> list[Json]:
-    events = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process}}]
-    for name, thread in _THREADS.items():
+def _names(pid: int, process: str, threads: Mapping[str, int]) -> list[Json]:
+    events: list[Json] = [
+        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process}}
+    ]
+    for name, thread in threads.items():
         events.append(
             {"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": name}}
         )
     return events
 
 
-def _step(record: StepRecord, *, pid: int, at_us: float) -> list[Json]:
-    """Returns the events of a step that begins at `at_us`."""
+def _step(record: StepRecord, *, pid: int, threads: dict[str, int], at_us: float) -> list[Json]:
+    """Returns the events of a step that begins at `at_us`, and adds its threads to `threads`."""
     events: list[Json] = []
 
     def add(phase: str, thread: str, name: str, start_us: float, **more: Any) -> None:
         time_us = round(at_us + start_us, 3)
-        event = {"ph": phase, "pid": pid, "tid": _THREADS[thread], "name": name, "ts": time_us}
+        number = threads.setdefault(thread, len(threads) + 1)
+        event = {"ph": phase, "pid": pid, "tid": number, "name": name, "ts": time_us}
         events.append(event | more)
 
     def add_span(thread: str, name: str, start_us: float, stop_us: float, **args: Any) -> None:
@@ -108,7 +117,23 @@ def _step(record: StepRecord, *, pid: int, at_us: float) -> list[Json]:
             add("t", thread, "bucket", start_us, **flow)
             if row.waited[0] < row.waited[1]:
                 add("f", COMPUTE, "bucket", row.waited[0], bp="e", **flow)
+    for number, track in enumerate(_tracks(record.codings()), 1):
+        name = CODING if number == 1 else f"{CODING} {number}"
+        for event in track:
+            add_span(name, f"{event.kind} b{event.bucket}", event.start_us, event.stop_us)
     return events
+
+
+def _tracks(events: Iterable[Event]) -> list[list[Event]]:
+    """Distributes events over as few tracks as possible; events of a track do not overlap."""
+    tracks: list[list[Event]] = []
+    for event in sorted(events, key=attrgetter("start_us")):
+        track = next((each for each in tracks if each[-1].stop_us <= event.start_us), None)
+        if track is None:
+            track = []
+            tracks.append(track)
+        track.append(event)
+    return tracks
 
 
 def _file_text(about: Json, events: Iterable[Json]) -> str:
@@ -120,8 +145,9 @@ def _file_text(about: Json, events: Iterable[Json]) -> str:
 
 
 def path_of_rank(path: str | Path, rank: int, number: int = 0) -> Path:
-    """Returns the path with the rank in the name of the file, and the number of the model unless it
-    is the first, 0.
+    """Returns the path of this rank's file, and the number of the model unless it is the first, 0.
+
+    The rank replaces `{rank}`. Without that, .rankN is added to a name that does not have rankN.
 
     Raises ConfigError for a name that viewers do not open.
     """
@@ -132,9 +158,14 @@ def path_of_rank(path: str | Path, rank: int, number: int = 0) -> Path:
         where=f"save_trace({str(path)!r})",
         remedy='Write save_trace("trace.json.gz"); each rank puts its number into the name.',
     )
-    stem, dot, suffixes = path.name.partition(".")
-    model = f"-{number + 1}" if number else ""
-    return path.with_name(f"{stem}{model}-rank{rank}{dot}{suffixes}")
+    named = Path(str(path).replace("{rank}", str(rank)))
+    end = next(end for end in _ENDS if named.name.endswith(end))
+    stem = named.name.removesuffix(end)
+    if named == path and not re.search(rf"rank{rank}(?!\d)", stem):
+        stem += f".rank{rank}"
+    if number:
+        stem += f"-{number + 1}"
+    return named.with_name(stem + end)
 
 
 def write_whole(path: str | Path, content: bytes, *, where: str) -> None:
@@ -162,6 +193,15 @@ def write_whole(path: str | Path, content: bytes, *, where: str) -> None:
         ) from error
 
 
+def _may_be_trace(path: Path) -> bool:
+    """Returns False for other JSON, which has no key of a trace at its beginning."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return KEY.encode() in file.read(4096)
+    except (OSError, EOFError, zlib.error):
+        return True  # reading it tells why
+
+
 def merge(folder: Path, out: Path) -> str:
     """Merges the traces of ranks in `folder` and below it into the file `out`; returns a text of
     merged and missing traces.
@@ -172,8 +212,8 @@ def merge(folder: Path, out: Path) -> str:
     """
     where = f"undertow trace {folder}"
     traces: list[tuple[Path, Json]] = []
-    for path in sorted(folder.rglob("*-rank*.json*")):
-        if path.name.endswith(_ENDS):
+    for path in sorted(folder.rglob("*.json*")):
+        if path.name.endswith(_ENDS) and _may_be_trace(path):
             trace = _read(path)
             if KEY in trace and "merged" not in trace[KEY]:
                 traces.append((path, trace))

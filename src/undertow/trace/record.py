@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 COMPUTE = "compute"
+CODING = "coding"
 Interval = tuple[float, float]
 
 
@@ -16,8 +17,10 @@ class Event:
     Gathers may have started before that.
     """
 
-    lane: str  # "compute", or "comm." and the name of a mesh axis
-    kind: str  # an op's kind, or "forward", "backward", "wait", "optimizer"
+    # "compute", "comm." and the name of a mesh axis, or "coding" for work on messages in a format
+    lane: str
+    # an op's kind, or "forward", "backward", "wait", "optimizer"; "encode", "decode"
+    kind: str
     start_us: float
     stop_us: float
     bucket: int | None = None
@@ -55,7 +58,7 @@ class Trace:
 
     @property
     def communication(self) -> tuple[Event, ...]:
-        return tuple(event for event in self.events if event.lane != COMPUTE)
+        return tuple(event for event in self.events if event.lane not in (COMPUTE, CODING))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +66,15 @@ class BucketRecord:
     """One bucket in one step; times in microseconds since the step began."""
 
     bucket: int
-    num_bytes: int  # passed to the collective; 0 if a communication hook sent them
+    # passed to its collectives, as they are sent; 0 if a communication hook sent them
+    num_bytes: int
     kind: str = "all_reduce"  # kind of the op
     ready_us: float  # its last gradient was ready
     launched_us: float
     done_us: float
     waited: Interval  # interval of the compute lane's wait for this bucket
+    # with a format, on the host: "encode" or "decode", its start and its stop
+    codings: tuple[tuple[str, float, float], ...] = ()
 
     def shifted(self, by_us: float) -> "BucketRecord":
         """Returns the record with all times later by `by_us`."""
@@ -78,6 +84,10 @@ class BucketRecord:
             launched_us=self.launched_us + by_us,
             done_us=self.done_us + by_us,
             waited=(self.waited[0] + by_us, self.waited[1] + by_us),
+            codings=tuple(
+                (kind, start_us + by_us, stop_us + by_us)
+                for kind, start_us, stop_us in self.codings
+            ),
         )
 
 
@@ -107,6 +117,14 @@ class StepRecord:
     # processor time of all threads from the end of the last backward to the end of the waits
     cpu_us: float = 0.0
     generation: int = 0  # of the plan, which counts from 0
+
+    def codings(self) -> list[Event]:
+        """Returns when values were encoded and decoded."""
+        return [
+            Event(lane=CODING, kind=kind, start_us=start_us, stop_us=stop_us, bucket=row.bucket)
+            for row in (*self.gathers, *self.buckets)
+            for kind, start_us, stop_us in row.codings
+        ]
 
     def packings(self) -> list[tuple[BucketRecord, float]]:
         """Returns the buckets, each with the time at which its packing began.
@@ -157,6 +175,7 @@ class StepRecord:
                     num_bytes=row.num_bytes,
                 )
                 events.append(sent)
+        events += self.codings()
         return Trace(rank=self.rank, step=self.step, events=tuple(events))
 
 
@@ -173,17 +192,19 @@ def wires_of(rows: Sequence[BucketRecord]) -> list[tuple[Interval, float]]:
     the time that the link was in use.
     """
     wires: dict[int, tuple[Interval, float]] = {}  # by place in `rows`
-    ended: list[Interval] = []  # apart and in order
-    for at in sorted(range(len(rows)), key=lambda at: rows[at].done_us):
+    # when rows that ended earlier were in flight: apart and in order
+    flights: list[Interval] = []
+    # Of rows that end together, the last one has overtaken the others.
+    for at in sorted(range(len(rows)), key=lambda at: (rows[at].done_us, -rows[at].launched_us)):
         row = rows[at]
-        start_us = min(row.launched_us, row.done_us)
+        flight_us = start_us = min(row.launched_us, row.done_us)
         within_us = 0.0
-        while ended and ended[-1][0] > start_us:
-            within_us += length_us(ended.pop())
-        if ended:
-            start_us = max(start_us, ended[-1][1])
+        while flights and flights[-1][0] > start_us:
+            within_us += length_us(flights.pop())
+        if flights and flights[-1][1] > start_us:
+            flight_us, start_us = flights.pop()
+        flights.append((flight_us, row.done_us))
         wire = (start_us, row.done_us)
-        ended.append(wire)
         wires[at] = wire, max(0.0, length_us(wire) - within_us)
     return [wires[at] for at in range(len(rows))]
 

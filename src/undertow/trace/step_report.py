@@ -30,7 +30,8 @@ class BucketReport:
     params: tuple[str, ...]
     largest: str  # the parameter with the most bytes here
     num_bytes: int  # bytes of its gradients
-    # bytes passed to collectives, with the trailer; 0 if a communication hook sent them
+    # bytes passed to collectives, in their format and with the trailer; 0 if a communication hook
+    # sent them
     sent_bytes: int
     ready_ms: float
     launched_ms: float
@@ -38,6 +39,34 @@ class BucketReport:
     # its part of the communication, without queueing; includes the wait for a rank that sends later
     wire_ms: float
     waited_ms: float  # time that the step waited for it
+    coding_ms: float = 0.0  # time that threads of the host encoded and decoded it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterReport:
+    """Exchanges between replicas that train alone; the times are of the last 64."""
+
+    every: int  # steps between two exchanges of a fragment
+    fragments: int  # 0 until they are chosen
+    delay: int  # steps that hide an exchange
+    reason: str
+    num_exchanges: int  # since the model was wrapped
+    sent_bytes: int  # of the largest exchange, on this rank
+    exchange_ms: float  # median, from its start until the mean was there
+    exposed_ms: float  # mean, that the step waited for it
+
+    @property
+    def text(self) -> str:
+        """The report in a line."""
+        if self.fragments == 0:
+            return "Outer synchronization: fragments are chosen after the first steps."
+        hidden_ms = max(0.0, self.exchange_ms - self.exposed_ms)
+        return (
+            f"Outer synchronization every {self.every} steps, fragments: {self.fragments}, delay: "
+            f"{self.delay} ({self.reason}). Exchanges so far: {self.num_exchanges}. One of at most "
+            f"{self.sent_bytes / 1e6:.2f} MB takes {self.exchange_ms:.1f} ms, {hidden_ms:.1f} "
+            f"hidden and {self.exposed_ms:.1f} exposed."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +92,8 @@ class StepReport(Shown):
       this one; the rest is spent waiting for the network.
     - `processors_ms` is the time that communication takes from processors: packing in backward, and
       copies and additions while the compute lane waits.
+    - `coding_ms` is the time that threads of the host encoded gradients or decoded them, with a
+      `wire`; it is part of `communication_ms`. On CUDA it is 0: a stream does that.
     - `limit_ms` is a lower bound: the earliest time at which the gradients of these buckets, with
       their ready times, could have been reduced. It does not include gathers.
     """
@@ -72,6 +103,9 @@ class StepReport(Shown):
     plan_since: int | None = None
     num_skipped: int  # by nonfinite="skip", since the model was wrapped
     why_fixed: str = ""  # why the plan follows no measurements; empty if it does
+    # the settings of this name
+    wire: str | tuple[str | None, ...] | None = None
+    param_wire: str | None = None
     # the model is compiled as a whole, and its gradients become ready all at once
     is_one_graph: bool
     rank: int
@@ -87,6 +121,7 @@ class StepReport(Shown):
     exposed_ms: float
     late_rank_ms: float
     processors_ms: float
+    coding_ms: float
     overlap: float | None
     gather_ms: float
     gather_exposed_ms: float
@@ -100,6 +135,7 @@ class StepReport(Shown):
     events: tuple[Event, ...] = field(repr=False)  # of the typical step
     # by pattern and ranks; all else is of the dense parameters
     experts: Mapping[str, "StepReport"] = field(default_factory=dict)
+    outer: OuterReport | None = None  # of SyncConfig(outer=...)
 
     @property
     def worst_bucket(self) -> BucketReport | None:
@@ -109,8 +145,12 @@ class StepReport(Shown):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes passed to collectives of gradients in a step; 0 if a communication hook sent
-        them."""
+        """Bytes passed to collectives of gradients in a step, in their format; 0 if a communication
+        hook sent them.
+
+        Each of n ranks sends 2 (n - 1) / n times as much in an all-reduce, and (n - 1) / n times as
+        much in a reduce-scatter.
+        """
         return sum(bucket.sent_bytes for bucket in self.buckets)
 
     @property
@@ -135,6 +175,8 @@ class StepReport(Shown):
 
         The first cause that explains most of the exposed time, and what to do about it.
         """
+        if self.num_steps == 0 and self.outer is not None:
+            return "Within a step this replica, a single rank, sends nothing."
         if self.num_steps == 0 and self.num_ranks == 1:
             return "A single rank has nothing to communicate: no step is recorded."
         if self.num_steps == 0:
@@ -160,12 +202,13 @@ class StepReport(Shown):
         """Returns the figures by name, for a logger such as TensorBoard; docs/scalars.md has
         recipes.
 
-        Figures that do not exist are left out, such as the overlap without communication. Before
-        the first step, and with one rank, all are.
+        Figures that do not exist are left out, such as the overlap without communication, or times
+        of encoding without a format. Before the first step, and with one rank, all are.
         """
         if self.num_steps == 0:
             return {}
         known = {name: getattr(self, name) for name in _SCALARS}
+        known["coding_ms"] = self.coding_ms or None
         known |= {"sent_mb": self.sent_bytes / 1e6, "buckets": len(self.buckets)}
         return {
             f"undertow/{name}": float(value) for name, value in known.items() if value is not None
@@ -264,15 +307,27 @@ def _network(report: StepReport) -> str:
         return (
             f"The network is the limit: communication of gradients takes {reduced_ms:.1f} ms, "
             f"longer than the {report.backward_ms:.1f} ms of backward: simulate another "
-            "link with undertow simulate, or send fewer bytes (docs/slow-networks.md)."
+            f"link with undertow simulate, or {_fewer_bytes(report)}."
         )
     last = report.buckets[-1]
     return (
         "Gradients leave as soon as these buckets are full, and the last of "
         f"{len(report.buckets)}, with {last.largest}, is full when backward ends: "
-        "explain() gives the reasons for these buckets, or send fewer bytes "
-        "(docs/slow-networks.md)."
+        f"explain() gives the reasons for these buckets, or {_fewer_bytes(report)}."
     )
+
+
+def _fewer_bytes(report: StepReport) -> str:
+    """Returns the advice to send fewer bytes, with the settings for it that are not in use."""
+    settings = []
+    if report.wire is None and report.sent_bytes > 0:  # it does not go with a communication hook
+        settings.append('wire="int8" (or "auto")')
+    if report.param_wire is None and report.gathers:
+        settings.append('param_wire="int8"')
+    means = "send fewer bytes in another way"
+    if settings:
+        means = f"set {' and '.join(settings)} to send fewer bytes"
+    return f"{means} (docs/slow-networks.md)"
 
 
 def _plan(report: StepReport) -> str:
@@ -296,6 +351,8 @@ _WIDTH = 22  # of a parameter's name
 
 
 def _tables(report: StepReport) -> "Iterator[RenderableType]":
+    if report.outer is not None:
+        yield cell(report.outer.text)
     if report.num_steps == 0:
         yield cell(report.advice)
         return
@@ -309,10 +366,10 @@ def _tables(report: StepReport) -> "Iterator[RenderableType]":
         yield (
             f"\nBuckets{' of gradients' if report.gathers else ''} in this step, ms since it began"
         )
-        yield _bucket_table(report, report.buckets)
+        yield _bucket_table(report, report.buckets, has_format=report.wire is not None)
     if report.gathers:
         yield "\nGathers of parameters in this step, ms since it began"
-        yield _bucket_table(report, report.gathers)
+        yield _bucket_table(report, report.gathers, has_format=report.param_wire is not None)
     if report.is_one_graph:
         yield (
             "The model is compiled as one graph, for none of its buckets has 1 MiB: its "
@@ -361,25 +418,36 @@ def _step_table(report: StepReport) -> "Table":
             report.gather_ms,
             f"{megabytes:.1f} MB; {report.gather_exposed_ms:.1f} ms exposed",
         )
+    if report.coding_ms:
+        whole = sum(bucket.num_bytes for bucket in report.buckets)
+        sizes = f"{report.sent_bytes / 1e6:.2f} of {whole / 1e6:.2f} MB of gradients sent"
+        add("  of it encoding", report.coding_ms, f"and decoding; {sizes}")
     limit = f"limit {report.limit_ms:.1f}: not earlier with these buckets"
     add("synchronized after", report.synchronized_ms, limit)
     return table
 
 
-def _bucket_table(report: StepReport, buckets: Sequence[BucketReport]) -> "Table":
+def _bucket_table(
+    report: StepReport, buckets: Sequence[BucketReport], *, has_format: bool
+) -> "Table":
     table = _table("bucket")
-    for name in ("MB", "ready", "launched", "done", "wire", "waited"):
+    sizes = ("MB", "sent") if has_format else ("MB",)
+    for name in (*sizes, "ready", "launched", "done", "wire", "waited"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("largest parameter +others", overflow="fold")
+    width = _WIDTH - len(" 123.45") if has_format else _WIDTH
+    table.add_column(
+        "largest +others" if has_format else "largest parameter +others", overflow="fold"
+    )
     for bucket in buckets:
         largest = bucket.largest
-        if len(largest) > _WIDTH:
-            largest = f"...{largest[3 - _WIDTH :]}"
+        if len(largest) > width:
+            largest = f"...{largest[3 - width :]}"
         if len(bucket.params) > 1:
             largest += f" +{len(bucket.params) - 1}"
+        num_bytes = (bucket.num_bytes, bucket.sent_bytes)[: len(sizes)]
         table.add_row(
             str(bucket.index),
-            f"{bucket.num_bytes / 1e6:.2f}",
+            *(f"{size / 1e6:.2f}" for size in num_bytes),
             f"{bucket.ready_ms:z.1f}",
             f"{bucket.launched_ms:z.1f}",
             f"{bucket.done_ms:z.1f}",

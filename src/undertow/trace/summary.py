@@ -108,6 +108,7 @@ def _times_ms(record: StepRecord) -> dict[str, float]:
         "exposed_ms": overlap.exposed_us,
         "late_rank_ms": record.late_rank_us(),
         "processors_ms": processors_us,
+        "coding_ms": union_us((event.start_us, event.stop_us) for event in record.codings()),
         "gather_ms": sum(wire_us for _, wire_us in wires_of(record.gathers)),
         "gather_exposed_ms": sum(length_us(gather.waited) for gather in record.gathers),
         "synchronized_ms": max((bucket.done_us for bucket in record.buckets), default=0.0),
@@ -133,6 +134,7 @@ def _bucket_reports(plan: Plan, rows: Sequence[BucketRecord]) -> tuple[BucketRep
             done_ms=row.done_us * _MS,
             wire_ms=wire_us * _MS,
             waited_ms=length_us(row.waited) * _MS,
+            coding_ms=sum(stop_us - start_us for _, start_us, stop_us in row.codings) * _MS,
         )
         reports.append(made)
     return tuple(reports)

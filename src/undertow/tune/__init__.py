@@ -9,7 +9,7 @@ from undertow.tune.messages import (
     decision_from_array,
     measurement_from_array,
 )
-from undertow.tune.tuner import Tuner, bucket_us_of, choice_for
+from undertow.tune.tuner import Tuner, bucket_us_of, choice_for, wire_to_plan
 
 __all__ = [
     "Decision",
@@ -24,4 +24,5 @@ __all__ = [
     "explanation",
     "measurement_from_array",
     "table_of_choice",
+    "wire_to_plan",
 ]

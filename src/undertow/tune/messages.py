@@ -25,15 +25,19 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from undertow.cost import Payload
 from undertow.cost.costs import curve_from_samples, line_through
-from undertow.plan import Groups, ParamSpec, Plan
+from undertow.plan import Groups, ParamSpec, Plan, Wires
+from undertow.plan.timing import stretched
 from undertow.profile import Profile
 from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
+from undertow.wire import WIRES
 
 _NUM_TIMES = 8
 _UNKNOWN = -np.inf
 _LEAST_US, _MOST_SKEW = 1e-3, 0.2
 _DIGITS, _DIGITS_OF_SHARES = 1, 4  # of microseconds in profiles: no clock is finer
+_CODES = (None, *WIRES)  # formats as numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +101,15 @@ def measurement_from_array(
         return None
     num_params, num_buckets = len(plan.params), len(plan.buckets)
     times, ready, durations = np.split(latest, [_NUM_TIMES, _NUM_TIMES + num_params], axis=1)
-    # In the planner's bytes, even if gradients are sent in a narrower dtype.
+    # In the planner's bytes, even if a mesh sends gradients over both axes, or a hook sends them.
     planned = [
         [replace(row, num_bytes=plan.buckets[row.bucket].wire_bytes) for row in record.buckets]
         for record in records
     ]
-    samples = _samples(planned, -durations[:, :num_buckets])
-    samples |= _samples([record.gathers for record in records], -durations[:, num_buckets:])
+    reductions = [_in_equal_parts(rows, plan) for rows in planned]
+    gathers = [_in_equal_parts(record.gathers, plan) for record in records]
+    samples = _samples(reductions, -durations[:, :num_buckets])
+    samples |= _samples(gathers, -durations[:, num_buckets:])
     launch_us, us_per_byte = line_through(curve_from_samples(_packed(records, plan)).points)
     skews = [
         float(np.std(busy)) / max(_LEAST_US, float(np.mean(busy)))
@@ -140,6 +146,22 @@ def measurement_from_array(
 
 def _rounded(time_us: float) -> float:
     return round(float(time_us), _DIGITS)
+
+
+def _in_equal_parts(rows: Sequence[BucketRecord], plan: Plan) -> list[BucketRecord]:
+    """Returns records with the bytes that equal parts would have in the same time."""
+    found = []
+    for row in rows:
+        bucket = plan.buckets[row.bucket]
+        sent = stretched(
+            Payload(num_bytes=row.num_bytes),
+            plan.params,
+            bucket.params,
+            bucket.owners,
+            num_ranks=plan.num_shards,
+        )
+        found.append(replace(row, num_bytes=sent.num_bytes))
+    return found
 
 
 def _packed(records: Sequence[StepRecord], plan: Plan) -> list[tuple[float, float]]:
@@ -189,6 +211,7 @@ class Outcome(IntEnum):
     # the steps were not measured, or another plan has taken over since: they are measured again
     INCOMPLETE = 4
     TOO_LARGE = 5  # for a move every rank would hold the whole state of the optimizer for a moment
+    OWNED = 6  # the family of plans does not make buckets that have parameters for every owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,16 +225,21 @@ class Decision:
     present_us: float = 0.0  # under the present plan
     predicted_us: float = 0.0  # under the best plan
     groups: Groups | None = None  # None: keep the plan
+    wires: Wires = ()  # the format of each bucket
 
     def to_array(self, params: Sequence[ParamSpec]) -> NDArray[np.float64]:
         """Encodes the decision.
 
         The length depends on the parameters only, so that every rank knows it before.
         """
-        rows = np.full((2, len(params)), -1.0)  # the parameters by bucket, and the bucket of each
+        # the parameters by bucket; the bucket of each, and its format
+        rows = np.full((3, len(params)), -1.0)
         place = 0
-        for bucket, group in enumerate(self.groups or ()):
-            rows[:, place : place + len(group)] = [group, [bucket] * len(group)]
+        for bucket, (group, wire) in enumerate(zip(self.groups or (), self.wires, strict=True)):
+            at = slice(place, place + len(group))
+            rows[0, at] = group
+            rows[1, at] = bucket
+            rows[2, at] = _CODES.index(wire)
             place += len(group)
         return np.concatenate([[self.outcome, self.present_us, self.predicted_us], rows.ravel()])
 
@@ -219,13 +247,16 @@ class Decision:
 def decision_from_array(numbers: NDArray[np.float64]) -> Decision:
     """Decodes the numbers of `Decision.to_array`."""
     outcome, present_us, predicted_us = numbers[:3].tolist()
-    params, buckets = numbers[3:].astype(np.int64).reshape(2, -1)
-    groups = [
-        tuple(params[buckets == bucket].tolist()) for bucket in range(1 + buckets.max(initial=-1))
-    ]
+    params, buckets, codes = numbers[3:].astype(np.int64).reshape(3, -1)
+    groups, wires = [], []
+    for bucket in range(1 + buckets.max(initial=-1)):
+        is_in = buckets == bucket
+        groups.append(tuple(params[is_in].tolist()))
+        wires.append(_CODES[codes[is_in][0]])
     return Decision(
         outcome=Outcome(int(outcome)),
         present_us=present_us,
         predicted_us=predicted_us,
         groups=tuple(groups) or None,
+        wires=tuple(wires),
     )

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from undertow.cost import CostCurve, Costs, curve_from_samples
-from undertow.plan import Choice, Plan, choose, finish_us
+from undertow.plan import Choice, Groups, Plan, choose
 from undertow.profile import Profile
 from undertow.tune.messages import Decision, Measurement, Outcome
+from undertow.wire import AUTO
 
 # A plan must be predicted to gain at least this share of the time until gradients are reduced to be
 # worth its new buckets.
@@ -25,13 +26,25 @@ _LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
 class Tuner:
     """The measurements of one set of parameters, and the plan that follows from them.
 
-    `order` is the order of the plans if the user wants another one than the gradients' order of
-    arrival.
+    Args:
+        order: The order of the plans if the user wants another one than the gradients' order of
+            arrival.
+        wire: The format of gradients, "auto" or None.
+        param_wire: The format of gathered parameters, or None.
+        keeps_buckets: True chooses formats only.
     """
 
-    def __init__(self, order: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        order: Sequence[int] | None = None,
+        *,
+        wire: str | None = None,
+        param_wire: str | None = None,
+        keeps_buckets: bool = False,
+    ) -> None:
         self._measured: Profile | None = None
-        self._order = order
+        self._order, self._keeps_buckets = order, keeps_buckets
+        self._wire, self._param_wire = wire, param_wire
         # by kind of collective: bytes, microseconds
         self._samples: dict[str, list[tuple[float, float]]] = {}
 
@@ -54,7 +67,15 @@ class Tuner:
         """Returns the measurements as a profile under `plan`; None before there are any."""
         if self._measured is None:
             return None
-        return replace(self._measured, strategy=strategy, groups=plan.groups, curves=self.curves)
+        return replace(
+            self._measured,
+            strategy=strategy,
+            wire=self._wire,
+            param_wire=self._param_wire,
+            groups=plan.groups,
+            wires=plan.wires if any(plan.wires) else None,
+            curves=self.curves,
+        )
 
     def choice(self, plan: Plan, *, has_shards: bool) -> tuple[Choice, float] | None:
         """Returns the best plan with its table, and the time of `plan` by the same costs.
@@ -67,19 +88,18 @@ class Tuner:
         curves = [profile.curves.get(kind) for kind in kinds_needed(has_shards=has_shards)]
         if any(curve is None or not curve.is_enough for curve in curves):
             return None  # they do not show the cost of buckets of other sizes
-        costs, bucket_us = profile.costs(), bucket_us_of(profile)
         chosen = choice_for(
-            profile, costs, has_shards=has_shards, bucket_us=bucket_us, order=self._order
-        )
-        present_us = finish_us(
-            plan.params,
-            plan.groups,
-            profile.timing,
-            costs,
+            profile,
+            profile.costs(),
             has_shards=has_shards,
-            bucket_us=bucket_us,
+            bucket_us=bucket_us_of(profile),
+            wire=wire_to_plan(profile, self._wire),
+            param_wire=self._param_wire,
+            order=self._order,
+            groups=plan.groups if self._keeps_buckets else None,
+            num_shards=plan.num_shards,
         )
-        return chosen, present_us
+        return chosen, chosen.model.finish_us(plan.groups, plan.wires)
 
     def decide(self, plan: Plan, *, has_shards: bool) -> Decision:
         """Decides on the plan from the measurement."""
@@ -91,6 +111,8 @@ class Tuner:
         outcome = Outcome.MOVE
         if present_us - best.finish_us <= _WORTHWHILE * present_us:
             outcome = Outcome.KEEP
+        elif any(plan.owners):
+            outcome = Outcome.OWNED
         elif has_shards and sum(spec.num_bytes for spec in plan.params) > _MOST_MOVED_BYTES:
             outcome = Outcome.TOO_LARGE
         return Decision(
@@ -98,6 +120,7 @@ class Tuner:
             present_us=present_us,
             predicted_us=best.finish_us,
             groups=best.groups if outcome is Outcome.MOVE else None,
+            wires=best.wires if outcome is Outcome.MOVE else (),
         )
 
 
@@ -106,16 +129,26 @@ def bucket_us_of(profile: Profile) -> float:
     return _HOST_US if profile.is_bound_by_processors else profile.launch_us or 0.0
 
 
-def choice_for(
+def wire_to_plan(profile: Profile, wire: str | None) -> str | None:
+    """Returns the setting, or full width instead of "auto" if processors were the bottleneck of the
+    measured run: encoding takes more of their time."""
+    return None if wire == AUTO and profile.is_bound_by_processors else wire
+
+
+def choice_for(  # noqa: PLR0913
     profile: Profile,
     costs: Costs,
     *,
     has_shards: bool,
     bucket_us: float,
+    wire: str | None,
+    param_wire: str | None,
     order: Sequence[int] | None = None,
+    groups: Groups | None = None,
+    num_shards: int = 1,
 ) -> Choice:
     """Returns the best plan of a profile on a network with `costs`, as training chooses it and
-    `undertow plan` shows it."""
+    `undertow plan` shows it; `choose` explains the arguments."""
     num_bytes = sum(spec.num_bytes for spec in profile.params)
     return choose(
         profile.params,
@@ -125,6 +158,10 @@ def choice_for(
         has_shards=has_shards,
         max_bucket_bytes=max(_LEAST_CAP_BYTES, num_bytes / _LARGEST_SHARE),
         bucket_us=bucket_us,
+        wire=wire,
+        param_wire=param_wire,
+        groups=groups,
+        num_shards=num_shards,
     )
 
 

@@ -67,9 +67,11 @@ def test_any_tool_opens_the_files(saved: Path) -> None:
         "0.weight/exp_avg_sq[0:6]",
     }
     assert torch.equal(state["0.weight/exp_avg[0:6]"].view(3, 2), optimizer.state[model[0].weight]["exp_avg"])
-    assert (shown["format"], shown["extra"], shown["optimizer"], shown["num_files"]) == (2, {"step": 2}, "AdamW", 1)
-    assert shown["param_groups"][0]["params"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert shown["param_groups"][0]["betas"] == [0.9, 0.999]
+    assert (shown["format"], shown["extra"], shown["num_files"]) == (3, {"step": 2}, 1)
+    (of_optimizer,) = shown["optimizers"]
+    assert of_optimizer["optimizer"] == "AdamW"
+    assert of_optimizer["param_groups"][0]["params"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert of_optimizer["param_groups"][0]["betas"] == [0.9, 0.999]
 
 
 def test_whoever_may_read_one_file_may_read_all(saved: Path) -> None:
@@ -260,6 +262,14 @@ def change_index(**fields: Any) -> Callable[[Path], object]:
     return change
 
 
+def change_optimizer(**fields: object) -> Callable[[Path], object]:
+    def change(saved: Path) -> None:
+        (of_optimizer,) = json.loads((saved / INDEX).read_text())["optimizers"]
+        change_index(optimizers=[{**of_optimizer, **fields}])(saved)
+
+    return change
+
+
 def text(written: str) -> Callable[[Path], object]:
     return lambda saved: (saved / INDEX).write_text(written, encoding="utf-8")
 
@@ -310,18 +320,18 @@ OTHER_TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
 }
 INDICES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "nested deeply": (text('{"format": 2, "extra": ' + "[" * 100_000 + "]" * 100_000 + "}"), "undertow.json is not"),
-    "a key twice": (text('{"format": 2, "format": 2}'), "undertow.json is not"),
+    "nested deeply": (text('{"format": 3, "extra": ' + "[" * 100_000 + "]" * 100_000 + "}"), "undertow.json is not"),
+    "a key twice": (text('{"format": 3, "format": 3}'), "undertow.json is not"),
     "huge": (
         lambda saved: os.truncate(saved / INDEX, 1 << 40),
         "undertow.json has 1,099,511,627,776 bytes",
     ),  # but not on the disk
-    "no optimizer": (change_index(optimizer=None), "holds no optimizer, and the optimizer is AdamW"),
-    "an optimizer that steers a terminal": (change_index(optimizer="\x1b[2J\ud800"), r"the state of \\x1b\[2J\\ud800,"),
+    "no optimizer": (change_optimizer(optimizer=None), "holds no optimizer, and the optimizer is AdamW"),
+    "an optimizer that steers a terminal": (change_optimizer(optimizer="\x1b[2J\ud800"), r"the state of \\x1b\[2J\\ud800,"),
     "more files than a disk holds": (change_index(num_files=10**15), "optimizer-1.safetensors is missing"),
-    "no groups": (change_index(param_groups=[]), "the checkpoint's 0 parameter groups differ from the optimizer's 1"),
+    "no groups": (change_optimizer(param_groups=[]), "the checkpoint's 0 parameter groups differ from the optimizer's 1"),
     "a tensor as a value": (change_index(extra_states={"0.weight": 1}), "has '0.weight' as a value, and the model's is"),
-    "axes twice": (change_index(axes={"0.weight": [0, 0]}), "it was not possible to load a checkpoint"),
+    "axes twice": (change_optimizer(axes={"0.weight": [0, 0]}), "it was not possible to load a checkpoint"),
 }
 
 

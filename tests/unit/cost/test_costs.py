@@ -18,13 +18,16 @@ from undertow.cost import (
     Link,
     MeasuredCosts,
     NodeCosts,
+    Payload,
     RingCosts,
     collective_seconds,
     costs_for,
     curve_from_samples,
     link_from_text,
+    payloads_us,
 )
 from undertow.cost.costs import line_through
+from undertow.wire import WIRES
 
 # A byte per microsecond and 10 or 100 us per hop, so that a cost shows its parts.
 LINK, SLOW = Link(name="plain", hop_s=10e-6, bytes_per_s=1e6), Link(name="slow", hop_s=100e-6, bytes_per_s=1e6)
@@ -55,6 +58,24 @@ def us(costs: Costs, kind: str, num_bytes: float = 1200) -> float:
 def test_cost_of_1200_bytes(costs: Costs, expected: tuple[float, ...]) -> None:
     # Floats of a dozen operations: 1e-12 is a thousand units in the last place.
     assert tuple(us(costs, kind) for kind in KINDS) == pytest.approx(expected, rel=1e-12)
+
+
+# A MB of fp32 in int8 takes 350 us to encode, add and decode; half of an all-reduce takes half of that.
+INT8 = Payload(num_bytes=1200, wire="int8", num_encoded=250_000)
+
+
+@pytest.mark.parametrize(("kind", "share"), [("all_reduce", 1), ("reduce_scatter", 0.5), ("all_gather", 0.5)])
+def test_a_payload_in_a_format_takes_its_coding_too(kind: str, share: float) -> None:
+    plain = Payload(num_bytes=1200)
+    expected = [us(NODES, kind), us(NODES, kind) + share * WIRES["int8"].coding_us_per_mb]
+    assert payloads_us(NODES, kind, [plain, INT8]) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("measured", "coded"), [("int8", 0), ("bfloat16", 1), (None, 1)])
+def test_costs_that_were_measured_in_a_format_contain_its_coding(measured: str | None, coded: int) -> None:
+    costs = MeasuredCosts(CURVES, {"all_reduce": measured})
+    expected = us(costs, "all_reduce") + coded * WIRES["int8"].coding_us_per_mb
+    assert payloads_us(costs, "all_reduce", [INT8]).tolist() == pytest.approx([expected], rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", sorted(COLLECTIVES))

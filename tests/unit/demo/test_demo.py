@@ -9,12 +9,12 @@ from rich.console import Console
 from support.errors import Call, refusal
 from support.records import printed
 from undertow.demo import DemoSettings, run_demo
-from undertow.demo.rank import trace_of
-from undertow.demo.run import comparison_table
+from undertow.demo.rank import during, trace_of
+from undertow.demo.run import comparison_table, headline
 from undertow.demo.settings import NUM_WARM_UP_STEPS, WayDone
 from undertow.emulation.link import Carried
 from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
-from undertow.trace import Event, Trace
+from undertow.trace import Event, OuterReport, Trace
 
 TRACE = Trace(
     rank=0,
@@ -27,19 +27,37 @@ TRACE = Trace(
 )
 
 
+EXCHANGED = OuterReport(
+    every=30, fragments=2, delay=3, reason="", num_exchanges=9, sent_bytes=8, exchange_ms=90.0, exposed_ms=15.0
+)
+
+
 def test_the_table_fits_a_narrow_terminal_and_a_way_that_is_wrong_is_marked() -> None:
     alone = Trace(rank=0, step=4, events=TRACE.events[1:2])
     results = [
         WayDone(way="bucketed", typical=TRACE, loss=2.5, is_right=False),
         WayDone(way="undertow", typical=TRACE, loss=2.5),
+        WayDone(way="int8", typical=TRACE, loss=2.5),
+        WayDone(way="outer", typical=TRACE, loss=2.5, mean_us=30_000.0, outer=EXCHANGED),
         WayDone(way="zero2", typical=alone, loss=2.5),
     ]
     lines = [line.strip() for line in printed(comparison_table(results, num_steps=3), width=80).splitlines()]
-    assert lines[-3:] == [
+    assert lines[-5:] == [
         "bucketed, after backward  1234.6   1.00x     25.0    80%     1  2.5000      NO",
         "Undertow, defaults        1234.6   1.00x     25.0    80%     1  2.5000     yes",
+        'Undertow, wire="int8"     1234.6   1.00x     25.0    80%     1  2.5000   close',
+        "Undertow, outer             30.0  41.15x      1.0    83%  2/30  2.5000     own",
         "Undertow, ZeRO-2            25.0  49.38x        -      -     0  2.5000     yes",
     ]
+
+
+def test_one_sentence_has_the_speeds_of_undertows_ways() -> None:
+    results = [
+        WayDone(way="torch-ddp", typical=TRACE, loss=2.5),
+        WayDone(way="undertow", typical=TRACE, loss=2.5),
+        WayDone(way="outer", typical=TRACE, loss=2.5, mean_us=TRACE.duration_us / 3, outer=EXCHANGED),
+    ]
+    assert headline(results) == "Undertow trains 1.00 times as fast as torch DDP, 3.00 times with outer"
 
 
 def test_a_way_with_other_results_is_named_and_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -53,7 +71,14 @@ def test_a_way_with_other_results_is_named_and_is_exit_code_1(monkeypatch: pytes
     assert console.file.getvalue().splitlines()[-1] == "Other results than the first way's: Undertow, defaults."
 
 
+def test_with_outer_synchronization_whole_periods_are_measured() -> None:
+    settings = DemoSettings(outer=3, num_steps=8)
+    assert settings.ways == ("per-parameter", "bucketed", "torch-ddp", "undertow", "int8", "outer")
+    assert [settings.num_measured(way) for way in ("int8", "outer")] == [8, 9]
+
+
 REFUSALS: dict[str, Call] = {
+    "every must be a whole number of steps from 1 on, got 0.": lambda: DemoSettings(outer=0),
     'strategy \'hybrid\' is for several nodes, and the demo runs on one.\n  undertow demo\n  Take "zero1" or "zero2".': (
         lambda: DemoSettings(strategy="hybrid")
     ),
@@ -118,3 +143,9 @@ def test_a_step_in_shards_begins_with_the_optimizer_and_waits_for_parameters_in_
         ("send", 190_000, 195_000),
     ]
     assert (trace.duration_us, SHARDED.duration_us) == pytest.approx((370_000, 370_000))
+
+
+def test_an_exchange_is_cut_into_the_steps_that_it_lasts() -> None:
+    messages = [sent("send", 9.0, 9.5, 10.002), sent("send", 9.9, 10.35, 10.5), sent("send", 9.0, 9.0, 9.5)]
+    trace = during(phases(10.35, 10.36), messages)
+    assert rounded(trace, "comm.dp") == [("send", 0, 2_000), ("send", 350_000, 360_000)]

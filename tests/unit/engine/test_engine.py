@@ -5,6 +5,7 @@ import random
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from support.models import noise
 from support.one_process import Rank, ranks_of
 from support.units import WIDTH, Units, made
 from undertow import GradientSync, NonFiniteGradient, PeerFailed, PhaseError, PlanMismatch, ShardedOptimizer, UndertowError
+from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Reading
 from undertow.errors import Desync, ReplicaMismatch
 from undertow.schedule import Op, OpKind
@@ -433,6 +435,20 @@ def test_a_trailer_that_comes_late_is_read_after_parameters_are_laid_out() -> No
 # Plans that all ranks move to
 
 
+def test_buckets_of_shards_prepare_messages_for_shards_only() -> None:
+    of_whole = mock.patch.object(Reducer, "parcel_of", autospec=True, side_effect=Reducer.parcel_of)
+
+    def train(training: Training) -> None:
+        training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.0)
+        training.backward()
+        num_before = training.rank.gather(prepared.call_count)
+        training.optimizer.step()  # lays out shards
+        assert training.rank.gather(prepared.call_count) == num_before
+
+    with of_whole as prepared:
+        assert errors_of(2, train, strategy="zero1") == ["", ""]
+
+
 MOVES = [[[0, 1], [2, 3, 4, 5]], [[5, 4, 3], [2, 1, 0]], [[0], [1], [2], [3], [4], [5]], None]
 
 
@@ -463,6 +479,28 @@ def test_ranks_move_to_the_plan_that_rank_0_decides_on(strategy: str, groups: li
     with one_process.decides(groups):
         assert errors_of(2, train, strategy=strategy, bucket_cap_mb=None) == ["", ""]
     assert len(generations) == 1
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [None, 25.0], ids=["planned", "buckets of a given size"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_ranks_move_if_only_the_formats_change(strategy: str, bucket_cap_mb: float | None) -> None:
+    def train(training: Training) -> None:
+        if strategy != "ddp":
+            training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.0)
+        plans = []
+        for _ in range(13):
+            training.module.zero_grad()
+            training.backward()
+            grads = [training.sync.full_gradient(param) for param in training.module.parameters()]
+            for others in training.rank.gather(grads):
+                assert all(map(torch.equal, grads, others))
+            training.optimizer.step()
+            plans.append(training.sync.plan)
+        assert [plan.wires for plan in (plans[8], plans[9], plans[-1])] == [(None,), ("bfloat16",), ("bfloat16",)]
+        assert plans[8].groups == plans[9].groups
+
+    with one_process.decides([[5, 4, 3, 2, 1, 0]], ["bfloat16"]):
+        assert errors_of(2, train, strategy=strategy, bucket_cap_mb=bucket_cap_mb, wire="auto") == ["", ""]
 
 
 def test_the_plan_follows_rank_0s_order_from_the_second_step_on() -> None:

@@ -3,12 +3,14 @@
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from statistics import mean
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from support.steps import (
     SHAPES,
@@ -18,8 +20,19 @@ from support.steps import (
     random_case,
 )
 from support.strategies import spec, specs_of_sizes
-from undertow.plan import Choice, ParamSpec, StepTiming, choose, equal_groups, finish_us, plan_from_groups
-from undertow.plan.choose import SLACK
+from undertow.plan import (
+    Choice,
+    ParamSpec,
+    StepModel,
+    StepTiming,
+    Wires,
+    choose,
+    equal_groups,
+    finish_us,
+    plan_from_groups,
+)
+from undertow.plan.choose import LEAST_GAIN, SLACK
+from undertow.wire import WIRES
 
 # Sums of a few dozen times, in another order than the planner's: some units in the last place of 1e2.
 ROUNDING = {"rel": 1e-12, "abs": 1e-10}
@@ -176,6 +189,85 @@ def test_buckets_are_of_equal_bytes_except_the_last(num_buckets: int, last_share
 )
 def test_groups_by_hand(params: list[ParamSpec], groups: Any, when: StepTiming, curve: Any, finished_us: float) -> None:
     assert finish_us(params, groups, when, curve, has_shards=bool(when.used_us)) == pytest.approx(finished_us, **ROUNDING)
+
+
+# Four gradients of 512,000 bytes, at 10, 20, 30 and 40 ms; in int8 each has 129,000 bytes, and takes 0.179 ms to encode, add
+# and decode.
+KB, LAYERS = 1e-3, [spec(f"p{i}", 128_000) for i in range(4)]
+FULL, INT8 = 512_000, 129_000
+CODING_US = WIRES["int8"].coding_us_per_mb * 0.512
+EVERY_10_MS = timing(10_000, 20_000, 30_000, 40_000)
+
+
+@pytest.mark.parametrize(
+    ("ns_per_byte", "wires", "finish_us"),
+    [
+        # 0.256 ms each: 1 % of the step is not to be gained.
+        pytest.param(0.5, (None,) * 4, 40_000 + 0.5e-3 * FULL, id="all hidden"),
+        # 5.12 ms each: the last one is exposed.
+        pytest.param(10, (None, None, None, "int8"), 40_000 + 10e-3 * INT8 + CODING_US, id="the last one exposed"),
+        # 14.8 ms each, in int8 3.9: with one of the first three in full width the link is idle when the last one comes.
+        pytest.param(29, (None, "int8", "int8", "int8"), 40_000 + 29e-3 * INT8 + CODING_US, id="some exposed"),
+        # 51.2 ms each, in int8 13: the link is never idle.
+        pytest.param(100, ("int8",) * 4, 10_000 + 4 * (100e-3 * INT8 + CODING_US), id="none hidden"),
+    ],
+)
+def test_auto_sends_the_fewest_bytes_in_int8(ns_per_byte: float, wires: Wires, finish_us: float) -> None:
+    groups = ((0,), (1,), (2,), (3,))
+    found = choice(LAYERS, EVERY_10_MS, line(0, ns_per_byte * KB), wire="auto", groups=groups)
+    best = found.best
+    assert (best.groups, best.wires) == (groups, wires)
+    # The model of the choice tells the time of any other plan.
+    assert found.model.finish_us(best.groups, best.wires) == pytest.approx(finish_us, **ROUNDING)
+    assert best.finish_us == pytest.approx(finish_us, **ROUNDING)
+
+
+@each_form
+@given(ns_per_byte=st.floats(0.1, 200), numels=st.lists(st.integers(1, 300_000), min_size=1, max_size=8))
+def test_no_bucket_is_narrow_without_need(ns_per_byte: float, numels: list[int], has_shards: bool) -> None:
+    params = [spec(f"p{i}", numel) for i, numel in enumerate(numels)]
+    ready_us, used_us = ([1000.0 * i for i in range(len(params))] for _ in range(2))
+    when = timing(*ready_us, used=used_us[::-1] if has_shards else ())
+    costs = line(50, ns_per_byte * KB)
+    model = StepModel(params=params, timing=when, costs=costs, has_shards=has_shards)
+    auto, wide, narrow = (choice(params, when, costs, wire=wire).best for wire in ("auto", None, "int8"))
+    assert model.finish_us(auto.groups, auto.wires) <= min(wide.finish_us, auto.finish_us * (1 + 1e-6))
+    if not any(auto.wires):
+        assert wide.finish_us * (1 - LEAST_GAIN) < narrow.finish_us
+    for bucket in range(len(auto.wires)):
+        if auto.wires[bucket] is not None:
+            fewer = (*auto.wires[:bucket], None, *auto.wires[bucket + 1 :])
+            assert model.finish_us(auto.groups, fewer) > auto.finish_us
+
+
+def test_a_format_that_is_set_is_planned_for_in_every_bucket() -> None:
+    params = [*LAYERS, spec("bias", 100)]  # less than a block
+    when = timing(10_000, 20_000, 30_000, 40_000, 40_000)
+    found = choice(params, when, line(0, 10 * KB), wire="int8")
+    for each in found.candidates:
+        assert each.wires == plan_from_groups(params, each.groups, num_ranks=2, wires="int8").wires
+    alone = choice(params, when, line(0, 10 * KB), wire="int8", groups=((0, 1, 2, 3), (4,))).best
+    assert alone.wires == ("int8", "int8")
+    # The bias travels as it is.
+    assert alone.finish_us == pytest.approx(40_000 + 10 * KB * (4 * INT8 + 400) + 4 * CODING_US, **ROUNDING)
+
+
+@pytest.mark.parametrize(("num_shards", "part"), [(1, 4), (2, 2), (3, 2), (4, 1), (8, 1)])
+def test_a_bucket_with_owners_takes_as_long_as_its_largest_part(num_shards: int, part: int) -> None:
+    owned = [replace(param, is_whole=True) for param in LAYERS]  # four of one size
+    when, groups = timing(0, 0, 0, 0, end=0, used=(0, 0, 0, 0)), ((0, 1, 2, 3),)
+    whole, cut = (
+        choice(params, when, line(0, 10 * KB), groups=groups, num_shards=num_shards).best.finish_us for params in (owned, LAYERS)
+    )
+    assert whole == pytest.approx(cut * part * num_shards / 4, **ROUNDING)
+
+
+def test_gathers_have_a_format_of_their_own() -> None:
+    when, groups = timing(0, 0, 0, 0, end=0, used=(0, 0, 0, 0)), ((0, 1, 2, 3),)
+    full, narrow = (
+        choice(LAYERS, when, line(0, 10 * KB), groups=groups, param_wire=wire).best.finish_us for wire in (None, "int8")
+    )
+    assert full - narrow == pytest.approx(4 * (10 * KB * (FULL - INT8) - CODING_US / 2), **ROUNDING)
 
 
 @pytest.mark.parametrize(("has_shards", "finish"), [(False, 6.0), (True, 8.0)], ids=["whole", "gathered as well"])

@@ -19,11 +19,13 @@ from undertow.plan import (
     SizeCaps,
     Trailer,
     group_by_size,
+    payload_of,
     plan_from_groups,
     signature_of,
 )
 from undertow.plan.facts import ranks_differ, trailer_at, with_complements
 from undertow.plan.layout import padded_numel
+from undertow.wire import WIRES
 
 PARAMS = (spec("weight", 6), spec("bias", 2), spec("half", 3, dtype="bfloat16"))
 NARROW = (spec("wide", 6), dataclasses.replace(spec("narrow", 6), own_dtype="bfloat16"))
@@ -112,7 +114,7 @@ FOREIGN = "\n  Make the plan from the parameters of this model."
 INDICES = "Give each bucket the indices of its parameters, such as [2, 0]."
 NUM_RANKS = "a plan is for 1 to 1,048,576 ranks, got num_ranks="
 NO_PLAN, SAVE = "this is not a saved plan: ", ".\n  Use a file that save_plan() has written."
-ONE_KIND = "\n  A bucket is of one dtype and device, and sparse gradients are apart."
+ONE_KIND = "\n  A bucket is of one dtype, device and optimizer, and sparse gradients are apart."
 SIZES = "Sizes are zero or more, an element has at least one byte, and all of them fit into 64 bits."
 
 
@@ -248,3 +250,27 @@ def test_any_difference_of_any_rank_is_seen(ranks: list[tuple[int, int]], are_al
 def test_digests_of_ranks_differ_unless_a_rank_accepts_the_others(ranks: list[int | None]) -> None:
     digests = [bits_of(with_complements(digest)) for digest in ranks]
     assert ranks_differ(summed(digests)) == (len({digest for digest in ranks if digest is not None}) > 1)
+
+
+# Sizes around the borders of blocks.
+NUMELS = st.one_of(st.integers(0, 3), st.integers(510, 514), st.integers(1000, 5000))
+
+
+@given(
+    numels=st.lists(NUMELS, min_size=1, max_size=6),
+    dtype=st.sampled_from(["float64", "float32", "bfloat16", "uint8"]),
+    wire=st.sampled_from([None, *WIRES]),
+    num_ranks=st.integers(1, 5),
+)
+def test_the_bytes_that_are_planned_for_are_those_of_the_bucket(
+    numels: list[int], dtype: str, wire: str | None, num_ranks: int
+) -> None:
+    params = [spec(f"p{i}", numel, dtype=dtype) for i, numel in enumerate(numels)]
+    (bucket,) = plan_from_groups(params, [range(len(params))], num_ranks=num_ranks, wires=wire).buckets
+    expected = payload_of(params, range(len(params)), wire)
+    rest = bucket.storage_numel - bucket.trailer.start  # the trailer, and padding in full width
+    if bucket.wire is None:
+        rest = bucket.storage_numel - sum(numels)
+    assert bucket.wire_bytes == expected.num_bytes + rest * bucket.itemsize
+    if bucket.wire is not None:
+        assert bucket.narrow_numel == expected.num_encoded

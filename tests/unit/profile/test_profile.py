@@ -96,6 +96,13 @@ def number(name: str, shown: str, limit: str = "zero or more") -> str:
             {"strategy": "zero9"},
             "strategy 'zero9' does not exist.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.",
         ),
+        ({"wire": "int4"}, "wire int4 is unknown.\n  Did you mean 'int8'?"),
+        ({"param_wire": "auto"}, "param_wire auto is unknown.\n  Known: bfloat16, int8."),
+        (
+            {"groups": ((2, 1, 0),), "wires": ("int8", None)},
+            "wires must have the format of each of 1 buckets, got ['int8', None].\n"
+            "  Formats are null (full width), bfloat16, float16, int8.",
+        ),
         ({"groups": ((2,), (1,))}, f"{ONCE}  first difference: parameter 0 ('a') is in 0 slots{MAKE}"),
     ],
 )
@@ -104,8 +111,8 @@ def test_a_profile_of_no_model_is_refused_by_its_field(changes: dict[str, Any], 
 
 
 FIELDS = (
-    "undertow_profile, name, num_ranks, forward_us, backward_us, update_us, strategy, step_us, launch_us, "
-    "copy_us_per_mb, skew, contention, processors_us, network_us, params, costs, buckets"
+    "undertow_profile, name, num_ranks, forward_us, backward_us, update_us, strategy, wire, param_wire, step_us, "
+    "launch_us, copy_us_per_mb, skew, contention, processors_us, network_us, params, costs, buckets, wires"
 )
 INDICES = "Give each bucket the indices of its parameters, such as [2, 0]."
 POINT = "A point is a size of zero bytes or more and a time of more than zero microseconds."
@@ -125,7 +132,10 @@ WHOLE_PROFILE = Profile(
     num_ranks=4,
     curves={"all_reduce": CostCurve(points=((0, 50), (1024, 60.5))), "all_gather": CostCurve(points=((1024, 30),))},
     strategy="zero2",
+    wire="auto",
+    param_wire="int8",
     groups=((2, 0), (1,)),
+    wires=("int8", None),
     step_us=80.0,
 )
 WHOLE_TEXT = """\
@@ -137,6 +147,8 @@ WHOLE_TEXT = """\
   "backward_us": 41.0,
   "update_us": 3.5,
   "strategy": "zero2",
+  "wire": "auto",
+  "param_wire": "int8",
   "step_us": 80.0,
   "params": [
     {"name": "conv", "shape": [2, 3], "dtype": "bfloat16", "ready_us": 40.5, "device": "cuda:0"},
@@ -147,7 +159,8 @@ WHOLE_TEXT = """\
   "buckets": [
     [2, 0],
     [1]
-  ]
+  ],
+  "wires": ["int8", null]
 }
 """
 
@@ -228,7 +241,7 @@ def described(device: str, sparse: str, name: str = "'b'") -> str:
         (small(undertow_profile=2), f"undertow_profile must be 1, got 2.\n  {FORMAT}"),
         (small(backward_us="1"), number("backward_us", "'1'")),
         (param(name=None), f"params[1].name is missing.\n  {FORMAT}"),
-        (param(weight=3), "params[1].weight is unknown.\n  Known: name, ready_us, shape, dtype, device, sparse."),
+        (param(weight=3), "params[1].weight is unknown.\n  Known: name, ready_us, shape, dtype, device, sparse, whole."),
         (param(name=3), described("'cpu'", "False", "3")),
         (param(shape="5"), impossible("('5',)")),
         (param(shape=[2**31, 2**31]), impossible("(2147483648, 2147483648)")),
@@ -250,6 +263,7 @@ def described(device: str, sparse: str, name: str = "'b'") -> str:
             for point in ([3], [3, "4"], [3, -4], [3, True])
         ),
         (small(buckets=[[1, "a"]]), f"buckets[0] must be a list of parameters' indices, got [1, 'a'].\n  {INDICES}"),
+        (small(wires="int8"), f"wires must be a list, got 'int8'.\n  {FORMAT}"),
         (
             small(buckets=[[1]]),
             "a plan must hold each of its 2 parameters exactly once.\n"
@@ -287,6 +301,14 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, c
     if content is not None:
         path.write_bytes(content)
     assert refusal(lambda: profile_from_file(path)) == f"{path} {text}\n  {FORMAT}"
+
+
+@pytest.mark.parametrize(
+    ("wire", "contained"), [(None, None), ("int8", "int8"), ("auto", None)], ids=["full width", "int8", "measured before auto"]
+)
+def test_costs_contain_the_coding_of_the_format_that_was_measured(wire: str | None, contained: str | None) -> None:
+    costs = profile(wire=wire, param_wire="bfloat16").costs()
+    assert costs.wires == {"all_reduce": contained, "reduce_scatter": contained, "all_gather": "bfloat16"}
 
 
 def test_measurements_of_the_ranks_are_in_the_file() -> None:

@@ -13,11 +13,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from support.errors import text_of
 from undertow import ConfigError, WrongType
-from undertow.ranks.comm_hook import CommHook, HookedBucket
+from undertow.buckets.comm_hook import CommHook, HookedBucket
 
 BUFFER = torch.arange(6.0)
 # As much of a group as a hook asks for: one without ranks that could be lost.
-ALONE = Mock(is_broken=False, member="of one", complete=lambda work: work.wait())
+ALONE = Mock(is_broken=False, member="of one", complete=lambda work: work.wait(), hardware=Mock(is_host=True))
 
 
 def bucket() -> HookedBucket:

@@ -1,9 +1,10 @@
 """Reduce-scatter, all-gather and an all-reduce in rank order, posted and native, beside a chain of adds on one rank."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, takewhile
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,9 +17,13 @@ from support.inside import before_lines, opened_group
 from support.models import noise
 from support.ranks import in_ranks
 from support.sharded import chain
+from undertow.device import MAKERS, Accelerator
+from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import BackendCollectives, Collectives, P2PCollectives
 from undertow.ranks.group import GroupRef
+from undertow.ranks.parcels import Encoded, FullWidth
 from undertow.ranks.transport import Handle, OwnGroup, _ThreadWork
+from undertow.wire import WIRES
 
 KINDS: dict[str, tuple[Any, bool]] = {  # and whether they add up in rank order
     "posted": (P2PCollectives, True),
@@ -56,6 +61,10 @@ def exchanging(kind: str) -> Iterator[Collectives]:
     group.close()
 
 
+def whole(num_ranks: int, part_numel: int, *, stop: int | None = None) -> FullWidth:
+    return FullWidth(equal_parts(num_ranks, part_numel, stop=num_ranks * part_numel if stop is None else stop))
+
+
 def of_ranks(numel: int, step: int, dtype: torch.dtype) -> list[Tensor]:
     """What each rank gives; two flags at the end: some set the first, all set the second."""
     found = [noise(numel + 2, step=step, rank=peer).to(dtype) for peer in range(dist.get_world_size())]
@@ -80,7 +89,7 @@ def test_a_shard_is_the_mean_added_up_in_rank_order_and_every_rank_gets_every_pa
             given = of_ranks(num_ranks * numel + 1, index, dtype)
             wanted = chain_of_adds([storage[rank * numel : (rank + 1) * numel] for storage in given], dtype) / num_ranks
             shard, trailer = torch.empty_like(wanted), range(num_ranks * numel + 1, num_ranks * numel + 3)
-            handle = exchanges.reduce_scatter(given[rank], shard, trailer=trailer)
+            handle = exchanges.reduce_scatter(given[rank], shard, whole(num_ranks, numel), trailer=trailer)
             handle.on_done(done.append)
             started.append((handle, given[rank], shard, wanted))
         for handle, storage, shard, wanted in started:
@@ -92,7 +101,8 @@ def test_a_shard_is_the_mean_added_up_in_rank_order_and_every_rank_gets_every_pa
         parts = [noise(7, rank=peer).to(dtype) for peer in range(num_ranks)]
         flat = torch.zeros(7 * num_ranks, dtype=dtype)
         flat.view(num_ranks, 7)[rank] = parts[rank]
-        handle = exchanges.all_gather(flat, number=0, then=lambda: done.append("then"))
+        shards = equal_parts(num_ranks, 7, stop=7 * num_ranks)
+        handle = exchanges.all_gather(flat, shards, number=0, then=lambda: done.append("then"))
         handle.on_done(done.append)
         handle.wait()
         assert torch.equal(flat, torch.cat(parts))
@@ -131,8 +141,9 @@ def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in
         started.append(
             (
                 second.all_reduce_behind(
-                    first.reduce_scatter(storage, shard, trailer=range(numel, numel + 2)),
+                    first.reduce_scatter(storage, shard, whole(1, numel), trailer=range(numel, numel + 2)),
                     shard,
+                    whole(dist.get_world_size(), -(-numel // dist.get_world_size()), stop=numel),
                     trailer=storage[numel:],
                 ),
                 shard,
@@ -157,6 +168,93 @@ def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in
         of.close()
 
 
+class Streams(Accelerator):
+    """An accelerator whose tensors are the host's, and whose streams have names. It notes what happens on which stream."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.now = "caller"
+        self.noted: list[tuple[str, str, object]] = []
+
+    def note(self, event: str, of: object) -> None:
+        self.noted.append((self.now, event, of))
+
+    def new_stream(self) -> Any:
+        return "side"
+
+    @contextlib.contextmanager
+    def use(self, stream: Any) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        self.note("keep", tensor.data_ptr())
+        return tensor
+
+    def launching(self, name: str) -> Callable[..., Any]:
+        """The method of that name of groups, and notes."""
+        start = getattr(OwnGroup, name)
+
+        def launch(group: OwnGroup, into: Tensor, sent: Tensor, *sizes: list[int]) -> Any:
+            self.note("launch", name)
+            self.note("written", into.data_ptr())
+            self.note("read", sent.data_ptr())
+            work = start(group, into, sent, *sizes)
+            return SimpleNamespace(wait=lambda: (self.note("wait", name), work.wait()))
+
+        return launch
+
+
+@contextlib.contextmanager
+def noting(streams: Streams) -> Iterator[None]:
+    """Notes launches and waits of the collectives that exchanges are made of, and the memory that they read and write."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(MAKERS, cpu=lambda _: streams))
+        for name in ("exchange", "gather_parts", "scatter_sum"):
+            stack.enter_context(mock.patch.object(OwnGroup, name, streams.launching(name)))
+        yield
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_the_callers_stream_waits_for_no_half_of_an_all_reduce(wire: str | None) -> None:
+    """And all memory that two streams use is kept until the last one of them has waited."""
+    numel, given = 4 * 512, [noise(4 * 512, rank=peer) for peer in range(2)]
+    parts = equal_parts(2, 2 * 512, stop=numel)
+    parcel = FullWidth(parts) if wire is None else Encoded(WIRES[wire], torch.float32, numel, parts, is_host=False)
+    streams, mine = Streams(), given[dist.get_rank()].clone()
+    with noting(streams), exchanging("native in order") as exchanges:
+        handle = exchanges.all_reduce(mine, parcel)
+        assert [it for it in streams.noted if it[1] in ("launch", "wait")] == [
+            ("caller", "launch", "exchange"),
+            ("side", "wait", "exchange"),
+            ("side", "launch", "gather_parts"),
+        ]
+        (received, returned), (sent, own) = ([it[2] for it in streams.noted if it[1] == kind] for kind in ("written", "read"))
+        kept_there = {it[2] for it in streams.noted if it[:2] == ("side", "keep")}
+        assert {sent, received} <= kept_there
+        streams.now = "waiter"
+        handle.wait()
+        assert ("waiter", "wait", "gather_parts") in streams.noted
+        assert {it[2] for it in streams.noted if it[:2] == ("waiter", "keep")} == {own, returned}
+    if wire is None:
+        assert torch.equal(mine, chain(given) / 2)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("kind", ["native", "native in order"])
+def test_no_stream_waits_when_a_reduce_scatter_starts(kind: str) -> None:
+    given, streams = [noise(8, rank=peer) for peer in range(2)], Streams()
+    mine, shard = given[dist.get_rank()].clone(), torch.empty(3)
+    with noting(streams), exchanging(kind) as exchanges:
+        handle = exchanges.reduce_scatter(mine, shard, whole(2, 3), trailer=range(6, 8))
+        assert "wait" not in {event for _, event, _ in streams.noted}
+        handle.wait()
+    start = 3 * dist.get_rank()
+    assert torch.equal(shard, chain(given)[start : start + 3] / 2)
+
+
 @in_ranks(2)
 def test_what_is_behind_a_failure_fails_with_it() -> None:
     with exchanging("posted") as exchanges:
@@ -165,15 +263,33 @@ def test_what_is_behind_a_failure_fails_with_it() -> None:
             raise ZeroDivisionError("while packing")
 
         handle = exchanges.all_reduce_behind(
-            exchanges.reduce_scatter(torch.zeros(8), torch.zeros(2), trailer=range(6, 8), pack=fail),
+            exchanges.reduce_scatter(torch.zeros(8), torch.zeros(2), whole(2, 2), trailer=range(6, 8), pack=fail),
             torch.zeros(2),
+            whole(2, 1),
             trailer=torch.zeros(2),
         )
         with pytest.raises(ZeroDivisionError, match="while packing"):
             handle.wait()
         late = _ThreadWork()
-        after_end = exchanges.all_reduce_behind(Handle(late), torch.zeros(2), trailer=torch.zeros(2))
+        after_end = exchanges.all_reduce_behind(Handle(late), torch.zeros(2), whole(2, 1), trailer=torch.zeros(2))
         exchanges.close()
         late.run(int)
         with pytest.raises(RuntimeError, match="shutdown"):
             after_end.wait()
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["posted", "native"])
+def test_messages_of_any_length_are_decoded(kind: str, dtype: torch.dtype) -> None:
+    """An odd number of small values makes messages whose length is no multiple of a scale's."""
+    rank, num_ranks, numel = dist.get_rank(), dist.get_world_size(), 2 * 512 + 903
+    parts = equal_parts(num_ranks, 512, stop=numel) if num_ranks > 2 else [range(1024), range(1024, numel)]
+    parts[-1] = range(parts[-1].start, numel)
+    parcel = Encoded(WIRES["int8"], dtype, 1024, parts)
+    given = [noise(numel, rank=peer).to(dtype) for peer in range(num_ranks)]
+    with exchanging(kind) as exchanges:
+        exchanges.all_reduce(given[rank], parcel).wait()
+    every = [torch.empty_like(given[rank]) for _ in range(num_ranks)]
+    dist.all_gather(every, given[rank])
+    assert all(torch.equal(other, every[0]) for other in every)

@@ -12,9 +12,12 @@ import torch.distributed as dist
 
 from support.processes import Ended, Rank, run_ranks
 from undertow import SyncConfig
+from undertow.errors import StallTimeout
+from undertow.ranks import faults, patience
 from undertow.ranks.connections import Rendezvous, connect_ring
-from undertow.ranks.guard import GUARD
-from undertow.ranks.watch import Ring, Watch
+from undertow.ranks.guard import GUARD, meet
+from undertow.ranks.watch import NullWatch, Ring, Watch
+from undertow.torch_private import private
 
 WITHIN_S = 5.0  # on a machine that does much else; some hundredths of a second otherwise
 GONE = ["RankLost", "rank 1 is gone: its process has ended without a word, or was killed."]
@@ -87,3 +90,17 @@ def is_killed_and_has_a_child(rank: Rank, watch: Watch) -> None:
 
 def test_a_forked_child_keeps_no_connection_and_runs_no_thread() -> None:
     assert list(told_of(is_killed_and_has_a_child, 3)) == [GONE] * 2
+
+
+def test_a_rank_that_gives_up_for_a_fault_tells_those_that_arrive_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(private, "default_store", lambda: store)
+    monkeypatch.setattr(patience, "PROBE_S", 0.0)
+    watch = Ring([], rank=0, num_ranks=2).join(SyncConfig())
+    late = threading.Timer(0.05, setattr, (watch, "fault", faults.stalled("rank 0 has waited.")))
+    late.start()
+    with pytest.raises(StallTimeout, match=r"rank 0 has waited\."):
+        meet((0, 1), 0, SyncConfig(), watch, within_s=5.0)
+    # the fault was of a watch that this rank never had; alone it would go on, to make the group
+    with pytest.raises(StallTimeout, match="rank 1 has made no such wrapper"):
+        meet((0, 1), 1, SyncConfig(), NullWatch(), within_s=5.0)

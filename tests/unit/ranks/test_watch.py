@@ -15,7 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from undertow import RankLost, StallTimeout, SyncConfig
-from undertow.ranks import comm_hook, faults, patience
+from undertow.buckets import comm_hook
+from undertow.ranks import faults, patience
 from undertow.ranks.connections import Connection
 from undertow.ranks.guard import Guard
 from undertow.ranks.threads import Worker, end_workers

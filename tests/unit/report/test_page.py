@@ -24,6 +24,12 @@ NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, wh
 AGAIN = "Run the training with: undertow run --out DIR ..., and report on that folder."
 SHAPES = "[...document.querySelectorAll('#simulated .bars path')].map(it => it.getAttribute('d')).join()"
 
+# The bars of messages: start and duration in ms, and height.
+BARS = (
+    "(it => it.base.map((base, at) => [base, +it.x[at].toFixed(6), it.width[at]]))"
+    "(document.getElementById('step').data.find(it => it.name === 'gradients sent'))"
+)
+
 
 def of_rank(rank: int, *, busy_ms: tuple[float, ...] = (50.0, 65.0), **changes: Any) -> StepReport:
     return report(*(record(step=step, rank=rank, busy_ms=busy_ms, **changes) for step in range(6)), rank=rank)
@@ -106,16 +112,27 @@ def test_the_page_says_if_the_simulated_step_is_far_from_the_measured_one(
 
 @NEEDS_CHROMIUM
 @pytest.mark.slow
-def test_a_bucket_that_overtakes_another_is_in_the_picture_and_nothing_is_below_zero(tmp_path: Path, page: Page) -> None:
+def test_a_bucket_that_overtakes_another_has_a_lower_bar_and_nothing_is_below_zero(tmp_path: Path, page: Page) -> None:
     rows = row(0, 30_000, 95_000, (60_000, 95_000)), row(1, 60_000, 80_000, (95_000, 95_000), ready_us=-1)
     write_page(of_rank(0, busy_ms=(), buckets=rows), tmp_path / "it.html")
     page.open((tmp_path / "it.html").as_uri())
-    bars = "document.getElementById('step').data.find(it => it.name === 'gradients sent').x.join()"
     cells = "[...document.querySelectorAll('#t-buckets td')].map(it => it.textContent).join()"
-    assert (page.value(bars), page.value(cells)) == (
-        "65,20",
-        "0,0.01,30.0,30.0,95.0,45.0,35.0,head,1,0.00,0.0,60.0,80.0,20.0,0.0,stem",
+    assert (page.value(BARS), page.value(cells)) == (
+        [[30, 65, 0.3], [60, 20, 0.21]],
+        "0,0.01,0.01,30.0,30.0,95.0,45.0,35.0,head,1,0.00,0.00,0.0,60.0,80.0,20.0,0.0,stem",
     )
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.slow
+def test_buckets_in_flight_together_have_bars_one_after_the_other_and_no_bar_is_too_thin_to_see(
+    tmp_path: Path, page: Page
+) -> None:
+    ends_us = (50_000, 60_000, 60_001, 80_000)
+    rows = [row(at % 2, 21_000 + at, end_us, (60_000, 60_000)) for at, end_us in enumerate(ends_us)]
+    write_page(of_rank(0, busy_ms=(), buckets=tuple(rows)), tmp_path / "it.html")
+    page.open((tmp_path / "it.html").as_uri())
+    assert page.value(BARS) == [[21, 29, 0.3], [50, 10, 0.3], [60, 0.2, 0.3], [60.001, 19.999, 0.3]]
 
 
 @NEEDS_CHROMIUM

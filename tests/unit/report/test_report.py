@@ -96,6 +96,20 @@ def test_gathers_have_a_table() -> None:
     ]
 
 
+def test_the_bytes_that_are_sent_in_a_format_have_a_column() -> None:
+    made = replace(sent(2_000, 1_000), wire="int8")
+    name = "module.transformer.h.11.mlp.c_proj.weight"
+    long = replace(made.buckets[0], largest=name, num_bytes=345_678_901, sent_bytes=87_654_321, params=("a",) * 23)
+    lines = [line.rstrip() for line in str(replace(made, buckets=(long, *made.buckets[1:]))).splitlines()]
+    assert lines[-4:] == [
+        "bucket      MB   sent  ready  launched  done  wire  waited  largest +others",
+        "────────────────────────────────────────────────────────────────────────────────",
+        "0       345.68  87.65   30.0      30.0  50.0  20.0     0.0  ..._proj.weight +22",
+        "1         0.00   0.00   60.0      60.0  80.0  20.0    20.0  stem",
+    ]
+    assert max(map(len, lines)) <= 80
+
+
 PNG = b"\x89PNG\r\n\x1a\n"
 OVERLAPPED = Trace(
     rank=0,
@@ -156,6 +170,15 @@ def test_what_began_before_the_forward_is_inside_the_picture(monkeypatch: pytest
         True,
         ["136 ms", "82% hidden", "133 ms", "86% hidden"],  # the slowest is on top
     )
+
+
+def test_codings_are_drawn_below_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    coded = Event(lane="coding", kind="encode", start_us=60_000, stop_us=64_000, bucket=0)
+    labels = []
+    for events in (OVERLAPPED.events, (*OVERLAPPED.events, coded)):
+        (axes,) = drawn({"one": replace(OVERLAPPED, events=events)}, monkeypatch).axes
+        labels.append([label.get_text() for label in axes.get_legend().get_texts()])
+    assert labels[1] == [*labels[0], "encoded or decoded"]
 
 
 def test_a_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

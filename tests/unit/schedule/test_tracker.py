@@ -329,3 +329,10 @@ def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
         threads.submit(arrive_elsewhere)
         arrivals.arrive(0)
     assert full == [0, 1]
+
+
+def test_a_bucket_knows_the_streams_that_its_gradients_arrived_on() -> None:
+    arrivals = arrivals_of([(1, 0), (2,)], 3, on_full=lambda _: None, stream_of="xyz".__getitem__)
+    for param in range(3):
+        arrivals.arrive(param)
+    assert [bucket.streams for bucket in arrivals.buckets] == [{"x", "y"}, {"z"}]

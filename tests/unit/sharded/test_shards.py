@@ -26,6 +26,14 @@ def test_a_parameter_is_shared_while_another_tensor_has_its_memory() -> None:
     assert not private.are_shared(flat.addresses)
 
 
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 1), (2, 2)])
+def test_a_rank_without_others_to_gather_from_keeps_no_second_copy_of_its_parameters(num_ranks: int, num_replicas: int) -> None:
+    (bucket,) = plan_from_groups([spec("weight", 1024)], ((0,),), num_ranks=num_ranks).buckets
+    ranks = {"rank": 0, "num_ranks": num_ranks, "num_replicas": num_replicas}
+    flat = FlatParams(bucket, [nn.Parameter(torch.ones(1024))], param_wire="int8", **ranks)
+    assert (flat.exact, flat.parcel) == (None, None)
+
+
 REMEDY = "Clip with optimizer.clip_grad_norm_(), look at all of it with model.full_gradient(param), or zero_grad() first."
 
 

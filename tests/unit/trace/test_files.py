@@ -92,17 +92,29 @@ def test_gathers_begin_before_their_step_and_have_a_thread() -> None:
     require_rules(trace_of(record(buckets=rows), record(step=1, buckets=rows[::-1])))
 
 
+def test_codings_that_overlap_have_several_tracks() -> None:
+    ms = 1_000_000
+    one = row(0, 30_000, 50_000, (60_000, 60_000), codings=(("encode", 30_000, 34_000), ("decode", 46_000, 50_000)))
+    other = row(1, 32_000, 80_000, (60_000, 80_000), codings=(("encode", 33_000, 40_000),))
+    trace = trace_of(record(buckets=(one, other)), record(step=1))
+    require_rules(trace)
+    assert spans(trace)[1, 5] == [(30 * ms, 34 * ms, "encode b0"), (46 * ms, 50 * ms, "decode b0")]
+    assert spans(trace)[1, 6] == [(33 * ms, 40 * ms, "encode b1")]
+    names = [it["args"]["name"] for it in trace["traceEvents"] if it["name"] == "thread_name"]
+    assert names == ["steps", "compute", "gradients", "parameters", "coding", "coding 2"]
+
+
 def test_four_ranks_fifty_steps_and_twenty_buckets_are_a_small_file(tmp_path: Path) -> None:
     many = tuple(row(index % 2, 1_000.0 * index, 1_000.0 * index + 900, (6e4 + index, 6e4 + index + 0.5)) for index in range(20))
     for rank in range(4):
         records = [record(step=step, buckets=many) for step in range(50)]
         text = text_of(records, rank=rank, ranks=(0, 1, 2, 3))
-        (tmp_path / f"t-rank{rank}.json").write_text(text)
+        (tmp_path / f"t.rank{rank}.json").write_text(text)
     merge(tmp_path, tmp_path / "out.json")
     assert (tmp_path / "out.json").stat().st_size < 20e6  # uncompressed
 
 
-def saved(folder: Path, trace: dict[str, Any], name: str = "trace-rank{}.json.gz") -> Path:
+def saved(folder: Path, trace: dict[str, Any], name: str = "trace.rank{}.json.gz") -> Path:
     path = folder / name.format(trace["undertow_trace"]["rank"])
     path.write_bytes(gzip.compress(json.dumps(trace).encode()))
     return path
@@ -137,7 +149,7 @@ def test_models_of_a_rank_keep_their_distance_and_ranks_are_aligned_by_the_same_
     for rank, began_ns in enumerate(clocks_ns):
         saved(tmp_path, trace_of(rank=rank, began_ns=began_ns))
         later = trace_of(rank=rank, began_ns=began_ns + 10**9, model=1)  # with the same numbers of steps, a second later
-        saved(tmp_path, later, "trace-2-rank{}.json.gz")
+        saved(tmp_path, later, "trace.rank{}-2.json.gz")
     merge(tmp_path, tmp_path / "all-rank.json.gz")
     assert merge(tmp_path, tmp_path / "all-rank.json.gz") == "4 traces of 2 ranks"  # the earlier result is not a rank's
     merged = json.loads(gzip.decompress((tmp_path / "all-rank.json.gz").read_bytes()))
@@ -167,19 +179,19 @@ def folder(tmp_path: Path) -> Path:
 def test_the_command_merges_and_tells_of_missing_ranks(folder: Path, undertow: Undertow) -> None:
     (folder / "report-rank0.json").write_text('{"rank": 0}')  # no trace
     assert undertow(f"trace {folder}") == (0, f"2 traces of 2 ranks: {folder}.json.gz\n", "")
-    (folder / "trace-rank1.json.gz").unlink()
+    (folder / "trace.rank1.json.gz").unlink()
     found = undertow(f"trace {folder} --out {folder}/it.json")
     assert found == (0, f"1 traces of 1 ranks; there are none of ranks 1: {folder}/it.json\n", "")
     assert "none of ranks 1" in json.loads((folder / "it.json").read_text())["undertow_trace"]["merged"]
 
 
 def cut(folder: Path) -> None:
-    path = folder / "trace-rank1.json.gz"
+    path = folder / "trace.rank1.json.gz"
     path.write_bytes(path.read_bytes()[:-50])
 
 
 def no_gzip(folder: Path) -> None:
-    (folder / "trace-rank1.json.gz").write_bytes(b"it is not")
+    (folder / "trace.rank1.json.gz").write_bytes(b"it is not")
 
 
 def half(folder: Path) -> None:
@@ -203,13 +215,13 @@ WRONG: dict[Callable[[Path], None], tuple[str, str, str]] = {
     ),
     of_another_run: (
         "the traces are of different runs.",
-        "trace-rank1.json.gz and trace-rank0.json.gz in {folder}",
+        "trace.rank1.json.gz and trace.rank0.json.gz in {folder}",
         "Keep the files of each run in a separate folder.",
     ),
     **{
         damage: (
-            f"trace-rank1.json.gz is not a whole trace: {why}.",
-            "{folder}/trace-rank1.json.gz",
+            f"trace.rank1.json.gz is not a whole trace: {why}.",
+            "{folder}/trace.rank1.json.gz",
             "Delete it, or write this rank's trace again.",
         )
         for damage, why in {
@@ -229,9 +241,35 @@ def test_what_cannot_be_merged_is_said_in_three_parts(damage: Callable[[Path], N
     assert not folder.with_name("traces.json.gz").exists()
 
 
-def test_the_rank_is_part_of_the_name() -> None:
-    assert path_of_rank("a/trace.json.gz", 3) == Path("a/trace-rank3.json.gz")
-    assert path_of_rank("trace.json", 3, 1) == Path("trace-2-rank3.json")
+NAMES = {
+    "trace.rank3.json.gz": "trace.rank3.json.gz",
+    "trace-rank3.json": "trace-rank3.json",
+    "trace.json.gz": "trace.rank3.json.gz",
+    "gpt-1.5b.json": "gpt-1.5b.rank3.json",
+    "trace.rank31.json": "trace.rank31.rank3.json",  # another rank's
+    "a{rank}/it.json": "a3/it.json",
+    "{rank}-of-8.json.gz": "3-of-8.json.gz",
+}
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_the_rank_is_once_in_the_name(path: str) -> None:
+    assert path_of_rank(f"in/{path}", 3) == Path("in") / NAMES[path]
+
+
+def test_the_file_of_a_second_model_has_another_name() -> None:
+    assert path_of_rank("trace.json", 3, 1) == Path("trace.rank3-2.json")
+
+
+def test_traces_are_merged_whatever_their_names_are(tmp_path: Path) -> None:
+    for rank in range(2):
+        path = path_of_rank(tmp_path / "{rank}/it.json", rank)
+        path.parent.mkdir()
+        path.write_text(text_of([record()], rank=rank))
+    assert merge(tmp_path, tmp_path / "all.json") == "2 traces of 2 ranks"
+
+
+def test_a_file_that_viewers_do_not_open_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         path_of_rank("trace.txt", 0)
     assert str(raised.value) == (

@@ -121,9 +121,11 @@ def test_the_worst_bucket_is_the_one_waited_for_longest(found: StepReport, index
     ("rows", "wires"),
     [
         ([(0, 80), (10, 100), (20, 50), (30, 60)], [((0, 80), 40), ((80, 100), 20), ((20, 50), 30), ((50, 60), 10)]),
+        ([(0, 50), (5, 60), (6, 70)], [((0, 50), 50), ((50, 60), 10), ((60, 70), 10)]),
+        ([(0, 50), (5, 50)], [((0, 50), 5), ((5, 50), 45)]),
         ([(51, 50)], [((50, 50), 0)]),
     ],
-    ids=["all of these", "a clock that jumped"],
+    ids=["all of these", "none overtakes another", "two end together", "a clock that jumped"],
 )
 def test_the_link_works_on_the_bucket_that_ends_first(rows: list[tuple[int, int]], wires: list[tuple[Any, int]]) -> None:
     assert wires_of([row(0, launched, done, (0, 0)) for launched, done in rows]) == wires
@@ -192,12 +194,13 @@ def six(**changes: Any) -> StepReport:
         (
             ONE_BUCKET,
             "Gradients leave as soon as these buckets are full, and the last of 1, with head, is full when backward ends: "
-            "explain() gives the reasons for these buckets, or send fewer bytes (docs/slow-networks.md).",
+            'explain() gives the reasons for these buckets, or set wire="int8" (or "auto") to send fewer bytes '
+            "(docs/slow-networks.md).",
         ),
         (
             six(buckets=CROWDED),
             "The network is the limit: communication of gradients takes 50.0 ms, longer than the 40.0 ms of backward: simulate "
-            "another link with undertow simulate, or send fewer bytes (docs/slow-networks.md).",
+            'another link with undertow simulate, or set wire="int8" (or "auto") to send fewer bytes (docs/slow-networks.md).',
         ),
         (
             six(
@@ -205,7 +208,8 @@ def six(**changes: Any) -> StepReport:
                 busy_ms=(50.0, 58.5),
             ),
             "Gradients leave as soon as these buckets are full, and the last of 2, with stem, is full when backward ends: "
-            "explain() gives the reasons for these buckets, or send fewer bytes (docs/slow-networks.md).",
+            'explain() gives the reasons for these buckets, or set wire="int8" (or "auto") to send fewer bytes '
+            "(docs/slow-networks.md).",
         ),
         (
             six(buckets=(row(0, 60_000, 70_000, (60_000, 70_000), ready_us=30_000), row(1, 60_000, 80_000, (70_000, 80_000)))),
@@ -233,6 +237,43 @@ def six(**changes: Any) -> StepReport:
 )
 def test_advice_is_one_sentence_from_the_figures(found: StepReport, advice: str) -> None:
     assert found.advice == advice
+
+
+@pytest.mark.parametrize(
+    ("found", "remedy"),
+    [
+        (six(buckets=CROWDED), 'set wire="int8" (or "auto") to send fewer bytes'),
+        (replace(six(buckets=CROWDED), wire="auto"), "send fewer bytes in another way"),
+        (six(buckets=CROWDED, gathers=GATHERS), 'set wire="int8" (or "auto") and param_wire="int8" to send fewer bytes'),
+        (replace(six(buckets=CROWDED, gathers=GATHERS), wire="int8"), 'set param_wire="int8" to send fewer bytes'),
+        (replace(six(buckets=CROWDED, gathers=GATHERS), wire="int8", param_wire="int8"), "send fewer bytes in another way"),
+        (six(buckets=tuple(replace(it, num_bytes=0) for it in CROWDED)), "send fewer bytes in another way"),
+    ],
+    ids=["nothing", "wire", "nothing, with shards", "wire, with shards", "both", "a communication hook"],
+)
+def test_the_remedy_for_a_slow_network_names_settings_that_are_not_in_use(found: StepReport, remedy: str) -> None:
+    assert found.advice.endswith(f", or {remedy} (docs/slow-networks.md).")
+
+
+CODED = (
+    row(0, 30_000, 50_000, (60_000, 60_000), codings=(("encode", 30_000, 34_000), ("decode", 46_000, 50_000))),
+    row(1, 60_000, 80_000, (60_000, 80_000), codings=(("encode", 60_000, 70_000), ("decode", 65_000, 75_000))),
+)
+
+
+def test_times_to_encode_and_decode_count_once_and_are_no_communication_of_their_own() -> None:
+    found = report(record(buckets=CODED))
+    # Two threads work from 65 to 70 ms.
+    assert (found.coding_ms, [bucket.coding_ms for bucket in found.buckets]) == (23.0, [8.0, 20.0])
+    assert found.scalars()["undertow/coding_ms"] == 23.0
+    assert (found.communication_ms, found.overlap) == (PLAIN.communication_ms, PLAIN.overlap)
+    (later,) = (each.shifted(5.0) for each in CODED[:1])
+    assert later.codings == (("encode", 30_005, 34_005), ("decode", 46_005, 50_005))
+
+
+def test_the_bytes_of_a_small_model_are_not_shown_as_none() -> None:
+    found = report(record(buckets=tuple(replace(each, num_bytes=10_400) for each in CODED)))
+    assert "and decoding; 0.02 of " in str(found)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from undertow.tune import (
     explanation,
     measurement_from_array,
 )
+from undertow.wire import WIRES
 
 PLAN = plan_from_groups([spec(name, 1000) for name in ("stem", "body", "head")], [(2, 1), (0,)], num_ranks=2)
 # Reductions are as large as the planner thinks of them, gathers as large as they are.
@@ -170,6 +171,16 @@ def test_gathers_and_reductions_are_samples_of_two_kinds() -> None:
     assert found[1].samples == samples
 
 
+def test_samples_of_buckets_with_owners_have_the_bytes_of_equal_parts() -> None:
+    """Of two parameters each rank owns one; the third one's owner has all of its bucket, twice the mean."""
+    whole = plan_from_groups([replace(spec, is_whole=True) for spec in PLAN.params], PLAN.groups, num_ranks=2)
+    latest = array_of_records([GATHERED], whole, num_steps=1)
+    samples = measurement_from_array(latest, [GATHERED], whole).samples
+    large, small = (bucket.wire_bytes for bucket in whole.buckets)
+    assert {size for size, _ in samples["all_gather"]} == {8000.0, 2 * 4000.0}
+    assert {size for size, _ in samples["reduce_scatter"]} == {large, 2 * small}
+
+
 def test_every_rank_learns_the_same_but_for_its_own_clock() -> None:
     assert measured([STEP], [step(idle_us=5100.0)]) == measured([STEP], [STEP])  # a late begin makes nothing longer
     first, second = measured([STEP], [step(idle_us=700.0, arrivals=LATE)])
@@ -206,9 +217,12 @@ microseconds = st.floats(0, 1e12)
         predicted_us=microseconds,
         groups=st.none(),
     ),
+    wires=st.lists(st.sampled_from([None, *WIRES]), min_size=12, max_size=12),
 )
-def test_a_decision_arrives_as_it_left(plan: Plan, decision: Decision) -> None:
-    with_plan = replace(decision, groups=plan.groups if plan.params else None)
+def test_a_decision_arrives_as_it_left(plan: Plan, decision: Decision, wires: list[str | None]) -> None:
+    with_plan = decision
+    if plan.params:
+        with_plan = replace(decision, groups=plan.groups, wires=tuple(wires[: len(plan.groups)]))
     arrays = [each.to_array(plan.params) for each in (decision, with_plan)]
     # All ranks make room for what the first one has decided before they know of it.
     assert ([decision_from_array(array) for array in arrays], len(arrays[0])) == (
@@ -222,7 +236,7 @@ def test_every_plan_of_the_family_can_be_sent() -> None:
     for params in (tuple(spec(f"layer {i}", sizes[0]) for i in range(32)), tuple(spec(f"p{i}", sizes[i % 4]) for i in range(50))):
         for num_buckets, last_share in product(NUMS_OF_BUCKETS, LAST_SHARES):
             groups = equal_groups(params, range(len(params)), num_buckets=num_buckets, last_share=last_share)
-            decision = Decision(outcome=Outcome.MOVE, groups=groups)
+            decision = Decision(outcome=Outcome.MOVE, groups=groups, wires=(None,) * len(groups))
             assert decision_from_array(decision.to_array(params)) == decision
 
 
@@ -239,7 +253,7 @@ PLANS = (
     "7.40 ms: 4 buckets",
 )
 KINDS = [spec("a", 1000), spec("b", 1000, dtype="float16"), spec("c", 1000, dtype="float16")]
-MOVE = Decision(outcome=Outcome.MOVE, present_us=9200.0, predicted_us=7400.0, groups=((3, 2), (1, 0)))
+MOVE = Decision(outcome=Outcome.MOVE, present_us=9200.0, predicted_us=7400.0, groups=((3, 2), (1, 0)), wires=(None, None))
 
 
 def profile(params: Sequence[ParamSpec] = PARAMS, **curves: CostCurve) -> Profile:
@@ -268,8 +282,48 @@ def explained(
 
 
 def test_before_anything_is_measured_only_the_plan_is_known() -> None:
-    it, known = explained(plan_of((3, 2), (1, 0)), None), {"num_ranks": 2, "strategy": "ddp", "bucket_mb": (2.0, 2.0), "why": WHY}
+    it = explained(plan_of((3, 2), (1, 0)), None)
+    known = {"num_ranks": 2, "strategy": "ddp", "bucket_mb": (2.0, 2.0), "wires": (None, None), "why": WHY}
     assert (it, str(it)) == (Explanation(**known), f"The plan: 2 buckets of 2.00, 2.00 MB, ddp, 2 ranks\n  {WHY}")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "told"),
+    [
+        (
+            2,
+            "  bucket 1: 2.00, 1.00 (largest 1.33 x the mean)\n"
+            "  all: largest 1.33 x the mean in bytes, 1.33 x the mean in work of updates",
+        ),
+        (9, "  bucket 1: 0.00 to 1.00 (largest 3.00 x the mean)\n  all: largest 3.00 x the mean in bytes, 3.00 x the mean in"),
+    ],
+)
+def test_owners_and_their_balance_are_told(num_ranks: int, told: str) -> None:
+    params = [replace(spec, is_whole=spec.name != PARAMS[3].name) for spec in PARAMS]
+    it = explained(plan_from_groups(params, ((3,), (2, 1, 0)), num_ranks=num_ranks), None)
+    assert f"One owner for each parameter, MB of each rank:\n{told}" in str(it)
+    assert explained(plan_of((3, 2), (1, 0)), None).owners == ()
+
+
+@pytest.mark.parametrize(
+    ("wires", "told"),
+    [
+        (("int8", None), "2 buckets of 2.00 (int8), 2.00 MB, ddp"),
+        (("int8", "int8"), "2 buckets of 2.00, 2.00 MB, all in int8, ddp"),
+    ],
+)
+def test_the_format_of_each_bucket_is_told(wires: tuple[str | None, ...], told: str) -> None:
+    plan = plan_from_groups(PARAMS, ((3, 2), (1, 0)), num_ranks=2, wires=wires)
+    decision = replace(MOVE, wires=wires)
+    it = explained(plan, None, decision=decision)
+    assert (it.wires, told in str(it)) == (wires, True)
+    moved = "all in int8" if None not in wires else "1 of them in int8"
+    assert it.decision == f"moved to 2 buckets, {moved} (predicted 9.20 ms, the best plan 7.40 ms)"
+
+
+def test_auto_keeps_full_width_if_processors_are_the_bottleneck() -> None:
+    it = explained(plan_of((3, 2), (1, 0)), replace(profile(), wire="auto"), processors_us=1001.0)
+    assert it.bound_by.endswith("the network 1.00 ms; wire='auto' keeps full width")
 
 
 def test_times_are_in_milliseconds_since_the_step_began() -> None:

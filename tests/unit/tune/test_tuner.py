@@ -156,6 +156,37 @@ def test_costs_that_were_measured_apart_count() -> None:
     assert decided(world, world.plan_of_size(1e6), tuner).outcome is Outcome.MOVE
 
 
+def test_auto_is_decided_with_the_plan() -> None:
+    world, tuner = World(cost=line(200, 0.02)), Tuner(wire="auto")
+    decision = decided(world, world.first_plan(), tuner)
+    assert (decision.outcome, set(decision.wires)) == (Outcome.MOVE, {"int8"})
+    moved = plan_from_groups(world.params, decision.groups, num_ranks=NUM_RANKS, wires=decision.wires)
+    # In its formats it is the best.
+    assert tuner.decide(moved, has_shards=False).outcome is Outcome.KEEP
+    profile = tuner.profile(moved, strategy="ddp")
+    assert (profile.wire, profile.plan) == ("auto", moved)
+
+
+def test_auto_keeps_full_width_on_a_fast_network() -> None:
+    world = World(cost=line(20, 0.0001))
+    assert set(decided(world, world.plan_of_caps(SizeCaps(cap_bytes=1e9, first_bytes=(1e6,))), Tuner(wire="auto")).wires) == {
+        None
+    }
+
+
+def test_only_formats_are_chosen_if_buckets_are_given() -> None:
+    world = World(cost=line(200, 0.02))
+    first = world.first_plan()
+    decision = decided(world, first, Tuner(wire="auto", keeps_buckets=True))
+    assert (decision.outcome, decision.groups) == (Outcome.MOVE, first.groups)
+    assert set(decision.wires) == {"int8"}
+
+
+def test_auto_keeps_full_width_if_processors_are_short() -> None:
+    world = replace(SLOW, processors_us=1e5, network_us=1.0)
+    assert set(decided(world, world.first_plan(), Tuner(wire="auto")).wires) <= {None}
+
+
 def test_shards_that_would_be_whole_on_every_rank_for_a_moment_stay() -> None:
     world = World(cost=line(20, 0.0001), params=LARGE, has_shards=True)
     caps = SizeCaps(cap_bytes=100e6, first_bytes=(10e6,), last_bytes=(30e6,))
@@ -189,6 +220,15 @@ def test_the_choice_from_a_saved_profile_is_that_of_training(
     tuner.profile(plan, strategy="zero1" if has_shards else "ddp").save(tmp_path / "profile.json")
     saved = profile_from_file(tmp_path / "profile.json")
     assert WhatIf.of(saved).choice == online
+
+
+def test_buckets_with_owners_are_kept_and_saved(tmp_path: Path) -> None:
+    whole = World(cost=line(2000, 0.004), params=tuple(replace(spec, is_whole=True) for spec in SLOW.params), has_shards=True)
+    plan, tuner = whole.plan([[param] for param in range(len(whole.params))[::-1]]), Tuner()
+    decision = decided(whole, plan, tuner)
+    assert (decision.outcome, decision.groups) == (Outcome.OWNED, None)
+    tuner.profile(plan, strategy="zero1").save(tmp_path / "profile.json")
+    assert profile_from_file(tmp_path / "profile.json").plan.owners == plan.owners
 
 
 def test_the_users_order_is_kept() -> None:

@@ -93,7 +93,7 @@ class CommHook:
         start collectives in callbacks of their futures; those run when other collectives complete,
         in a different order on every rank. On a device, callbacks run immediately.
         """
-        if bucket.buffer().device.type != "cpu":
+        if not group.hardware.is_host:
             return self._call(bucket)
         self._worker = _thread_beside_this_one()
         self._worker.groups.add(group)
@@ -143,6 +143,8 @@ def _write_result(result: object, target: Tensor, *, name: str) -> None:
     """Writes the value of a hook's future into the bucket."""
     if isinstance(result, list | tuple) and len(result) == 1:  # as collectives return them
         (result,) = result
+    if isinstance(result, Tensor) and result.shape == (*target.shape, 2) and target.is_complex():
+        result = torch.view_as_complex(result)  # NCCL reduces, and returns, real numbers
     if not isinstance(result, Tensor) or result.numel() != target.numel():
         got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise WrongType(

@@ -1,0 +1,168 @@
+"""What a narrow wire changes in training: the demo's GPT on the text of Python's modules, from one start on the same batches.
+
+The learning rate falls to nothing, so that the last losses hardly depend on the last batches. A control, whose first weight
+is moved by a millionth, shows how far two runs in full width drift apart by rounding alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell
+from benchmarks.matrix.systems.torch_ddp import with_hook
+from benchmarks.ranks import run_ranks
+from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
+from undertow.demo.model import CONTEXT, Gpt
+from undertow.demo.settings import load_corpus
+
+SIZE = {"num_layers": 3, "width": 64}
+RANKS, SEEDS = (2, 4), (0, 1, 2)
+NUM_STEPS, NUM_LAST = 1000, 50  # the last losses are averaged
+_BATCH, _NUM_VALIDATION, _LEARNING_RATE = 4, 128, 1e-3  # sequences; of AdamW, as in the demo
+_HELD_OUT = 0.05  # of the text
+NAME, _RESULTS = "quality", "quality.jsonl"
+_RUN = ("variant", "ranks", "seed", "steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A way of sending gradients and parameters."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    power_rank: int | None = None  # of torch's PowerSGD, with torch's wrapper
+    nudge: float = 0.0  # the first weight is moved by this part of itself
+    bound: float | None = None  # percent of loss above full width at most
+
+
+FULL_WIDTH = "fp32"
+VARIANTS = {
+    FULL_WIDTH: Variant(),
+    "fp32, first weight moved": Variant(nudge=1e-6),
+    "bfloat16": Variant(config={"wire": "bfloat16"}),
+    "int8": Variant(config={"wire": "int8"}, bound=0.3),
+    "int8, gathers int8 (zero1)": Variant(config={"strategy": "zero1", "wire": "int8", "param_wire": "int8"}, bound=0.5),
+    "PowerSGD, rank 1": Variant(power_rank=1),
+    "PowerSGD, rank 4": Variant(power_rank=4),
+}
+
+
+def part(out: Path, *, resumes: bool) -> Part:
+    """The study, which keeps its finished runs in `out`."""
+    return Part(
+        name=NAME,
+        title=f"Loss after {NUM_STEPS} steps: a GPT over bytes on Python's modules, {len(SEEDS)} seeds",
+        measure=partial(measure, out, resumes),
+        judge=judge,
+    )
+
+
+def measure(out: Path, resumes: bool, is_quick: bool, tell: Tell) -> list[Row]:
+    """A row for each variant, number of ranks and seed."""
+    num_steps = 20 if is_quick else NUM_STEPS
+    return measure_runs(out / _RESULTS, resumes, dict.fromkeys(RANKS, VARIANTS), SEEDS, num_steps, tell)
+
+
+def measure_runs(
+    kept: Path,
+    resumes: bool,
+    variants: Mapping[int, Mapping[str, Variant]],
+    seeds: Sequence[int],
+    num_steps: int,
+    tell: Tell,
+) -> list[Row]:
+    """A row for each seed, number of ranks and variant; finished runs are kept in a file."""
+    if kept.exists() and not resumes:
+        kept.replace(kept.with_stem(f"{kept.stem}.previous"))
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
+    done = {tuple(row[key] for key in _RUN): row for row in map(json.loads, lines)}
+    wanted = [(name, ranks, seed, num_steps) for seed in seeds for ranks in variants for name in variants[ranks]]
+    for number, run in enumerate(wanted, start=1):
+        if run in done:
+            continue
+        name, ranks, seed, _ = run
+        tell(f"run {number} of {len(wanted)}: {name}, {ranks} ranks, seed {seed}")
+        losses = run_ranks(measure_rank, ranks, variants[ranks][name], seed, num_steps)
+        done[run] = {**dict(zip(_RUN, run, strict=True)), **losses}
+        with kept.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(done[run]) + "\n")
+    return [done[run] for run in wanted]
+
+
+def judge(rows: Sequence[Row]) -> list[Figure]:
+    """How far each variant's loss on held-out text is above full width's, as a mean over seeds."""
+    losses = {(row["variant"], row["ranks"], row["seed"]): row["validation_loss"] for row in rows}
+    return [
+        Figure(
+            name=f"{ranks} ranks, {name}: loss above that of {FULL_WIDTH}",
+            measured=100 * mean(losses[name, ranks, seed] / losses[FULL_WIDTH, ranks, seed] - 1 for seed in SEEDS),
+            unit="%",
+            target=None if variant.bound is None else Target(relation=Relation.AT_MOST, bound=variant.bound),
+        )
+        for ranks in RANKS
+        for name, variant in VARIANTS.items()
+        if name != FULL_WIDTH
+    ]
+
+
+def measure_rank(rank: int, variant: Variant, seed: int, num_steps: int) -> Row:
+    """Losses: the mean over ranks of the last training steps, and the one on held-out text."""
+    torch.manual_seed(seed)
+    model = Gpt(**SIZE)
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] *= 1 + variant.nudge
+    wrapped, optimizer = _training(model, variant, num_steps)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=num_steps)
+    next_batch, held_out = _batches(seed, rank)
+    losses = torch.zeros(num_steps)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss = wrapped(next_batch())
+        loss.backward()
+        optimizer.step()
+        decay.step()
+        losses[step] = loss.detach()
+    dist.all_reduce(losses)
+    outer = wrapped.outer if isinstance(wrapped, DistributedDataParallel) else None
+    with torch.no_grad(), contextlib.nullcontext() if outer is None else outer.synchronized():
+        validation = mean(wrapped(batch).item() for batch in held_out.split(_BATCH * 4))
+    if isinstance(wrapped, DistributedDataParallel):
+        wrapped.close()
+    return {
+        "train_loss": round(losses[-NUM_LAST:].mean().item() / dist.get_world_size(), 5),
+        "validation_loss": round(validation, 5),
+    }
+
+
+def _training(model: nn.Module, variant: Variant, num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if variant.power_rank is not None:
+        # In one bucket: the hook starts collectives from callbacks, which over gloo may pair those of different buckets.
+        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000)
+        # Torch's pages suggest a tenth of all steps in full width, and ranks of 1 to 4.
+        with_hook(wrapped, "powersgd", matrix_approximation_rank=variant.power_rank, start_powerSGD_iter=max(2, num_steps // 10))
+        return wrapped, torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+    ours = DistributedDataParallel(model, config=SyncConfig(**variant.config))
+    if "strategy" in variant.config:
+        return ours, ShardedOptimizer(torch.optim.AdamW, ours, lr=_LEARNING_RATE)
+    return ours, torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+
+
+def _batches(seed: int, rank: int) -> tuple[Callable[[], Tensor], Tensor]:
+    """A rank's batches from random places of the text, and the sequences that are held out; alike for all variants."""
+    text = torch.frombuffer(bytearray(load_corpus()), dtype=torch.uint8)
+    num_seen = int(len(text) * (1 - _HELD_OUT))
+    pieces = text[:num_seen].unfold(0, CONTEXT + 1, 1)  # [position, byte], a view
+    held_out = text[num_seen:].unfold(0, CONTEXT + 1, CONTEXT + 1)
+    chosen = torch.linspace(0, len(held_out) - 1, _NUM_VALIDATION).long()
+    random = torch.Generator().manual_seed(1000 * seed + rank)
+    return lambda: pieces[torch.randint(len(pieces), (_BATCH,), generator=random)].long(), held_out[chosen].long()

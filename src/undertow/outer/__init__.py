@@ -1,0 +1,1 @@
+"""Outer synchronization: replicas train alone, and average their differences now and then."""

@@ -1,0 +1,195 @@
+"""Counts the steps of a module's optimizers, so that ranks agree on the number of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from undertow.engine.engine import Engine
+from undertow.engine.progress import params_of
+from undertow.torch_private import private
+from undertow.torch_private.module_hook import ModuleHook, before_loads
+
+_NUM_FORWARDS = 100  # without a step, after which a warning follows
+
+
+@dataclass
+class _Stepping:
+    """A step under way, of the outermost optimizer."""
+
+    optimizer: int  # its id
+    has_closure: bool
+    is_stale: bool = False  # it has raised, or runs a forward of its own
+
+
+class StepCounter:
+    """Counts a step when every trained parameter has been stepped: with several optimizers, after
+    the last one.
+
+    A step that a gradient scaler skips counts too: when the next forward begins, or when the scaler
+    looks at the same optimizer again. `engine` knows the trained parameters, and whether a forward
+    only accumulates. `begins` is called before each forward and each step of an optimizer, and
+    `ends` after each step that counts.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: Engine,
+        *,
+        begins: Callable[[], object],
+        ends: Callable[[], object],
+    ) -> None:
+        self.num_steps = 0
+        self.num_forwards = 0  # that do not only accumulate
+        self.is_loaded = False  # parameters were loaded, and nobody has followed
+        self.is_closed = False
+        self._engine, self._begins, self._ends = engine, begins, ends
+        self._stepped: set[int] = set()  # parameters, by id, since the last step
+        self._without: set[int] = set()  # parameters that no optimizer steps
+        self._stepping: _Stepping | None = None
+        self._unscaled: dict[int, set[int]] = {}  # parameters by optimizer
+        hooks = self._hooks = contextlib.ExitStack()
+        # Weak, because torch keeps such hooks for the life of the process.
+        weak = weakref.ref(self)
+        before, after = partial(_before_step, weak), partial(_after_step, weak)
+        hooks.callback(register_optimizer_step_pre_hook(before).remove)
+        hooks.callback(register_optimizer_step_post_hook(after).remove)
+        hooks.callback(private.around_unscaling(partial(_around_unscaling, weak)))
+        hook = ModuleHook(module, partial(_forward_begins, weak, weakref.ref(module)))
+        hooks.callback(module.register_forward_pre_hook(hook, prepend=True).remove)
+        hooks.callback(before_loads(module, partial(_is_about_to_load, weak)))
+
+    def close(self) -> None:
+        """Removes all hooks."""
+        self.is_closed = True
+        self._hooks.close()
+
+    def settle(self) -> None:
+        """Counts a step that a gradient scaler has skipped."""
+        skipped, self._unscaled = self._unscaled, {}
+        for params in skipped.values():
+            self._add(params)
+
+    def count(self) -> None:
+        """Counts a step, of optimizers that are not torch's."""
+        self._stepped.clear()
+        self.num_steps += 1
+        self._ends()
+
+    def forward_begins(self) -> None:
+        if self._stepping is not None and not self._stepping.has_closure:
+            self._stepping.is_stale = True
+        self._begins()
+        self.settle()
+        # Replicas may call a closure a different number of times.
+        if self._engine.is_accumulating or self._is_stepping:
+            return
+        self.num_forwards += 1
+        if self.num_steps == 0 and self.num_forwards == _NUM_FORWARDS:
+            warnings.warn(
+                f"{_NUM_FORWARDS} forwards have run, and no optimizer has stepped: replicas are "
+                "never synchronized.\n  SyncConfig(outer=...)\n"
+                "  Call model.outer.step() after each step of an optimizer that does not derive "
+                "from torch.optim.Optimizer.",
+                stacklevel=2,
+            )
+
+    def begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """Called before any optimizer steps, maybe inside of another one."""
+        if not self._is_stepping and self._own(optimizer):
+            self._stepping = _Stepping(id(optimizer), has_closure)
+            self._begins()
+
+    def ends(self, optimizer: Optimizer) -> None:
+        if self._stepping is not None and self._stepping.optimizer == id(optimizer):
+            self._stepping = None
+            self._unscaled.pop(id(optimizer), None)
+            self._add(self._own(optimizer))
+
+    def unscales(self, optimizer: Optimizer) -> None:
+        """Called before a scaler looks at the gradients of an optimizer."""
+        if id(optimizer) in self._unscaled:
+            self.settle()
+        params = self._own(optimizer)
+        if params:
+            self._unscaled[id(optimizer)] = params
+
+    @property
+    def _is_stepping(self) -> bool:
+        return self._stepping is not None and not self._stepping.is_stale
+
+    @property
+    def _trained(self) -> frozenset[int]:
+        return self._engine.current_plan.hooks.ids
+
+    def _own(self, optimizer: Optimizer) -> set[int]:
+        return set(self._trained & set(map(id, params_of(optimizer))))
+
+    def _add(self, params: set[int]) -> None:
+        missing = self._trained - self._without - self._stepped
+        if params & self._stepped and missing - params:
+            # A whole step has passed without these.
+            self._without |= missing
+            self._stepped.clear()
+            warnings.warn(
+                f"{len(missing)} trained parameters are not stepped with the others: steps are "
+                "counted without them.\n  SyncConfig(outer=...)\n"
+                "  Give an optimizer all trained parameters, or freeze the rest.",
+                stacklevel=2,
+            )
+        self._without -= params
+        self._stepped |= params
+        if self._stepped >= self._trained - self._without:
+            self.count()
+
+
+_Weak = Callable[[], StepCounter | None]
+
+
+@private.untraced
+def _before_step(weak: _Weak, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    counter = weak()
+    if counter is not None:
+        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        counter.begins(optimizer, has_closure=has_closure)
+
+
+@private.untraced
+def _after_step(weak: _Weak, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    counter = weak()
+    if counter is not None:
+        counter.ends(optimizer)
+
+
+def _around_unscaling(weak: _Weak, optimizer: Optimizer, unscale: private.Unscale) -> private.Found:
+    counter = weak()
+    if counter is not None:
+        counter.unscales(optimizer)
+    return unscale()
+
+
+@private.untraced
+def _forward_begins(weak: _Weak, weak_module: Callable[[], nn.Module | None]) -> None:
+    counter, module = weak(), weak_module()
+    if counter is not None and module is not None and module.training and torch.is_grad_enabled():
+        counter.forward_begins()
+
+
+def _is_about_to_load(weak: _Weak, _module: nn.Module) -> None:
+    counter = weak()
+    if counter is not None:
+        counter.is_loaded = True

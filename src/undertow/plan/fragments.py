@@ -1,0 +1,92 @@
+"""Fragments of a model for outer synchronization: groups of whole layers, which take turns.
+
+layers         0   1   2   3   4   5   6
+fragment of 3  0   1   2   0   1   2   0      each has layers of all depths
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST_FRAGMENTS = 16
+_MARGIN = 1.5  # of an exchange, because links vary, and a few steps of delay cost no quality
+
+
+def layer_of(name: str) -> str:
+    """Returns the layer of a parameter: its path to the first number, such as `transformer.h.3`.
+
+    Without a number, it is the first child.
+    """
+    parts = name.split(".")
+    for place, part in enumerate(parts[:-1]):
+        if part.isdecimal():
+            return ".".join(parts[: place + 1])
+    return parts[0]
+
+
+def layers_of(names: Sequence[str]) -> list[str]:
+    """Returns the layers of these tensors, in their order."""
+    return list(dict.fromkeys(map(layer_of, names)))
+
+
+def offset_of(fragment: int, *, num_fragments: int, every: int) -> int:
+    """Returns the steps from the start of a period until the exchange of a fragment starts."""
+    return fragment * every // num_fragments
+
+
+def starts_after(step: int, fragment: int, *, num_fragments: int, every: int) -> bool:
+    """Returns True if the exchange of a fragment starts after this step, counted from 1."""
+    offset = offset_of(fragment, num_fragments=num_fragments, every=every)
+    return step >= every and (step - offset) % every == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """The number of fragments, and the steps that hide an exchange."""
+
+    fragments: int
+    delay: int
+
+
+def chosen_turns(
+    *,
+    every: int,
+    step_us: float,
+    fixed_us: float,
+    layers_us: Sequence[float],
+    fragments: int | None = None,
+    delay: int | None = None,
+) -> Turns:
+    """Returns the fewest steps of delay, and then the fewest fragments, that hide every exchange
+    even if it takes half as long again.
+
+    An exchange of a fragment takes `fixed_us` and the time of its layers; exchanges follow each
+    other over one link. If nothing hides them, the delay is as long as possible. `fragments` or
+    `delay` may be given.
+    """
+    most = max(1, min(MOST_FRAGMENTS, len(layers_us), every))
+    counts = range(1, most + 1) if fragments is None else [fragments]
+    delays = range(every) if delay is None else [delay]
+    times_us = {
+        count: [_MARGIN * (fixed_us + sum(layers_us[index::count])) for index in range(count)]
+        for count in counts
+    }
+    for steps in delays:
+        for count in counts:
+            if _are_hidden(times_us[count], delay=steps, every=every, step_us=step_us):
+                return Turns(fragments=count, delay=steps)
+    return Turns(fragments=counts[-1], delay=delays[-1])
+
+
+def _are_hidden(times_us: Sequence[float], *, delay: int, every: int, step_us: float) -> bool:
+    """Returns True if every exchange ends before it is due, in the first two periods.
+
+    The rest of one period delays the next, and the third as much as the second.
+    """
+    count, free_us = len(times_us), 0.0
+    for period in range(2):
+        for index, time_us in enumerate(times_us):
+            start = period * every + offset_of(index, num_fragments=count, every=every)
+            free_us = max(free_us, start * step_us) + time_us
+            if free_us > (start + delay) * step_us:
+                return False
+    return True

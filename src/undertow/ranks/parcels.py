@@ -1,0 +1,236 @@
+"""How the values of a bucket travel: one message for the part of each rank.
+
+    values    | in the format, in blocks     | in full width |
+    parts     | rank 0     | rank 1     | rank 2           |
+    message   | encoded values | values in full width |         one for each part
+
+In full width a message is the part itself, and nothing is copied.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from undertow.plan.layout import round_up
+from undertow.wire import Wire, forget_scratch
+
+ALIGN_BYTES = 16  # of the values in full width, so that any dtype can be viewed there
+
+# Returns memory for so many elements of a dtype.
+Room = Callable[[int, torch.dtype], Tensor]
+# "encode" or "decode", with its start and stop in seconds of time.perf_counter.
+Coding = tuple[str, float, float]
+
+
+class Parcel(Protocol):
+    """The parts of a bucket and their messages. `values` is always the whole bucket."""
+
+    @property
+    def parts(self) -> Sequence[range]:
+        """The elements of each rank's part."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if messages are in a format, in separate memory."""
+
+    def payload(self, itemsize: int) -> int:
+        """Returns the bytes of all messages; an element in full width has `itemsize` of them."""
+
+    def messages(self, values: Tensor, room: Room) -> list[Tensor]:
+        """Returns the message of each part; it may be the part itself."""
+
+    def write(self, part: Tensor, index: int, message: Tensor) -> None:
+        """Replaces the contents of the message of a part by other values of that part."""
+
+    def add_up(
+        self,
+        messages: Sequence[Tensor],
+        index: int,
+        *,
+        into: Tensor,
+        rows: Sequence[Sequence[int]],
+    ) -> None:
+        """Writes the sum of the messages that all ranks have sent of one part into `into`.
+
+        With the `rows` of a mesh, which list positions of ranks, it adds each row and then the
+        rows.
+        """
+
+    def open(self, messages: Sequence[Tensor], into: Tensor) -> None:
+        """Writes the values of the message of each part into the whole bucket `into`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullWidth:
+    """Parts that travel as they are."""
+
+    parts: Sequence[range]
+    is_narrow: ClassVar = False
+
+    def payload(self, itemsize: int) -> int:
+        return itemsize * sum(map(len, self.parts))
+
+    def messages(self, values: Tensor, room: Room) -> list[Tensor]:
+        return [values[part.start : part.stop] for part in self.parts]
+
+    def write(self, part: Tensor, index: int, message: Tensor) -> None:
+        message.copy_(part)
+
+    def add_up(
+        self,
+        messages: Sequence[Tensor],
+        index: int,
+        *,
+        into: Tensor,
+        rows: Sequence[Sequence[int]],
+    ) -> None:
+        sum_in_order(messages, into=into, rows=rows)
+
+    def open(self, messages: Sequence[Tensor], into: Tensor) -> None:
+        for part, message in zip(self.parts, messages, strict=True):
+            target = into[part.start : part.stop]
+            if target.data_ptr() != message.data_ptr():
+                target.copy_(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Parts whose first elements, [0, narrow_numel) of the bucket, travel in the format `wire`, and
+    the others in `dtype`.
+
+    `codings` notes when the host encoded and decoded values; its owner empties it. Unless values
+    are on the host (`is_host`), both run on a stream, and nothing is noted. `inspect` is called
+    with all messages before they are sent.
+    """
+
+    wire: Wire
+    dtype: torch.dtype
+    narrow_numel: int
+    parts: Sequence[range]
+    is_narrow: ClassVar = True
+    codings: list[Coding] = field(default_factory=list, compare=False)
+    inspect: Callable[[Sequence[Tensor]], object] | None = None
+    is_host: bool = True
+
+    def payload(self, itemsize: int) -> int:
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of the message of each part."""
+        found = []
+        for index, part in enumerate(self.parts):
+            num_narrow = self._num_narrow(index)
+            wide_bytes = (len(part) - num_narrow) * self.dtype.itemsize
+            found.append(round_up(self.wire.num_bytes(num_narrow), ALIGN_BYTES) + wide_bytes)
+        return found
+
+    def messages(self, values: Tensor, room: Room) -> list[Tensor]:
+        found = [room(size, torch.uint8) for size in self.sizes]
+        with self._noted("encode"):
+            for index, part in enumerate(self.parts):
+                self._encode(values[part.start : part.stop], index, found[index])
+        if self.inspect is not None:
+            self.inspect(found)
+        return found
+
+    def write(self, part: Tensor, index: int, message: Tensor) -> None:
+        with self._noted("encode"):
+            self._encode(part, index, message)
+
+    def _encode(self, part: Tensor, index: int, message: Tensor) -> None:
+        narrow, wide = self._views(message, index)
+        num_narrow = self._num_narrow(index)
+        if num_narrow:
+            self.wire.encode(part[:num_narrow], narrow)
+        wide.copy_(part[num_narrow:])
+
+    def add_up(
+        self,
+        messages: Sequence[Tensor],
+        index: int,
+        *,
+        into: Tensor,
+        rows: Sequence[Sequence[int]],
+    ) -> None:
+        with self._noted("decode"):
+            for number, row in enumerate(rows or [range(len(messages))]):
+                of_row = into if number == 0 else torch.empty_like(into)
+                for place, rank in enumerate(row):
+                    self._decode(messages[rank], index, of_row, adds=place > 0)
+                if number > 0:
+                    into.add_(of_row)
+
+    def open(self, messages: Sequence[Tensor], into: Tensor) -> None:
+        self._decode_all(messages, into, adds=False)
+
+    def extremes(self, messages: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns a number for each block of each part, not finite if a value of it arrives so.
+
+        And the values in full width of each part.
+        """
+        views = [self._views(message, index) for index, message in enumerate(messages)]
+        return [self.wire.extremes(narrow) for narrow, _ in views], [wide for _, wide in views]
+
+    def add_to(self, messages: Sequence[Tensor], values: Tensor) -> None:
+        """Adds the values of the message of each part to the whole bucket `values`."""
+        self._decode_all(messages, values, adds=True)
+
+    def _decode_all(self, messages: Sequence[Tensor], into: Tensor, *, adds: bool) -> None:
+        with self._noted("decode"):
+            for index, part in enumerate(self.parts):
+                self._decode(messages[index], index, into[part.start : part.stop], adds=adds)
+
+    @contextmanager
+    def _noted(self, kind: str) -> Iterator[None]:
+        if not self.is_host:
+            forget_scratch()  # this thread may have used it on another stream
+        start_s = time.perf_counter()
+        yield
+        if self.is_host:
+            self.codings.append((kind, start_s, time.perf_counter()))
+
+    def _decode(self, message: Tensor, index: int, into: Tensor, *, adds: bool) -> None:
+        narrow, wide = self._views(message, index)
+        num_narrow = self._num_narrow(index)
+        if num_narrow:
+            self.wire.decode(narrow, into[:num_narrow], adds=adds)
+        if adds:
+            into[num_narrow:].add_(wide)
+        else:
+            into[num_narrow:].copy_(wide)
+
+    def _num_narrow(self, index: int) -> int:
+        part = self.parts[index]
+        return min(max(self.narrow_numel - part.start, 0), len(part))
+
+    def _views(self, message: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """Returns the encoded values and the values in full width of a part's message."""
+        num_bytes = self.wire.num_bytes(self._num_narrow(index))
+        wide = message[round_up(num_bytes, ALIGN_BYTES) :].view(self.dtype)
+        return message[:num_bytes], wide
+
+
+def sum_in_order(
+    parts: Sequence[Tensor], *, into: Tensor, rows: Sequence[Sequence[int]] = ()
+) -> Tensor:
+    """Adds `parts` in their order; the order in torch.sum depends on the position of an element.
+
+    With the `rows` of a mesh, which list positions of ranks, it adds each row and then the rows.
+    """
+    if rows:
+        of_rows = ([parts[place] for place in row] for row in rows)
+        parts = [sum_in_order(row, into=torch.empty_like(into)) for row in of_rows]
+    first, *rest = parts
+    if rest and first.dtype == into.dtype:  # saves one pass over memory
+        torch.add(first, rest.pop(0), out=into)
+    else:
+        into.copy_(first)
+    for part in rest:
+        into.add_(part)
+    return into

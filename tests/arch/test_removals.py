@@ -1,0 +1,12 @@
+"""The table of removals on logical streams follows the source."""
+
+import pytest
+
+from mutants.streams import REMOVALS, Removal
+from support.project import ROOT
+
+
+@pytest.mark.parametrize("removal", REMOVALS)
+def test_a_removal_has_one_place_in_the_source(removal: Removal) -> None:
+    text = (ROOT / "src" / "undertow" / removal.file).read_text()
+    assert text.count(removal.before) == 1

@@ -1,0 +1,45 @@
+"""What outer synchronization gains and changes: figures from rows, and a run that takes a moment."""
+
+from pathlib import Path
+
+import pytest
+from benchmarks import outer, quality
+from benchmarks.ranks import run_ranks
+
+pytestmark = pytest.mark.bench
+
+
+def test_a_step_is_judged_by_the_bare_model_s() -> None:
+    times = {"bare": 400.0, "torch DDP": 4000.0, "Undertow, int8": 1200.0, outer.OUTER: 410.0}
+    rows = [{"workload": "replay", "system": name, "step_ms": time_ms, "exposed_ms": 0.0} for name, time_ms in times.items()]
+    assert [(it.name, it.measured_text, it.verdict) for it in outer.judge_link(rows)] == [
+        ("replay: torch DDP / bare", "10.00 x", "-"),
+        ("replay: Undertow, int8 / bare", "3.00 x", "-"),
+        ("replay: Undertow, outer every 30 / bare", "1.02 x", "yes"),
+        ("replay: exposed of an exchange", "0.00 ms", "-"),
+    ]
+
+
+def test_losses_are_judged_by_the_mean_over_seeds() -> None:
+    rows = [
+        {"variant": name, "ranks": ranks, "seed": seed, "validation_loss": 2.0 + 0.05 * seed * (name == "every 30")}
+        for ranks in quality.RANKS
+        for name in outer.variants(ranks)
+        for seed in quality.SEEDS
+    ]
+    judged = {it.name: (it.measured_text, it.verdict) for it in outer.judge_quality(rows)}
+    assert judged["2 replicas, every 30: loss above every step"] == ("2.50 %", "NO")
+    assert judged["4 replicas, every 100: loss above every step"] == ("0.00 %", "-")
+
+
+def test_a_variant_learns_and_is_evaluated_with_the_global_parameters() -> None:
+    losses = run_ranks(quality.measure_rank, 2, outer.variants(2)["every 10"], 0, 30)
+    assert 3.0 < losses["validation_loss"] < 4.7  # ln 256, that of a guess, is 5.5
+
+
+def test_the_study_goes_on_with_the_runs_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(quality, "run_ranks", lambda *_: {"train_loss": 2.0, "validation_loss": 2.0})
+    rows = outer.measure_quality(tmp_path, False, True, told.append)
+    assert outer.measure_quality(tmp_path, True, True, told.append) == rows
+    assert len(told) == len(rows) == 8

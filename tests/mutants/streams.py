@@ -1,0 +1,237 @@
+"""Removes each wait, event, keep-alive, stream switch and guard of a read on a device, and looks whether tests/streams notice.
+
+    python -m mutants.streams [NUMBER ...]
+
+Ranks exchange the code of the file for that of a mutant, and then train on logical streams until something is found.
+"""
+
+import contextlib
+import gc
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import undertow
+from mutants.blocks import PACKAGE
+from mutants.forks import exchange_code
+from streams import test_training as training
+from support.examples import EXAMPLES
+from support.ranks import Ranks, RanksFailed
+from support.streamed import run
+
+ROOT = Path(__file__).parents[2]
+LATE = ("twice-reentrant units train", "a part that comes late on one rank only is added")
+
+
+class Removal(NamedTuple):
+    """Text of a file, before and after; `why` no test can notice, if none can."""
+
+    file: str
+    before: str
+    after: str
+    why: str = ""
+
+
+EXCHANGES, HARDWARE = "ranks/exchanges.py", "self.group.hardware"
+KEEPS_SENT = f"{HARDWARE}.keep(sent)  # held until now, because the backend reads it\n"
+REMOVALS = (
+    # Waits
+    Removal(
+        "ranks/transport.py",
+        "        for work in self.works:\n            self._complete(work)\n        finish",
+        "        finish",
+    ),
+    Removal(
+        "ranks/transport.py",
+        "        self.wait()\n        assert self._result is not None",
+        "        assert self._result is not None",
+    ),
+    Removal("ranks/transport.py", "while self.hardware.is_host and not work", "while not work"),
+    Removal(
+        "ranks/transport.py", "        if finish is not None:\n            with torch.no_grad():\n                finish()\n", ""
+    ),
+    Removal("ranks/transport.py", "                self._arrived.wait()\n", "                pass\n"),
+    Removal("ranks/transport.py", "            self._arrived = self._record()", "            pass"),
+    Removal(
+        "ranks/transport.py",
+        "        for work in self.works:\n            work.wait()\n\n    def is_completed",
+        "        pass\n\n    def is_completed",
+        "only marks when a collective ends, for reports: a device would show times that are too early",
+    ),
+    Removal(EXCHANGES, "return Handle(work, *of_trailer.works, finish=finish)", "return Handle(work, finish=finish)"),
+    Removal(
+        EXCHANGES,
+        "return Handle(work, *of_trailer.works, finish=finish)",
+        "return Handle(*of_trailer.works, finish=finish)",
+    ),
+    Removal(
+        EXCHANGES,
+        "        return Handle(*of_trailer, *mean.works, finish=mean.wait)",
+        "        return Handle(*mean.works, finish=mean.wait)",
+    ),
+    Removal(
+        EXCHANGES,
+        "        return Handle(*of_trailer, *mean.works, finish=mean.wait)",
+        "        return Handle(*of_trailer, *mean.works)",
+    ),
+    Removal(EXCHANGES, "            before.wait()\n            of_trailer = self", "            of_trailer = self"),
+    Removal(
+        EXCHANGES,
+        "                return Handle(*of_trailer.works, *mean.works, finish=mean.wait)",
+        "                return Handle(*mean.works, finish=mean.wait)",
+    ),
+    Removal(EXCHANGES, "works = (*of_trailer.works, *work.works)", "works = work.works"),
+    Removal(EXCHANGES, "works = (*of_trailer.works, *work.works)", "works = of_trailer.works"),
+    Removal(EXCHANGES, "            work.wait()\n            hardware.keep(sent)", "            hardware.keep(sent)"),
+    Removal(
+        "buckets/bucket.py", "        for handle in handles:\n            handle.wait()\n        self.marks", "        self.marks"
+    ),
+    Removal("buckets/bucket.py", "            for handle in handles:\n                handle.wait()\n", "            pass\n"),
+    Removal(
+        "sharded/gathers.py",
+        "                    handle.wait()\n            except",
+        "                    pass\n            except",
+    ),
+    Removal("engine/round.py", "        device.wait_for(streams)\n", ""),
+    Removal("sharded/bucket.py", "dist.ReduceOp.MAX).wait()", "dist.ReduceOp.MAX)"),
+    Removal(
+        "sharded/steps.py", "                handle.wait()\n            for part", "                pass\n            for part"
+    ),
+    Removal("sharded/steps.py", "                handle.wait()\n        for slot", "                pass\n        for slot"),
+    Removal("engine/tuning.py", "        exchange.handle.wait()\n", ""),
+    Removal("sync/mean_over_ranks.py", "            self._handle.wait()", "            pass"),
+    Removal("ranks/agreement.py", "        handle.wait()\n        _replace", "        _replace"),
+    Removal("ranks/agreement.py", "        handle.wait()\n        _write", "        _write"),
+    Removal("by_hand/average.py", "            handle.wait()", "            pass"),
+    Removal("by_hand/buckets.py", "        self.reduction_handle.wait()", "        pass"),
+    Removal(
+        "buckets/comm_hook.py",
+        "_write_result(future.wait(), target",
+        "_write_result(future.value(), target",
+        "the handle has waited for the same future, as its work, just before",
+    ),
+    # Events
+    Removal(
+        "buckets/trailer.py",
+        "        reduced = device.to_host(self._told())\n        mine = device.to_host(self._sent)\n"
+        "        return Snapshot(self, reduced, mine, copied=device.record())",
+        "        copied = device.record()\n        reduced, mine = device.to_host(self._told()), device.to_host(self._sent)\n"
+        "        return Snapshot(self, reduced, mine, copied=copied)",
+    ),
+    Removal("buckets/trailer.py", "return self.copied.query()", "return True"),
+    Removal("buckets/recorder.py", "        stop.synchronize()\n", ""),
+    # Tensors that are held or kept for a stream
+    Removal(EXCHANGES, f"            {KEEPS_SENT}\n        of_trailer", "            _ = sent\n\n        of_trailer"),
+    Removal(EXCHANGES, f"            {KEEPS_SENT}\n        of_trailer", "\n        of_trailer"),
+    Removal(EXCHANGES, "tensor.copy_(hardware.keep(sent))", "tensor.copy_(sent)"),
+    Removal(EXCHANGES, f"            {HARDWARE}.keep(received)\n", ""),
+    Removal(EXCHANGES, f"            {KEEPS_SENT}            then()", "            then()"),
+    Removal(EXCHANGES, f"            {KEEPS_SENT}            if then", "            if then"),
+    Removal(EXCHANGES, "            hardware.keep(sent)\n            numel", "            numel"),
+    Removal(EXCHANGES, "hardware.keep(returned), sizes)", "returned, sizes)"),
+    Removal(EXCHANGES, "            hardware.keep(means)  # held until now, because the backend reads it\n\n", "\n"),
+    Removal(
+        EXCHANGES,
+        "            hardware.keep(means)  # held until now, because the backend reads it\n\n",
+        "            _ = means\n\n",
+    ),
+    Removal(EXCHANGES, f"            {HARDWARE}.keep(message)", "            pass"),
+    Removal("buckets/bucket.py", "        self.shared.reducer.group.hardware.keep(self.memory.flat)", "        pass"),
+    Removal("engine/round.py", "            bucket.keep_gradients()", "            pass"),
+    Removal("buckets/bucket.py", "        self._keep(self._late.values())\n", ""),
+    Removal("sharded/steps.py", "in_memory_order(self.group.hardware.keep(grad)", "in_memory_order(grad"),
+    Removal("sharded/steps.py", "gradient = self.group.hardware.keep(own[slot.param][0])", "gradient = own[slot.param][0]"),
+    Removal("sharded/shards.py", "device_of(param.device).keep(param)", "param"),
+    Removal("optim/state.py", "return device_of(state.device).keep(state)", "return state"),
+    Removal("ranks/parcels.py", "            forget_scratch()  # this", "            pass  # this"),
+    # Streams
+    Removal(EXCHANGES, "        with hardware.use(self._side):\n            before", "        if True:\n            before"),
+    Removal(EXCHANGES, "        with hardware.use(self._side):\n            work", "        if True:\n            work"),
+    Removal("buckets/recorder.py", "        with self._device.use(self._done_stream):", "        if True:"),
+    # Guards of reads
+    Removal("engine/round.py", "is_host or must_know or compiled.is_learning", "is_host or compiled.is_learning"),
+    Removal("engine/round.py", "if not (compiled.group.hardware.is_host or must_know", "if not (True or must_know"),
+    Removal("buckets/trailer.py", "bits if device.is_host else device.to_device(bits, bits.dtype)", "bits"),
+    Removal("buckets/trailer.py", "mine[place].copy_(device.to_device(bits, bits.dtype))", "mine[place].copy_(bits)"),
+    Removal("buckets/finite.py", "if is_host and not not_finite(values", "if not not_finite(values"),
+    Removal("buckets/finite.py", "if is_host and not not_finite(extremes", "if not not_finite(extremes"),
+    Removal("buckets/finite.py", "parts[0].is_sparse and not is_host", "parts[0].is_sparse and False"),
+    Removal("buckets/comm_hook.py", "if not group.hardware.is_host:", "if False:"),
+    Removal(
+        "sync/mean_over_ranks.py",
+        "if isinstance(number, Tensor) and not (device.is_host or device_of",
+        "if False and not (device.is_host or device_of",
+    ),
+    Removal("ranks/agreement.py", "if is_host and torch.equal(", "if torch.equal("),
+    Removal("engine/progress.py", "value.dim() == 0 and device_of(value.device).is_host", "value.dim() == 0"),
+    Removal("by_hand/average.py", "device_of(mean.device).is_host or not all", "True or not all"),
+)
+
+
+Case = tuple[int, Callable[..., Any], tuple[Any, ...]]  # the number of ranks, and a test with its arguments
+
+
+def cases() -> Iterator[Case]:
+    """Yields the tests of training, each once before any is repeated, and examples with late gradients."""
+    tests = [cases_of(test) for name, test in vars(training).items() if name.startswith("test_")]
+    for row in itertools.zip_longest(*tests):
+        yield from filter(None, row)
+    for name in LATE:
+        yield 2, run, (EXAMPLES[name],)
+
+
+def cases_of(test: Any) -> Iterator[Case]:
+    """Yields every value of each parameter once, with some value of the others."""
+    (ranks,) = (mark for mark in test.pytestmark if mark.name == "in_ranks")
+    values = {mark.args[0]: list(mark.args[1]) for mark in test.pytestmark if mark.name == "parametrize"}
+    names = inspect.signature(test).parameters
+    for place in range(max(map(len, values.values()), default=1)):
+        yield ranks.args[0], test, tuple(values[name][place % len(values[name])] for name in names)
+
+
+def exchange(file: str, text: str) -> None:
+    """Gives this rank the code of a file's other version."""
+    gc.unfreeze()  # to find all functions
+    path = Path(undertow.__file__).parent / file
+    exchange_code(path, compile(text, str(path), "exec"))
+
+
+def mutant(removal: Removal) -> str:
+    """The text of its file. Functions are known by their first lines, which stay."""
+    source = (ROOT / PACKAGE / removal.file).read_text()
+    blank = "\n" * (removal.before.count("\n") - removal.after.count("\n"))
+    return source.replace(removal.before, blank + removal.after)
+
+
+def failure_of(removal: Removal) -> str:
+    """The first test that notices; "" if none does."""
+    ranks_of: dict[int, Ranks] = {}
+    with contextlib.ExitStack() as stack:
+        for num_ranks, test, args in cases():
+            if num_ranks not in ranks_of:
+                ranks_of[num_ranks] = stack.enter_context(Ranks(num_ranks))
+                ranks_of[num_ranks].run(exchange, removal.file, mutant(removal))
+            try:
+                ranks_of[num_ranks].run(test, *args)
+            except RanksFailed as failure:
+                reasons = [line for line in str(failure).splitlines() if "Error" in line or "no answer" in line]
+                return f"{test.__name__}: {reasons[-1][:150]}"
+    return ""
+
+
+def main() -> None:
+    numbers = [int(number) for number in sys.argv[1:]] or range(len(REMOVALS))
+    caught = 0
+    for number in numbers:
+        removal = REMOVALS[number]
+        failure = failure_of(removal)
+        caught += failure != ""
+        print(f"{number:3} {removal.file}: {removal.before.strip()[:60]!r}", failure or f"SURVIVES {removal.why}", flush=True)
+    print(f"{caught} of {len(numbers)} are caught")
+
+
+if __name__ == "__main__":
+    main()

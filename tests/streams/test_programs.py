@@ -1,0 +1,44 @@
+"""Programs of training steps on a device of logical streams: those by name, and drawn ones.
+
+`python -c "from support import drawn, streamed; drawn.main(SEED, 2, streamed.run)"` prints a smaller program that fails too.
+"""
+
+import itertools
+
+import pytest
+
+from support.drawn import drawn
+from support.examples import EXAMPLES
+from support.ranks import in_ranks
+from support.streamed import run
+
+NUM_DRAWN, NUM_DRAWN_THOROUGHLY = {2: 6, 4: 3}, {2: 160, 4: 40}  # by number of ranks
+# Not of sparse gradients, which the backends of devices do not reduce, and of arrays, which share memory of the host only.
+NAMES = [name for name, it in EXAMPLES.items() if not it.has("table", "bag") and "array" not in it.events]
+FEW, MANY = NAMES[::16], NAMES[::4]  # drawn programs combine what examples do, and all of them take minutes
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    is_thorough = metafunc.config.getoption("thorough")
+    if "seed" in metafunc.fixturenames:
+        (num_ranks,) = metafunc.definition.get_closest_marker("in_ranks").args
+        number = (NUM_DRAWN_THOROUGHLY if is_thorough else NUM_DRAWN)[num_ranks]
+        seeds = (seed for seed in itertools.count() if not drawn(seed, num_ranks).has("table", "bag"))
+        metafunc.parametrize("seed", list(itertools.islice(seeds, number)))
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", MANY if is_thorough else FEW)
+
+
+@in_ranks(2)
+def test_an_example_orders_its_streams(name: str) -> None:
+    run(EXAMPLES[name])
+
+
+@in_ranks(2)
+def test_a_drawn_program_orders_its_streams(seed: int) -> None:
+    run(drawn(seed, 2))
+
+
+@in_ranks(4)
+def test_a_drawn_program_of_four_ranks_orders_its_streams(seed: int) -> None:
+    run(drawn(seed, 4))

@@ -1,0 +1,40 @@
+"""Layers, fragments and their turns."""
+
+import pytest
+
+from undertow.plan.fragments import Turns, chosen_turns, layers_of, starts_after
+
+
+def test_a_layer_is_the_path_to_the_first_number_or_the_first_child() -> None:
+    names = ["wte.weight", "h.0.attn.weight", "h.0.mlp.0.weight", "h.1.attn.weight", "net.ln.weight", "net.head.weight", "scale"]
+    assert layers_of(names) == ["wte", "h.0", "h.1", "net", "scale"]
+
+
+def test_fragments_take_turns_within_a_period() -> None:
+    starts = {k: [step for step in range(1, 25) if starts_after(step, k, num_fragments=3, every=8)] for k in range(3)}
+    assert starts == {0: [8, 16, 24], 1: [10, 18], 2: [13, 21]}
+
+
+@pytest.mark.parametrize(
+    ("fixed_us", "layer_us", "turns"),
+    [
+        (10.0, 30.0, Turns(fragments=1, delay=1)),  # all 20 layers travel beneath a step
+        (10.0, 90.0, Turns(fragments=3, delay=1)),
+        (10.0, 600.0, Turns(fragments=10, delay=2)),  # two layers at most
+        (10.0, 1e6, Turns(fragments=16, delay=29)),  # nothing hides that
+    ],
+)
+def test_the_fewest_steps_of_delay_that_hide_an_exchange_are_chosen(fixed_us: float, layer_us: float, turns: Turns) -> None:
+    assert chosen_turns(every=30, step_us=1000.0, fixed_us=fixed_us, layers_us=[layer_us] * 20) == turns
+
+
+def test_a_large_layer_needs_a_longer_delay() -> None:
+    layers_us = [4500.0, *[100.0] * 9]
+    assert chosen_turns(every=30, step_us=1000.0, fixed_us=10.0, layers_us=layers_us).delay == 7
+
+
+def test_given_fragments_or_delay_are_kept() -> None:
+    how = {"every": 30, "step_us": 1000.0, "fixed_us": 10.0, "layers_us": [150.0] * 20}
+    assert chosen_turns(**how, fragments=2) == Turns(fragments=2, delay=3)
+    assert chosen_turns(**how, delay=5) == Turns(fragments=1, delay=5)
+    assert chosen_turns(**{**how, "every": 1}) == Turns(fragments=1, delay=0)

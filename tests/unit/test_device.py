@@ -1,0 +1,52 @@
+"""Devices, and the abilities of backends on them."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from support.errors import text_of
+from undertow import ConfigError
+from undertow.device import MAKERS, Accelerator, Host, device_of
+from undertow.ranks.group import BACKENDS, Abilities, GroupRef
+from undertow.sync.mean_over_ranks import _checked
+
+CPU, CUDA, XPU = map(torch.device, ("cpu", "cuda:1", "xpu"))
+
+
+@pytest.mark.parametrize(("place", "kind"), [(CPU, Host), (CUDA, Accelerator), (XPU, Accelerator)])
+def test_all_but_the_host_is_an_accelerator(place: torch.device, kind: type) -> None:
+    device = device_of(place)
+    assert isinstance(device, kind)
+    assert (device.place, device.is_host) == (place, kind is Host)
+
+
+def test_the_host_has_no_streams_and_keeps_nothing() -> None:
+    host, value = device_of(CPU), torch.ones(2)
+    with host.use(host.new_stream()):
+        assert host.keep(value) is value
+    assert host.to_device(value, torch.float32) is value
+    assert host.to_device([1, 2], torch.float64).tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "place", "expected"),
+    [
+        ("gloo", CPU, BACKENDS["gloo"]),
+        ("nccl", CUDA, BACKENDS["nccl"]),
+        ("cpu:gloo,cuda:nccl", CUDA, BACKENDS["nccl"]),
+        ("cpu:gloo,cuda:nccl", CPU, BACKENDS["gloo"]),
+        ("cpu:gloo,xpu:xccl", XPU, Abilities(order_streams=True)),
+        ("nccl2", CUDA, Abilities()),
+        ("of a vendor", XPU, Abilities()),
+    ],
+)
+def test_a_backend_that_was_not_checked_is_asked_for_sums_only(backend: str, place: torch.device, expected: Abilities) -> None:
+    assert GroupRef((0,), backend, None).abilities_for(place) == expected
+
+
+def test_a_number_on_a_device_is_read_if_ranks_exchange_it_on_the_host() -> None:
+    """A copy to the host that nobody waits for may have any value."""
+    number = torch.tensor(torch.nan)
+    with mock.patch.dict(MAKERS, cpu=Accelerator):
+        assert "number must be finite, got nan" in text_of(ConfigError, lambda: _checked(number, Host(CPU)))
