@@ -270,7 +270,7 @@ def run_and_read(settings: DemoSettings) -> tuple[int, str]:
         (1, "zero2", 1, "; gradients, parameters and loss are equal, and with int8 the loss is within 0.01%."),
         (2, "ddp", 3, "; gradients, parameters and loss are equal, and with int8 the loss is within "),
         (2, "zero1", None, "; gradients, parameters and loss are equal, and with int8 the loss is within "),
-        (3, "zero2", None, "; gradients and loss are equal, and with int8 the loss is within "),
+        (3, "zero2", None, "; gradients and loss agree, and with int8 the loss is within "),
     ],
 )
 def test_all_ways_agree_and_the_picture_is_there(
