@@ -376,7 +376,7 @@ class _Step:
 def _slowness(num_ranks: int, skew: float, profile: Profile) -> _Times:
     """Returns how long each rank computes, relative to the profile.
 
-    Of the slowest rank if it is measured, else of the mean.
+    The profile is the slowest rank's if it is measured, else a mean rank's.
     """
     if skew == 0:
         return np.ones(1)

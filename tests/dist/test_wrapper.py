@@ -353,7 +353,7 @@ def test_a_parameter_without_memory_is_refused_by_name_and_may_be_ignored(wrap: 
     model = nn.Linear(2, 2)
     model.table = nn.Parameter(Quantized(torch.ones(2, 2)), requires_grad=False)
     assert text_of(ConfigError, lambda: WRAP[wrap](model)) == (
-        "parameter 'table' is a Quantized, which has no memory of its own: "
+        "parameter 'table' is a Quantized without its own memory: "
         "it cannot be sent to other ranks.\n"
         f"  {wrap}(...)\n"
         "  Exclude it with ignore=['table'], and give it the same values on every rank."

@@ -493,7 +493,7 @@ class DenseBucket(LiveBucket):
         unused = _unused(grads, not_arrived)
         self._kept = {}
         self._saved = {}
-        for position in unused:  # and no reference to a view stays behind
+        for position in unused:  # and no reference to a view is left
             if grads[position] is memory.views[position]:
                 self._saved[position] = memory.views[position].clone()
             else:

@@ -138,7 +138,7 @@ class Recorder:
         self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT[level])
         self._now = _StepMarks(step=0)
         self._gathers: dict[int, BucketMarks] = {}  # the last one of each bucket
-        self._new_gathers: dict[int, BucketMarks] = {}  # those of the step to come
+        self._new_gathers: dict[int, BucketMarks] = {}  # of the next step
         self._round_stop: Mark = None
         self._round_stop_s = time.perf_counter()
 
@@ -242,7 +242,7 @@ class Recorder:
         waits for it.
 
         The last step is complete when the next one has begun; until then it is left out, unless
-        there is no other.
+        it is the only one.
         """
         steps = [marks for marks in self._steps if generation in (None, marks.generation)]
         wanted = [marks for marks in steps if marks.stop is not None] or steps

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and of an optimizer.
+"""The contents of a checkpoint: a model and optimizers.
 
 Files hold tensors, and texts in their metadata. A state of an optimizer is named  <parameter>/<key>
 or, if it has elements of the parameter,  <parameter>/<key>[start:stop].  These are positions in the

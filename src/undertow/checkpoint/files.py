@@ -124,7 +124,7 @@ def index_text(fields: Mapping[str, object]) -> str:
         f"extra and the names of parameters take {len(text):,} bytes as JSON, more than an index "
         "may have.",
         where="save_checkpoint",
-        remedy="Save large values in files of their own.",
+        remedy="Save large values in separate files.",
         error=CheckpointError,
     )
     return text
@@ -134,7 +134,7 @@ def folder_for_loading(path: Path) -> Path:
     found = found_at(path)
     if found is None:
         raise CheckpointError(
-            "there is no checkpoint.",
+            "no checkpoint was found.",
             where=str(path.absolute()),
             remedy="Look for it in another place; every rank must see it.",
         )

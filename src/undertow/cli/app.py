@@ -206,8 +206,8 @@ def undertow(
     "each parameter, buckets after backward, torch DDP, Undertow, and Undertow with "
     'wire="int8".\n\n'
     "Starts the ranks itself, takes about 30 seconds, and checks that every way finds the same "
-    "gradients and, with two ranks or one, ends with the same parameters; those of int8 must be "
-    "close. Prints a table and draws where each step's time went, in OUT/demo.png.\n\n"
+    "gradients and, with two ranks or one, ends with the same parameters, or close ones "
+    "with int8. Prints a table and draws where each step's time went, in OUT/demo.png.\n\n"
     "Exit code 0: all ways agree. 1: they do not, or a rank failed. 2: an option cannot work."
 )
 def demo(  # one argument per option
@@ -431,7 +431,7 @@ def links() -> None:
     "DIR has the files that a training with UNDERTOW_TRACE=DIR or model.save_trace(path) has "
     "written. Open the result at https://ui.perfetto.dev. If a rank's trace is missing, the "
     "others are merged.\n\n"
-    "Exit code 0: merged. 2: there are no traces, one cannot be read, they are of different "
+    "Exit code 0: merged. 2: no trace was found, one cannot be read, they are of different "
     "runs, or OUT cannot be written."
 )
 def trace(

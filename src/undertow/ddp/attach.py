@@ -46,7 +46,7 @@ _REFUSED: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
     ),
     (
         lambda param: not private.has_memory(param),
-        "is a {kind}, which has no memory of its own: it cannot be sent to other ranks",
+        "is a {kind} without its own memory: it cannot be sent to other ranks",
         "Exclude it with ignore=[{name!r}], and give it the same values on every rank.",
     ),
     (

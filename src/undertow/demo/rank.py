@@ -164,8 +164,8 @@ def _train_all_ways(settings: DemoSettings, link: EmulatedLink, console: Console
 
 
 def _train_alone(run: "WayRun", batches: Tensor, progress: Progress, bar: TaskID) -> None:
-    """Runs the steps of a variant that has not had turns: during those of others its exchanges
-    would be hidden, and the others would wait for the link."""
+    """Runs the steps of a variant that takes no turns: its exchanges would be hidden during the
+    steps of others, and the others would wait for the link."""
     while len(run.steps) < run.num_steps:
         run.step(batches[len(run.steps) % len(batches)])
         total = max(len(batches), run.num_steps)

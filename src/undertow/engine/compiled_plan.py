@@ -216,7 +216,7 @@ class CompiledPlan:
         """Frees the buckets. The next plan's buckets then take no pages that are new to the
         process.
 
-        If there is no memory for them, this plan is gone too, and so is the training.
+        If memory is too small for them, this plan is gone too, and training ends.
         """
         for bucket in self.buckets:
             bucket.release()

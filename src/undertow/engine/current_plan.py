@@ -227,7 +227,7 @@ class CurrentPlan:
         Gradients must be averaged once.
         """
         assert self.change is not None
-        for name in earlier_watchers(self.change.named_params, but=self._listeners.owner):
+        for name in earlier_watchers(self.change.named_params, other_than=self._listeners.owner):
             raise part_of_another(name)
 
     def follow(self) -> None:

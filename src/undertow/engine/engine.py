@@ -83,7 +83,7 @@ class Engine:
         """True if a backward that runs now communicates, as one that only accumulates does if it
         adds up shards.
 
-        After a change of the plan there are no shards before the optimizer steps.
+        After a change of the plan, shards exist only once the optimizer has stepped.
         """
         current_plan = self.current_plan
         adds_up_shards = (
@@ -202,7 +202,7 @@ class Engine:
         A change of the plan may have it. Raises PhaseError if it is unfrozen in mid-round.
         """
         current_plan = self.current_plan
-        if self.is_closed or param.grad is None or is_watched(param, but=self):
+        if self.is_closed or param.grad is None or is_watched(param, other_than=self):
             return
         is_between = self._is_between_rounds()
         if is_between:
@@ -536,7 +536,7 @@ class Engine:
     def reduce_accumulated(self, op: str | None) -> None:
         """Sends accumulated gradients; `complete` waits for them.
 
-        Raises PhaseError if there are none to send.
+        Raises PhaseError if nothing is left to send.
         """
         if not self.current_plan.is_active:
             return
@@ -564,7 +564,7 @@ class Engine:
         begins = self.is_step_empty and not was_abandoned
         if begins:
             self.progress.unused.so_far = None
-            self.current_plan.find_change_at_forward()  # in place of the forward that others ran
+            self.current_plan.find_change_at_forward()  # instead of in the forward that others ran
         if self.progress.is_owed or begins:
             self._run_outside_of_backward()
 

@@ -259,23 +259,23 @@ def remove_all(hooks: list[RemovableHandle]) -> None:
 
 
 def earlier_watchers(
-    named_params: Iterable[tuple[str, Tensor]], *, but: object = None
+    named_params: Iterable[tuple[str, Tensor]], *, other_than: object = None
 ) -> dict[str, Any]:
     """Returns the engines that watch these parameters, each with the name of one.
 
-    Not the engine `but`.
+    The engine `other_than` is left out.
     """
     found: dict[int, tuple[str, Any]] = {}
     for name, param in named_params:
         for engine in _watchers_of(param):
-            if engine is not but:
+            if engine is not other_than:
                 found.setdefault(id(engine), (name, engine))
     return dict(found.values())
 
 
-def is_watched(param: Tensor, *, but: object = None) -> bool:
-    """Returns True if an engine other than `but` waits for the gradient of `param`."""
-    return any(engine is not but for engine in _watchers_of(param))
+def is_watched(param: Tensor, *, other_than: object = None) -> bool:
+    """Returns True if an engine other than `other_than` waits for the gradient of `param`."""
+    return any(engine is not other_than for engine in _watchers_of(param))
 
 
 def users_hooks(param: Tensor) -> list[str]:

@@ -288,7 +288,7 @@ class Round:
     def _read_trailer(self, bucket: LiveBucket) -> Reading | None:
         """Notes the findings of all ranks in a bucket's trailer, and returns them.
 
-        None if there are none, or if they are on their way from a device.
+        None if nothing was found, or if the findings are still on a device.
         """
         index, found = bucket.spec.index, self.found
         must_know = bool(found.unused[index]) or self.terms.is_read_at_once

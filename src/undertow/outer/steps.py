@@ -32,7 +32,7 @@ class _Stepping:
 
     optimizer: int  # its id
     has_closure: bool
-    is_stale: bool = False  # it has raised, or runs a forward of its own
+    is_stale: bool = False  # it has raised, or runs its own forward
 
 
 class StepCounter:

@@ -255,7 +255,7 @@ def _pinned_plan(
 def _difference(params: Sequence[ParamSpec], planned: Sequence[ParamSpec]) -> str:
     """Returns the first difference between the parameters of a model and of a plan.
 
-    Empty if there is none.
+    Empty if they are equal.
     """
     for mine, other in zip(params, planned, strict=False):
         if _text(mine) != _text(other):

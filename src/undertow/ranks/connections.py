@@ -283,7 +283,7 @@ def host_of(store: Store) -> str:
 def _address_of(interface: str) -> str:
     """Returns the IPv4 address of an interface, or an empty text."""
     if sys.platform == "linux" and interface:
-        import fcntl  # there is none on Windows
+        import fcntl  # Windows lacks it
 
         with (
             contextlib.suppress(OSError),

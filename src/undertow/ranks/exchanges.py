@@ -457,7 +457,7 @@ class BackendCollectives:
         """Does nothing: no memory is kept."""
 
     def close(self) -> None:
-        """Does nothing: there are no threads."""
+        """Does nothing: it has no threads."""
 
     def _all_reduce(self, tensor: Tensor, parcel: Parcel, divisor: float) -> Handle:
         hardware, rank = self.group.hardware, self.group.rank

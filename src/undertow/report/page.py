@@ -117,7 +117,7 @@ def _reports_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
         if match := _NAME.fullmatch(path.name):
             models[match[2] or ""][match[1]] = path
     where = f"undertow report {folder}"
-    require(models, f"there is no report-rank0.json in {folder}.", where=where, remedy=_RUN_AGAIN)
+    require(models, f"report-rank0.json is missing in {folder}.", where=where, remedy=_RUN_AGAIN)
     found = {
         suffix: [_report(paths[rank]) for rank in sorted(paths, key=int)]
         for suffix, paths in sorted(models.items())

@@ -120,7 +120,7 @@ class WhatIf:
 
     @cached_property
     def costs(self) -> Costs:
-        """The costs on the network; without a link those of the profile.
+        """The costs on the network, or the profile's if no link is given.
 
         Raises ConfigError if the profile has no costs for these ranks and this strategy, and for a
         strategy over two axes on a network without nodes.

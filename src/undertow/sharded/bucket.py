@@ -68,7 +68,7 @@ class GradientPlaceholder(Tensor):
         )
 
     def share_memory_(self) -> "GradientPlaceholder":
-        """Does nothing, because there are no values to share; torch's method would look for their
+        """Does nothing, because it has no values to share; torch's method would look for their
         memory.
 
         `module.share_memory()` calls it for gradients too.

@@ -337,8 +337,8 @@ def wait_before_forwards(module: nn.Module, gathers: Gathers) -> list[RemovableH
     cannot be seen.
 
     Reads of other modules' parameters wait by themselves. If parts of the model are compiled or
-    scripted, there are no hooks, and the whole model is to wait for everything: hooks would split
-    compiled graphs, and TorchScript calls none.
+    scripted, no hooks are made, and the whole model waits for everything: hooks would split
+    compiled graphs, and TorchScript does not call them.
     """
     parts = [part for _, part in tables.named_modules(module)]
     hooks: list[RemovableHandle] = []

@@ -144,7 +144,7 @@ class GradientSync:
             members, own, self._config, Recorder(own, level=self._config.record)
         )
         if getattr(self._module.forward, "__func__", None) is nn.Module.forward:
-            # a container: there is no forward to wait for
+            # a container: it has no forward to wait for
             engine.progress.forward = Forward.RUNNING
         engine.siblings = SiblingEngines([engine], close=weakref.WeakMethod(self.close))
         attached.callback(own.close)

@@ -41,8 +41,7 @@ class ModuleHook:
 class LoadHook(ModuleHook):
     """A hook before `load_state_dict`, which calls `then` with the module.
 
-    A pickle of the module holds a Python function instead: it may be read where there is no
-    Undertow.
+    A pickle of the module holds a Python function instead, so it can be read without Undertow.
     """
 
     def __call__(self, called: nn.Module, *_arguments: Any) -> None:

@@ -288,9 +288,9 @@ def set_gradient_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
 def autograd_context() -> int | None:
     """Returns the number of this thread's context of distributed autograd, or None.
 
-    Torch.distributed.rpc runs.
+    It has one only if torch.distributed.rpc runs.
     """
-    with contextlib.suppress(RuntimeError):  # there is none
+    with contextlib.suppress(RuntimeError):  # without a context
         return int(_autograd._current_context()._context_id())
     return None
 

@@ -1,5 +1,5 @@
 """Files of traces in Chrome's JSON format, for Perfetto: their names and events, writing them, and
-merging those of ranks.
+merging the files of ranks.
 
 Each rank is a process of the picture. Threads of a process:
 
@@ -12,7 +12,7 @@ Each rank is a process of the picture. Threads of a process:
     ...
 
 An arrow leads from the moment when a bucket is ready to its collective, and on to the wait for it.
-Of two events of a thread, either one lies in the other or they do not overlap. No time is negative:
+Two events of a thread are nested or do not overlap. No time is negative:
 Perfetto drops such events.
 """
 
@@ -207,7 +207,7 @@ def merge(folder: Path, out: Path) -> str:
     merged and missing traces.
 
     Clocks are aligned by the ends of a model's synchronizations, which its ranks leave together;
-    without a common one, hosts' clocks count. Raises ConfigError if there are no traces, if one
+    without a common one, hosts' clocks count. Raises ConfigError if no trace is found, if one
     cannot be read, if they are of different runs, or if OUT cannot be written.
     """
     where = f"undertow trace {folder}"
@@ -219,7 +219,7 @@ def merge(folder: Path, out: Path) -> str:
                 traces.append((path, trace))
     require(
         traces,
-        "there is no trace.",
+        "no trace was found.",
         where=where,
         remedy="Start the training with UNDERTOW_TRACE=DIR, or call model.save_trace(path) on "
         "every rank.",
@@ -246,7 +246,7 @@ def merge(folder: Path, out: Path) -> str:
     missing = sorted({rank for _, trace in traces for rank in trace[KEY]["ranks"]} - ranks)
     note = f"{len(traces)} traces of {len(ranks)} ranks"
     if missing:
-        note += f"; there are none of ranks {', '.join(map(str, missing))}"
+        note += f"; no traces of ranks {', '.join(map(str, missing))}"
     began_ns = first[KEY]["began_ns"] + round(begin_us * 1e3)
     write_whole(
         out,

@@ -187,7 +187,7 @@ def wires_of(rows: Sequence[BucketRecord]) -> list[tuple[Interval, float]]:
     """Returns when the link worked on each row, given in launch order, and for how long it worked
     on this one alone.
 
-    Of the rows in flight at a time, the link works on the one that ends first. So queueing is not
+    The link works on the row in flight that ends first. So queueing is not
     counted, a row that overtakes another lies within the other's interval, and the times add up to
     the time that the link was in use.
     """

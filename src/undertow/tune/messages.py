@@ -42,7 +42,7 @@ _CODES = (None, *WIRES)  # formats as numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What all ranks have measured of the steps of a window."""
+    """The measurements of all ranks for the steps of a window."""
 
     profile: Profile  # medians over the steps, without costs
     # by kind of collective: bytes, microseconds

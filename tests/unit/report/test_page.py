@@ -215,7 +215,7 @@ def changed(path: Path, **changes: Any) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no files": (
         lambda run: [path.unlink() for path in run.glob("report*")],
-        f"there is no report-rank0.json in {{run}}.\n  undertow report {{run}}\n  {AGAIN}",
+        f"report-rank0.json is missing in {{run}}.\n  undertow report {{run}}\n  {AGAIN}",
     ),
     "a rank is missing": (
         lambda run: (run / "report-rank1.json").unlink(),
