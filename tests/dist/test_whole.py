@@ -474,6 +474,26 @@ def test_ranks_without_a_matrix_accumulate_and_step_with_the_others() -> None:
         require_same(model.module, bare)
 
 
+class LooksAtItsFirstParameter(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.dtype = self.param_groups[0]["params"][0].dtype
+
+
+@in_ranks(2)
+def test_a_rank_without_a_parameter_makes_no_optimizer_of_the_users_class() -> None:
+    with wrapped(nn.Linear(4, 3, bias=False), strategy="zero1") as model:
+        optimizer = ShardedOptimizer(LooksAtItsFirstParameter, model, whole=True, lr=0.5)
+        expected = model.module.weight.detach() - 2 * 0.5 * torch.ones(3, 4)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        model.wait()
+        assert torch.equal(model.module.weight, expected)
+        assert len(optimizer.state_dict()["param_groups"]) == 1
+
+
 @in_ranks(2)
 def test_muon_without_nesterov_does_not_normalize_the_momentum_of_narrow_parameters() -> None:
     """torch's Muon normalizes a bf16 update in place, which is the momentum then."""

@@ -515,8 +515,9 @@ class InnerOptimizer:
                 inner_groups[place] = {**hyper_parameters(group), "params": targets}
         self._places = list(inner_groups)
         self._elsewhere = [param for param, part in self.parts.items() if part.numel == 0]
-        nothing = [{**hyper_parameters(group), "params": []} for group in groups]
-        self.optimizer = make(list(inner_groups.values()) or nothing)
+        # Without a part none steps, and the constructor of the user's class may look at parameters.
+        found = list(inner_groups.values())
+        self.optimizer = make(found) if found else torch.optim.SGD([{"params": []}])
 
     def follow(self, states: dict[Tensor, ParamState]) -> None:
         """Takes over the states that were loaded or that users have set or deleted; each becomes

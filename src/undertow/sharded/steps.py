@@ -377,7 +377,7 @@ class ShardedSteps:
         )
         for each in self._steppers:
             for param in params_of(stepper):
-                each.had.pop(param, None)
+                each.had.pop(param, None)  # type: ignore[no-untyped-call]  # torch's method
         self._are_changed = True
 
     @property
