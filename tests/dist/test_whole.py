@@ -288,6 +288,42 @@ def test_a_parameter_belongs_to_one_optimizer() -> None:
 
 
 @in_ranks(2)
+def test_a_parameter_added_to_a_second_optimizer_is_named() -> None:
+    with wrapped(layers(), strategy="zero1") as model:
+        optimizers = two_optimizers(model, Lamb)
+        sharded_steps(model, optimizers, range(1))
+        optimizers[1].add_param_group({"params": [model.module[2].weight]})
+        for _ in range(2):
+            text = text_of(ConfigError, optimizers[1].step)
+            assert text.startswith("a ShardedOptimizer of Lamb updates '2.weight' already.")
+
+
+def moved(param: Tensor, optimizers: list[Any], *, to: int) -> None:
+    (group,) = optimizers[1 - to].param_groups
+    group["params"] = [each for each in group["params"] if each is not param]
+    optimizers[1 - to].state.pop(param, None)
+    optimizers[to].param_groups[0]["params"].append(param)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize(("name", "first"), [("2.weight", 0), ("2.bias", 1)])
+def test_a_parameter_that_moves_to_another_optimizer_and_back_is_updated_by_that_one(name: str, first: int) -> None:
+    bare = layers()
+    with wrapped(copy.deepcopy(bare), strategy="zero1", reduction="ordered") as model:
+        optimizers = two_optimizers(model, Lamb)
+        bare_hidden, bare_rest = matrices_and_rest(bare)
+        plain = [Lamb(bare_hidden), torch.optim.AdamW(bare_rest, lr=0.01)]
+        for step, owner in enumerate([first, 1 - first, first]):
+            if step:
+                moved(model.module.get_parameter(name), optimizers, to=owner)
+                moved(bare.get_parameter(name), plain, to=owner)
+            sharded_steps(model, optimizers, range(step, step + 1))
+            reference_steps(bare, plain, range(step, step + 1))
+        model.wait()
+        require_same(model.module, bare)
+
+
+@in_ranks(2)
 def test_ranks_that_make_their_optimizers_in_another_order_are_told() -> None:
     with wrapped(layers(), strategy="zero1") as model:
         hidden, rest = matrices_and_rest(model.module)
@@ -301,6 +337,18 @@ def test_ranks_that_make_their_optimizers_in_another_order_are_told() -> None:
 def test_a_vector_given_to_muon_is_its_own_error_on_every_rank() -> None:
     with wrapped(layers(), strategy="zero1") as model, pytest.raises(ValueError, match="Muon only supports 2D parameters"):
         ShardedOptimizer(torch.optim.Muon, model, lr=0.01)
+
+
+@in_ranks(2)
+def test_a_vector_added_to_muon_later_is_its_own_error_on_every_rank() -> None:
+    with wrapped(nn.Linear(4, 4), strategy="zero1") as model:
+        weight, bias = model.module.parameters()
+        optimizers = [ShardedOptimizer(torch.optim.Muon, model, [weight]), ShardedOptimizer(torch.optim.SGD, model, [bias])]
+        moved(bias, optimizers, to=0)
+        model(torch.ones(2, 4)).sum().backward()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+                optimizers[0].step()
 
 
 @in_ranks(2)
@@ -424,6 +472,26 @@ def test_ranks_without_a_matrix_accumulate_and_step_with_the_others() -> None:
             for optimizer in plain:
                 optimizer.step()
         require_same(model.module, bare)
+
+
+class LooksAtItsFirstParameter(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.dtype = self.param_groups[0]["params"][0].dtype
+
+
+@in_ranks(2)
+def test_a_rank_without_a_parameter_makes_no_optimizer_of_the_users_class() -> None:
+    with wrapped(nn.Linear(4, 3, bias=False), strategy="zero1") as model:
+        optimizer = ShardedOptimizer(LooksAtItsFirstParameter, model, whole=True, lr=0.5)
+        expected = model.module.weight.detach() - 2 * 0.5 * torch.ones(3, 4)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        model.wait()
+        assert torch.equal(model.module.weight, expected)
+        assert len(optimizer.state_dict()["param_groups"]) == 1
 
 
 @in_ranks(2)

@@ -108,11 +108,11 @@ def _require_plain(optimizer: Any, schedulers: Sequence[Any], given: Sequence[An
         remedy="Give the optimizer itself, such as torch.optim.AdamW(model.parameters(), lr=...).",
         error=WrongType,
     )
-    own, ids = vars(optimizer), set(map(id, given))
+    own = vars(optimizer)
     reasons = [
         f"{type(each).__name__} is not a scheduler of it"
         for each in schedulers
-        if id(getattr(each, "optimizer", None)) not in ids
+        if getattr(each, "optimizer", None) not in given
     ]
     has_scheduler = any(getattr(each, "optimizer", None) is optimizer for each in schedulers)
     if _is_watched(optimizer) and not has_scheduler:

@@ -190,8 +190,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         Raises:
             NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
         """
-        steppers = self._steps.steppers
-        members = [(self._sync, list(chain.from_iterable(map(params_of, steppers))))]
+        params = chain.from_iterable(map(params_of, self._steps.steppers))
+        members = [(self._sync, list(params))]
         return clip_members(members, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     @private.untraced
@@ -340,8 +340,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         has_other_params = present != [list(map(id, params)) for params in self._grouped]
         if has_other_params:
             self._require_params_of_the_model()
+            # Raises the class's own errors, such as Muon's for vectors, on ranks without them too.
+            self._make(list(map(dict, self.param_groups)))
+            self._steps.regroup(self)
             self._grouped = [list(group["params"]) for group in self.param_groups]
-            self._steps.regroup()
         sharding, inner = self._steps.begin(self), self._inner
         if inner is not None:
             if sharding is inner.sharding and not has_other_params:
@@ -513,8 +515,9 @@ class InnerOptimizer:
                 inner_groups[place] = {**hyper_parameters(group), "params": targets}
         self._places = list(inner_groups)
         self._elsewhere = [param for param, part in self.parts.items() if part.numel == 0]
-        nothing = [{**hyper_parameters(group), "params": []} for group in groups]
-        self.optimizer = make(list(inner_groups.values()) or nothing)
+        # Without a part none steps, and the constructor of the user's class may look at parameters.
+        found = list(inner_groups.values())
+        self.optimizer = make(found) if found else torch.optim.SGD([{"params": []}])
 
     def follow(self, states: dict[Tensor, ParamState]) -> None:
         """Takes over the states that were loaded or that users have set or deleted; each becomes

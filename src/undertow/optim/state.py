@@ -12,7 +12,7 @@ from torch import Tensor
 
 from undertow.buckets.bucket import strides_of_gradient
 from undertow.device import device_of
-from undertow.errors import ConfigError, require
+from undertow.errors import require
 from undertow.plan import Bucket
 from undertow.ranks.agreement import gather_json
 from undertow.ranks.exchanges import accumulation_dtype
@@ -79,12 +79,12 @@ def updates_whole_parameters(cls: type[torch.optim.Optimizer], whole: bool | Non
             "optimizer without sharding.",
         )
         return cls in _NEED_WHOLE
-    if type(whole) is not bool:
-        raise ConfigError(
-            f"whole must be True, False or None, got {whole!r}.",
-            where=where,
-            remedy="Leave it out: Undertow knows the classes of torch.",
-        )
+    require(
+        type(whole) is bool,
+        f"whole must be True, False or None, got {whole!r}.",
+        where=where,
+        remedy="Leave it out: Undertow knows the classes of torch.",
+    )
     require(
         whole or cls not in _NEED_WHOLE,
         f"{cls.__name__} needs whole matrices: an element's update depends on the others.",
@@ -200,7 +200,7 @@ def _gather_parts(
                 indices.setdefault((key, dtype), []).append(index)
     for key, dtype in sorted(indices):
         own = torch.zeros(
-            sharding.shard_numel(bucket), dtype=getattr(torch, dtype), device=bucket.device
+            sharding.groups.shard_numel(bucket), dtype=getattr(torch, dtype), device=bucket.device
         )
         into: dict[int, Tensor] = {}
         for index in indices[key, dtype]:

@@ -152,8 +152,7 @@ class ShardedBucket(DenseBucket):
         super().__init__(spec, shared)
         dtype = accumulation_dtype(self.memory.flat.dtype)
         device = self.memory.flat.device
-        shard_numel = len(groups.shards_of(spec)[groups.shard.group.rank])
-        self.shard = torch.zeros(shard_numel, dtype=dtype, device=device)
+        self.shard = torch.zeros(groups.shard_numel(spec), dtype=dtype, device=device)
         # `launch` sets it to other memory if `shard` may have values that must be kept.
         self._reduced = self.shard
         own = [placeholders[index] for index in spec.params]

@@ -87,6 +87,10 @@ class ShardGroups:
         num_shards = self.shard.group.num_ranks
         return spec.parts(num_shards, num_ranks=self.num_ranks, is_padded=True)
 
+    def shard_numel(self, spec: Bucket) -> int:
+        """Returns the number of a bucket's elements that this rank owns, padding included."""
+        return len(self.shards_of(spec)[self.shard.group.rank])
+
     def wire_bytes(self, spec: Bucket, inside: Parcel, across: Parcel | None) -> int:
         """Returns the bytes of a bucket that are passed to collectives, over both axes."""
         num_bytes = inside.payload(spec.itemsize) + spec.trailer_bytes

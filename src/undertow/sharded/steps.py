@@ -112,10 +112,6 @@ class Sharding(Layout):
             if grad.added is None:
                 param.grad = torch.zeros_like(param, dtype=private.gradient_dtype(param))
 
-    def shard_numel(self, bucket: Bucket) -> int:
-        """Returns the number of a bucket's elements that this rank owns, padding included."""
-        return len(self.groups.shards_of(bucket)[self.group.rank])
-
     def wait_for_parameters(self) -> None:
         if self.gathers.in_flight:
             self.gathers.wait_for_all()
@@ -293,18 +289,17 @@ class _Stepper:
 
     optimizer: weakref.ref[Optimizer]
     is_whole: bool  # one rank updates all of a parameter
-    # Parameters that it has had, which users may take out of its groups for a while. Weak, because
-    # a model may drop them.
-    _had: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    # Parameters that it has had and no other has, which users may take out of its groups for a
+    # while. Weak, because a model may drop them.
+    had: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def params(self) -> Collection[Tensor]:
         """Returns the parameters that it has had; none if it is gone."""
         optimizer = self.optimizer()
         if optimizer is None:
             return ()
-        for param in params_of(optimizer):
-            self._had[param] = None
-        return tuple(self._had)
+        self.had.update(dict.fromkeys(params_of(optimizer)))
+        return tuple(self.had)
 
 
 class ShardedSteps:
@@ -350,43 +345,48 @@ class ShardedSteps:
         if self.steppers:
             # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
             gc.collect()
-        earlier = self.steppers
         group = self._engine.current_plan.group
-        taken = {id(param): other for other in earlier for param in params_of(other)}
-        names = self._engine.current_plan.members.names
-        both = [param for param in params_of(stepper) if id(param) in taken]
         if group.num_ranks > 1:
             described = {
-                "earlier ShardedOptimizers": list(map(_class_name, earlier)),
+                "earlier ShardedOptimizers": list(map(_class_name, self.steppers)),
                 "whole": is_whole,
                 **settings,
                 **self._config.to_dict(),
             }
             Agreement(group, settings=described).require()
+        self.regroup(stepper)
+        alive = [each for each in self._steppers if each.optimizer() is not None]
+        self._steppers = [*alive, _Stepper(weakref.ref(stepper), is_whole)]
+
+    def regroup(self, stepper: Optimizer) -> None:
+        """Called when `stepper` has other parameters than before.
+
+        Raises ConfigError if another one that still exists updates one of them.
+        """
+        others = [other for other in self.steppers if other is not stepper]
+        taken = {id(param) for other in others for param in params_of(other)}
+        names = self._engine.current_plan.members.names
+        both = [param for param in params_of(stepper) if id(param) in taken]
         require(
             not both,
-            f"a ShardedOptimizer of {', '.join(map(_class_name, earlier))} updates "
+            f"a ShardedOptimizer of {', '.join(map(_class_name, others))} updates "
             f"{listed([repr(names.get(id(param), '?')) for param in both], most=3)} already.",
-            where=f"ShardedOptimizer({settings['optimizer'].rpartition('.')[2]}, ...)",
+            where=f"ShardedOptimizer({_class_name(stepper)}, ...)",
             remedy="Give each of several optimizers its own parameters, as params=. To replace an "
             "optimizer, `del` the first one before you make another.",
         )
-        alive = [each for each in self._steppers if each.optimizer() is not None]
-        self._steppers = [*alive, _Stepper(weakref.ref(stepper), is_whole)]
-        self._are_changed = True
-
-    def regroup(self) -> None:
-        """Called when the parameters of an optimizer have changed."""
+        for each in self._steppers:
+            for param in params_of(stepper):
+                each.had.pop(param, None)  # type: ignore[no-untyped-call]  # torch's method
         self._are_changed = True
 
     @property
     def steppers(self) -> list[Optimizer]:
         """The ShardedOptimizers that exist, first the one that was made first."""
-        found = [each.optimizer() for each in self._steppers]
-        return [stepper for stepper in found if stepper is not None]
+        return [found for each in self._steppers if (found := each.optimizer()) is not None]
 
     def require_stepper(self, optimizer: Optimizer) -> None:
-        if self._steppers and all(each.optimizer() is not optimizer for each in self._steppers):
+        if self._steppers and optimizer not in self.steppers:
             raise PhaseError(
                 f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
                 where=f"rank {self._groups.rank}: each rank has its shards of the gradients only",
