@@ -17,6 +17,7 @@ from support.naive import wrapped
 from support.ranks import Ranks, in_ranks
 from support.sharded import mesh_of
 from undertow import (
+    CheckpointError,
     ConfigError,
     DistributedDataParallel,
     PlanMismatch,
@@ -202,6 +203,8 @@ def test_a_checkpoint_of_several_optimizers_resumes_bit_for_bit(name: str, tmp_p
         expected = copy.deepcopy(model.module)
     with wrapped(layers(), strategy="zero1", reduction="ordered", bucket_cap_mb=0.001) as model:
         optimizers = two_optimizers(model, cls, **settings)
+        with pytest.raises(CheckpointError, match="holds 2 optimizers, and the call names 1"):
+            load_checkpoint(tmp_path / "run", model, optimizers[0])
         load_checkpoint(tmp_path / "run", model, optimizers)
         sharded_steps(model, optimizers, range(2, 4))
         model.wait()

@@ -21,7 +21,7 @@ from undertow.engine.agreed_errors import require_same_settings, text_of
 from undertow.engine.hooks import earlier_watchers
 from undertow.engine.progress import settings_of
 from undertow.engine.round import Settings
-from undertow.errors import CheckpointError
+from undertow.errors import CheckpointError, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import OuterSync, outer_of
 from undertow.ranks.agreement import gather_bytes
@@ -168,6 +168,15 @@ def load_checkpoint(
 
     def read() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
         index = files.read_index(folder)
+        num_saved = len(index["optimizers"])
+        require(
+            len(optimizers) in (0, num_saved),
+            f"the checkpoint holds {num_saved} optimizers, and the call names {len(optimizers)}.",
+            where=str(folder),
+            remedy="Give all of them, ordered as they were saved, or load the model alone: "
+            "load_checkpoint(path, model).",
+            error=CheckpointError,
+        )
         name, of_outer, replica = files.MODEL, {}, 0
         if outer is not None and "outer" in index:
             replica = outer.replica % index["num_replicas"]

@@ -177,14 +177,11 @@ def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
     `number` is its place among the saved optimizers.
     """
     present = index["optimizers"]
-    about: dict[str, Any] = present[number] if number < len(present) else {}
-    saved = about.get("optimizer")
-    given = _class_name(optimizer)
-    kind = "no optimizer" if number == 0 else f"{number} optimizers only"
-    has = kind if saved is None else f"the state of {saved}"
+    about = present[number]
+    saved, given = about["optimizer"], _class_name(optimizer)
     require(
         saved == given,
-        f"the checkpoint holds {has}, and the optimizer is {given}.",
+        f"the checkpoint holds the state of {saved}, and the optimizer is {given}.",
         where=str(folder),
         remedy="Load it into the same kind of optimizer, or load the model alone: "
         "load_checkpoint(path, model).",
