@@ -283,6 +283,27 @@ def test_a_step_that_a_scaler_skips_on_one_rank_counts_on_all() -> None:
 
 
 @in_ranks(2)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skips_keeps_no_replica_waiting_until_the_next_forward(fused: bool) -> None:
+    with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
+        params = list(ddp.parameters())
+        optimizers = [torch.optim.SGD(part, lr=0.01, fused=fused) for part in (params[:3], params[3:])]
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number in range(4):
+            ddp.zero_grad()
+            scaler.scale(loss_of(ddp, number, dist.get_rank())).backward()
+            if number % 2 and dist.get_rank() == 1:
+                params[0].grad.fill_(torch.inf)
+            if number < 2:
+                scaler.unscale_(optimizers[0])
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            dist.barrier()  # replicas that have stepped come here too
+        assert ddp.outer.num_synchronizations == 2
+
+
+@in_ranks(2)
 def test_a_skipped_step_counts_too() -> None:
     with replica(net(), Outer(every=2, fragments=1, delay=0), nonfinite="skip") as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -500,6 +521,25 @@ def test_parameters_without_an_optimizer_are_told_once_and_steps_count_without_t
             step(ddp, optimizer, 1)
         step(ddp, optimizer, 2)
         assert ddp.outer.state_dict()["step"] == 2
+
+
+@in_ranks(2)
+def test_parameters_that_are_frozen_need_no_optimizer() -> None:
+    with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), range(2))
+        ddp.module.first.requires_grad_(False)
+        trained = [param for param in ddp.parameters() if param.requires_grad]
+        train(ddp, torch.optim.SGD(trained, lr=0.01), range(2, 6))  # a warning would be an error
+        assert ddp.outer.num_synchronizations == 2
+
+
+@in_ranks(2)
+def test_a_step_by_hand_follows_parameters_that_were_loaded() -> None:
+    with replica(net(), Outer(every=1, fragments=1, delay=0)) as ddp:
+        loaded = Net().state_dict()
+        ddp.module.load_state_dict(loaded)
+        ddp.outer.step()
+        assert all(torch.equal(ddp.module.state_dict()[name], value) for name, value in loaded.items())
 
 
 @in_ranks(2, is_fresh=True)

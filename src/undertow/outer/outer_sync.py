@@ -85,6 +85,7 @@ class OuterSync:
 
         A collective call if an exchange is due. Other optimizers are counted without it.
         """
+        self._begins()
         self._steps.count()
 
     @contextlib.contextmanager
@@ -426,5 +427,4 @@ class OuterSync:
         """Called before a user reads or changes the state."""
         self._require_own()
         self._begins()
-        self._steps.settle()
         self._engine.current_plan.wait_for_parameters()
