@@ -64,9 +64,8 @@ class StepCounter:
         hooks = self._hooks = contextlib.ExitStack()
         # Weak, because torch keeps such hooks for the life of the process.
         weak = weakref.ref(self)
-        before, after = partial(_before_step, weak), partial(_after_step, weak)
-        hooks.callback(register_optimizer_step_pre_hook(before).remove)
-        hooks.callback(register_optimizer_step_post_hook(after).remove)
+        hooks.callback(register_optimizer_step_pre_hook(partial(_before_step, weak)).remove)
+        hooks.callback(register_optimizer_step_post_hook(partial(_after_step, weak)).remove)
         hooks.callback(private.around_unscaling(partial(_around_unscaling, weak)))
         hook = ModuleHook(module, partial(_forward_begins, weak, weakref.ref(module)))
         hooks.callback(module.register_forward_pre_hook(hook, prepend=True).remove)
@@ -130,17 +129,20 @@ class StepCounter:
     def _trained(self) -> frozenset[int]:
         return self._engine.current_plan.hooks.ids
 
-    def _own(self, optimizer: Optimizer) -> set[int]:
-        return set(self._trained & set(map(id, params_of(optimizer))))
+    def _own(self, optimizer: Optimizer) -> frozenset[int]:
+        return self._trained.intersection(map(id, params_of(optimizer)))
 
-    def _add(self, params: set[int]) -> None:
+    def _add(self, params: frozenset[int]) -> None:
         missing = self._trained - self._without - self._stepped
         if params & self._stepped and missing - params:
             # A whole step has passed without these.
             self._without |= missing
             self._stepped.clear()
-            params_now = self._engine.current_plan.hooks.params
-            if any(param.requires_grad for param in params_now if id(param) in missing):
+            if any(
+                param.requires_grad
+                for param in self._engine.current_plan.hooks.params
+                if id(param) in missing
+            ):
                 warnings.warn(
                     f"{len(missing)} trained parameters are not stepped with the others: steps are "
                     "counted without them.\n  SyncConfig(outer=...)\n"
@@ -172,7 +174,8 @@ def _after_step(weak: _Weak, optimizer: Optimizer, _args: Any, _kwargs: Any) -> 
 
 
 def _around_unscaling(weak: _Weak, optimizer: Optimizer, unscale: private.Unscale) -> private.Found:
-    found, counter = unscale(), weak()
+    found = unscale()
+    counter = weak()
     if counter is not None:
         counter.has_unscaled(optimizer, found)
     return found
@@ -180,7 +183,8 @@ def _around_unscaling(weak: _Weak, optimizer: Optimizer, unscale: private.Unscal
 
 @private.untraced
 def _forward_begins(weak: _Weak, weak_module: Callable[[], nn.Module | None]) -> None:
-    counter, module = weak(), weak_module()
+    counter = weak()
+    module = weak_module()
     if counter is not None and module is not None and module.training and torch.is_grad_enabled():
         counter.forward_begins()
 
