@@ -259,18 +259,21 @@ def _slow_networks(rows: Sequence[Cell]) -> Table:
 
 def _quality(rows: Sequence[Cell]) -> Table:
     """Losses on held-out text as means over seeds, and in percent above those in full width, with the range over seeds."""
-    losses = {(row["variant"], row["ranks"], row["seed"]): row["validation_loss"] for row in rows}
-    ranks, seeds = (sorted({row[key] for row in rows}) for key in ("ranks", "seed"))
+    above = quality.percent_above(rows, quality.FULL_WIDTH)
+    ranks = sorted({row["ranks"] for row in rows})
     lines = []
     for variant in dict.fromkeys(row["variant"] for row in rows):
         line = [variant]
         for number in ranks:
-            above = [100 * (losses[variant, number, seed] / losses[quality.FULL_WIDTH, number, seed] - 1) for seed in seeds]
-            loss = mean(losses[variant, number, seed] for seed in seeds)
-            line += [f"{loss:.4f}", f"{mean(above):+.2f} ({min(above):+.2f} to {max(above):+.2f})"]
+            losses = [row["validation_loss"] for row in rows if (row["variant"], row["ranks"]) == (variant, number)]
+            line += [f"{mean(losses):.4f}", _percents(above[variant, number])]
         lines.append(line)
     head = [text for number in ranks for text in (f"loss, {number} ranks", f"above {quality.FULL_WIDTH}, %")]
     return [["sent as", *head], *lines]
+
+
+def _percents(above: Sequence[float]) -> str:
+    return f"{mean(above):+.2f} ({min(above):+.2f} to {max(above):+.2f})"
 
 
 def _outer_link(rows: Sequence[Cell]) -> Table:
@@ -289,16 +292,13 @@ def _outer_link(rows: Sequence[Cell]) -> Table:
 
 def _outer_quality(rows: Sequence[Cell]) -> Table:
     """Losses on held-out text in percent above those of a mean in every step: means over seeds, with their range."""
-    losses = {(row["variant"], row["ranks"], row["seed"]): row["validation_loss"] for row in rows}
+    above = quality.percent_above(rows, outer.PLAIN)
     ranks = sorted({row["ranks"] for row in rows})
-    lines = []
-    for variant in dict.fromkeys(row["variant"] for row in rows if row["variant"] != outer.PLAIN):
-        line = [variant]
-        for number in ranks:
-            seeds = [seed for name, of, seed in losses if (name, of) == (variant, number)]
-            above = [100 * (losses[variant, number, seed] / losses[outer.PLAIN, number, seed] - 1) for seed in seeds]
-            line.append(f"{mean(above):+.2f} ({min(above):+.2f} to {max(above):+.2f})")
-        lines.append(line)
+    lines = [
+        [variant, *(_percents(above[variant, number]) for number in ranks)]
+        for variant in dict.fromkeys(row["variant"] for row in rows)
+        if variant != outer.PLAIN
+    ]
     return [["exchange", *(f"{number} replicas, %" for number in ranks)], *lines]
 
 

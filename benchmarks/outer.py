@@ -172,19 +172,16 @@ def measure_quality(out: Path, resumes: bool, is_quick: bool, tell: Tell) -> lis
 
 def judge_quality(rows: Sequence[Row]) -> list[Figure]:
     """How far each variant's loss on held-out text is above that of a mean in every step, as a mean over seeds."""
-    losses = {(row["variant"], row["ranks"], row["seed"]): row["validation_loss"] for row in rows}
-    seeds = sorted({row["seed"] for row in rows})
+    above = quality.percent_above(rows, PLAIN)
     figures = []
     for ranks in quality.RANKS:
         for name in variants(ranks):
             if name == PLAIN:
                 continue
-            above = [100 * (losses[name, ranks, seed] / losses[PLAIN, ranks, seed] - 1) for seed in seeds]
             is_judged = (ranks, name) == (2, "every 30")
             target = Target(relation=Relation.AT_MOST, bound=_MOST_LOSS) if is_judged else None
-            figures.append(
-                Figure(name=f"{ranks} replicas, {name}: loss above {PLAIN}", measured=mean(above), unit="%", target=target)
-            )
+            title = f"{ranks} replicas, {name}: loss above {PLAIN}"
+            figures.append(Figure(name=title, measured=mean(above[name, ranks]), unit="%", target=target))
     return figures
 
 

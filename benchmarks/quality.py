@@ -101,11 +101,11 @@ def measure_runs(
 
 def judge(rows: Sequence[Row]) -> list[Figure]:
     """How far each variant's loss on held-out text is above full width's, as a mean over seeds."""
-    losses = {(row["variant"], row["ranks"], row["seed"]): row["validation_loss"] for row in rows}
+    above = percent_above(rows, FULL_WIDTH)
     return [
         Figure(
             name=f"{ranks} ranks, {name}: loss above that of {FULL_WIDTH}",
-            measured=100 * mean(losses[name, ranks, seed] / losses[FULL_WIDTH, ranks, seed] - 1 for seed in SEEDS),
+            measured=mean(above[name, ranks]),
             unit="%",
             target=None if variant.bound is None else Target(relation=Relation.AT_MOST, bound=variant.bound),
         )
@@ -113,6 +113,15 @@ def judge(rows: Sequence[Row]) -> list[Figure]:
         for name, variant in VARIANTS.items()
         if name != FULL_WIDTH
     ]
+
+
+def percent_above(rows: Sequence[Row], plain: str) -> dict[tuple[str, int], list[float]]:
+    """How far losses on held-out text are above those of the variant `plain`: one for each seed, by variant and ranks."""
+    losses = {(row["variant"], row["ranks"], row["seed"]): row["validation_loss"] for row in rows}
+    above: dict[tuple[str, int], list[float]] = {}
+    for (variant, ranks, seed), loss in losses.items():
+        above.setdefault((variant, ranks), []).append(100 * (loss / losses[plain, ranks, seed] - 1))
+    return above
 
 
 def measure_rank(rank: int, variant: Variant, seed: int, num_steps: int) -> Row:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from support.errors import text_of
-from support.inside import global_values
+from support.inside import global_values, leave_unread
 from support.models import noise
 from support.outer import NaiveOuter, replica, same_everywhere
 from support.ranks import in_ranks
@@ -283,6 +283,27 @@ def test_a_step_that_a_scaler_skips_on_one_rank_counts_on_all() -> None:
 
 
 @in_ranks(2)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skips_keeps_no_replica_waiting_until_the_next_forward(fused: bool) -> None:
+    with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
+        params = list(ddp.parameters())
+        optimizers = [torch.optim.SGD(part, lr=0.01, fused=fused) for part in (params[:3], params[3:])]
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number in range(4):
+            ddp.zero_grad()
+            scaler.scale(loss_of(ddp, number, dist.get_rank())).backward()
+            if number % 2 and dist.get_rank() == 1:
+                params[0].grad.fill_(torch.inf)
+            if number < 2:
+                scaler.unscale_(optimizers[0])
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            dist.barrier()  # replicas that have stepped come here too
+        assert ddp.outer.num_synchronizations == 2
+
+
+@in_ranks(2)
 def test_a_skipped_step_counts_too() -> None:
     with replica(net(), Outer(every=2, fragments=1, delay=0), nonfinite="skip") as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -458,6 +479,16 @@ def test_a_rank_that_steps_more_often_for_its_forwards_is_named() -> None:
 
 
 @in_ranks(2)
+def test_ranks_are_compared_before_anyone_uses_the_global_parameters() -> None:
+    with replica(net(), Outer(every=1, fragments=1, delay=0)) as ddp:
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), range(1))
+        for use in (ddp.outer.state_dict, lambda: ddp.outer.synchronized().__enter__()):
+            leave_unread(ddp, [[2.0, 2.0, 0.0], [2.0, 1.0, 0.0]])
+            assert text_of(Desync, use).startswith("rank 1 has stepped a different number of times ")
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), range(1, 2))
+
+
+@in_ranks(2)
 def test_a_step_within_synchronized_and_a_new_parameter_are_refused() -> None:
     with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -500,6 +531,25 @@ def test_parameters_without_an_optimizer_are_told_once_and_steps_count_without_t
             step(ddp, optimizer, 1)
         step(ddp, optimizer, 2)
         assert ddp.outer.state_dict()["step"] == 2
+
+
+@in_ranks(2)
+def test_parameters_that_are_frozen_need_no_optimizer() -> None:
+    with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), range(2))
+        ddp.module.first.requires_grad_(False)
+        trained = [param for param in ddp.parameters() if param.requires_grad]
+        train(ddp, torch.optim.SGD(trained, lr=0.01), range(2, 6))  # a warning would be an error
+        assert ddp.outer.num_synchronizations == 2
+
+
+@in_ranks(2)
+def test_a_step_by_hand_follows_parameters_that_were_loaded() -> None:
+    with replica(net(), Outer(every=1, fragments=1, delay=0)) as ddp:
+        loaded = Net().state_dict()
+        ddp.module.load_state_dict(loaded)
+        ddp.outer.step()
+        assert all(torch.equal(ddp.module.state_dict()[name], value) for name, value in loaded.items())
 
 
 @in_ranks(2, is_fresh=True)

@@ -1,5 +1,6 @@
 """`undertow run`: programs that do not know Undertow train with its class and get the same bits, and all else is theirs."""
 
+import copy
 import json
 import os
 import signal
@@ -9,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from support.errors import refusal
 from support.frameworks import require_installed
+from support.outer import NaiveOuter
 from support.project import ROOT
 from support.strategies import spec
+from undertow import Outer
 from undertow.plan import plan_from_groups
 from undertow.runner.command import main
 from undertow.runner.settings import settings_from, variables_of
@@ -92,6 +96,34 @@ def test_settings_arrive_and_files_are_written(tmp_path: Path) -> None:
     assert len(list((tmp_path / "within").iterdir())) == 4  # traces are where the variable says
     assert "bucket_cap_mb=7 was asked for" in done.stderr
     assert len(list((tmp_path / "traces").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_replicas_of_a_program_train_alone_and_exchange_fragments(tmp_path: Path) -> None:
+    """Rank 0's parameters at the end are those of a replica of the reference, which has both."""
+    settings = ("--set", "outer.every=4", "--out", tmp_path / "out")
+    done = run(*UNDERTOW, "run", *settings, *TORCHRUN, SCRIPTS / "plain.py", tmp_path / "ours.pt")
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert "Outer synchronization every 4 steps" in done.stderr  # rank 0's report
+    reports = [json.loads((tmp_path / "out" / f"report-rank{rank}.json").read_text())["outer"] for rank in range(2)]
+    assert [(each["every"], each["num_exchanges"] >= 2) for each in reports] == [(4, True)] * 2
+    ended = reports[0]
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
+    models = [first, copy.deepcopy(first)]
+    layers = [[f"{layer}.{kind}" for kind in ("weight", "bias")] for layer in (0, 2)]
+    outer = NaiveOuter(models, layers, Outer(every=4, fragments=ended["fragments"], delay=ended["delay"]))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
+    noises = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    for step in range(1, 13):
+        for model, optimizer, noise in zip(models, optimizers, noises, strict=True):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(torch.randn(20, 10, generator=noise)), torch.randn(20, 5, generator=noise))
+            loss.backward()
+            optimizer.step()
+        outer.step(step)
+    found = torch.load(tmp_path / "ours.pt")
+    assert [name for name, value in first.state_dict().items() if not torch.equal(found[name], value)] == []
 
 
 @pytest.mark.slow

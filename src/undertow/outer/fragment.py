@@ -196,7 +196,7 @@ class Fragment:
 
     def start(self, step: int, *, due: int, num_forwards: int) -> None:
         """Starts the exchange of the difference to the replica's own parameters."""
-        self._require_same()
+        self.require_same()
         replicas, own = self._replicas, self._share
         column = replicas.column
         numel = own.stop - own.start
@@ -249,11 +249,15 @@ class Fragment:
             self._said = hardware.to_host(facts), hardware.record()
         else:
             self._said = facts, None
-            self._require_same()
+            self.require_same()
         return flight.due
 
-    def _require_same(self) -> None:
-        """Reads what replicas have said in the last exchange; of a device, when the next starts."""
+    def require_same(self) -> None:
+        """Reads what replicas have said in the last exchange; of a device, when the next starts, or
+        before anyone uses the global parameters.
+
+        Raises Desync or ReplicaMismatch on every rank.
+        """
         said, self._said = self._said, None
         if said is not None:
             facts, copied = said

@@ -85,6 +85,7 @@ class OuterSync:
 
         A collective call if an exchange is due. Other optimizers are counted without it.
         """
+        self._begins()
         self._steps.count()
 
     @contextlib.contextmanager
@@ -97,6 +98,7 @@ class OuterSync:
         inside raises PhaseError, and so does a save or load of the state.
         """
         self._settle()
+        self._require_same()
         own = [torch.zeros_like(fragment.values) for fragment in self._fragments]
         for fragment, values in zip(self._fragments, own, strict=True):
             fragment.read(values)
@@ -128,12 +130,14 @@ class OuterSync:
         """
         self._settle()
         turns = self._turns
+        due = [fragment.arrive() for fragment in self._fragments]
+        self._require_same()
         return {
             "step": self._steps.num_steps,
             "num_forwards": self._steps.num_forwards,
             "num_synchronizations": self.num_synchronizations,
             "turns": None if turns is None else [turns.fragments, turns.delay],
-            "due": [fragment.arrive() for fragment in self._fragments],
+            "due": due,
             "global": self._named(lambda fragment: fragment.values),
             "momentum": self._named(lambda fragment: fragment.momentum),
             "mean": self._named(lambda fragment: fragment.mean),
@@ -318,6 +322,10 @@ class OuterSync:
             what = "the comparison of all ranks' global parameters"
             self._compared.append((list(values), self.all_ranks.all_gather(mine, what)))
 
+    def _require_same(self) -> None:
+        for fragment in self._fragments:
+            fragment.require_same()
+
     def _require_alike(self) -> None:
         """Raises ReplicaMismatch on every rank if global parameters differ."""
         while self._compared:
@@ -426,5 +434,4 @@ class OuterSync:
         """Called before a user reads or changes the state."""
         self._require_own()
         self._begins()
-        self._steps.settle()
         self._engine.current_plan.wait_for_parameters()

@@ -39,8 +39,8 @@ class StepCounter:
     """Counts a step when every trained parameter has been stepped: with several optimizers, after
     the last one.
 
-    A step that a gradient scaler skips counts too: when the next forward begins, or when the scaler
-    looks at the same optimizer again. `engine` knows the trained parameters, and whether a forward
+    A step that a gradient scaler skips counts too: when the scaler finds the gradients that it
+    skips. `engine` knows the trained parameters, and whether a forward
     only accumulates. `begins` is called before each forward and each step of an optimizer, and
     `ends` after each step that counts.
     """
@@ -61,13 +61,11 @@ class StepCounter:
         self._stepped: set[int] = set()  # parameters, by id, since the last step
         self._without: set[int] = set()  # parameters that no optimizer steps
         self._stepping: _Stepping | None = None
-        self._unscaled: dict[int, set[int]] = {}  # parameters by optimizer
         hooks = self._hooks = contextlib.ExitStack()
         # Weak, because torch keeps such hooks for the life of the process.
         weak = weakref.ref(self)
-        before, after = partial(_before_step, weak), partial(_after_step, weak)
-        hooks.callback(register_optimizer_step_pre_hook(before).remove)
-        hooks.callback(register_optimizer_step_post_hook(after).remove)
+        hooks.callback(register_optimizer_step_pre_hook(partial(_before_step, weak)).remove)
+        hooks.callback(register_optimizer_step_post_hook(partial(_after_step, weak)).remove)
         hooks.callback(private.around_unscaling(partial(_around_unscaling, weak)))
         hook = ModuleHook(module, partial(_forward_begins, weak, weakref.ref(module)))
         hooks.callback(module.register_forward_pre_hook(hook, prepend=True).remove)
@@ -77,12 +75,6 @@ class StepCounter:
         """Removes all hooks."""
         self.is_closed = True
         self._hooks.close()
-
-    def settle(self) -> None:
-        """Counts a step that a gradient scaler has skipped."""
-        skipped, self._unscaled = self._unscaled, {}
-        for params in skipped.values():
-            self._add(params)
 
     def count(self) -> None:
         """Counts a step, of optimizers that are not torch's."""
@@ -94,7 +86,6 @@ class StepCounter:
         if self._stepping is not None and not self._stepping.has_closure:
             self._stepping.is_stale = True
         self._begins()
-        self.settle()
         # Replicas may call a closure a different number of times.
         if self._engine.is_accumulating or self._is_stepping:
             return
@@ -117,16 +108,18 @@ class StepCounter:
     def ends(self, optimizer: Optimizer) -> None:
         if self._stepping is not None and self._stepping.optimizer == id(optimizer):
             self._stepping = None
-            self._unscaled.pop(id(optimizer), None)
             self._add(self._own(optimizer))
 
-    def unscales(self, optimizer: Optimizer) -> None:
-        """Called before a scaler looks at the gradients of an optimizer."""
-        if id(optimizer) in self._unscaled:
-            self.settle()
+    def has_unscaled(self, optimizer: Optimizer, found: private.Found) -> None:
+        """Counts the step of an optimizer that a scaler is going to skip, at once: replicas that
+        step may wait for an exchange with this one."""
+        # A fused optimizer steps also then, and skips by itself. For others the scaler waits for
+        # these numbers too.
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         params = self._own(optimizer)
-        if params:
-            self._unscaled[id(optimizer)] = params
+        if params and not is_fused and any(value.item() for value in found.values()):
+            self._begins()
+            self._add(params)
 
     @property
     def _is_stepping(self) -> bool:
@@ -136,21 +129,26 @@ class StepCounter:
     def _trained(self) -> frozenset[int]:
         return self._engine.current_plan.hooks.ids
 
-    def _own(self, optimizer: Optimizer) -> set[int]:
-        return set(self._trained & set(map(id, params_of(optimizer))))
+    def _own(self, optimizer: Optimizer) -> frozenset[int]:
+        return self._trained.intersection(map(id, params_of(optimizer)))
 
-    def _add(self, params: set[int]) -> None:
+    def _add(self, params: frozenset[int]) -> None:
         missing = self._trained - self._without - self._stepped
         if params & self._stepped and missing - params:
             # A whole step has passed without these.
             self._without |= missing
             self._stepped.clear()
-            warnings.warn(
-                f"{len(missing)} trained parameters are not stepped with the others: steps are "
-                "counted without them.\n  SyncConfig(outer=...)\n"
-                "  Give an optimizer all trained parameters, or freeze the rest.",
-                stacklevel=2,
-            )
+            if any(
+                param.requires_grad
+                for param in self._engine.current_plan.hooks.params
+                if id(param) in missing
+            ):
+                warnings.warn(
+                    f"{len(missing)} trained parameters are not stepped with the others: steps are "
+                    "counted without them.\n  SyncConfig(outer=...)\n"
+                    "  Give an optimizer all trained parameters, or freeze the rest.",
+                    stacklevel=2,
+                )
         self._without -= params
         self._stepped |= params
         if self._stepped >= self._trained - self._without:
@@ -176,15 +174,17 @@ def _after_step(weak: _Weak, optimizer: Optimizer, _args: Any, _kwargs: Any) -> 
 
 
 def _around_unscaling(weak: _Weak, optimizer: Optimizer, unscale: private.Unscale) -> private.Found:
+    found = unscale()
     counter = weak()
     if counter is not None:
-        counter.unscales(optimizer)
-    return unscale()
+        counter.has_unscaled(optimizer, found)
+    return found
 
 
 @private.untraced
 def _forward_begins(weak: _Weak, weak_module: Callable[[], nn.Module | None]) -> None:
-    counter, module = weak(), weak_module()
+    counter = weak()
+    module = weak_module()
     if counter is not None and module is not None and module.training and torch.is_grad_enabled():
         counter.forward_begins()
 

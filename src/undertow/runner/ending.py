@@ -26,7 +26,8 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
     report, profile = sync.report(), None
     with contextlib.suppress(PhaseError):  # too few steps
         profile = sync.profile()
-    if sync.rank == 0 and report.num_steps > 0 and not hasattr(sys, "last_value"):
+    has_steps = report.num_steps or sync.outer
+    if sync.rank == 0 and has_steps and not hasattr(sys, "last_value"):
         from rich.console import Console
 
         Console(stderr=True).print(report, sync.explain(), soft_wrap=True)
@@ -38,7 +39,7 @@ def _write(
     sync: GradientSync, report: StepReport, profile: Profile | None, out: Path, number: int
 ) -> None:
     """Writes this rank's report and, by the first rank of the model's group, profile and plan."""
-    rank = sync._group.user.ranks[sync.rank]
+    rank = sync._all_ranks.user.ranks[sync.rank]
     of_group = f"-rank{rank}" if rank else ""
     # Variables that are the same on all nodes of a run: reports of different ones are told apart.
     run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")]
