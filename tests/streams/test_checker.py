@@ -185,10 +185,23 @@ def packs_gradients_of_two_streams(checker: Checker, is_right: bool) -> None:
     checker.synchronize()
 
 
+def reads_rows(checker: Checker, is_right: bool) -> None:
+    """a sparse gradient from another stream: reads what another stream writes"""
+    table, side = checker.place(nn.Embedding(8, 4, sparse=True)), checker.new_stream()
+    table(torch.zeros(2, dtype=torch.int64, device="cpu:0")).sum().backward()
+    grad, event = table.weight.grad, checker.record()
+    assert str(grad.device) == "cpu:0"
+    with checker.use(side):
+        waits(event, is_right)
+        grad.coalesce()
+        checker.keep(grad._indices())
+        checker.keep(grad._values())
+
+
 PROGRAMS: list[Callable[[Checker, bool], None]] = [
     *(reads, records_too_early, writes_what_is_read, writes_what_is_written, shares_bytes, shares_memory_of_two_storages),
     *(uses_new_memory, frees, keeps_for_another, reads_pinned, polls_and_reads_pinned, writes_in_a_thread),
-    packs_gradients_of_two_streams,
+    *(packs_gradients_of_two_streams, reads_rows),
 ]
 
 

@@ -14,13 +14,21 @@ from support.alike import of_all_ranks
 from support.errors import text_of
 from support.inside import NUM_STEPS_UNTIL_A_MOVE
 from support.models import noise
-from support.naive import naive_mean
+from support.naive import naive_mean, of_all
 from support.ranks import in_ranks
 from support.scripted import one_each, scripted
-from support.streamed import Streamed, placed
+from support.streamed import Streamed, checked, placed
 from support.streams import OnStream, StreamErrors
+from support.streams.backend import BACKEND
 from support.units import reentrant
-from undertow import GradientBucketManager, NonFiniteGradient, average_gradients, clip_grad_norm_
+from undertow import (
+    ConfigError,
+    DistributedDataParallel,
+    GradientBucketManager,
+    NonFiniteGradient,
+    average_gradients,
+    clip_grad_norm_,
+)
 
 STRATEGIES = ["ddp", "zero1", "zero2"]
 WIDTH, BLOCKS = 8, 24  # layers of BLOCKS have a block of int8 and some more
@@ -82,6 +90,8 @@ def test_training_has_the_bits_of_the_reference(strategy: str, settings: dict[st
     with placed(layers(), strategy=strategy, **settings) as it:
         train(it)
         require_alike(it)
+        # NCCL's barrier makes the host wait, on a device that torch guesses.
+        assert "barrier" not in {launch.kind for launch in it.checker.orders.launches}
 
 
 @pytest.mark.parametrize("settings", WIRES.values(), ids=WIRES)
@@ -120,15 +130,6 @@ def test_parts_may_be_empty_and_uneven(settings: dict[str, Any]) -> None:
     with placed(nn.Linear(3, 1), strategy="zero1", **settings) as it:  # 1 and 3 elements for four ranks
         train(it, width=3)
         require_alike(it, tolerance=0.12 if "wire" in settings else 1e-6)  # another order of four summands, in fp32
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@in_ranks(2)
-def test_training_needs_no_barrier(strategy: str) -> None:
-    """NCCL's barrier makes the host wait, on a device that torch guesses."""
-    with placed(layers(), strategy=strategy) as it:
-        train(it)
-        assert "barrier" not in {launch.kind for launch in it.checker.orders.launches}
 
 
 @pytest.mark.parametrize("lag", [0, None], ids=["at once", "never"])
@@ -575,3 +576,40 @@ def test_steps_may_run_on_another_stream_than_forwards(strategy: str, settings: 
                 it.optimizer.step()
             it.checker.record(stream).wait()
         it.model.wait()
+
+
+ELSEWHERE = """parameter '{}' is on cpu, and the model was wrapped on cpu:0.
+  a module whose gradients are averaged
+  Move the whole module with module.to(device) before it is wrapped."""
+
+
+@in_ranks(2)
+def test_a_parameter_of_the_host_cannot_join_those_of_a_device() -> None:
+    with placed(layers()) as it:
+        train(it, num_steps=1, waits=True)
+        it.model.module.add_module("3", nn.Linear(WIDTH, WIDTH))
+        x = torch.ones(2, WIDTH, device="cpu:0")
+        for _ in range(2):
+            assert text_of(ConfigError, lambda: it.model(x)) == ELSEWHERE.format("3.weight")
+        it.model.module.pop(3)
+        train(it, num_steps=1, waits=True)
+        require_alike(it)
+
+
+@in_ranks(2)
+def test_a_model_with_parameters_of_the_host_and_of_a_device_cannot_be_wrapped() -> None:
+    with checked() as checker, of_all(BACKEND) as group:
+        module = layers()
+        checker.place(module[0])
+        assert text_of(ConfigError, lambda: DistributedDataParallel(module, process_group=group)) == ELSEWHERE.format("1.weight")
+
+
+@in_ranks(2)
+def test_a_model_that_is_frozen_when_it_is_wrapped_trains_later_on_its_device() -> None:
+    with contextlib.ExitStack() as stack:
+        with pytest.warns(UserWarning, match="no parameter"):
+            it = stack.enter_context(placed(layers().requires_grad_(False)))
+        for model in (it.model.module, it.bare):
+            model.requires_grad_(True)
+        train(it, waits=True)
+        require_alike(it)

@@ -168,10 +168,8 @@ class TrailerCodec:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Waits for the device; returns the numbers of all ranks."""
-        found: list[float] = []
-        for number in self._memory[self._facts[name]].tolist():
-            found.append(abs(number) * self._divisor)
-        return tuple(found)
+        numbers = self._memory[self._facts[name]].tolist()
+        return tuple(abs(number) * self._divisor for number in numbers)
 
 
 @lru_cache(maxsize=512)

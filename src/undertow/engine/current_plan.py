@@ -16,6 +16,7 @@ from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.recorder import Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.config import SyncConfig
+from undertow.device import device_of
 from undertow.engine.agreed_errors import (
     changed_unlike,
     part_of_another,
@@ -448,6 +449,14 @@ class CurrentPlan:
         *,
         has_more: bool = False,
     ) -> Change:
+        for name, param in named_params:
+            require(
+                device_of(param.device).is_host == self.group.hardware.is_host,
+                f"parameter {name!r} is on {param.device}, and the model was wrapped on "
+                f"{self.group.device}.",
+                where="a module whose gradients are averaged",
+                remedy="Move the whole module with module.to(device) before it is wrapped.",
+            )
         plan = first_plan(
             self.members.specs(named_params), reducer.config, num_ranks=reducer.group.num_ranks
         )

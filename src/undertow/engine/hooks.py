@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from undertow.device import Accelerator, Device
+from undertow.device import Device
 from undertow.engine.tuning import ObservedOrder, Tuning
 from undertow.plan import Plan
 from undertow.schedule.tracker import Arrivals, BucketArrivals
@@ -163,14 +163,13 @@ class ParamHooks:
     ) -> None:
         self.named_params = tuple(named_params)
         self.ids = frozenset(id(param) for _, param in named_params)
-        self._stream_of = device.stream_of if isinstance(device, Accelerator) else None
         self.arrivals = Arrivals(
             [bucket.params for bucket in plan.buckets],
             self.params,
             on_full=no_round,
             traversal=private.graph_task_id,
             on_traversal=listeners.on_backward,
-            stream_of=self._stream_of,
+            stream_of=device.stream_of,
         )
         self.arrivals.owner = listeners.owner
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
@@ -208,7 +207,7 @@ class ParamHooks:
 
     def regroup(self, plan: Plan) -> None:
         """Switches to the buckets of another plan."""
-        self.arrivals.regroup([bucket.params for bucket in plan.buckets], self._stream_of)
+        self.arrivals.regroup([bucket.params for bucket in plan.buckets])
         self.arrival_hooks.renew()
 
     def close(self) -> None:
@@ -225,9 +224,7 @@ class ParamHooks:
         """Returns the positions in `bucket` of the `missing` parameters without a gradient since
         the last synchronization."""
         absent = set(missing) - self.arrived_before
-        return (
-            [position for position, param in enumerate(bucket) if param in absent] if absent else []
-        )
+        return [position for position, param in enumerate(bucket) if param in absent]
 
     def ids_of(self, indices: Iterable[int]) -> set[int]:
         """Returns the ids of parameters given by index."""
@@ -240,12 +237,11 @@ class ParamHooks:
     def names_of(self, plan: Plan, places: Mapping[int, Collection[int]]) -> tuple[str, ...]:
         """Returns the names of parameters given by their positions in each bucket, in the order of
         the plan."""
-        params = [
-            plan.buckets[bucket].params[place]
+        return tuple(
+            self.named_params[plan.buckets[bucket].params[place]][0]
             for bucket in sorted(places)
             for place in places[bucket]
-        ]
-        return tuple(self.named_params[param][0] for param in params)
+        )
 
 
 def no_round(_bucket: int) -> None:

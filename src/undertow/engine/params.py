@@ -148,8 +148,8 @@ class ModuleParams:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first trained parameter, or the CPU if no parameter is trained."""
-        return next((param.device for _, param in self.trained_now()), torch.device("cpu"))
+        """The device of the first parameter, which may be frozen; the CPU if there is none."""
+        return next((param.device for _, param in self.named_params()), torch.device("cpu"))
 
     def close(self) -> None:
         """Gives gradients the dtype of their parameters again."""

@@ -186,12 +186,12 @@ class Round:
 
     def _pack(self, bucket: LiveBucket) -> None:
         spec = bucket.spec
-        if self.hooks is not None and self.hooks.arrivals.buckets[spec.index].streams:
-            self._follow(bucket, self.hooks.arrivals.buckets[spec.index].streams)
+        recorder, hooks = self.compiled.recorder, self.hooks
+        if hooks is not None and hooks.arrivals.buckets[spec.index].streams:
+            self._follow(bucket, hooks.arrivals.buckets[spec.index].streams)
         if self.kind is RoundKind.ACCUMULATE:
             bucket.pack_local()
             return
-        recorder, hooks = self.compiled.recorder, self.hooks
         bucket.marks = recorder.ready(
             spec.index, num_bytes=bucket.wire_bytes, kind=bucket.reduction
         )

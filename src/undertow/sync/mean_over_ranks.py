@@ -72,14 +72,13 @@ def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
 def _checked(number: object, device: Device) -> Tensor:
     """Returns the number as a new tensor. [] float64"""
     is_tensor = isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex()
-    is_number = is_tensor or (isinstance(number, Real) and not isinstance(number, bool))
     found = (
         (f"a tensor of shape {tuple(number.shape)}")
         if isinstance(number, Tensor)
         else type(number).__name__
     )
     require(
-        is_number,
+        is_tensor or (isinstance(number, Real) and not isinstance(number, bool)),
         f"number must be a real number, got {found}.",
         where=_WHERE,
         remedy=_ASK,

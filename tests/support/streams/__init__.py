@@ -36,7 +36,7 @@ no send and no receive. All ranks must leave the context together, unless one ra
 
 `OnStream(module, stream)` runs a module's forward and backward on a stream, with the edges that autograd adds on a device.
 
-It cannot see how long anything takes, what kernels do inside, sparse tensors, or memory that C++ or NumPy touches without an
+It cannot see how long anything takes, what kernels do inside, or memory that C++ or NumPy touches without an
 operator of torch's (that it compares the inputs of collectives helps a little). A tensor with gaps counts as all bytes from its
 first to its last element. Host threads count as one host: it takes their order for the order of the program.
 """

@@ -162,7 +162,7 @@ class Checker:
 
     def is_on_device(self, tensor: Tensor) -> bool:
         with self.quiet(), torch._C.DisableTorchFunction():
-            memory = self.memory_of(tensor)
+            memory = self.memory_of(next(_tensors(tensor)))
             return tensor in self.wrappers if memory is None else memory.is_device
 
     def _enter(self, tensor: Tensor, made: Access, *, is_device: bool = True) -> None:
@@ -488,7 +488,10 @@ def _waits(op: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+    """All tensors in an argument or a result; of a sparse one its parts, which have the memory."""
+    if isinstance(value, Tensor) and value.layout is torch.sparse_coo:
+        yield from (value._indices(), value._values())
+    elif isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for each in value:
