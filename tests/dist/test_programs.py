@@ -33,6 +33,7 @@ def test_an_example_has_the_results_of_the_reference(name: str) -> None:
     run(EXAMPLES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_THREE_RANKS)
 @pytest.mark.parametrize("plan", ["default", "each"])
 @in_ranks(3)

@@ -245,12 +245,14 @@ def test_steps_in_shards_have_the_results_of_the_reference(name: str) -> None:
 
 
 # A third rank is neither the first nor the last, and sums of three have an order.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(EXAMPLES)[::4])
 @in_ranks(3)
 def test_three_ranks_have_them(name: str) -> None:
     run(EXAMPLES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 @in_ranks(4)
 def test_steps_on_a_mesh_have_them(name: str) -> None:

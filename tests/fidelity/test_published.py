@@ -36,6 +36,7 @@ def test_rows_that_were_kept_out_of_every_fit_are_predicted() -> None:
     assert (found.usual <= 0.05, found.worst <= 0.2, found.usual < others.usual) == (True, True, True)
 
 
+@pytest.mark.slow
 def test_the_page_has_the_rows_that_were_kept_out_and_the_defaults() -> None:
     num_inside, num = published.num_in_band(BAND)
     assert num_inside >= 0.9 * num

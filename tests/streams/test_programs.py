@@ -12,20 +12,18 @@ from support.examples import EXAMPLES
 from support.ranks import in_ranks
 from support.streamed import run
 
-# By number of ranks. Each takes seconds; the first 160 of two ranks and 40 of four have been run, without a finding.
-NUM_DRAWN, NUM_DRAWN_THOROUGHLY = {2: 6, 4: 3}, {2: 40, 4: 10}
+pytestmark = pytest.mark.slow
+NUM_DRAWN = {2: 40, 4: 10}  # by number of ranks: each takes seconds
 # Not of sparse gradients, which the backends of devices do not reduce, and of arrays, which share memory of the host only.
 NAMES = [name for name, it in EXAMPLES.items() if not it.has("table", "bag") and "array" not in it.events]
 FEW = NAMES[::16]  # drawn programs combine what examples do, and all of them take minutes
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    is_thorough = metafunc.config.getoption("thorough")
     if "seed" in metafunc.fixturenames:
         (num_ranks,) = metafunc.definition.get_closest_marker("in_ranks").args
-        number = (NUM_DRAWN_THOROUGHLY if is_thorough else NUM_DRAWN)[num_ranks]
         seeds = (seed for seed in itertools.count() if not drawn(seed, num_ranks).has("table", "bag"))
-        metafunc.parametrize("seed", list(itertools.islice(seeds, number)))
+        metafunc.parametrize("seed", list(itertools.islice(seeds, NUM_DRAWN[num_ranks])))
     if "name" in metafunc.fixturenames:
         metafunc.parametrize("name", FEW)
 

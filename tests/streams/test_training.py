@@ -30,6 +30,7 @@ from undertow import (
     clip_grad_norm_,
 )
 
+pytestmark = pytest.mark.slow
 STRATEGIES = ["ddp", "zero1", "zero2"]
 WIDTH, BLOCKS = 8, 24  # layers of BLOCKS have a block of int8 and some more
 LEARNS = 3  # steps until the order of gradients is known, a plan for shards is made, and trailers are read late
@@ -83,6 +84,7 @@ def require_alike(it: Streamed, *, tolerance: float = 0.0) -> None:
         torch.testing.assert_close(ours.cpu(), wanted, rtol=0.0, atol=tolerance, msg=f"{name}: {{}}".format)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @in_ranks(2)
@@ -191,6 +193,7 @@ def test_gradients_of_one_bucket_may_come_from_several_streams(strategy: str, ca
         require_alike(it)
 
 
+@pytest.mark.smoke
 @in_ranks(2)
 def test_a_late_gradient_may_come_from_another_stream() -> None:
     with placed(Branches()) as it:
@@ -503,6 +506,7 @@ def require_waits(it: Streamed) -> None:
     assert [work.event for work in it.checker.held] == []
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @in_ranks(2)
 def test_every_collective_is_waited_for(strategy: str) -> None:
