@@ -228,7 +228,7 @@ OF_TORCH = defined_in(ast.parse(inspect.getsource(torch.nn.parallel.distributed)
     "_rebuild_buckets",
     "_delay_all_reduce",
 }  # of its reducer
-LIBRARY = set().union(*(defined_in(ast.parse(path.read_text())) for path in SOURCES)) - OF_TORCH - {"_parameters"}
+LIBRARY = set().union(*(defined_in(ast.parse(path.read_text())) for path in SOURCES)) - OF_TORCH - {"_parameters", "_indices", "_values"}
 
 
 def reaches(path: Path) -> list[str]:

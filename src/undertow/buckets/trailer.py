@@ -168,8 +168,10 @@ class TrailerCodec:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Waits for the device; returns the numbers of all ranks."""
-        numbers = self._memory[self._facts[name]].tolist()
-        return tuple(abs(number) * self._divisor for number in numbers)
+        found: list[float] = []
+        for number in self._memory[self._facts[name]].tolist():
+            found.append(abs(number) * self._divisor)
+        return tuple(found)
 
 
 @lru_cache(maxsize=512)

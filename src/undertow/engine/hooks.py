@@ -163,13 +163,14 @@ class ParamHooks:
     ) -> None:
         self.named_params = tuple(named_params)
         self.ids = frozenset(id(param) for _, param in named_params)
+        self._stream_of = device.stream_of
         self.arrivals = Arrivals(
             [bucket.params for bucket in plan.buckets],
             self.params,
             on_full=no_round,
             traversal=private.graph_task_id,
             on_traversal=listeners.on_backward,
-            stream_of=device.stream_of,
+            stream_of=self._stream_of,
         )
         self.arrivals.owner = listeners.owner
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
@@ -207,7 +208,7 @@ class ParamHooks:
 
     def regroup(self, plan: Plan) -> None:
         """Switches to the buckets of another plan."""
-        self.arrivals.regroup([bucket.params for bucket in plan.buckets])
+        self.arrivals.regroup([bucket.params for bucket in plan.buckets], self._stream_of)
         self.arrival_hooks.renew()
 
     def close(self) -> None:
@@ -224,7 +225,9 @@ class ParamHooks:
         """Returns the positions in `bucket` of the `missing` parameters without a gradient since
         the last synchronization."""
         absent = set(missing) - self.arrived_before
-        return [position for position, param in enumerate(bucket) if param in absent]
+        return (
+            [position for position, param in enumerate(bucket) if param in absent] if absent else []
+        )
 
     def ids_of(self, indices: Iterable[int]) -> set[int]:
         """Returns the ids of parameters given by index."""

@@ -34,7 +34,13 @@ class BucketArrivals:
         "streams",
     )
 
-    def __init__(self, arrivals: Arrivals, index: int, params: Sequence[int]) -> None:
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        index: int,
+        params: Sequence[int],
+        stream_of: Callable[[Any], object] | None,
+    ) -> None:
         self.arrivals = arrivals
         self.index = index
         self.params = params
@@ -44,7 +50,7 @@ class BucketArrivals:
         self.num_known = 0  # arrivals that are counted
         self.num_awaited = 0  # arrivals that it waits for, with expected repeats
         self.is_full = False
-        self.stream_of: Any = arrivals.stream_of
+        self.stream_of: Any = stream_of
         self.streams: set[Any] = set()  # of a device: those that gradients arrived on
 
     def arrive(self, param: object) -> None:
@@ -123,17 +129,20 @@ class Arrivals:
         self._seen_traversal = _NO_TRAVERSAL
         self._params = tuple(params)
         self.index_of = {id(param): index for index, param in enumerate(self._params)}
-        self.stream_of = stream_of
-        self.regroup(params_of_bucket)
+        self.regroup(params_of_bucket, stream_of)
 
-    def regroup(self, params_of_bucket: Sequence[Sequence[int]]) -> None:
+    def regroup(
+        self,
+        params_of_bucket: Sequence[Sequence[int]],
+        stream_of: Callable[[Any], object] | None = None,
+    ) -> None:
         """Switches to other buckets of the same parameters, with other hooks, and resets."""
         self.buckets: list[BucketArrivals] = []
         hooks: dict[int, Callable[[Any], None]] = {}
         for index, params in enumerate(params_of_bucket):
-            bucket = BucketArrivals(self, index, params)
+            bucket = BucketArrivals(self, index, params, stream_of)
             self.buckets.append(bucket)
-            hook = bucket.arrive if self.stream_of is None else bucket.arrive_on_stream
+            hook = bucket.arrive if stream_of is None else bucket.arrive_on_stream
             hooks.update(dict.fromkeys(params, hook))
         self.hooks = [hooks[param] for param in range(len(self._params))]
         self.reset()
