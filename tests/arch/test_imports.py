@@ -225,10 +225,10 @@ def is_of_self(node: ast.Attribute) -> bool:
 
 # What torch's classes call so is part of their interface, which ours has too.
 OF_TORCH = defined_in(ast.parse(inspect.getsource(torch.nn.parallel.distributed))) | {
-    "_rebuild_buckets",
-    "_delay_all_reduce",
-}  # of its reducer
-LIBRARY = set().union(*(defined_in(ast.parse(path.read_text())) for path in SOURCES)) - OF_TORCH - {"_parameters", "_indices", "_values"}
+    *("_rebuild_buckets", "_delay_all_reduce"),  # of its reducer
+    *("_parameters", "_indices", "_values"),  # of modules and sparse tensors
+}
+LIBRARY = set().union(*(defined_in(ast.parse(path.read_text())) for path in SOURCES)) - OF_TORCH
 
 
 def reaches(path: Path) -> list[str]:
