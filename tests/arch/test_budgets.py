@@ -131,6 +131,7 @@ def test_the_house_is_within_its_budget(name: str) -> None:
     require_within(MEASURES[name](), BUDGETS[name], NOT_YET.get(name))
 
 
+@pytest.mark.slow
 @in_ranks(2)
 @pytest.mark.parametrize("strategy", STEP_BUDGETS)
 def test_a_step_enters_few_files_and_frames(strategy: str) -> None:

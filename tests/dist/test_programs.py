@@ -26,8 +26,8 @@ def test_a_drawn_program_has_the_results_of_the_reference(seed: int, num_ranks: 
     run(drawn(seed, num_ranks))
 
 
-@pytest.mark.slow  # `make test` runs the same examples in one process, in unit/engine
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.slow  # unit/engine runs all of them in one process
+@pytest.mark.parametrize("name", list(EXAMPLES)[::2])
 @in_ranks(2)
 def test_an_example_has_the_results_of_the_reference(name: str) -> None:
     run(EXAMPLES[name])

@@ -166,7 +166,6 @@ def test_an_interrupted_job_leaves_no_process_and_goes_on_where_it_was(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
 @pytest.mark.timeout(3600)  # for as many as are asked for
 def test_every_run_of_the_example_learns_and_ends_with_exit_code_0(request: pytest.FixtureRequest) -> None:
     num_runs = request.config.getoption("--exits", default=1)

@@ -13,7 +13,7 @@ from support.ranks import in_ranks
 from support.streamed import run
 
 pytestmark = pytest.mark.slow
-NUM_DRAWN = {2: 40, 4: 10}  # by number of ranks: each takes seconds
+NUM_DRAWN = {2: 24, 4: 6}  # by number of ranks: each takes seconds
 # Not of sparse gradients, which the backends of devices do not reduce, and of arrays, which share memory of the host only.
 NAMES = [name for name, it in EXAMPLES.items() if not it.has("table", "bag") and "array" not in it.events]
 FEW = NAMES[::16]  # drawn programs combine what examples do, and all of them take minutes
